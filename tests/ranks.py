@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of gloo ranks that lives as long as one test file: spawned once, used by every case in it.
+
+A case hands the pool a top-level function; every rank runs it and its return values come back in rank order:
+
+    def body(k):                       # runs on every rank; torch.distributed is initialised (gloo)
+        return deepspeed.comm.get_rank() * k
+
+    def test_body(ranks2):
+        assert ranks2.run(body, 3) == [0, 3]
+"""
+
+import io
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+import traceback
+
+import torch
+
+CASE_SECONDS = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _dump(value) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def reset_deepspeed_groups() -> None:
+    """Forgets the expert-parallel groups of the case before: DeepSpeed keeps them by name for the whole process."""
+    from deepspeed.utils import groups
+    for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP",
+                 "_EXPERT_DATA_PARALLEL_GROUP_RANKS"):
+        if hasattr(groups, name):
+            getattr(groups, name).clear()
+    groups.mpu = None
+
+
+def _worker(rank: int, world_size: int, port: int, path: list, conn) -> None:
+    sys.path[:] = path
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world_size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+    torch.set_num_threads(1)
+    import deepspeed
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    while True:
+        try:
+            message = conn.recv()
+        except EOFError:
+            return
+        if message is None:
+            return
+        fn, args, kwargs = message
+        try:
+            reset_deepspeed_groups()
+            torch.manual_seed(1234)
+            conn.send_bytes(_dump((True, fn(*args, **kwargs))))
+        except BaseException:  # every failure of a case is data for the parent, which raises it
+            conn.send_bytes(_dump((False, traceback.format_exc())))
+
+
+class RankFailure(AssertionError):
+    """A case failed on some rank; `errors` maps the rank to its traceback."""
+
+    def __init__(self, errors: dict):
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {r}\n{e}" for r, e in sorted(errors.items())))
+
+
+class RankPool:
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self._procs: list = []
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "deepspeed"])
+        port = free_port()
+        self._conns, self._procs = [], []
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            proc = context.Process(target=_worker, args=(rank, self.world_size, port, list(sys.path), theirs),
+                                   daemon=False)
+            proc.start()
+            theirs.close()
+            self._conns.append(ours)
+            self._procs.append(proc)
+
+    def run(self, fn, *args, seconds: float = CASE_SECONDS, **kwargs) -> list:
+        """Runs `fn(*args, **kwargs)` on every rank; returns the results in rank order or raises RankFailure."""
+        if not self._procs:
+            self._start()
+        for conn in self._conns:
+            conn.send((fn, args, kwargs))
+        results, errors = {}, {}
+        deadline = time.monotonic() + seconds
+        waiting = set(range(self.world_size))
+        # Once a rank has failed its peers may be stuck in a collective: give them a short grace, then stop them.
+        while waiting and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                if self._conns[rank].poll(0.02):
+                    try:
+                        ok, value = _load(self._conns[rank].recv_bytes())
+                    except EOFError:
+                        ok, value = False, f"the process of rank {rank} ended"
+                    (results if ok else errors)[rank] = value
+                    waiting.discard(rank)
+                    if not ok:
+                        deadline = min(deadline, time.monotonic() + 10)
+        if waiting or errors:
+            for rank in waiting:
+                errors[rank] = f"no answer within the time of the case ({seconds} s, or 10 s after a peer's failure)"
+            self.close()
+            raise RankFailure(errors)
+        return [results[r] for r in range(self.world_size)]
+
+    def close(self) -> None:
+        for proc in self._procs:
+            proc.kill()
+        for proc in self._procs:
+            proc.join()
+        self._procs = []
