@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped GEMMs over rows sorted by expert, for operands that are plain or MXFP8.
+
+MXFP8 operands are dequantised (exact in bfloat16) and multiplied with accumulation in float32: the exact result of
+an MXFP8 product, on every device. P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device.
+"""
+
+import torch
+
+from .mx import MXTensor
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, MXTensor):
+        # float16 cannot hold what e4m3 times a power of two reaches; bfloat16 can.
+        return x.dequantize(torch.bfloat16 if x.orig_dtype == torch.float16 else x.orig_dtype)
+    return x
+
+
+def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
+    a, b = _plain(a), _plain(b)
+    if a.dtype != b.dtype:  # a dequantised half of a float16 pair is bfloat16
+        a, b = a.float(), b.float()
+    if a.device.type == "cpu" and a.dtype == torch.float16:  # the CPU multiplies float16 by emulation, 40 times slower
+        a, b = a.float(), b.float()
+    return a, b
+
+
+def grouped_mm(a_PK: torch.Tensor, b_EKN: torch.Tensor, ends_E: torch.Tensor,
+               out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Multiplies the rows of group e with b_EKN[e]; returns [P, N] in `out_dtype` (default: a's outward dtype).
+
+    Rows at and past ends_E[-1] come back as zeros.
+    """
+    out_dtype = out_dtype or a_PK.dtype
+    a, b = _operands(a_PK, b_EKN)
+    if a.shape[0] == 0:
+        return a.new_zeros((0, b.shape[-1]), dtype=out_dtype)
+    out = torch._grouped_mm(a, b, offs=ends_E)
+    beyond = torch.arange(a.shape[0], device=a.device) >= ends_E[-1]
+    return out.masked_fill(beyond.unsqueeze(-1), 0).to(out_dtype)
+
+
+def grouped_mm_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
+                     out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Contracts over each group's rows: out[e] = g[rows of e]^T a[rows of e], [E, N, K]; zeros for an empty group."""
+    out_dtype = out_dtype or g_PN.dtype
+    g, a = _operands(g_PN, a_PK)
+    if a.shape[0] == 0:
+        return a.new_zeros((ends_E.shape[0], g.shape[1], a.shape[1]), dtype=out_dtype)
+    out = torch._grouped_mm(g.t(), a, offs=ends_E)
+    empty = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
+    return out.masked_fill(empty.view(-1, 1, 1), 0).to(out_dtype)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MXFP8 format in plain PyTorch: casts, the tensor that carries data and scales, and the oracle of every kernel.
+
+MXFP8 (OCP Microscaling Formats v1.0) is e4m3 data with one E8M0 scale, a power of two kept as a byte of bias 127, for
+each block of neighbours along the last axis. A block holds 32 values; with `block_size` 128 four neighbouring blocks
+share one scale, and a weight can share one scale per 128x128 tile. The last block of an axis that is a multiple of 32
+but not of 128 is shorter.
+
+    scale, rceil   the smallest power of two with amax / scale <= 448
+    scale, floor   2^(exponent of amax - 8); data beyond +-448 saturates
+    data           x / scale, computed exactly in float32, rounded to nearest even
+    zero block     scale byte 0, data 0 with its signs
+    NaN, Inf       anywhere in a block: scale byte 255 and every data byte 0x7F, so either half reads back as NaN
+
+Dequantised values are exact in bfloat16 (4 significant bits times a power of two), apart from those below bfloat16's
+2^-133 and those that rounding lifts to 2^128, which is Inf there and in float32.
+"""
+
+import torch
+from torch.utils._pytree import tree_map
+
+E4M3_MAX = 448.0
+NAN_SCALE_BYTE = 255
+NAN_DATA_BYTE = 0x7F
+TILE = 128
+SCALING_MODES = ("rceil", "floor")
+BLOCK_SIZES = (32, 128)
+
+aten = torch.ops.aten
+
+
+class MXTensor(torch.Tensor):
+    """A tensor held as MXFP8: looks like one of `orig_dtype`, stores e4m3 data and E8M0 scales.
+
+    Attributes:
+        qdata: float8_e4m3fn, the tensor's own shape [..., R, K].
+        scale: float8_e8m0fnu, [..., R, ceil(K / block_size)], or [..., ceil(R / 128), ceil(K / 128)] with `tiled`.
+        block_size: values along the last axis that share a scale: 32 or 128.
+        orig_dtype: the dtype it had, has outwardly, and is dequantised to.
+        tiled: one scale per 128x128 tile (weights).
+
+    Moves of whole rows (slices, selects, index, cat, views that keep the last axis, clone, detach, to) move data and
+    scales; every other op dequantises its operands first. Writing into one is an error, but for `add_`, with which
+    autograd accumulates: it re-quantises the sum. Autograd accepts an MXTensor as the gradient of a tensor of its
+    outward dtype.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    block_size: int
+    orig_dtype: torch.dtype
+    tiled: bool
+
+    @staticmethod
+    def __new__(cls, qdata, scale, block_size: int = 32, orig_dtype: torch.dtype = torch.bfloat16,
+                tiled: bool = False):
+        self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, strides=qdata.stride(),
+                                                   storage_offset=qdata.storage_offset(), dtype=orig_dtype,
+                                                   device=qdata.device, requires_grad=False)
+        self.qdata, self.scale = qdata, scale
+        self.block_size, self.orig_dtype, self.tiled = block_size, orig_dtype, tiled
+        return self
+
+    def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor of `output_dtype` (default: `orig_dtype`), same shape."""
+        return dequantize(self, output_dtype)
+
+    def with_parts(self, qdata, scale) -> "MXTensor":
+        """The same kind of tensor around other data and scales."""
+        return MXTensor(qdata, scale, self.block_size, self.orig_dtype, self.tiled)
+
+    def __repr__(self):
+        return (f"MXTensor(shape={tuple(self.shape)}, dtype={self.orig_dtype}, block_size={self.block_size}, "
+                f"tiled={self.tiled}, device={self.device})")
+
+    def __tensor_flatten__(self):
+        return ["qdata", "scale"], (self.block_size, self.orig_dtype, self.tiled)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, meta, outer_size, outer_stride):
+        return cls(parts["qdata"], parts["scale"], *meta)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        handler = _ROW_OPS.get(func)
+        if handler is not None:
+            result = handler(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if func._schema.is_mutable and any(
+                isinstance(a, MXTensor) and argument.is_write
+                for a, argument in zip(args, func._schema.arguments, strict=False)):
+            raise TypeError(f"{func} writes into an MXTensor, which is read-only: call .dequantize() and write into "
+                            "the plain tensor that it returns")
+
+        def plain(x):
+            return x.dequantize() if isinstance(x, MXTensor) else x
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _on_parts(func, args, kwargs):
+    """Applies a copy or view that leaves the shape alone to both halves."""
+    mx = args[0]
+    # Memory formats speak of the data's shape: the scales follow their own.
+    return mx.with_parts(func(mx.qdata, *args[1:], **kwargs), func(mx.scale, *args[1:], **kwargs))
+
+
+def _on_rows(func, args, kwargs):
+    """slice, select, index_select and the like along an axis that no block spans."""
+    mx, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    whole_axes = mx.dim() - (2 if mx.tiled else 1)
+    if not isinstance(dim, int) or dim % mx.dim() >= whole_axes:
+        return NotImplemented
+    return mx.with_parts(func(mx.qdata, *args[1:], **kwargs), func(mx.scale, *args[1:], **kwargs))
+
+
+def _index(func, args, kwargs):
+    mx, indices = args
+    whole_axes = mx.dim() - (2 if mx.tiled else 1)
+    if not isinstance(mx, MXTensor) or len(indices) > whole_axes:
+        return NotImplemented
+    # Advanced indexing has no float8 kernels on every device: move bytes.
+    qdata = func(mx.qdata.view(torch.uint8), indices).view(torch.float8_e4m3fn)
+    return mx.with_parts(qdata, func(mx.scale.view(torch.uint8), indices).view(torch.float8_e8m0fnu))
+
+
+def _view(func, args, kwargs):
+    mx, shape = args[0], list(args[1])
+    if mx.tiled or not shape or shape[-1] != mx.shape[-1]:
+        return NotImplemented
+    return mx.with_parts(func(mx.qdata, shape), func(mx.scale, [*shape[:-1], mx.scale.shape[-1]]))
+
+
+def _cat(func, args, kwargs):
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    first = tensors[0]
+    if not all(isinstance(t, MXTensor) and (t.block_size, t.orig_dtype, t.tiled, t.dim()) ==
+               (first.block_size, first.orig_dtype, first.tiled, first.dim()) for t in tensors) or \
+            first.tiled or dim % first.dim() == first.dim() - 1:
+        return NotImplemented
+    qdata = func([t.qdata.view(torch.uint8) for t in tensors], dim).view(torch.float8_e4m3fn)
+    return first.with_parts(qdata, func([t.scale.view(torch.uint8) for t in tensors], dim).view(torch.float8_e8m0fnu))
+
+
+def _accumulate(func, args, kwargs):
+    mx, other = args[:2]
+    if not isinstance(mx, MXTensor) or mx.tiled:
+        return NotImplemented
+    other = other.dequantize(torch.float32) if isinstance(other, MXTensor) else other
+    total = quantize(mx.dequantize(torch.float32).add_(other, **kwargs), mx.block_size)
+    mx.qdata, mx.scale = total.qdata, total.scale
+    return mx
+
+
+def _to_copy(func, args, kwargs):
+    mx, kwargs = args[0], dict(kwargs)
+    dtype = kwargs.pop("dtype", None) or mx.orig_dtype
+    if not dtype.is_floating_point:
+        return NotImplemented
+    kwargs.pop("memory_format", None)
+    return MXTensor(func(mx.qdata, **kwargs), func(mx.scale, **kwargs), mx.block_size, dtype, mx.tiled)
+
+
+_ROW_OPS = {
+    aten.detach.default: _on_parts,
+    aten.alias.default: _on_parts,
+    aten.clone.default: _on_parts,
+    aten.slice.Tensor: _on_rows,
+    aten.select.int: _on_rows,
+    aten.index_select.default: _on_rows,
+    aten.index.Tensor: _index,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.cat.default: _cat,
+    aten.add_.Tensor: _accumulate,
+    aten._to_copy.default: _to_copy,
+}
+
+
+def _check(x: torch.Tensor, block_size: int, scaling_mode: str) -> None:
+    if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
+        raise ValueError(f"block_size {block_size!r} and scaling_mode {scaling_mode!r} were given; MXFP8 here knows "
+                         f"block sizes {BLOCK_SIZES} and scaling modes {SCALING_MODES}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"cannot quantise a tensor of {x.dtype}; expected bfloat16, float16 or float32")
+    if x.dim() == 0 or x.shape[-1] % 32:
+        raise ValueError(f"cannot quantise shape {tuple(x.shape)}: the last axis must be a multiple of 32; pad it "
+                         "with zeros")
+
+
+def _scale_bytes(amax: torch.Tensor, scaling_mode: str) -> torch.Tensor:
+    """E8M0 bytes (int32, 0..255) for block maxima in float32, from the bits of the float: exact for every input."""
+    bits = amax.contiguous().view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # 448 = 1.75 * 2^8: amax / 2^(exponent - 8) exceeds it when the mantissa exceeds 1.75.
+    scale = exponent - 8 + (mantissa > 0x600000).int() if scaling_mode == "rceil" else exponent - 8
+    return torch.where(exponent == 255, NAN_SCALE_BYTE, scale.clamp_min(0))
+
+
+def _power_of_two(exponent_byte: torch.Tensor) -> torch.Tensor:
+    """float32 2^(byte - 127) for int32 bytes 0..254, and NaN for 255."""
+    bits = exponent_byte << 23
+    bits = torch.where(exponent_byte == 0, 0x00400000, bits)  # 2^-127 is subnormal in float32
+    return torch.where(exponent_byte == NAN_SCALE_BYTE, 0x7FC00000, bits).view(torch.float32)
+
+
+def _quantize_blocks(blocks: torch.Tensor, dims: tuple, scaling_mode: str) -> tuple:
+    """Casts float32 blocks that share scales over `dims`; returns data and scale bytes, both uint8."""
+    amax = blocks.abs().amax(dim=dims, keepdim=True)
+    scale = _scale_bytes(amax, scaling_mode)
+    finite = scale != NAN_SCALE_BYTE
+    inverse = _power_of_two(torch.where(finite, 254 - scale, 127))
+    data = (blocks * inverse).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(finite, data, NAN_DATA_BYTE), scale.to(torch.uint8)
+
+
+def _pad_to(x: torch.Tensor, multiples: tuple) -> torch.Tensor:
+    """Zero-pads the last len(multiples) axes up to the multiples."""
+    pad = []
+    for size, multiple in zip(reversed(x.shape), reversed(multiples), strict=False):
+        pad += [0, -size % multiple]
+    return torch.nn.functional.pad(x, pad) if any(pad) else x
+
+
+def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil") -> MXTensor:
+    """Casts `x` [..., K] (bf16, fp16 or fp32; any strides; K a multiple of 32) to MXFP8 in blocks along the last axis.
+
+    Raises:
+        TypeError, ValueError: dtype, shape, block size or scaling mode that MXFP8 does not know.
+    """
+    _check(x, block_size, scaling_mode)
+    size = x.shape[-1]
+    blocks = _pad_to(x.detach().float(), (block_size, )).unflatten(-1, (-1, block_size))
+    data, scale = _quantize_blocks(blocks, (-1, ), scaling_mode)
+    data = data.flatten(-2)[..., :size].contiguous()
+    return MXTensor(data.view(torch.float8_e4m3fn), scale.squeeze(-1).view(torch.float8_e8m0fnu), block_size, x.dtype)
+
+
+def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
+    """Casts weights [..., N, K] with one scale per 128x128 tile, so that one rounding serves W and its transpose."""
+    _check(w, TILE, scaling_mode)
+    rows, columns = w.shape[-2:]
+    tiles = _pad_to(w.detach().float(), (TILE, TILE)).unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
+    data, scale = _quantize_blocks(tiles, (-3, -1), scaling_mode)
+    data = data.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous()
+    scale = scale.squeeze(-1).squeeze(-2)
+    return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), TILE, w.dtype, tiled=True)
+
+
+def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """data * scale, in float32, then cast to `output_dtype` (default: the tensor's own)."""
+    scale = _power_of_two(mx.scale.contiguous().view(torch.uint8).int())
+    if mx.tiled:
+        scale = scale.repeat_interleave(TILE, dim=-2)[..., :mx.shape[-2], :]
+    values = _pad_to(mx.qdata.float(), (mx.block_size, )).unflatten(-1, (-1, mx.block_size))
+    values = (values * scale.unsqueeze(-1)).flatten(-2)[..., :mx.shape[-1]]
+    return values.to(output_dtype or mx.orig_dtype).contiguous()
+
+
+def transpose_rescale(mx: MXTensor, block_size: int | None = None, scaling_mode: str = "rceil") -> MXTensor:
+    """Re-scales [..., R, K] along R: quantize(dequantize(mx)^T), an MXTensor [..., K, R] with blocks along R.
+
+    Powers of two make it near-lossless: only values that fall among e4m3's subnormals change. R must be a multiple
+    of 32. Used where a GEMM contracts over the rows (weight gradients).
+    """
+    values = dequantize(mx, torch.float32).transpose(-1, -2)
+    out = quantize(values, block_size or mx.block_size, scaling_mode)
+    return MXTensor(out.qdata, out.scale, out.block_size, mx.orig_dtype)
+
+
+def sqnr_db(reference: torch.Tensor, actual: torch.Tensor) -> float:
+    """Signal to quantisation noise ratio of `actual` against `reference` in dB, computed in float32; inf if equal."""
+    reference, actual = reference.detach().float(), actual.detach().float()
+    noise = (reference - actual).norm()
+    return float("inf") if noise == 0 else (20 * torch.log10(reference.norm() / noise)).item()
