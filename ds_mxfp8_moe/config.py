@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section "mxfp8_moe" of a DeepSpeed config: its keys, its errors, and the `Recipe` that a device makes of it.
+
+Everything here is local to one rank: no function communicates, so a mistake in the config surfaces as a
+`ConfigError` before any collective. `fingerprint` gives the ranks a short value to compare.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from pydantic import ConfigDict, Field, ValidationError, field_validator
+
+SECTION = "mxfp8_moe"
+WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
+
+Dtype = Literal["mxfp8", "bf16"]
+
+
+class ConfigError(ValueError):
+    """The config asks for something that does not exist or cannot be: one line a problem, each saying what to do."""
+
+
+class MXFP8MoEConfig(DeepSpeedConfigModel):
+    """The keys of the section "mxfp8_moe". Every key may be left out; the string "auto" is no value for any of them.
+
+    Arguments:
+        enabled: converts the model's MoE layers. False unless said, as in DeepSpeed's own sections: a section
+            without "enabled": true leaves training exactly as plain DeepSpeed has it.
+        recipe: "mxfp8_wgrad_with_hp" (forward and input gradient in MXFP8, weight gradient in bf16), "mxfp8" (all
+            three in MXFP8) or "bf16" (no quantisation anywhere, on the wire neither).
+        scale_block_size: values that share one scale, 32 or 128. Left out: 128 on sm_90, 32 elsewhere.
+        scaling_mode: how a block's scale is rounded, "rceil" or "floor".
+        dispatch_fwd_dtype, combine_fwd_dtype, dispatch_bwd_dtype, combine_bwd_dtype: what travels between GPUs in
+            each direction: "mxfp8", or "bf16" for unquantised, which is the tokens' own dtype.
+        transport: "collective" (NCCL or gloo through deepspeed.comm) or "nvlink". Left out: chosen for the machine.
+        overlap: communication may run beside computation.
+        preactivation_dtype: how the expert's pre-activation is kept for backward, "mxfp8" or "bf16".
+        min_tokens_per_expert: below this mean number of rows an expert, a layer computes unquantised.
+        include, exclude: regular expressions over module names, each matched against the whole name. A layer is
+            converted when one of `include` matches and none of `exclude` does.
+        force_load_balance: experts are assigned round robin; the router's scores are kept. For benchmarks only.
+
+    Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    enabled: bool = False
+    recipe: Literal["mxfp8_wgrad_with_hp", "mxfp8", "bf16"] = "mxfp8_wgrad_with_hp"
+    scale_block_size: Literal[32, 128] | None = None
+    scaling_mode: Literal["rceil", "floor"] = "rceil"
+    dispatch_fwd_dtype: Dtype = "mxfp8"
+    combine_fwd_dtype: Dtype = "bf16"
+    dispatch_bwd_dtype: Dtype = "bf16"
+    combine_bwd_dtype: Dtype = "mxfp8"
+    transport: Literal["collective", "nvlink"] | None = None
+    overlap: bool = True
+    preactivation_dtype: Dtype = "mxfp8"
+    min_tokens_per_expert: int = Field(default=0, ge=0)
+    include: tuple[str, ...] = (".*",)
+    exclude: tuple[str, ...] = ()
+    force_load_balance: bool = False
+
+    def __init__(self, /, **data: Any):
+        valid_keys = list(type(self).model_fields)
+        problems, known = [], {}
+        for key, value in data.items():
+            if key not in valid_keys:
+                problems.append(f"unknown key {_text(key)} (given {_text(value)}){_hint(key, valid_keys)}")
+            elif isinstance(value, str) and value == "auto":  # DeepSpeed's base class would drop it without a word
+                problems.append(f'"{key}" is "auto", which is no value here: leave the key out to have it chosen')
+            else:
+                known[key] = value
+        try:
+            super().__init__(strict=True, **known)
+        except ValidationError as error:
+            problems += [_value_problem(type(self), item) for item in error.errors()]
+        else:
+            problems += self._contradictions()
+        if problems:
+            raise ConfigError("\n".join(f'"{SECTION}": {problem}' for problem in problems))
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _check_patterns(cls, patterns: Any) -> tuple[str, ...]:
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
+            wrapped = f": write [{_text(patterns)}]" if isinstance(patterns, str) else ""
+            raise ValueError(f"is {_text(patterns)}, expected a list of regular expressions{wrapped}")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                literal = _text(re.escape(pattern))
+                raise ValueError(
+                    f"has {_text(pattern)}, which is no valid regular expression ({error}); "
+                    f"to match it literally write {literal}"
+                ) from None
+        return tuple(patterns)
+
+    def _contradictions(self) -> list[str]:
+        """Keys that are each valid but cannot both hold. Defaults give way to the recipe; written values do not."""
+        if self.recipe != "bf16":
+            return []
+        written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]
+        return [
+            f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
+            for key in written
+            if getattr(self, key) == "mxfp8"
+        ]
+
+    def selects(self, module_name: str) -> bool:
+        """Whether `include` and `exclude` leave the module of this dotted name to be converted."""
+        return any(re.fullmatch(pattern, module_name) for pattern in self.include) and not any(
+            re.fullmatch(pattern, module_name) for pattern in self.exclude
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a layer computes, with nothing left to choose. Hashable; equal recipes compute the same bits.
+
+    Arguments:
+        quantize_gemm: the expert GEMMs of forward and input gradient take MXFP8 operands.
+        wgrad: weight gradient from "hp" (unquantised) or "mxfp8" operands.
+        block_size: values that share one scale, 32 or 128.
+        scaling_mode: "rceil" or "floor".
+        dispatch_fwd, combine_fwd, dispatch_bwd, combine_bwd: "mxfp8", or "bf16" for the tokens' own dtype.
+        preactivation: how the pre-activation is kept for backward, "mxfp8" or "bf16".
+    """
+
+    quantize_gemm: bool
+    wgrad: Literal["hp", "mxfp8"]
+    block_size: int
+    scaling_mode: Literal["rceil", "floor"]
+    dispatch_fwd: Dtype
+    combine_fwd: Dtype
+    dispatch_bwd: Dtype
+    combine_bwd: Dtype
+    preactivation: Dtype
+
+
+def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEConfig:
+    """Read the section "mxfp8_moe" out of what `deepspeed.initialize` takes as `config=`.
+
+    Arguments:
+        config: a dict, the path of a (h)json file, or urlsafe base64 of one; None and a config without the section
+            give the disabled config; a config that is parsed already is returned as it is.
+
+    Errors: ConfigError if the config cannot be read, if the section's name is misspelt or the section is not at the
+    top level, and for every problem inside it.
+    """
+    if isinstance(config, MXFP8MoEConfig):
+        return config
+    if config is None:
+        return MXFP8MoEConfig()
+    if not isinstance(config, dict):
+        try:
+            loaded = load_ds_config(os.fspath(config))
+        except (ValueError, OSError, TypeError) as error:
+            raise ConfigError(f"the DeepSpeed config {config!r} cannot be read: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ConfigError(
+                f"the DeepSpeed config {config!r} holds a {type(loaded).__name__}, expected a JSON object; "
+                f"if it is meant as a path, no such file exists"
+            )
+        config = loaded
+    _check_section_name(config)
+    if SECTION not in config:
+        return MXFP8MoEConfig()
+    section = config[SECTION]
+    if not isinstance(section, dict):
+        raise ConfigError(f'"{SECTION}" is {_text(section)}, expected an object such as {{"enabled": true}}')
+    return MXFP8MoEConfig(**{str(key): value for key, value in section.items()})
+
+
+def current_device() -> tuple[str, tuple[int, int] | None]:
+    """The accelerator that DeepSpeed uses in this process: its device type, and on CUDA its compute capability."""
+    device_type = get_accelerator().device_name()
+    return device_type, torch.cuda.get_device_capability() if device_type == "cuda" else None
+
+
+def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int] | None = None) -> Recipe:
+    """Fix every choice that the config leaves to the device.
+
+    Arguments:
+        config: the section; whether it is enabled plays no part here.
+        device_type: torch's name of the device, such as "cuda" or "cpu".
+        capability: CUDA compute capability as (major, minor); None off CUDA. `current_device` gives both.
+    """
+    # FP8 wgmma promotes its accumulator at full speed only once per 128 along K; sm_100 and CPU take the format's own
+    # 32. The exact pair: ROCm reports (9, 4) and (9, 5) for its own chips.
+    hopper = device_type == "cuda" and capability == (9, 0)
+    quantize = config.recipe != "bf16"
+    wires = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16" for key in WIRE_KEYS}
+    return Recipe(
+        quantize_gemm=quantize,
+        wgrad="mxfp8" if config.recipe == "mxfp8" else "hp",
+        block_size=config.scale_block_size or (128 if hopper else 32),
+        scaling_mode=config.scaling_mode,
+        preactivation=config.preactivation_dtype if quantize else "bf16",
+        **wires,
+    )
+
+
+def fingerprint(config: MXFP8MoEConfig) -> str:
+    """SHA-256 (64 hex digits) of the config as canonical JSON: equal on two ranks exactly when their configs are."""
+    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _check_section_name(config: dict) -> None:
+    """Refuse keys that look like "mxfp8_moe": DeepSpeed ignores keys it does not know, so a typo would do nothing."""
+    for key, value in config.items():
+        if key != SECTION and _resembles_section(key):
+            raise ConfigError(
+                f'the DeepSpeed config has a section {_text(key)}: did you mean "{SECTION}"? '
+                f'(to switch the section off, write "enabled": false in it)'
+            )
+        for inner in value if key != SECTION and isinstance(value, dict) else ():
+            if _letters(inner) == _letters(SECTION):
+                raise ConfigError(
+                    f'the DeepSpeed config has {_text(inner)} inside {_text(key)}: '
+                    f'"{SECTION}" belongs at the top level of the config'
+                )
+
+
+def _resembles_section(key: Any) -> bool:
+    # 0.75 is passed by a dropped, doubled or swapped letter and by "mxfp8" alone, and by no key that DeepSpeed reads.
+    return bool(difflib.get_close_matches(_letters(key), ("mxfp8moe", "moemxfp8"), cutoff=0.75))
+
+
+def _letters(key: Any) -> str:
+    return re.sub(r"[^a-z0-9]", "", str(key).lower())
+
+
+def _value_problem(model: type[MXFP8MoEConfig], item: dict) -> str:
+    """One of pydantic's errors in a line of our own."""
+    key, given = item["loc"][0], item["input"]
+    if item["type"] == "value_error":
+        return f'"{key}" {item["ctx"]["error"]}'
+    annotation = model.model_fields[key].annotation
+    if annotation is int:
+        return f'"{key}" is {_text(given)}, expected a whole number of at least 0'
+    valid = [True, False] if annotation is bool else _literals(annotation)
+    return f'"{key}" is {_text(given)}, which is not valid{_hint(given, valid)}'
+
+
+def _literals(annotation: Any) -> list:
+    """The values of a Literal, or of a Literal that may be None."""
+    return [value for arg in get_args(annotation) for value in (get_args(arg) or [arg]) if arg is not type(None)]
+
+
+def _hint(given: Any, valid: list) -> str:
+    """The nearest valid value, where there is one, and all of them."""
+    texts = {str(value).lower(): value for value in valid}
+    near = difflib.get_close_matches(str(given).lower(), texts, n=1, cutoff=0.5)
+    if type(given) is int and type(valid[0]) is int:
+        near = [str(min(valid, key=lambda value: abs(value - given)))]
+    meant = f"; did you mean {_text(texts[near[0]])}?" if near else "."
+    return f"{meant} Valid: {', '.join(_text(value) for value in valid)}"
+
+
+def _text(value: Any) -> str:
+    """The value as one would write it in JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return repr(value)

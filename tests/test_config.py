@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section "mxfp8_moe": defaults, one clear error for each kind of mistake, and what each device makes of it."""
+
+import base64
+import copy
+import importlib
+import json
+import pickle
+import pkgutil
+import subprocess
+import sys
+
+import deepspeed.runtime
+import pytest
+import torch
+
+from ds_mxfp8_moe.config import (
+    ConfigError,
+    MXFP8MoEConfig,
+    Recipe,
+    current_device,
+    fingerprint,
+    parse,
+    resolve,
+)
+
+HOPPER, BLACKWELL, CPU = ("cuda", (9, 0)), ("cuda", (10, 0)), ("cpu", None)
+ALL_KEYS = {
+    "enabled": True,
+    "recipe": "mxfp8",
+    "scale_block_size": 128,
+    "scaling_mode": "floor",
+    "dispatch_fwd_dtype": "bf16",
+    "combine_fwd_dtype": "mxfp8",
+    "dispatch_bwd_dtype": "mxfp8",
+    "combine_bwd_dtype": "bf16",
+    "transport": "nvlink",
+    "overlap": False,
+    "preactivation_dtype": "bf16",
+    "min_tokens_per_expert": 256,
+    "include": [r"h\.\d+\.moe"],
+    "exclude": [".*3.*"],
+    "force_load_balance": True,
+}
+
+
+def problems(**section):
+    """The error's lines for a section, each without its prefix."""
+    with pytest.raises(ConfigError) as caught:
+        parse({"mxfp8_moe": section})
+    assert caught.value.__cause__ is None and "pydantic" not in str(caught.value)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith('"mxfp8_moe": ') for line in lines)
+    return [line.removeprefix('"mxfp8_moe": ') for line in lines]
+
+
+def test_every_key_is_read():
+    config = parse({"train_batch_size": 8, "mxfp8_moe": ALL_KEYS})
+    assert set(type(config).model_fields) == set(ALL_KEYS)
+    for key, value in ALL_KEYS.items():
+        assert getattr(config, key) == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_no_section_or_no_enabled_is_off():
+    assert not parse(None).enabled
+    assert not parse({"train_batch_size": 8}).enabled
+    assert not parse({"mxfp8_moe": {}}).enabled
+    assert not parse({"mxfp8_moe": {"recipe": "mxfp8"}}).enabled
+    assert parse({"mxfp8_moe": {"enabled": True}}).enabled
+
+
+def test_reads_what_deepspeed_initialize_reads(tmp_path):
+    expected = MXFP8MoEConfig(enabled=True, scale_block_size=32)
+    text = '{"train_batch_size": 8, "mxfp8_moe": {"enabled": true, "scale_block_size": 32}}'
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    assert parse(path) == parse(str(path)) == parse(json.loads(text)) == expected
+    path.write_text("{# hjson, with a comment\n mxfp8_moe: {enabled: true, scale_block_size: 32}\n}")
+    assert parse(path) == expected
+    assert parse(base64.urlsafe_b64encode(text.encode()).decode()) == expected
+    assert parse(expected) is expected
+
+
+def test_unreadable_configs(tmp_path):
+    path = tmp_path / "ds_config.json"
+    with pytest.raises(ConfigError, match="cannot be read.*existing"):
+        parse(path)
+    for text in ('{"mxfp8_moe": {"enabled": true}', '{"mxfp8_moe": {}, "mxfp8_moe": {}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="ds_config.json.*cannot be read"):
+            parse(path)
+    path.write_text("[1, 2]")
+    with pytest.raises(ConfigError, match="holds a list, expected a JSON object"):
+        parse(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse(tmp_path)
+
+
+def test_unknown_key_names_the_nearest_and_all_valid_ones():
+    (line,) = problems(enabled=True, recipie="mxfp8")
+    assert line.startswith('unknown key "recipie" (given "mxfp8"); did you mean "recipe"? Valid: "enabled", "recipe",')
+    assert all(f'"{key}"' in line for key in ALL_KEYS)
+
+
+@pytest.mark.parametrize(
+    "key, nearest",
+    [
+        ("Enabled", "enabled"),
+        ("block_size", "scale_block_size"),
+        ("dispatch_fwd", "dispatch_fwd_dtype"),
+        ("combine_bwd", "combine_bwd_dtype"),
+        ("excludes", "exclude"),
+        ("min_tokens", "min_tokens_per_expert"),
+    ],
+)
+def test_misspelt_keys(key, nearest):
+    (line,) = problems(**{key: 1})
+    assert f'did you mean "{nearest}"?' in line
+
+
+def test_keys_that_pythons_call_syntax_would_swallow():
+    # DeepSpeedConfigModel.__init__ takes `strict`, and every method takes `self`.
+    for key in ("strict", "self"):
+        (line,) = problems(**{key: True})
+        assert line.startswith(f'unknown key "{key}"')
+    with pytest.raises(ConfigError, match='unknown key "7"'):
+        parse({"mxfp8_moe": {7: True}})
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("recipe", "mxfp8_rceil_wgrad_with_hp", '"mxfp8_rceil_wgrad_with_hp", which is not valid; did you mean '
+         '"mxfp8_wgrad_with_hp"? Valid: "mxfp8_wgrad_with_hp", "mxfp8", "bf16"'),
+        ("recipe", "MXFP8", 'did you mean "mxfp8"?'),
+        ("recipe", None, 'null, which is not valid. Valid: "mxfp8_wgrad_with_hp", "mxfp8", "bf16"'),
+        ("scaling_mode", "ceil", 'did you mean "rceil"? Valid: "rceil", "floor"'),
+        ("dispatch_fwd_dtype", "bfloat16", 'did you mean "bf16"? Valid: "mxfp8", "bf16"'),
+        ("combine_fwd_dtype", "fp8", 'did you mean "mxfp8"?'),
+        ("dispatch_bwd_dtype", "e4m3", 'is "e4m3", which is not valid. Valid: "mxfp8", "bf16"'),
+        ("combine_bwd_dtype", torch.bfloat16, "is torch.bfloat16, which is not valid."),
+        ("preactivation_dtype", ["bf16"], 'is ["bf16"], which is not valid'),
+        ("scale_block_size", 64, "is 64, which is not valid; did you mean 32? Valid: 32, 128"),
+        ("scale_block_size", "128", 'is "128", which is not valid; did you mean 128?'),
+        ("scale_block_size", True, "is true, which is not valid"),
+        ("transport", "nccl", 'Valid: "collective", "nvlink"'),
+        ("transport", "nv_link", 'did you mean "nvlink"?'),
+        ("enabled", "true", 'is "true", which is not valid; did you mean true? Valid: true, false'),
+        ("overlap", 1, "is 1, which is not valid. Valid: true, false"),
+        ("force_load_balance", {}, "is {}, which is not valid"),
+        ("min_tokens_per_expert", -1, "is -1, expected a whole number of at least 0"),
+        ("min_tokens_per_expert", 2.5, "is 2.5, expected a whole number of at least 0"),
+        ("min_tokens_per_expert", True, "is true, expected a whole number"),
+        ("include", ".*moe", 'is ".*moe", expected a list of regular expressions: write [".*moe"]'),
+        ("include", [1], "is [1], expected a list of regular expressions"),
+        ("exclude", ["h.0", "h[0"], 'has "h[0", which is no valid regular expression'),
+    ],
+)  # fmt: skip
+def test_bad_values(key, value, expected):
+    (line,) = problems(**{key: value})
+    assert line.startswith(f'"{key}" ') and expected in line
+
+
+@pytest.mark.parametrize("key", sorted(ALL_KEYS))
+def test_auto_is_no_value(key):
+    (line,) = problems(**{key: "auto"})
+    assert line == f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
+
+
+def test_every_problem_gets_its_line():
+    assert len(problems(recipie="mxfp8", overlap="auto", scaling_mode="up", include=["("])) == 4
+
+
+def test_direct_construction_raises_the_same():
+    with pytest.raises(ConfigError, match='unknown key "recipie".*did you mean "recipe"'):
+        MXFP8MoEConfig(recipie="mxfp8")
+    with pytest.raises(ConfigError, match="scale_block_size"):
+        MXFP8MoEConfig(scale_block_size=64)
+
+
+@pytest.mark.parametrize("key", ["dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype"])
+def test_recipe_bf16_refuses_a_written_mxfp8(key):
+    (line,) = problems(recipe="bf16", **{key: "mxfp8"})
+    assert '"recipe" is "bf16"' in line and f'"{key}" is "mxfp8"' in line
+    parse({"mxfp8_moe": {"recipe": "bf16", key: "bf16"}})
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp8-moe", "mxfp8_MoE", "mx_fp8_moe", "mxfp8moe", "mxfp8_mo", "mxpf8_moe", "moe_mxfp8", "_mxfp8_moe"]
+)
+def test_misspelt_section(name):
+    with pytest.raises(ConfigError, match=f'section "{name}": did you mean "mxfp8_moe"'):
+        parse({"train_batch_size": 8, name: {"enabled": True}})
+
+
+def test_section_in_the_wrong_place_or_of_the_wrong_kind():
+    with pytest.raises(ConfigError, match='"mxfp8_moe" inside "expert_parallel".*top level'):
+        parse({"expert_parallel": {"mxfp8_moe": {"enabled": True}}})
+    for value in (True, None, "mxfp8"):
+        with pytest.raises(ConfigError, match="expected an object"):
+            parse({"mxfp8_moe": value})
+
+
+def test_no_key_of_deepspeeds_own_is_taken_for_a_misspelling():
+    """Every string constant of deepspeed.runtime that could be a key, as top-level key and one level down."""
+    keys = {"fp8", "moe", "mxfp4", "expert_parallel", "autoep", "custom_section"}
+    for info in pkgutil.walk_packages(deepspeed.runtime.__path__, "deepspeed.runtime."):
+        if info.name.endswith(("constants", "runtime.config")):
+            keys |= {value for value in vars(importlib.import_module(info.name)).values() if isinstance(value, str)}
+    assert len(keys) > 100
+    assert parse({key: {key: 1} for key in keys}) == MXFP8MoEConfig()
+
+
+def test_selects_matches_whole_names_and_exclude_wins():
+    config = MXFP8MoEConfig(include=[r"h\.\d+\.moe", "head"], exclude=[r"h\.3\..*"])
+    assert config.selects("h.0.moe") and config.selects("head")
+    assert not config.selects("h.3.moe") and not config.selects("h.0.moe.gate") and not config.selects("x.h.0.moe")
+    assert MXFP8MoEConfig().selects("") and not MXFP8MoEConfig(include=[]).selects("h.0.moe")
+
+
+def test_config_is_immutable_hashable_and_copyable():
+    config = parse({"mxfp8_moe": ALL_KEYS})
+    with pytest.raises(ValueError, match="frozen"):
+        config.recipe = "bf16"
+    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), MXFP8MoEConfig(**config.model_dump())):
+        assert twin == config and hash(twin) == hash(config)
+
+
+def test_defaults_resolve_to_the_documented_recipe():
+    assert resolve(MXFP8MoEConfig(), *CPU) == Recipe(
+        quantize_gemm=True,
+        wgrad="hp",
+        block_size=32,
+        scaling_mode="rceil",
+        dispatch_fwd="mxfp8",
+        combine_fwd="bf16",
+        dispatch_bwd="bf16",
+        combine_bwd="mxfp8",
+        preactivation="mxfp8",
+    )
+
+
+@pytest.mark.parametrize(
+    "device, block_size",
+    [(HOPPER, 128), (BLACKWELL, 32), (("cuda", (8, 0)), 32), (("cuda", (9, 4)), 32), (CPU, 32), (("xpu", None), 32)],
+)
+def test_block_size_is_chosen_for_the_device_unless_written(device, block_size):
+    assert resolve(MXFP8MoEConfig(), *device).block_size == block_size
+    for written in (32, 128):
+        assert resolve(MXFP8MoEConfig(scale_block_size=written), *device).block_size == written
+
+
+def test_recipes():
+    mxfp8 = resolve(parse({"mxfp8_moe": ALL_KEYS}), *HOPPER)
+    assert mxfp8 == Recipe(True, "mxfp8", 128, "floor", "bf16", "mxfp8", "mxfp8", "bf16", "bf16")
+    bf16 = resolve(MXFP8MoEConfig(recipe="bf16"), *HOPPER)
+    assert not bf16.quantize_gemm and bf16.wgrad == "hp"
+    assert {bf16.dispatch_fwd, bf16.combine_fwd, bf16.dispatch_bwd, bf16.combine_bwd, bf16.preactivation} == {"bf16"}
+    for recipe in (mxfp8, bf16):
+        assert copy.deepcopy(recipe) == recipe and hash(copy.deepcopy(recipe)) == hash(recipe)
+
+
+def test_current_device_feeds_resolve():
+    assert current_device() == CPU  # the suite runs with DS_ACCELERATOR=cpu
+    assert resolve(MXFP8MoEConfig(), *current_device()).block_size == 32
+
+
+def test_fingerprint_tells_sections_apart_and_nothing_else():
+    config = parse({"mxfp8_moe": ALL_KEYS})
+    reordered = parse({"mxfp8_moe": dict(reversed(ALL_KEYS.items())), "train_batch_size": 4})
+    assert fingerprint(config) == fingerprint(reordered) and len(fingerprint(config)) == 64
+    assert fingerprint(MXFP8MoEConfig()) == fingerprint(MXFP8MoEConfig(recipe="mxfp8_wgrad_with_hp"))
+    changes = {"enabled": False, "recipe": "mxfp8_wgrad_with_hp", "scale_block_size": 32, "scaling_mode": "rceil"}
+    changes |= {"dispatch_fwd_dtype": "mxfp8", "combine_fwd_dtype": "bf16", "dispatch_bwd_dtype": "bf16"}
+    changes |= {"combine_bwd_dtype": "mxfp8", "transport": "collective", "overlap": True, "min_tokens_per_expert": 0}
+    changes |= {"preactivation_dtype": "mxfp8", "include": [], "exclude": [], "force_load_balance": False}
+    assert set(changes) == set(ALL_KEYS)
+    prints = {fingerprint(parse({"mxfp8_moe": ALL_KEYS | {key: value}})) for key, value in changes.items()}
+    assert len(prints | {fingerprint(config)}) == len(ALL_KEYS) + 1
+
+
+def test_fingerprint_is_the_same_in_another_process():
+    code = (
+        "from ds_mxfp8_moe.config import MXFP8MoEConfig, fingerprint\n"
+        "print(fingerprint(MXFP8MoEConfig(enabled=True, exclude=['a'])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split()[-1] == fingerprint(MXFP8MoEConfig(enabled=True, exclude=["a"]))
