@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a GPT with MoE layers, or a Hugging Face MoE model through AutoEP, on real text. Start it with a launcher:
+
+    deepspeed examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2_mxfp8.json --save_dir runs/first
+    torchrun --nproc-per-node 2 examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2.json
+    mpirun -np 2 python examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2.json
+
+Whether it trains in MXFP8 is decided by the section "mxfp8_moe" of the DeepSpeed config alone.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import data
+import deepspeed
+import deepspeed.comm as dist
+import model as models
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from plot import plot_losses
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_tiny.yaml", help="sizes of the GPT")
+    kind.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a config in YAML")
+    parser.add_argument("--ep_size", type=int, help="expert-parallel size of the GPT (default: as large as it can be)")
+    parser.add_argument("--seq_len", type=int, help="tokens a sequence (default: the GPT's; 256 with --hf_model)")
+    parser.add_argument("--data", default="stdlib", help="stdlib, pydoc, installed, or a file or folder")
+    parser.add_argument("--heldout_data", help="the text whose held-out part is evaluated (default: --data)")
+    parser.add_argument("--heldout_windows", type=int, default=64, help="sequences evaluated, over all ranks")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps, those before a resume included")
+    parser.add_argument("--warmup_steps", type=int, default=20)
+    parser.add_argument("--moe_loss_coeff", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--activation_checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch.compile through DeepSpeed's engine")
+    parser.add_argument("--save_dir", type=Path, help="checkpoints, log.jsonl, summary.json and loss.png go here")
+    parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints (0: only the last)")
+    parser.add_argument("--load_dir", type=Path, help="the save_dir of a run to resume")
+    parser.add_argument("--load_tag", help="a checkpoint in load_dir other than the latest, such as step_100")
+    parser.add_argument("--finetune", action="store_true", help="take only the weights from load_dir; start at step 0")
+    parser.add_argument("--log_every", type=int, default=10)
+    return deepspeed.add_config_arguments(parser).parse_args()
+
+
+def cosine_with_warmup(warmup_steps: int, total_steps: int):
+    """A function from an optimizer to its schedule: linear warm-up, then a cosine down to a tenth."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return 0.55 + 0.45 * math.cos(math.pi * done)
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def losses(engine, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of the next token, and the MoE layers' auxiliary loss: float32 scalars."""
+    tokens_BS = tokens_BS.to(engine.device)
+    output = engine(input_ids=tokens_BS[:, :-1])
+    cross_entropy = F.cross_entropy(output.logits.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
+    return cross_entropy, output.aux_loss.float()
+
+
+def moe_layers(engine) -> list[torch.nn.Module]:
+    """The MoE layers of either kind; DeepSpeed's AutoEP layers count the tokens of their experts in a buffer."""
+    return [m for m in engine.module.modules() if isinstance(m, MoE) or hasattr(m, "tokens_per_expert")]
+
+
+def mean_over_ranks(values: list[float], device) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float32, device=device)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+class ExpertLoad:
+    """How unevenly the tokens since the last reading went to the experts: max / mean, averaged over the layers."""
+
+    def __init__(self, layers):
+        self.layers = layers
+        self.seen = [0] * len(layers)
+
+    def read(self) -> float:
+        loads = []
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, MoE):
+                count_E = layer.deepspeed_moe.exp_counts.float()  # of the last forward
+            else:
+                count_E = layer.tokens_per_expert - self.seen[i]  # a running sum
+                self.seen[i] = layer.tokens_per_expert.clone()
+            dist.all_reduce(count_E)
+            loads.append((count_E.max() / count_E.mean()).item())
+        return sum(loads) / len(loads)
+
+
+@torch.no_grad()
+def heldout_loss(engine, windows: data.Windows, args) -> float:
+    """Mean cross-entropy on held-out text, over all ranks."""
+    engine.eval()
+    torch.manual_seed(args.seed)
+    total = [losses(engine, batch)[0].item()
+             for batch in windows.heldout_batches(engine.train_micro_batch_size_per_gpu(), args.heldout_windows,
+                                                  dist.get_rank(), dist.get_world_size())]
+    engine.train()
+    return mean_over_ranks([sum(total) / len(total)], engine.device)[0]
+
+
+def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
+    """(training windows of --data, held-out windows of --heldout_data)"""
+    encode = data.encode_bytes
+    if args.hf_model and (Path(args.hf_model) / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+        encode = data.hf_encoder(AutoTokenizer.from_pretrained(args.hf_model))
+    train, heldout = data.split(data.documents(args.data))
+    if args.heldout_data and args.heldout_data != args.data:
+        heldout = data.split(data.documents(args.heldout_data))[1]
+    return data.Windows(train, seq_len, encode), data.Windows(heldout, seq_len, encode)
+
+
+def initialize(args):
+    """The DeepSpeed engine around the model that the arguments ask for, and the sequence length."""
+    if args.hf_model:
+        model = models.build_hf(args.hf_model, args.seed, args.activation_checkpointing)
+        seq_len = args.seq_len or 256
+    else:
+        model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing)
+        seq_len = args.seq_len or model.config.seq_len
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(),
+                                      lr_scheduler=cosine_with_warmup(args.warmup_steps, args.steps))
+    if args.compile:
+        engine.compile()
+    return engine, seq_len
+
+
+def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step: int, args) -> dict:
+    """Trains from `first_step` to args.steps. Writes one line a logged step to log.jsonl, and returns a summary."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    tokens_per_step = batch_size * accumulation * world_size * train_windows.seq_len
+    load = ExpertLoad(moe_layers(engine))
+    log = (args.save_dir / "log.jsonl").open("a" if first_step else "w") if rank == 0 and args.save_dir else None
+    bar = tqdm(total=args.steps, initial=first_step, disable=rank != 0, unit="step", mininterval=2)
+    summary = {"heldout_before": heldout_loss(engine, heldout, args)}
+    start = logged_at = time.perf_counter()
+    logged_step = first_step
+    for step in range(first_step, args.steps):
+        # What a step draws at random depends on seed, step and rank alone, so that a resumed run repeats it.
+        torch.manual_seed((args.seed * 1_000_003 + step) * world_size + rank)
+        totals = [0.0, 0.0]
+        for micro in range(accumulation):
+            tokens_BS = train_windows.training_batch(args.seed, step * accumulation + micro, batch_size, rank,
+                                                     world_size)
+            cross_entropy, aux_loss = losses(engine, tokens_BS)
+            engine.backward(cross_entropy + args.moe_loss_coeff * aux_loss)
+            engine.step()
+            totals[0] += cross_entropy.item() / accumulation
+            totals[1] += aux_loss.item() / accumulation
+        done = step + 1
+        bar.update()
+        if done % args.log_every == 0 or done == args.steps:
+            loss, aux = mean_over_ranks(totals, engine.device)
+            now = time.perf_counter()
+            row = {"step": done, "loss": loss, "aux_loss": aux, "expert_load": load.read(), "lr": engine.get_lr()[0],
+                   "tokens_per_s": (done - logged_step) * tokens_per_step / (now - logged_at),
+                   "memory_gib": get_accelerator().max_memory_allocated() / 2**30, "seconds": now - start}
+            logged_at, logged_step = now, done
+            bar.set_postfix({k: f"{row[k]:.4g}" for k in ("loss", "aux_loss", "expert_load", "tokens_per_s")})
+            if log:
+                print(json.dumps(row), file=log, flush=True)
+        if args.save_dir and (done == args.steps or args.save_every and done % args.save_every == 0):
+            engine.save_checkpoint(args.save_dir, tag=f"step_{done}", client_state={"step": done})
+    summary |= {"loss": loss, "train_seconds": time.perf_counter() - start,
+                "heldout": heldout_loss(engine, heldout, args)}
+    bar.close()
+    return summary
+
+
+def main() -> None:
+    args = parse_args()
+    deepspeed.init_distributed()  # also finds its rank through mpi4py where a launcher set none
+    args.local_rank = int(os.environ["LOCAL_RANK"])
+    get_accelerator().set_device(args.local_rank)
+    if args.save_dir:
+        args.save_dir.mkdir(parents=True, exist_ok=True)
+
+    engine, seq_len = initialize(args)
+    train_windows, heldout = load_data(args, seq_len)
+    first_step = 0
+    if args.load_dir:
+        path, state = engine.load_checkpoint(args.load_dir, tag=args.load_tag, load_module_only=args.finetune)
+        if path is None:
+            raise FileNotFoundError(f"--load_dir {args.load_dir}: no checkpoint {args.load_tag or 'latest'} there")
+        first_step = 0 if args.finetune else state["step"]
+
+    summary = train(engine, train_windows, heldout, first_step, args)
+    layers = moe_layers(engine)
+    summary |= {"moe_layers": len(layers),
+                "layers_converted": sum(type(m).__module__.startswith("ds_mxfp8_moe") for m in layers),
+                "parameters": sum(p.numel() for p in engine.module.parameters())}
+    if dist.get_rank() == 0:
+        print(json.dumps(summary))
+        if args.save_dir:
+            (args.save_dir / "summary.json").write_text(json.dumps(summary))
+            plot_losses({args.save_dir.name: args.save_dir}, args.save_dir / "loss.png")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
