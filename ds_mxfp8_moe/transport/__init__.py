@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tokens travel between the ranks of an expert-parallel group: plan, dispatch, combine.
+
+A transport has three methods. `plan(expert_TK, num_local_experts)` turns one forward's routing into an immutable Plan;
+`dispatch` brings every token to the ranks of its experts and lays it out in expert-sorted, padded rows; `combine`
+brings rows back and adds them up. Dispatch and combine are each other's gradient over the same plan.
+
+Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
+expert's rank an fp32 partial per token in ascending choice, one rounding to the wire dtype, then fp32 at the owner in
+ascending rank.
+
+Letters in tensor names: T tokens of this rank, K choices of a token, H hidden size, W ranks, E local experts,
+S rows this rank sends, R rows it receives, P expert-sorted rows with their padding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+ROW_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How rows look while they travel: as they are, or quantised to MXFP8."""
+
+    mxfp8: bool
+    block_size: int = 32
+    scaling_mode: str = "rceil"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What one forward's routing means for this rank. Immutable; carried to its own backward by autograd alone.
+
+    Attributes:
+        num_tokens, top_k: T and K.
+        tokens_per_expert: mean rows per expert over the whole group, the same number on every rank.
+        send_splits, recv_splits: rows to and from each rank of the group, in rank order.
+        send_token_S: int64 [S], the token in each row sent, ascending by (rank, token).
+        sent_slot_WT: int64 [W, T], the row of `send_token_S` in which token t goes to rank w; S where it does not.
+        own_SK: bool [S, K], the choices of the row's token that its destination serves.
+        group_ends: end of each local expert's rows among the P, on the host; multiples of ROW_ALIGNMENT.
+        group_ends_E: the same as int32 on the device.
+        slot_RK: int64 [R, K], where choice k of received row r stands among the P; P where another rank serves it.
+        source_P: int64 [P], r * K + k for the choice that stands there; R * K in padding rows.
+    """
+
+    num_tokens: int
+    top_k: int
+    tokens_per_expert: float
+    send_splits: tuple
+    recv_splits: tuple
+    send_token_S: torch.Tensor
+    sent_slot_WT: torch.Tensor
+    own_SK: torch.Tensor
+    group_ends: tuple
+    group_ends_E: torch.Tensor
+    slot_RK: torch.Tensor
+    source_P: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """P: expert-sorted rows on this rank, padding included."""
+        return self.source_P.shape[0]

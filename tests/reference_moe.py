@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an MXFP8 expert FFN computes, written down a second time: no plan, no transport, no autograd function.
+
+Takes the tokens of all ranks at once, loops over experts, and rounds where the recipe rounds. Independent of
+expert_ffn.py on purpose: it shares only the casts of mx.py with it.
+"""
+
+import torch
+from ds_mxfp8_moe.mx import quantize, quantize_tiles
+
+ACT = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+
+
+def _cast(x, recipe):
+    """Rounds float32 rows to MXFP8 and back along the last axis."""
+    return quantize(x, recipe.block_size, recipe.scaling_mode).dequantize(torch.float32)
+
+
+def _cast_rows(x, recipe):
+    """The same along the rows, in the layout that experts see: padded to 128."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 128))
+    return _cast(padded.t(), recipe).t()[:x.shape[0]]
+
+
+def _weight(w, recipe, transposed):
+    """Weights [N, K] as forward (contracts K) or the input gradient (contracts N) see them."""
+    w = w.float()
+    if not recipe.quantize_gemm:
+        return w
+    if recipe.block_size == 128:
+        return quantize_tiles(w, recipe.scaling_mode).dequantize(torch.float32)
+    return _cast(w.t(), recipe).t() if transposed else _cast(w, recipe)
+
+
+def reference(formula, recipe, experts, tokens, routes, grads, ranks):
+    """Output and all gradients of a MoE layer over `ranks` ranks.
+
+    Args:
+        experts: per global expert a dict role -> tensor.
+        tokens, grads: per rank, [T, H] inputs and output gradients in the tokens' dtype.
+        routes: per rank (expert_TK, weight_TK).
+
+    Returns:
+        dict: "y", "x", "weight" lists per rank; "experts" list of dicts role -> gradient. All float32.
+    """
+    dtype = tokens[0].dtype
+    local = len(experts) // ranks
+    quantised = recipe.quantize_gemm
+
+    def rnd(x):
+        return x.to(dtype).float()
+
+    def wire(x, kind):
+        return _cast(x, recipe) if kind == "mxfp8" else rnd(x)
+
+    def operand(x):
+        return _cast(x, recipe) if quantised else rnd(x)
+
+    top_k = routes[0][0].shape[1]
+    x_wire = [wire(x.float(), recipe.dispatch_fwd) for x in tokens]
+    g_wire = [wire(g.float(), recipe.combine_bwd) for g in grads]
+    width = tokens[0].shape[1]
+    # partial sums [source rank][expert rank], of outputs and of input gradients
+    y_part = [[torch.zeros(len(x), width) for _ in range(ranks)] for x in tokens]
+    x_part = [[torch.zeros(len(x), width) for _ in range(ranks)] for x in tokens]
+    weight_grad = [torch.zeros(r[1].shape) for r in routes]
+    expert_grads = []
+    # choices ascending: accumulate per choice k outside of the loop over experts
+    results = []
+    for e, p in enumerate(experts):
+        where = [(r, t, k) for r in range(ranks) for t, k in (routes[r][0] == e).nonzero().tolist()]
+        rows = torch.stack([x_wire[r][t] for r, t, _ in where]) if where else torch.zeros(0, width)
+        g = torch.stack([g_wire[r][t] for r, t, _ in where]) if where else torch.zeros(0, width)
+        w = torch.tensor([routes[r][1][t, k] for r, t, k in where]).view(-1, 1)
+        results.append((where, *_expert(formula, recipe, p, rows, g, w, operand, rnd, quantised)))
+        expert_grads.append(results[-1][-1])
+    for k_wanted in range(top_k):
+        for e, (where, y, dx, dw, _) in enumerate(results):
+            for i, (r, t, k) in enumerate(where):
+                if k == k_wanted:
+                    y_part[r][e // local][t] += y[i]
+                    x_part[r][e // local][t] += dx[i]
+                    weight_grad[r][t, k] = dw[i]
+    return {
+        "y": [rnd(sum(wire(part, recipe.combine_fwd) for part in parts)) for parts in y_part],
+        "x": [rnd(sum(wire(part, recipe.dispatch_bwd) for part in parts)) for parts in x_part],
+        "weight": weight_grad,
+        "experts": expert_grads,
+    }
+
+
+def _expert(formula, recipe, p, rows, g, w, operand, rnd, quantised):
+    x_op = operand(rows)
+
+    def wgrad(g_hp, a, g_came_mxfp8=False):
+        if recipe.wgrad == "mxfp8":
+            return _cast_rows(g_hp, recipe).t() @ _cast_rows(a, recipe)
+        return g_hp.t() @ a
+
+    def bias(name):
+        return p[name].float() if name in p else 0.0
+
+    grads = {}
+    if formula.kind == "linear":
+        y = w * rnd(rnd(x_op @ _weight(p["up"], recipe, False).t()) + bias("up_bias"))
+        t = rnd(operand(g) @ _weight(p["up"], recipe, True))
+        dw = (t * x_op).sum(-1) + ((g * p["up_bias"].float()).sum(-1) if "up_bias" in p else 0)
+        gw = rnd(g * w)
+        grads["up"] = wgrad(gw, x_op)
+        if "up_bias" in p:
+            grads["up_bias"] = gw.sum(0)
+        return y, t * w, dw, grads
+
+    first = {"none": ("gate", "up"), "gate_up": ("first", "second"), "up_gate": ("second", "first")}[formula.packed]
+    act = ACT[formula.activation]
+    if formula.kind == "mlp":
+        names = ["up"]
+    else:
+        names = ["gate", "up"] if formula.packed == "none" else ["up"]
+    pre = [rnd(rnd(x_op @ _weight(p[n], recipe, False).t()) + bias(f"{n}_bias")) for n in names]
+    if formula.packed != "none":
+        half = pre[0].shape[1] // 2
+        pre = [pre[0][:, :half], pre[0][:, half:]]
+    if first[0] == "second":
+        pre.reverse()
+
+    def activated(values):
+        return act(values[0]) * values[1] if len(values) == 2 else act(values[0])
+
+    h = operand(activated(pre) * w)
+    y = rnd(h @ _weight(p["down"], recipe, False).t()) + w * bias("down_bias")
+    kept = [_cast(v, recipe) if recipe.preactivation == "mxfp8" else v for v in pre]
+    t = rnd(operand(g) @ _weight(p["down"], recipe, True))
+    leaves = [v.clone().requires_grad_() for v in kept]
+    value = activated(leaves)
+    dw = (t * value.detach()).sum(-1) + ((g * p["down_bias"].float()).sum(-1) if "down_bias" in p else 0)
+    dpre = torch.autograd.grad(value, leaves, t * w)
+    grads["down"] = wgrad(g, h)
+    if "down_bias" in p:
+        grads["down_bias"] = (g * w).sum(0)
+    if first[0] == "second":
+        dpre = dpre[::-1]
+    if formula.packed != "none":
+        dpre = (torch.cat(dpre, dim=1), )
+    dx = 0
+    for n, d in zip(names, dpre, strict=True):
+        dx = dx + operand(d) @ _weight(p[n], recipe, True)
+        grads[n] = wgrad(rnd(d), x_op)
+        if f"{n}_bias" in p:
+            grads[f"{n}_bias"] = d.sum(0)
+    return y, rnd(dx), dw, grads
