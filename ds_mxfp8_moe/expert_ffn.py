@@ -35,16 +35,14 @@ import torch
 from deepspeed.utils.logging import warning_once
 
 from .config import Recipe
-from .experts import ExpertFormula
+from .experts import ACTIVATIONS, ROLES, ExpertFormula
 from .grouped_gemm import grouped_mm, grouped_mm_wgrad
 from .mx import MXTensor, quantize, quantize_tiles, transpose_rescale
 from .routing import Routes
 from .transport import Plan, Wire
 
-ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
-
-def _sigmoid_slope(x):
+def _silu_slope(x):
     s = torch.sigmoid(x)
     return s * (1 + x * (1 - s))
 
@@ -59,12 +57,12 @@ def _gelu_tanh_slope(x):
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
 
 
-# name: (value, slope), both on float32
-ACTIVATIONS: dict[str, tuple[Callable, Callable]] = {
-    "relu": (torch.relu, lambda x: (x > 0).to(x.dtype)),
-    "gelu": (torch.nn.functional.gelu, _gelu_slope),
-    "gelu_tanh": (lambda x: torch.nn.functional.gelu(x, approximate="tanh"), _gelu_tanh_slope),
-    "silu": (torch.nn.functional.silu, _sigmoid_slope),
+# Derivatives of experts.ACTIVATIONS, on float32.
+SLOPES: dict[str, Callable] = {
+    "relu": lambda x: (x > 0).to(x.dtype),
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "silu": _silu_slope,
 }
 
 
@@ -203,7 +201,7 @@ class _Layer:
         return self._activated(pre_PG) * weight_P.unsqueeze(1)
 
     def _activated(self, pre_PG) -> torch.Tensor:
-        value, _ = ACTIVATIONS[self.formula.activation]
+        value = ACTIVATIONS[self.formula.activation]
         if self.formula.kind == "mlp":
             return value(pre_PG.float())
         gate_PF, up_PF = self._halves(pre_PG)
@@ -211,7 +209,7 @@ class _Layer:
 
     def hidden_backward(self, t_PF, pre_PG, weight_P) -> tuple:
         """From t = g W2: dpre float32 [P, G], and <t, act(pre)> float32 [P]."""
-        value, slope = ACTIVATIONS[self.formula.activation]
+        value, slope = ACTIVATIONS[self.formula.activation], SLOPES[self.formula.activation]
         t_PF = t_PF.float()
         dweight_P = (t_PF * self._activated(pre_PG)).sum(-1)
         t_PF = t_PF * weight_P.unsqueeze(1)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that DeepSpeed's AutoEP makes out of Hugging Face models, with the exchange and the experts in MXFP8."""
+
+from dataclasses import replace
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_experts import GroupedExperts
+
+from .expert_ffn import ExpertFFN
+from .layer import LayerSettings
+from .routing import Routes, round_robin
+from .transport.collective import Collective
+
+
+class MXFP8GroupedExperts(GroupedExperts):
+    """AutoEP's stacked experts w1, w2, w3, called with tokens and routes.
+
+    The whole exchange happens inside this module's forward: ZeRO-3 gathers its parameters around that call.
+    """
+
+    def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN) -> torch.Tensor:
+        return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2})
+
+
+class MXFP8AutoEPMoELayer(AutoEPMoELayer):
+    """`AutoEPMoELayer` with the same router, parameters and results; ranks may bring different numbers of tokens."""
+
+    mxfp8: LayerSettings
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """[B, S, H] -> as AutoEPMoELayer: [B, S, H] or [T, H], beside the router's logits where the model wants them.
+
+        Collective over the expert-parallel group.
+        """
+        settings = self.mxfp8
+        if hidden_states.shape[-1] != settings.formula.hidden_size:
+            raise ValueError(f"{settings.name}: the input has shape {tuple(hidden_states.shape)}; expected a last "
+                             f"axis of {settings.formula.hidden_size}")
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts_E)
+        routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
+        if settings.force_load_balance:
+            routes = self._balanced(routes, x_TH)
+        ffn = ExpertFFN(settings.formula, settings.recipe, Collective(self.ep_group if self.ep_size > 1 else None),
+                        self.num_local_experts, settings.min_tokens_per_expert, settings.name)
+        output = self.experts(x_TH, routes, ffn).reshape(hidden_states.shape)
+        return self._finish(output, x_TH, hidden_states)
+
+    def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
+        logits_TE = self.router.gate(x_TH).float()
+        scores_TE = logits_TE.sigmoid() if self.router.score_func == "sigmoid" else logits_TE.softmax(dim=1)
+        routes = round_robin(routes, scores_TE)
+        weight_TK = routes.weight_TK
+        if self.router.route_norm:
+            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return replace(routes, weight_TK=weight_TK * self.router.route_scale)
+
+    def _finish(self, output: torch.Tensor, x_TH: torch.Tensor, hidden_states: torch.Tensor):
+        """Shared experts, the model's output shape, the router's logits: as the base class does it."""
+        if hasattr(AutoEPMoELayer, "_finalize_output"):  # DeepSpeed 0.19.8
+            return self._finalize_output(output, x_TH, hidden_states, hidden_states.shape[-1])
+        shared_input = hidden_states
+        if self.moe_output_shape == "flat":
+            output, shared_input = output.reshape(x_TH.shape), x_TH
+        elif self.shared_experts_gate is not None:
+            shared_input = x_TH
+        if self.shared_experts is not None:
+            shared = self.shared_experts(shared_input)
+            if self.shared_experts_gate is not None:
+                shared = torch.sigmoid(self.shared_experts_gate(shared_input)) * shared
+            output = output + shared.reshape(output.shape)
+        logits, self._cached_router_logits = self._cached_router_logits, None
+        return (output, logits) if self.return_router_logits else output

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-in for `deepspeed.moe.layer.MoE`: the same gate and parameters, the exchange and the experts in MXFP8."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer, TopKGate
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+
+from .config import MXFP8MoEConfig, Recipe
+from .expert_ffn import ExpertFFN
+from .experts import ExpertFormula, expert_weights
+from .routing import Routes, round_robin
+from .transport.collective import Collective
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What conversion decided for one layer."""
+
+    name: str
+    formula: ExpertFormula
+    recipe: Recipe
+    min_tokens_per_expert: int
+    force_load_balance: bool
+
+
+class MoE(deepspeed_layer.MoE):
+    """`deepspeed.moe.layer.MoE` whose tokens travel between ranks, and are multiplied, in MXFP8.
+
+    Takes the arguments of the base class, in the same order, and returns the same `(output, l_aux, exp_counts)`. It is
+    plain DeepSpeed until it is converted: by the section "mxfp8_moe" of the DeepSpeed config, by
+    `ds_mxfp8_moe.convert`, or at once with `mxfp8`.
+
+    Args:
+        mxfp8: the section "mxfp8_moe" for this layer alone, as a dict; {} is the default recipe.
+    """
+
+    def __init__(self, *args, mxfp8: dict | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        if mxfp8 is not None:
+            from .convert import convert
+            convert(self, MXFP8MoEConfig(**mxfp8))
+
+    _base = inspect.signature(deepspeed_layer.MoE.__init__)
+    __init__.__signature__ = _base.replace(
+        parameters=[*_base.parameters.values(),
+                    inspect.Parameter("mxfp8", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=dict | None)])
+    del _base
+
+
+class MXFP8MOELayer(MOELayer):
+    """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
+
+    mxfp8: LayerSettings
+
+    def forward(self, *input: torch.Tensor, **kwargs) -> torch.Tensor:
+        """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
+
+        Collective over the expert-parallel group. Ranks may bring different numbers of tokens, or none.
+        """
+        hidden_states, used_token = input[0], input[1] if len(input) > 1 else None
+        self._check_input(hidden_states)
+        with self._timed(MOE_TIMER, "time_moe"):
+            x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+            routes = self._route(x_TH, used_token)
+            y_TH = self._compute(x_TH, routes)
+        return y_TH.reshape(hidden_states.shape)
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        """Raises, on this rank and before any collective, for input that the experts cannot take."""
+        settings = self.mxfp8
+        weight = self.experts.deepspeed_experts[0].get_parameter(settings.formula.up)
+        if x.shape[-1] != settings.formula.hidden_size:
+            raise ValueError(f"{settings.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
+                             f"{settings.formula.hidden_size}, the layer's hidden_size")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{settings.name}: the input is {x.dtype} and the experts are {weight.dtype}; cast one of "
+                            "them, or enable autocast")
+        if self.ep_size > 1 and self.ep_group is None:
+            raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
+                               "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")
+
+    def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
+        """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
+        with _enough_tokens(self.gate, x_TH.shape[0]):
+            l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
+        # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
+        self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()
+        self.exp_counts = exp_counts
+        routes = Routes(expert_TK=expert_KT.t().long(), weight_TK=weight_KT.t(), num_experts=num_experts)
+        if self.mxfp8.force_load_balance:
+            routes = self._balanced(routes, x_TH)
+            self.exp_counts = routes.counts_E()
+        return routes
+
+    def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
+        scores_TE = torch.nn.functional.linear(x_TH.float(), self.gate.wg.weight.float()).softmax(dim=1)
+        routes = round_robin(routes, scores_TE)
+        if self.gate.k == 1:  # DeepSpeed's top-1 weighs with the probability itself
+            return routes
+        total_T1 = routes.weight_TK.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
+        return replace(routes, weight_TK=routes.weight_TK / total_T1)
+
+    def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
+        settings = self.mxfp8
+        ffn = ExpertFFN(settings.formula, settings.recipe, Collective(self.ep_group if self.ep_size > 1 else None),
+                        self.num_local_experts, settings.min_tokens_per_expert, settings.name, self._timed_exchange)
+        weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
+        tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
+        if tensor_parallel == 1:
+            return ffn(x_TH, routes, weights)
+        # Tensor-parallel ranks hold the same tokens: each takes its share, and all get every result.
+        T = x_TH.shape[0]
+        share = -T % tensor_parallel
+        pad = torch.nn.functional.pad
+        x_TH, weight_TK = (drop_tokens(pad(v, (0, 0, 0, share)), dim=0) for v in (x_TH, routes.weight_TK))
+        expert_TK = drop_tokens(pad(routes.expert_TK, (0, 0, 0, share), value=-1), dim=0)
+        part = Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=routes.num_experts)
+        return gather_tokens(ffn(x_TH, part, weights), dim=0)[:T]
+
+    def _timed_exchange(self, phase: str):
+        timer, field = {"dispatch": (FIRST_ALLTOALL_TIMER, "time_falltoall"),
+                        "combine": (SECOND_ALLTOALL_TIMER, "time_salltoall")}[phase]
+        return self._timed(timer, field)
+
+    @contextmanager
+    def _timed(self, timer: str, field: str) -> Iterator[None]:
+        """Fills DeepSpeed's wall clock breakdown, where it is switched on."""
+        if self.wall_clock_breakdown:
+            self.timers(timer).start()
+        yield
+        if self.wall_clock_breakdown:
+            self.timers(timer).stop()
+            setattr(self, field, self.timers(timer).elapsed(reset=False))
+
+
+@contextmanager
+def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
+    """Lets the top-1 gate take fewer tokens than its min_capacity, where it would stop this rank with an assert.
+
+    An expert's capacity is at least the number of tokens either way, so no token is dropped for it.
+    """
+    if gate.k != 1 or num_tokens >= gate.min_capacity:
+        yield
+        return
+    wanted, gate.min_capacity = gate.min_capacity, num_tokens
+    try:
+        yield
+    finally:
+        gate.min_capacity = wanted
+
+
+class CheckedGate(TopKGate):
+    """The gate of a layer that stays on DeepSpeed's path: where that would hang or stop one rank, all ranks raise."""
+
+    def forward(self, input: torch.Tensor, *args, **kwargs):
+        if self.ep_group is None or dist.get_world_size(group=self.ep_group) == 1:
+            return super().forward(input, *args, **kwargs)
+        tokens = self._on_every_rank(input.shape[0], input.device)
+        given = f"an unconverted MoE layer got {tokens} tokens on the ranks of its expert-parallel group"
+        if self.k == 1 and min(tokens) < self.min_capacity:
+            raise ValueError(f"{given}; DeepSpeed's top-1 gate needs at least min_capacity = {self.min_capacity} on "
+                             "every rank")
+        output = super().forward(input, *args, **kwargs)
+        capacities = self._on_every_rank(int(output[1]), input.device)
+        if len(set(capacities)) > 1:
+            raise ValueError(f"{given}, which makes expert capacities of {capacities}; DeepSpeed's all-to-all needs "
+                             "equal ones: give every rank equally many tokens, or let the layer be converted (the "
+                             "report at start-up says why it is not)")
+        return output
+
+    def _on_every_rank(self, value: int, device) -> list:
+        mine = torch.tensor([value], device=device)
+        values = [torch.empty_like(mine) for _ in range(dist.get_world_size(group=self.ep_group))]
+        dist.all_gather(values, mine, group=self.ep_group)
+        return torch.cat(values).tolist()
