@@ -16,6 +16,8 @@ Dequantised values are exact in bfloat16 (4 significant bits times a power of tw
 2^-133 and those that rounding lifts to 2^128, which is Inf there and in float32.
 """
 
+from enum import Enum
+
 import torch
 from torch.utils._pytree import tree_map
 
@@ -23,10 +25,19 @@ E4M3_MAX = 448.0
 NAN_SCALE_BYTE = 255
 NAN_DATA_BYTE = 0x7F
 TILE = 128
-SCALING_MODES = ("rceil", "floor")
 BLOCK_SIZES = (32, 128)
 
 aten = torch.ops.aten
+
+
+class ScaleCalculationMode(str, Enum):
+    """torchao's names for the rounding of scales; a member equals its string, and either may be given."""
+
+    RCEIL = "rceil"
+    FLOOR = "floor"
+
+
+SCALING_MODES = tuple(mode.value for mode in ScaleCalculationMode)
 
 
 class MXTensor(torch.Tensor):
@@ -179,7 +190,8 @@ _ROW_OPS = {
 }
 
 
-def _check(x: torch.Tensor, block_size: int, scaling_mode: str) -> None:
+def check_quantizable(x: torch.Tensor, block_size: int, scaling_mode: str) -> None:
+    """Raises the TypeError or ValueError that `quantize` would."""
     if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
         raise ValueError(f"block_size {block_size!r} and scaling_mode {scaling_mode!r} were given; MXFP8 here knows "
                          f"block sizes {BLOCK_SIZES} and scaling modes {SCALING_MODES}")
@@ -230,7 +242,7 @@ def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil")
     Raises:
         TypeError, ValueError: dtype, shape, block size or scaling mode that MXFP8 does not know.
     """
-    _check(x, block_size, scaling_mode)
+    check_quantizable(x, block_size, scaling_mode)
     size = x.shape[-1]
     blocks = _pad_to(x.detach().float(), (block_size, )).unflatten(-1, (-1, block_size))
     data, scale = _quantize_blocks(blocks, (-1, ), scaling_mode)
@@ -240,7 +252,7 @@ def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil")
 
 def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
     """Casts weights [..., N, K] with one scale per 128x128 tile, so that one rounding serves W and its transpose."""
-    _check(w, TILE, scaling_mode)
+    check_quantizable(w, TILE, scaling_mode)
     rows, columns = w.shape[-2:]
     tiles = _pad_to(w.detach().float(), (TILE, TILE)).unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     data, scale = _quantize_blocks(tiles, (-3, -1), scaling_mode)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism as four differentiable functions, under torchao's names and with its semantics.
+
+    forward    a2a_dispatch (MXFP8) -> permute (MXFP8) -> grouped GEMMs -> unpermute (hp) -> a2a_combine (hp)
+    backward   a2a_dispatch (hp)    <- permute (hp)    <- grouped GEMMs <- unpermute (MXFP8) <- a2a_combine (MXFP8)
+
+"hp" is high precision, the dtype of the input. A name says what each direction carries: `mxfp8_fwd_hp_bwd` is MXFP8 in
+forward and hp in backward. Between the MXFP8 steps the tokens (forward) and gradients (backward) are MXTensors; no op
+that does arithmetic may stand between a2a_combine, unpermute and the last GEMM, or it gets a dequantised gradient.
+
+Data and scales travel as one uint8 message. The functions read nothing from the device: the splits are the caller's
+lists of ints. Under torch.compile each function breaks the graph and runs eagerly, with the same bits.
+
+T: rows of this rank, R: rows that arrive, D: columns, E: local experts, P: rows sorted by expert with their padding.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .mx import MXTensor, ScaleCalculationMode, check_quantizable, quantize
+
+HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GRAPH_BREAK = "collectives with data-dependent sizes run eagerly"
+
+
+def _hp(x: torch.Tensor) -> torch.Tensor:
+    return x.dequantize() if isinstance(x, MXTensor) else x
+
+
+def _group(group_name) -> dist.ProcessGroup:
+    """The process group of that name; None is the whole world; a group is itself."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    if group_name is None:
+        return dist.group.WORLD
+    return group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
+
+
+def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> tuple:
+    """Both lists as tuples of ints, checked against the group and the rows."""
+    if x.dim() != 2 or x.dtype not in HP_DTYPES or isinstance(x, MXTensor):
+        raise TypeError(f"{name}: expected a plain 2-D tensor of bfloat16, float16 or float32, got "
+                        f"{type(x).__name__} of {x.dtype} and shape {tuple(x.shape)}")
+    splits = []
+    for label, given in (("output_splits", output_splits), ("input_splits", input_splits)):
+        rows = tuple(int(n) for n in given)
+        if len(rows) != group.size() or min(rows) < 0:
+            raise ValueError(f"{name}: {label} is {list(rows)}; expected a count of rows, 0 or more, for each of "
+                             f"the {group.size()} ranks of the group")
+        splits.append(rows)
+    if sum(splits[1]) != x.shape[0]:
+        raise ValueError(f"{name}: input_splits {list(splits[1])} sum to {sum(splits[1])}, but the input has "
+                         f"{x.shape[0]} rows")
+    return tuple(splits)
+
+
+def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group) -> torch.Tensor:
+    """All-to-all of rows."""
+    out = x.new_empty((sum(output_splits), x.shape[1]))
+    dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=group)
+    return out
+
+
+def _exchange_mxfp8(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, scaling_mode: str,
+                    block_size: int) -> MXTensor:
+    """Quantises rows and sends data and scales in one message: gloo has no float8, and one collective beats two."""
+    mx = quantize(x, block_size, scaling_mode)
+    message = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
+    data, scale = _exchange(message, output_splits, input_splits, group).split([mx.shape[1], mx.scale.shape[1]], dim=1)
+    return mx.with_parts(data.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float8_e8m0fnu))
+
+
+def _gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    """x[index_P]; a negative index reads a row of zeros (scale byte 0)."""
+    if isinstance(x, MXTensor):
+        return x.with_parts(_gather_rows(x.qdata.view(torch.uint8), index_P).view(torch.float8_e4m3fn),
+                            _gather_rows(x.scale.view(torch.uint8), index_P).view(torch.float8_e8m0fnu))
+    padding = (index_P < 0).unsqueeze(1)
+    if x.shape[0] == 0:
+        return x.new_zeros((index_P.shape[0], x.shape[1]))
+    return x.index_select(0, index_P.clamp_min(0)).masked_fill(padding, 0)
+
+
+def _scatter_rows(x_PN: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The inverse of _gather_rows: row index_P[i] of the result is x_PN[i]; rows that nothing names are zeros."""
+    out = x_PN.new_zeros((num_rows + 1, x_PN.shape[1]))
+    # All padding goes to one row more, which is cut off: no order among it can be seen.
+    out.index_copy_(0, torch.where(index_P < 0, num_rows, index_P).long(), x_PN)
+    return out[:num_rows]
+
+
+def generate_permute_indices(tokens_per_expert_group: torch.Tensor, experts_per_rank: int, num_ranks: int,
+                             max_len: int, alignment: int) -> tuple:
+    """Where each row of the expert-sorted, padded layout comes from; on the device, without a host sync.
+
+    Args:
+        tokens_per_expert_group: int [num_ranks * experts_per_rank], rank-major: rows that rank r sent to local expert
+            e, in the order in which they arrived.
+        max_len: P, rows of the layout; at least the padded sum.
+        alignment: each expert's rows are padded up to a multiple of it, and to one multiple if there are none.
+
+    Returns:
+        permuted_indices, int32 [P]: the arrived row that stands at each place, -1 for padding;
+        m_sizes, int32 [E]: padded rows of each expert; m_offsets, int32 [E]: where each expert's rows end.
+    """
+    arrived = tokens_per_expert_group.long()
+    starts = arrived.cumsum(0) - arrived
+    sizes_ER = arrived.view(num_ranks, experts_per_rank).t()
+    starts_ER = starts.view(num_ranks, experts_per_rank).t().reshape(-1)
+    sizes_E = sizes_ER.sum(1)
+    padded_E = ((sizes_E + alignment - 1) // alignment * alignment).clamp_min(alignment)
+    ends_E = padded_E.cumsum(0)
+
+    place_P = torch.arange(max_len, device=arrived.device)
+    expert_P = torch.searchsorted(ends_E, place_P, right=True).clamp_max(experts_per_rank - 1)
+    within_P = place_P - (ends_E - padded_E)[expert_P]
+    # The same rows counted without padding, ascending by (expert, rank): which (expert, rank) does this one fall in?
+    unpadded_P = (sizes_E.cumsum(0) - sizes_E)[expert_P] + within_P
+    segment_ends = sizes_ER.reshape(-1).cumsum(0)
+    segment_P = torch.searchsorted(segment_ends, unpadded_P, right=True).clamp_max(segment_ends.shape[0] - 1)
+    row_P = starts_ER[segment_P] + unpadded_P - (segment_ends - sizes_ER.reshape(-1))[segment_P]
+    indices_P = torch.where(within_P < sizes_E[expert_P], row_P, -1)
+    return indices_P.to(torch.int32), padded_E.to(torch.int32), ends_E.to(torch.int32)
+
+
+class _Dispatch(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x_TD, output_splits, input_splits, group, scaling_mode, block_size):
+        ctx.splits, ctx.group = (output_splits, input_splits), group
+        return _exchange_mxfp8(x_TD, output_splits, input_splits, group, scaling_mode, block_size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RD):
+        output_splits, input_splits = ctx.splits
+        return _exchange(_hp(grad_RD), input_splits, output_splits, ctx.group), None, None, None, None, None
+
+
+class _Permute(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x_RD, indices_P):
+        ctx.save_for_backward(indices_P)
+        ctx.num_rows = x_RD.shape[0]
+        return _gather_rows(x_RD, indices_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_PD):
+        return _scatter_rows(_hp(grad_PD), ctx.saved_tensors[0], ctx.num_rows), None
+
+
+class _Unpermute(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x_PN, indices_P, num_rows):
+        ctx.save_for_backward(indices_P)
+        return _scatter_rows(x_PN, indices_P, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RN):
+        return _gather_rows(grad_RN, ctx.saved_tensors[0]), None, None
+
+
+class _Combine(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x_RN, output_splits, input_splits, group, scaling_mode, block_size, mxfp8_bwd):
+        ctx.splits, ctx.group = (output_splits, input_splits), group
+        ctx.cast = (scaling_mode, block_size) if mxfp8_bwd else None
+        return _exchange(x_RN, output_splits, input_splits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TN):
+        (output_splits, input_splits), grad_TN = ctx.splits, _hp(grad_TN)
+        if ctx.cast is None:
+            grad_RN = _exchange(grad_TN, input_splits, output_splits, ctx.group)
+        else:
+            grad_RN = _exchange_mxfp8(grad_TN, input_splits, output_splits, ctx.group, *ctx.cast)
+        return grad_RN, None, None, None, None, None, None
+
+
+@torch.compiler.disable(reason=GRAPH_BREAK)
+def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int], input_splits: list[int],
+                                  group_name: str | None = None,
+                                  scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
+                                  block_size: int = 32) -> MXTensor:
+    """Quantises rows along the last axis and sends them to the ranks of their experts. Backward: hp rows go back.
+
+    Args:
+        input: [T, D] bf16, fp16 or fp32, D a multiple of 32, rows sorted by destination rank; any strides.
+        output_splits: rows that arrive from each rank of the group, in rank order; R in all.
+        input_splits: rows that go to each rank; T in all.
+        group_name: name of the process group (`group.group_name`), or a group; None is the whole world.
+        scaling_mode: RCEIL or FLOOR, the rounding of scales.
+        block_size: 32 or 128 values to a scale.
+
+    Returns:
+        MXTensor [R, D] of input's outward dtype: the rows by sending rank.
+
+    Raises:
+        TypeError, ValueError: before any collective.
+    """
+    group = _group(group_name)
+    output_splits, input_splits = _check_splits("a2a_dispatch", input, output_splits, input_splits, group)
+    check_quantizable(input, block_size, scaling_mode)
+    return _Dispatch.apply(input, output_splits, input_splits, group, scaling_mode, block_size)
+
+
+@torch.compiler.disable(reason=GRAPH_BREAK)
+def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.Tensor, ep_degree: int,
+                             num_local_experts: int, group_size_multiple_of: int = 32, use_mxfp8: bool = True,
+                             use_triton_for_bwd: bool = True) -> tuple:
+    """Sorts arrived rows by local expert and pads each group with zero rows, still in MXFP8. Backward: hp.
+
+    Args:
+        mx_tensor: [R, D] rows as they arrived from dispatch.
+        num_tokens_per_expert: int [ep_degree * num_local_experts], rank-major: rows from rank r for local expert e.
+        group_size_multiple_of: each group is padded to a multiple of it; an empty one to one multiple.
+        use_mxfp8: False takes plain rows too and gives plain rows, the high-precision twin for comparisons.
+        use_triton_for_bwd: accepted for torchao's sake; backward is the same one scatter of rows either way.
+
+    Returns:
+        padded_shape: torch.Size (R + 1, D), what unpermute wants;
+        the rows, MXTensor [P, D] with P = R + num_local_experts * group_size_multiple_of rounded up to a multiple,
+            a static bound, so that nothing is read from the device; rows that no group uses are zeros;
+        permuted_indices: int32 [P], the arrived row that stands at each place, -1 for padding;
+        num_tokens_per_expert_padded: int32 [num_local_experts];
+        group_offsets: int32 [num_local_experts], where each group ends.
+
+    Raises:
+        TypeError, ValueError: rows or counts of the wrong kind or shape.
+    """
+    if mx_tensor.dim() != 2 or use_mxfp8 and not isinstance(mx_tensor, MXTensor):
+        raise TypeError(f"permute: expected a 2-D MXTensor, got {type(mx_tensor).__name__} of shape "
+                        f"{tuple(mx_tensor.shape)}; plain rows need use_mxfp8=False")
+    if num_tokens_per_expert.shape != (ep_degree * num_local_experts, ):
+        raise ValueError(f"permute: num_tokens_per_expert has shape {tuple(num_tokens_per_expert.shape)}; expected "
+                         f"({ep_degree * num_local_experts},), one count for each of {ep_degree} ranks x "
+                         f"{num_local_experts} local experts, rank-major")
+    if group_size_multiple_of < 1:
+        raise ValueError(f"permute: group_size_multiple_of must be at least 1, got {group_size_multiple_of}")
+    num_rows, columns = mx_tensor.shape
+    max_len = num_rows + num_local_experts * group_size_multiple_of
+    max_len += -max_len % group_size_multiple_of
+    indices_P, sizes_E, ends_E = generate_permute_indices(num_tokens_per_expert, num_local_experts, ep_degree, max_len,
+                                                          group_size_multiple_of)
+    rows_PD = _Permute.apply(mx_tensor if use_mxfp8 else _hp(mx_tensor), indices_P)
+    return torch.Size((num_rows + 1, columns)), rows_PD, indices_P, sizes_E, ends_E
+
+
+@torch.compiler.disable(reason=GRAPH_BREAK)
+def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tensor,
+                               padded_shape: torch.Size) -> torch.Tensor:
+    """Puts expert-sorted rows back into the order in which they arrived, and drops the padding.
+
+    Backward gathers the same way, in MXFP8 if the gradient comes as an MXTensor (as from a2a_combine), else in hp.
+
+    Args:
+        input: [P, N] plain; N may differ from the dispatched D.
+        permuted_indices: int32 [P], from permute.
+        padded_shape: from permute; only its rows, R + 1, matter.
+
+    Returns:
+        [R, N] of input's dtype.
+    """
+    if input.dim() != 2 or isinstance(input, MXTensor) or permuted_indices.shape != input.shape[:1]:
+        raise ValueError(f"unpermute: expected plain rows [P, N] and an index for each of them, got "
+                         f"{type(input).__name__} {tuple(input.shape)} and {tuple(permuted_indices.shape)} indices")
+    return _Unpermute.apply(input, permuted_indices, padded_shape[0] - 1)
+
+
+@torch.compiler.disable(reason=GRAPH_BREAK)
+def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], input_splits: list[int],
+                                 group_name: str | None = None,
+                                 scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
+                                 block_size: int = 32, mxfp8_bwd: bool = True) -> torch.Tensor:
+    """Sends hp rows back to the ranks of their tokens (no weighting, no sums). Backward: quantised rows come back.
+
+    Args:
+        input: [R, N] bf16, fp16 or fp32; N a multiple of 32 unless mxfp8_bwd is False.
+        output_splits, input_splits: rows from and to each rank: dispatch's, swapped.
+        group_name: name of the process group, or a group; None is the whole world.
+        scaling_mode, block_size: of the gradient's cast.
+        mxfp8_bwd: True gives the gradient as an MXTensor, False in hp.
+
+    Returns:
+        [T, N] of input's dtype.
+
+    Raises:
+        TypeError, ValueError: before any collective.
+    """
+    group = _group(group_name)
+    output_splits, input_splits = _check_splits("a2a_combine", input, output_splits, input_splits, group)
+    if mxfp8_bwd:
+        check_quantizable(input, block_size, scaling_mode)
+    return _Combine.apply(input, output_splits, input_splits, group, scaling_mode, block_size, mxfp8_bwd)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The four expert-parallel functions on gloo ranks, against what one process computes from every rank's rows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_mxfp8_moe.ep import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    generate_permute_indices,
+    permute_mxfp8_fwd_hp_bwd,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+from ds_mxfp8_moe.mx import MXTensor, ScaleCalculationMode, quantize, sqnr_db
+from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+
+D, N, LOCAL_EXPERTS = 256, 160, 3
+
+
+def counts_table(world: int, kind: str) -> torch.Tensor:
+    """int64 [world, world * LOCAL_EXPERTS]: rows that each rank sends to each global expert."""
+    table = torch.randint(0, 40, (world, world * LOCAL_EXPERTS), generator=torch.Generator().manual_seed(7))
+    if kind == "idle sender":
+        table[0] = 0
+    elif kind == "idle receiver":
+        table[:, -LOCAL_EXPERTS:] = 0
+    elif kind == "all to one":
+        table[:, 1:] = 0
+    elif kind == "nothing":
+        table[:] = 0
+    return table
+
+
+def rows_of(rank: int, n: int, columns: int, dtype, salt: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1000 * salt + rank)
+    return torch.randn(n, columns, generator=g).to(dtype)
+
+
+def weights(world: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(5)
+    return (torch.randn(world * LOCAL_EXPERTS, N, D, generator=g) * 0.05).bfloat16()
+
+
+def splits_of(table: torch.Tensor, rank: int) -> tuple:
+    """output_splits, input_splits and the rank-major counts of what arrives, for one rank."""
+    world = table.shape[0]
+    arriving = table[:, rank * LOCAL_EXPERTS:(rank + 1) * LOCAL_EXPERTS]
+    sent = table[rank].view(world, LOCAL_EXPERTS).sum(1)
+    return arriving.sum(1).tolist(), sent.tolist(), arriving.reshape(-1)
+
+
+def chain(kind, dtype, block_size, mode, wgrad_with_hp=True, alignment=32, mxfp8_bwd=True, backward=None):
+    """Dispatch, permute, one grouped GEMM, unpermute, combine on every rank; returns all that can be compared."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    table = counts_table(world, kind)
+    output_splits, input_splits, arriving = splits_of(table, rank)
+    x = rows_of(rank, sum(input_splits), D, dtype).requires_grad_()
+    w = weights(world)[rank * LOCAL_EXPERTS:(rank + 1) * LOCAL_EXPERTS].clone().requires_grad_()
+    cast = dict(scaling_mode=mode, block_size=block_size)
+    dispatched = a2a_dispatch_mxfp8_fwd_hp_bwd(x, output_splits, input_splits, **cast)
+    shape, rows, indices, sizes, ends = permute_mxfp8_fwd_hp_bwd(dispatched, arriving, world, LOCAL_EXPERTS,
+                                                                 group_size_multiple_of=alignment)
+    out = _to_mxfp8_then_scaled_grouped_mm(rows, w.transpose(-2, -1), offs=ends, wgrad_with_hp=wgrad_with_hp,
+                                           scale_calculation_mode=mode)
+    seen = []
+    if out.requires_grad:
+        out.register_hook(lambda g: seen.append(type(g).__name__))
+    back = unpermute_hp_fwd_mxfp8_bwd(out, indices, shape)
+    y = a2a_combine_hp_fwd_mxfp8_bwd(back, input_splits, output_splits, mxfp8_bwd=mxfp8_bwd, **cast)
+    if backward == "sum":  # an expanded gradient, no two values in memory
+        y.sum().backward()
+    else:
+        y.backward(rows_of(rank, y.shape[0], N, y.dtype, salt=1))
+    return dict(x=x.detach(), y=y.detach(), dx=x.grad, dw=w.grad, dispatched=dispatched.detach(),
+                shape=tuple(shape), rows=rows.detach(), indices=indices, sizes=sizes, ends=ends, grad_type=seen)
+
+
+def reference(kind: str, world: int, results: list) -> tuple:
+    """The chain as a float32 loop over experts, on the rows of all ranks; lists by rank of y, dx and dw."""
+    table = counts_table(world, kind)
+    w_all = weights(world).float().requires_grad_()
+    xs = [r["x"].float().requires_grad_() for r in results]
+    ys = [torch.cat([part @ w_all[e].t() for e, part in enumerate(x.split(table[r].tolist()))])
+          for r, x in enumerate(xs)]
+    torch.autograd.backward(ys, [rows_of(r, y.shape[0], N, torch.bfloat16, salt=1).float() for r, y in enumerate(ys)])
+    return ys, [x.grad for x in xs], w_all.grad.split(LOCAL_EXPERTS)
+
+
+KINDS = ("uneven", "idle sender", "idle receiver", "all to one", "nothing")
+
+
+def check_chain(world, results, kind, bars):
+    """Bars in dB over the concatenation of all ranks (a rank may have nothing to compare)."""
+    for name, expected in zip(("y", "dx", "dw"), reference(kind, world, results), strict=True):
+        actual = torch.cat([r[name].float() for r in results])
+        assert sqnr_db(torch.cat(list(expected)), actual) >= bars[name], name
+
+
+@pytest.mark.parametrize("block_size", (32, 128))
+@pytest.mark.parametrize("kind", KINDS)
+def test_chain_on_two_ranks(ranks2, kind, block_size):
+    results = ranks2.run(chain, kind, torch.bfloat16, block_size, "rceil", wgrad_with_hp=block_size == 32)
+    # One cast each of x and w (31.4 dB apiece) gives 28.4; backward's gradient and w the same; dW two casts or more.
+    check_chain(2, results, kind, {"y": 28, "dx": 26, "dw": 25})
+    for r in results:
+        assert r["grad_type"] == ["MXTensor"]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_chain_in_other_dtypes(ranks2, dtype):
+    results = ranks2.run(chain, "uneven", dtype, 32, "rceil")
+    check_chain(2, results, "uneven", {"y": 28, "dx": 26, "dw": 25})
+    for r in results:
+        assert r["x"].dtype == r["dx"].dtype == r["dispatched"].dtype == dtype
+
+
+def test_chain_with_floor_rounding(ranks2):
+    check_chain(2, ranks2.run(chain, "uneven", torch.bfloat16, 32, "floor"), "uneven",
+                {"y": 26.5, "dx": 24.5, "dw": 23.5})
+
+
+def test_dispatch_and_permute_move_exact_bytes(ranks2):
+    """What arrives is what one process quantises, row for row; padding is zero data with scale byte 0."""
+    results = ranks2.run(chain, "uneven", torch.bfloat16, 32, "rceil")
+    table = counts_table(2, "uneven")
+    sent = [quantize(r["x"]) for r in results]
+    for rank, r in enumerate(results):
+        order, arrived = [], []  # expert-sorted and as it arrived
+        for source in range(2):
+            starts = table[source].cumsum(0) - table[source]
+            for e in range(LOCAL_EXPERTS):
+                g = rank * LOCAL_EXPERTS + e
+                arrived += [(source, int(starts[g]) + i) for i in range(table[source, g])]
+        for e in range(LOCAL_EXPERTS):
+            g, n = rank * LOCAL_EXPERTS + e, 0
+            for source in range(2):
+                start = int(table[source, :g].sum())
+                order += [(source, start + i) for i in range(table[source, g])]
+                n += int(table[source, g])
+            size = max(-(-n // 32) * 32, 32)
+            order += [None] * (size - n)
+            assert r["sizes"][e] == size and r["ends"][e] == len(order)
+        assert r["shape"] == (len(arrived) + 1, D)
+        assert r["rows"].shape[0] == -(-(len(arrived) + 32 * LOCAL_EXPERTS) // 32) * 32
+        order += [None] * (r["rows"].shape[0] - len(order))
+        assert r["indices"].tolist() == [-1 if place is None else arrived.index(place) for place in order]
+        for half in ("qdata", "scale"):
+            stored = [getattr(mx, half).view(torch.uint8) for mx in sent]
+            zero = torch.zeros_like(stored[0][0])
+            assert torch.equal(getattr(r["dispatched"], half).view(torch.uint8),
+                               torch.stack([stored[s][i] for s, i in arrived]))
+            assert torch.equal(getattr(r["rows"], half).view(torch.uint8),
+                               torch.stack([zero if place is None else stored[place[0]][place[1]] for place in order]))
+
+
+def test_two_runs_give_the_same_bits(ranks2):
+    first, second = (ranks2.run(chain, "uneven", torch.bfloat16, 32, "rceil", wgrad_with_hp=False) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        for name in ("y", "dx", "dw"):
+            assert torch.equal(a[name], b[name]), name
+
+
+def test_expanded_gradient(ranks2):
+    """`out.sum().backward()` hands combine a gradient whose rows all share one value in memory."""
+    results = ranks2.run(chain, "uneven", torch.bfloat16, 32, "rceil", backward="sum")
+    w = weights(2).float()
+    table = counts_table(2, "uneven")
+    for rank, r in enumerate(results):
+        expected = torch.cat([w[e].sum(0).expand(int(n), D) for e, n in enumerate(table[rank])])
+        assert sqnr_db(expected, r["dx"]) >= 26
+
+
+def test_high_precision_backward(ranks2):
+    """With mxfp8_bwd=False the gradient that reaches the GEMM is plain, and weights see it unrounded."""
+    hp = ranks2.run(chain, "uneven", torch.float32, 32, "rceil", mxfp8_bwd=False)
+    mx = ranks2.run(chain, "uneven", torch.float32, 32, "rceil")
+    _, _, dw = reference("uneven", 2, hp)
+    for rank, (a, b) in enumerate(zip(hp, mx, strict=True)):
+        assert a["grad_type"] == ["Tensor"]
+        assert torch.equal(a["y"], b["y"])
+        assert sqnr_db(dw[rank], a["dw"]) > sqnr_db(dw[rank], b["dw"]) + 2  # one cast (x) instead of two (x and g)
+
+
+def test_four_ranks(ranks4):
+    results = ranks4.run(chain, "uneven", torch.bfloat16, 32, "rceil", alignment=128)
+    check_chain(4, results, "uneven", {"y": 28, "dx": 26, "dw": 25})
+    for r in results:
+        assert all(r["sizes"] % 128 == 0)
+
+
+def subgroups():
+    """Two groups of two: each pair exchanges its own rows, by the group's name and by the group itself."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[rank % 2]
+    x = torch.full((3, 32), float(rank + 1))
+    by_name, by_group = (a2a_dispatch_mxfp8_fwd_hp_bwd(x, [1, 1] if rank < 2 else [2, 2], [1, 2], group_name=g)
+                         for g in (mine.group_name, mine))
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+    assert torch.equal(by_name.qdata.view(torch.uint8), by_group.qdata.view(torch.uint8))
+    return by_name.dequantize()[:, 0].tolist()
+
+
+def test_process_groups(ranks4):
+    assert ranks4.run(subgroups) == [[1, 3], [2, 4], [1, 1, 3, 3], [2, 2, 4, 4]]
+
+
+def bad_calls():
+    """Every mistake raises on this rank alone, before a collective could hang."""
+    x = torch.zeros(4, 64)
+    good = dict(output_splits=[2, 2], input_splits=[2, 2])
+    cases = {
+        "sum to 5, but the input has 4 rows": (x, good | {"input_splits": [2, 3]}),
+        "output_splits is [4]": (x, good | {"output_splits": [4]}),
+        "output_splits is [5, -1]": (x, good | {"output_splits": [5, -1]}),
+        "plain 2-D tensor": (torch.zeros(4, 64, dtype=torch.int32), good),
+        "got MXTensor": (quantize(x), good),
+        "shape (4, 2, 32)": (x.view(4, 2, 32), good),
+        "multiple of 32": (torch.zeros(4, 48), good),
+        "block_size 64": (x, good | {"block_size": 64}),
+        "'even'": (x, good | {"scaling_mode": "even"}),
+        "process group": (x, good | {"group_name": "no such group"}),
+    }
+    missed = {}
+    if dist.get_rank() == 0:
+        for function in (a2a_dispatch_mxfp8_fwd_hp_bwd, a2a_combine_hp_fwd_mxfp8_bwd):
+            for text, (tensor, arguments) in cases.items():
+                try:
+                    function(tensor, **arguments)
+                    missed[function.__name__, text] = "nothing raised"
+                except (TypeError, ValueError, LookupError, RuntimeError) as error:
+                    if text not in str(error).replace("group name", "process group"):
+                        missed[function.__name__, text] = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    combined = a2a_combine_hp_fwd_mxfp8_bwd(torch.zeros(4, 48), [2, 2], [2, 2], mxfp8_bwd=False)
+    return missed, combined.shape
+
+
+def test_bad_input_raises_before_the_collective(ranks2):
+    assert ranks2.run(bad_calls) == [({}, (4, 48))] * 2
+
+
+def double_backward():
+    x = torch.randn(4, 64, requires_grad=True)
+    y = a2a_dispatch_mxfp8_fwd_hp_bwd(x, [2, 2], [2, 2])
+    dx, = torch.autograd.grad(y, x, torch.ones(4, 64, requires_grad=True), create_graph=True)
+    try:
+        dx.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_double_backward_is_a_clear_error(ranks2):
+    assert all("differentiate twice" in text for text in ranks2.run(double_backward))
+
+
+def test_chain_without_process_groups_says_so():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        a2a_dispatch_mxfp8_fwd_hp_bwd(torch.zeros(4, 64), [4], [4])
+
+
+def compiled():
+    """The chain inside a torch.compile'd function: same bits as eager, forward and backward."""
+    rank = dist.get_rank()
+    output_splits, input_splits, arriving = splits_of(counts_table(2, "uneven"), rank)
+    w1 = weights(2)[rank * LOCAL_EXPERTS:(rank + 1) * LOCAL_EXPERTS].clone().requires_grad_()
+
+    def layer(x, w, arriving):
+        mx = a2a_dispatch_mxfp8_fwd_hp_bwd(x * 2, output_splits, input_splits)
+        shape, rows, indices, _, ends = permute_mxfp8_fwd_hp_bwd(mx, arriving, 2, LOCAL_EXPERTS)
+        h = _to_mxfp8_then_scaled_grouped_mm(rows, w.transpose(-2, -1), offs=ends, wgrad_with_hp=True).type_as(rows)
+        y = unpermute_hp_fwd_mxfp8_bwd(h, indices, shape)
+        return a2a_combine_hp_fwd_mxfp8_bwd(y, input_splits, output_splits) + 1
+
+    out = []
+    for function in (layer, torch.compile(layer, backend="aot_eager")):
+        x = rows_of(rank, sum(input_splits), D, torch.bfloat16).requires_grad_()
+        w = w1.detach().clone().requires_grad_()
+        y = function(x, w, arriving)
+        y.backward(torch.ones_like(y))
+        out.append((y.detach(), x.grad, w.grad))
+    torch._dynamo.reset()
+    return [torch.equal(a, b) for a, b in zip(*out, strict=True)]
+
+
+def test_torch_compile_gives_the_same_bits(ranks2):
+    assert ranks2.run(compiled) == [[True] * 3] * 2
+
+
+def test_generate_permute_indices_by_hand():
+    """2 ranks, 3 experts, alignment 4. Rank 0 sent 3, 0, 1 rows; rank 1 sent 2, 0, 4: rows 0-3 and 4-9."""
+    indices, sizes, ends = generate_permute_indices(torch.tensor([3, 0, 1, 2, 0, 4]), 3, 2, 24, 4)
+    assert indices.tolist() == [0, 1, 2, 4, 5, -1, -1, -1,  # expert 0: 3 + 2 rows
+                                -1, -1, -1, -1,  # expert 1: none, still one multiple
+                                3, 6, 7, 8, 9, -1, -1, -1,  # expert 2: 1 + 4
+                                -1, -1, -1, -1]
+    assert sizes.tolist() == [8, 4, 8] and ends.tolist() == [8, 12, 20]
+    assert indices.dtype == sizes.dtype == ends.dtype == torch.int32
+
+
+def test_permute_of_plain_rows_is_its_own_inverse():
+    x = torch.randn(10, 48, requires_grad=True)
+    shape, rows, indices, _, _ = permute_mxfp8_fwd_hp_bwd(x, torch.tensor([3, 0, 1, 2, 0, 4]), 2, 3, 4,
+                                                          use_mxfp8=False, use_triton_for_bwd=False)
+    back = unpermute_hp_fwd_mxfp8_bwd(rows, indices, shape)
+    assert not isinstance(rows, MXTensor) and torch.equal(back, x)
+    g = torch.randn_like(back)
+    back.backward(g)
+    assert torch.equal(x.grad, g)
+
+
+def test_permute_rejects_what_does_not_fit():
+    mx, counts = quantize(torch.zeros(10, 64)), torch.tensor([3, 0, 1, 2, 0, 4])
+    with pytest.raises(TypeError, match="use_mxfp8=False"):
+        permute_mxfp8_fwd_hp_bwd(torch.zeros(10, 64), counts, 2, 3)
+    with pytest.raises(ValueError, match="expected \\(8,\\)"):
+        permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 4)
+    with pytest.raises(ValueError, match="at least 1"):
+        permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 3, group_size_multiple_of=0)
+    with pytest.raises(ValueError, match="an index for each"):
+        unpermute_hp_fwd_mxfp8_bwd(torch.zeros(10, 64), torch.zeros(9, dtype=torch.int32), torch.Size((5, 64)))
+
+
+def test_enum_members_are_their_strings():
+    x = torch.randn(4, 64)
+    for mode in ScaleCalculationMode:
+        assert torch.equal(quantize(x, 32, mode).scale.view(torch.uint8),
+                           quantize(x, 32, mode.value).scale.view(torch.uint8))
