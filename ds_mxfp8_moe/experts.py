@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an expert module computes: recognised by its structure, then proven by running it.
+
+A user's expert is any nn.Module. It may take the MXFP8 path only if it computes one of three formulas on each row x,
+
+    linear   y = x W^T + b
+    mlp      y = act(x W1^T + b1) W2^T + b2
+    gated    y = (act(x Wg^T + bg) * (x Wu^T + bu)) W2^T + b2       Wg and Wu apart, or packed into one [2F, H] weight
+
+with weights in nn.Linear's layout [out, in] and every bias optional. Structure only suggests which parameter could
+play which role; the proof decides. It runs a copy of the module, made around random float32 parameters on the CPU, and
+compares outputs and gradients with the formula, in training and in eval mode, for DeepSpeed's input shape
+[g, 1, c, H]. The user's module is never called and never changed.
+
+Big experts are proven at small sizes: what they do there carries over to their own sizes because a dry run on the meta
+device shows the same operations with the same arguments at both. Where it does not, they are proven at full size.
+"""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# float32 sums of up to some 10^4 products stay below 3e-6; gelu and its tanh form lie 1e-4 apart on the probe's rows.
+_TOLERANCE = 2e-5
+_GRAD_TOLERANCE = 2e-4
+# bf16 is good to about 1e-2 here: the run in the experts' own dtype looks for another formula, not for last bits.
+_HALF_TOLERANCE = 5e-2
+# Up to this many weights an expert is proven at its own sizes: that is as cheap.
+_FULL_SIZE_WEIGHTS = 1 << 18
+
+
+class NotRecognised(Exception):
+    """This layer's experts stay on DeepSpeed's own path; the message is the reason, one sentence."""
+
+
+@dataclass(frozen=True)
+class ExpertFormula:
+    """What each expert of a layer computes, and which of its parameters plays which role.
+
+    Attributes:
+        kind: "linear", "mlp" or "gated"; the formulas stand at the top of this file.
+        activation: "relu", "gelu", "gelu_tanh", "silu", or None for kind linear.
+        hidden_size: H, width of input and output.
+        ffn_size: F, width between the projections; H for kind linear.
+        gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. A linear expert has
+            only `up` [H, H]; an mlp has no `gate`; a packed one has [2F, H] in `up` and no `gate`.
+        gate_bias, up_bias, down_bias: names of the biases [F], [F] (packed: [2F]), [H].
+        packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate".
+    """
+
+    kind: str
+    activation: str | None
+    hidden_size: int
+    ffn_size: int
+    up: str
+    gate: str | None = None
+    down: str | None = None
+    gate_bias: str | None = None
+    up_bias: str | None = None
+    down_bias: str | None = None
+    packed: str = "none"
+
+    def names(self) -> dict[str, str]:
+        """Role -> parameter name, for each of ROLES that this formula has."""
+        return {role: name for role in ROLES if (name := getattr(self, role)) is not None}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Role -> shape, for each role that this formula has."""
+        width = self.ffn_size if self.packed == "none" else 2 * self.ffn_size
+        weights = {"gate": (self.ffn_size, self.hidden_size), "up": (width, self.hidden_size),
+                   "down": (self.hidden_size, self.ffn_size)}
+        all_shapes = weights | {f"{role}_bias": shape[:1] for role, shape in weights.items()}
+        return {role: all_shapes[role] for role in self.names()}
+
+    def __str__(self) -> str:
+        act = f"({self.activation})" if self.activation else ""
+        packed = "" if self.packed == "none" else f" packed as {self.packed}"
+        roles = ", ".join(f"{role}={name}" for role, name in self.names().items() if not role.endswith("_bias"))
+        return f"{self.kind}{act}{packed} with {roles}"
+
+
+def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The formula itself, in plain PyTorch.
+
+    Args:
+        x: [..., H].
+        params: parameter name -> tensor, of x's dtype.
+
+    Returns:
+        [..., H]
+    """
+    value = {role: params[name] for role, name in formula.names().items()}
+
+    def project(role: str, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, value[role], value.get(f"{role}_bias"))
+
+    up = project("up", x)
+    if formula.kind == "linear":
+        return up
+    act = ACTIVATIONS[formula.activation]
+    if formula.kind == "mlp":
+        hidden = act(up)
+    elif formula.packed == "none":
+        hidden = act(project("gate", x)) * up
+    else:
+        first, second = up.chunk(2, dim=-1)
+        hidden = act(first) * second if formula.packed == "gate_up" else act(second) * first
+    return project("down", hidden)
+
+
+def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula) -> dict[str, list[nn.Parameter] | None]:
+    """The experts' live Parameters: for each of ROLES one per expert, in the experts' order, or None without it."""
+    names = formula.names()
+    return {role: [e.get_parameter(names[role]) for e in experts] if role in names else None for role in ROLES}
+
+
+# ---- registration -------------------------------------------------------------------------------------------------
+
+_registered: dict[type, ExpertFormula] = {}
+
+
+def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None = None, up: str,
+                    gate: str | None = None, down: str | None = None, gate_bias: str | None = None,
+                    up_bias: str | None = None, down_bias: str | None = None, packed: str = "none") -> None:
+    """Says what the experts of a class compute, where plain nn.Linear modules don't show it.
+
+    For weights held as plain nn.Parameters, or in subclasses of nn.Linear. Holds for exactly this class, no subclass,
+    and is proven by running, as everything else is. Registering a class again replaces what was said before.
+
+    Args:
+        cls: the expert's class.
+        kind, activation, packed: see ExpertFormula.
+        up, gate, down, gate_bias, up_bias, down_bias: dotted parameter names inside one expert; weights are
+            [out, in], as in nn.Linear. Every parameter of the expert must be named.
+
+    Raises:
+        TypeError: cls is no nn.Module class.
+        ValueError: kind, activation, packed and the named roles don't fit together.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"register_expert: expected a class derived from torch.nn.Module, got {cls!r}")
+    formula = ExpertFormula(kind, activation, 32, 32, up, gate, down, gate_bias, up_bias, down_bias, packed)
+    if packed not in ("none", "gate_up", "up_gate") or (packed != "none" and kind != "gated"):
+        raise ValueError(f"register_expert: packed={packed!r} with kind={kind!r}; expected 'none', or for kind "
+                         "'gated' one of 'gate_up', 'up_gate'")
+    weights = {"linear": {"up"}, "mlp": {"up", "down"},
+               "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
+    if kind not in weights:
+        raise ValueError(f"register_expert: kind={kind!r}; expected one of {', '.join(weights)}")
+    if activation not in ([None] if kind == "linear" else ACTIVATIONS):
+        expected = "None" if kind == "linear" else "one of " + ", ".join(ACTIVATIONS)
+        raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected {expected}")
+    given = {role for role in formula.names() if not role.endswith("_bias")}
+    biases = {role.removesuffix("_bias") for role in formula.names()} - given
+    if given != weights[kind] or biases:
+        raise ValueError(f"register_expert: kind {kind!r} with packed={packed!r} names the weights "
+                         f"{sorted(weights[kind])} and biases of these; got {sorted(formula.names())}")
+    _registered[cls] = formula
+
+
+# ---- recognition --------------------------------------------------------------------------------------------------
+
+
+def recognise(experts: Sequence[nn.Module], hidden_size: int,
+              elsewhere: Mapping[nn.Parameter, str] | None = None) -> ExpertFormula:
+    """Decides what the local experts of one layer compute, and proves it.
+
+    Takes tens of milliseconds, on the CPU, whatever the experts' device (meta included); leaves the modules, their
+    parameters and gradients, their training flags and all random states as they were.
+
+    Args:
+        experts: the layer's local experts, `Experts.deepspeed_experts`.
+        hidden_size: H, the width of the experts' input and output.
+        elsewhere: parameters that the model uses outside of these experts, with their names; experts that share one
+            of them are refused.
+
+    Raises:
+        NotRecognised: they compute something else, or what they compute cannot be shown.
+    """
+    try:
+        _check_alike(experts, elsewhere or {})
+        if hidden_size % 32:
+            raise NotRecognised(f"hidden size {hidden_size} is no multiple of 32")
+        candidates = _registered_candidates(experts[0], hidden_size) or _linear_candidates(experts[0], hidden_size)
+        if candidates[0].ffn_size % 32:
+            raise NotRecognised(f"FFN size {candidates[0].ffn_size} is no multiple of 32")
+        with _isolated():
+            formula = _prove(experts[0], candidates)
+            for i, expert in enumerate(experts):
+                if not _same_state(experts[0], expert):
+                    try:
+                        _prove(expert, [formula])
+                    except NotRecognised as reason:
+                        raise NotRecognised(f"expert {i} differs from expert 0: {reason}") from reason
+            return formula
+    except NotRecognised:
+        raise
+    except Exception as error:
+        raise NotRecognised(f"looking at the experts raised {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _signature(expert: nn.Module) -> tuple:
+    modules = [(name, type(m)) for name, m in expert.named_modules(remove_duplicate=False)]
+    return modules, [(name, tuple(p.shape), p.dtype, p.device) for name, p in expert.named_parameters()]
+
+
+def _check_alike(experts: Sequence[nn.Module], elsewhere: Mapping[nn.Parameter, str]) -> None:
+    """Refuses experts that differ from each other, carry hooks, buffers or patches, or share parameters."""
+    if len(experts) == 0:
+        raise NotRecognised("the layer has no local experts")
+    owners = {p: f"{name}, outside of these experts" for p, name in elsewhere.items()}
+    for i, expert in enumerate(experts):
+        if type(expert) is not type(experts[0]):
+            raise NotRecognised(f"expert {i} is a {type(expert).__name__}, expert 0 a {type(experts[0]).__name__}")
+        for name, module in expert.named_modules():
+            where = f"expert {i}" + (f", module {name}," if name else "")
+            for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
+                if getattr(module, f"_{kind}"):
+                    raise NotRecognised(f"{where} has a {kind[:-1].replace('_', ' ')}")
+            if "forward" in vars(module):
+                raise NotRecognised(f"{where} has its forward method replaced on the instance")
+        for name, _ in expert.named_buffers():
+            raise NotRecognised(f"expert {i} has a buffer, {name}")
+        for name, param in expert.named_parameters(remove_duplicate=False):
+            where = f"parameter {name} of expert {i}"
+            if param in owners:
+                raise NotRecognised(f"{where} is shared with {owners[param]}")
+            owners[param] = f"{name} of expert {i}"
+            if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
+                raise NotRecognised(f"{where} is a {type(param).__name__}, not a plain nn.Parameter")
+            if param.numel() == 0:
+                raise NotRecognised(f"{where} is empty here (partitioned by ZeRO-3?)")
+            if param.dtype not in DTYPES:
+                raise NotRecognised(f"{where} is {param.dtype}; expected bfloat16, float16 or float32")
+        dtypes = {p.dtype for p in expert.parameters()}
+        if len(dtypes) > 1:
+            raise NotRecognised(f"the parameters of expert {i} have different dtypes: "
+                                f"{', '.join(sorted(map(str, dtypes)))}")
+        if _signature(expert) != _signature(experts[0]):
+            raise NotRecognised(f"expert {i} differs from expert 0 in its modules, or in its parameters' names, "
+                                "shapes, dtypes or devices")
+
+
+def _registered_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
+    """The one formula registered for this class with its sizes filled in; [] without one."""
+    if type(expert) not in _registered:
+        return []
+    said = _registered[type(expert)]
+    shapes = {name: tuple(p.shape) for name, p in expert.named_parameters()}
+    names = said.names()
+    if set(names.values()) != set(shapes):
+        raise NotRecognised(f"{type(expert).__name__} is registered with parameters {sorted(names.values())}, "
+                            f"but has {sorted(shapes)}")
+    ffn_size = shapes[said.up][0] // (1 if said.packed == "none" else 2)
+    formula = replace(said, hidden_size=hidden_size, ffn_size=ffn_size)
+    for role, expected in formula.shapes().items():
+        if shapes[names[role]] != expected:
+            raise NotRecognised(f"{type(expert).__name__} is registered with {role}={names[role]} of shape "
+                                f"{expected}, but has {shapes[names[role]]}")
+    return [formula]
+
+
+def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
+    """Every formula that the shapes of the expert's nn.Linears allow; all of one FFN size."""
+    linears = {}
+    for name, module in expert.named_modules():
+        own = {key for key, p in module._parameters.items() if p is not None}
+        if own and type(module) is not nn.Linear:
+            raise NotRecognised(f"module {name or type(expert).__name__} is a {type(module).__name__} with "
+                                "parameters of its own; only plain nn.Linear may have some "
+                                "(register_expert() adds other classes)")
+        if type(module) is nn.Linear:
+            if not own <= {"weight", "bias"} or "weight" not in own:
+                raise NotRecognised(f"module {name} holds the parameters {sorted(own)} in place of weight and bias")
+            linears[name] = module
+    if not 1 <= len(linears) <= 3:
+        listed = f" ({', '.join(linears)})" if linears else ""
+        raise NotRecognised(f"{type(expert).__name__} has {len(linears)} nn.Linear modules{listed}; a recognised "
+                            "expert has 1, 2 or 3")
+
+    def formula(kind: str, ffn_size: int, packed: str = "none", **roles: str) -> ExpertFormula:
+        named = {}
+        for role, name in roles.items():
+            prefix = f"{name}." if name else ""
+            named[role] = f"{prefix}weight"
+            named[f"{role}_bias"] = f"{prefix}bias" if linears[name].bias is not None else None
+        return ExpertFormula(kind, None, hidden_size, ffn_size, packed=packed, **named)
+
+    layouts = []
+    shapes = {name: tuple(m.weight.shape) for name, m in linears.items()}
+    for order in itertools.permutations(linears):
+        out_sizes, in_sizes = zip(*(shapes[name] for name in order), strict=True)
+        ffn_size = in_sizes[-1]
+        ends_fit = in_sizes[0] == hidden_size and out_sizes[-1] == hidden_size
+        if len(order) == 1 and ends_fit:
+            layouts.append(formula("linear", hidden_size, up=order[0]))
+        elif len(order) == 2 and ends_fit and out_sizes[0] == ffn_size:
+            layouts.append(formula("mlp", ffn_size, up=order[0], down=order[1]))
+        elif len(order) == 2 and ends_fit and out_sizes[0] == 2 * ffn_size:
+            layouts += [formula("gated", ffn_size, packed, up=order[0], down=order[1])
+                        for packed in ("gate_up", "up_gate")]
+        elif len(order) == 3 and ends_fit and shapes[order[0]] == shapes[order[1]] == (ffn_size, hidden_size):
+            layouts.append(formula("gated", ffn_size, gate=order[0], up=order[1], down=order[2]))
+    if not layouts:
+        listed = ", ".join(f"{name or 'weight'} {list(shape)}" for name, shape in shapes.items())
+        raise NotRecognised(f"the shapes of its nn.Linear modules ({listed}) fit no recognised formula for hidden "
+                            f"size {hidden_size}")
+    return [replace(layout, activation=act) for layout in layouts
+            for act in ([None] if layout.kind == "linear" else ACTIVATIONS)]
+
+
+# ---- the proof ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Keeps the caller's modes out of the proof, and the proof out of the caller's random states."""
+    mkldnn = torch.backends.mkldnn
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    # float32 products in full: oneDNN may round to bf16 or tf32 after torch.set_float32_matmul_precision().
+    enabled, *_ = mkldnn.set_flags(_enabled=False, _fp32_precision=None)
+    try:
+        with (torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.autocast("cpu", enabled=False),
+              torch.compiler.set_stance("force_eager")):
+            yield
+    finally:
+        mkldnn.set_flags(_enabled=enabled, _fp32_precision=None)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees each operation of an expert before it runs; stops random ones (on any device) and collectives."""
+
+    refusal: NotRecognised | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refusal = NotRecognised(f"the expert draws random numbers ({func}): dropout?")
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self.refusal = NotRecognised(f"the expert communicates between ranks ({func})")
+        if self.refusal is not None:
+            raise self.refusal
+        return func(*args, **(kwargs or {}))
+
+
+class _Trace(_Watch):
+    """Also writes down the program: operations, arguments, shapes, and which tensor went where."""
+
+    def __init__(self, params: Iterable[torch.Tensor]):
+        super().__init__()
+        self.steps: list = []
+        self._seen: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # else ids would be used again
+        for param in params:
+            self._number(param)
+
+    def _number(self, tensor: torch.Tensor) -> str:
+        self._alive.append(tensor)
+        return f"tensor {self._seen.setdefault(id(tensor), len(self._seen))}"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.steps.append(func)
+        for leaf in tree_leaves((args, kwargs, out)):
+            self.steps += [self._number(leaf), *leaf.shape] if isinstance(leaf, torch.Tensor) else [leaf]
+        return out
+
+
+def _same_state(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two experts of the same structure hold plainly equal attributes: then they run the same code alike."""
+    torch_own = vars(nn.Module()).keys()
+    for a, b in zip(one.modules(), other.modules(), strict=True):
+        a, b = ({k: v for k, v in vars(m).items() if k not in torch_own} for m in (a, b))
+        if a.keys() != b.keys():
+            return False
+        for key, value in a.items():
+            plain = type(value) in (bool, int, float, str) and type(value) is type(b[key])
+            if not (value is b[key] or (plain and value == b[key])):
+                return False
+    return True
+
+
+def _clone(expert: nn.Module, params: Mapping[str, nn.Parameter], sizes: Mapping[int, int]) -> nn.Module:
+    """A copy of the expert around other parameters: no weight is copied, and nothing it does reaches the original.
+
+    Integer attributes that equal one of the replaced sizes (in_features, hidden_size and the like) follow them.
+    """
+    memo = {id(p): params[name] for name, p in expert.named_parameters()}
+    clone = copy.deepcopy(expert, memo)
+    if any(p is not params[name] for name, p in clone.named_parameters()):
+        raise NotRecognised("copy.deepcopy of the expert does not give the same module around copied parameters")
+    for module in clone.modules():
+        for key, value in vars(module).items():
+            if type(value) is int and value in sizes:
+                vars(module)[key] = sizes[value]
+    return clone
+
+
+class _Outcome(NamedTuple):
+    y: torch.Tensor
+    grads: dict[str, torch.Tensor | None]
+
+
+def _differentiate(fn: Callable, params: Mapping[str, nn.Parameter], x: torch.Tensor,
+                   upstream: torch.Tensor | None) -> _Outcome:
+    """fn(x), and with an upstream gradient the gradients of input and parameters by name; without, under no_grad."""
+    x = x.clone().requires_grad_(upstream is not None)
+    for param in params.values():
+        param.grad = None
+    with torch.set_grad_enabled(upstream is not None):
+        y = fn(x)
+        y = y[0] if isinstance(y, tuple) and y else y  # as DeepSpeed's Experts does
+        if not isinstance(y, torch.Tensor):
+            raise NotRecognised(f"the expert returns a {type(y).__name__}, not a tensor")
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            raise NotRecognised(f"for an input of {list(x.shape)} {x.dtype} the expert returns {list(y.shape)} "
+                                f"{y.dtype}")
+        if upstream is None:
+            return _Outcome(y, {})
+        if not y.requires_grad:
+            raise NotRecognised("the expert's output carries no gradient: detach() or no_grad() inside?")
+        y.backward(upstream)
+    return _Outcome(y.detach(), {"its input": x.grad, **{name: p.grad for name, p in params.items()}})
+
+
+def _run(clone: nn.Module, params: Mapping[str, nn.Parameter], x: torch.Tensor, upstream: torch.Tensor | None = None,
+         training: bool = False, watch: _Watch | None = None) -> _Outcome:
+    """Runs a cloned expert, watched. Whatever it raises becomes NotRecognised."""
+    clone.train(training)
+    watch = watch or _Watch()
+    before = [(m, dict(vars(m))) for m in clone.modules()]
+    try:
+        with watch:
+            outcome = _differentiate(clone, params, x, upstream)
+    except NotRecognised:
+        raise
+    except Exception as error:
+        raise watch.refusal or NotRecognised(f"running the expert raised {_brief(error)}") from error
+    if watch.refusal is not None:  # raised in there, and caught by the expert
+        raise watch.refusal
+    for module, old in before:
+        new = vars(module)
+        for key in old.keys() | new.keys():
+            if key not in old or key not in new or old[key] is not new[key]:
+                raise NotRecognised(f"the expert's forward changes the attribute {key} of its "
+                                    f"{type(module).__name__}: it keeps state")
+    return outcome
+
+
+class _Batch(NamedTuple):
+    rows: str  # in words
+    x: torch.Tensor
+    upstream: torch.Tensor
+
+
+def _batches(hidden_size: int, generator: torch.Generator) -> list[_Batch]:
+    """Ordinary rows, and rows of very different size: clamps show only on these. In DeepSpeed's shape [g, 1, c, H]."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    scale = torch.tensor([0, 1e-4, 1e-2, 1, 10, 100, 1e3, 1e4], device="cpu", dtype=torch.float32).view(1, 1, 8, 1)
+    return [_Batch("ordinary rows", randn(3, 1, 4, hidden_size), randn(3, 1, 4, hidden_size)),
+            _Batch("very small and very large rows", randn(1, 1, 8, hidden_size) * scale,
+                   randn(1, 1, 8, hidden_size) * scale.clamp(min=1))]
+
+
+def _parameters(expert: nn.Module, sizes: Mapping[int, int], make: Callable) -> dict[str, nn.Parameter]:
+    """For each of the expert's parameters a fresh one, by name: make(shape), in the sizes of the proof."""
+    return {name: nn.Parameter(make([sizes.get(size, size) for size in p.shape]))
+            for name, p in expert.named_parameters()}
+
+
+def _random_weight(shape: list[int], generator: torch.Generator) -> torch.Tensor:
+    """float32, such that normal rows give pre-activations of about +-4."""
+    count = torch.Size(shape).numel()
+    # Drawing each number of a big weight takes seconds; a period that is a prime keeps its rows different.
+    period = torch.randn(min(count, 65537), generator=generator, device="cpu", dtype=torch.float32)
+    values = period.repeat(-(-count // len(period)))[:count].view(shape)
+    return values * (2 / shape[1]**0.5 if len(shape) == 2 else 0.5)
+
+
+def _small_sizes(formula: ExpertFormula) -> dict[int, int]:
+    """Own size -> small size for H, F and 2F; sizes equal to each other stay equal."""
+    hidden, ffn = formula.hidden_size, formula.ffn_size
+    small_hidden = 96
+    small_ffn = small_hidden if ffn == hidden else small_hidden // 2 if 2 * ffn == hidden else 160
+    return {hidden: small_hidden, ffn: small_ffn, 2 * ffn: 2 * small_ffn}
+
+
+def _same_at_small_sizes(expert: nn.Module, hidden_size: int, sizes: Mapping[int, int]) -> bool:
+    """Whether the expert runs the same program at its own sizes and at small ones: same but for the sizes in it."""
+
+    def empty(shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.float32)
+
+    programs = []
+    for shrink in ({}, sizes):
+        params = _parameters(expert, shrink, empty)
+        x = empty([3, 1, 4, shrink.get(hidden_size, hidden_size)])
+        trace = _Trace(params.values())
+        try:
+            clone = _clone(expert, params, shrink)
+            _run(clone, params, x, watch=trace)
+            _run(clone, params, x, torch.empty_like(x), training=True, watch=trace)
+        except NotRecognised:
+            return False  # the run with numbers says why, if it fails too
+        programs.append(trace.steps)
+    at_own, at_small = programs
+    # Strides are sizes times rows: of the 3 x 1 x 4 rows, any product.
+    own_size = {rows * small: rows * own for own, small in sizes.items() for rows in (1, 3, 4, 12)}
+    return at_own == [own_size.get(leaf, leaf) if type(leaf) is int else leaf for leaf in at_small]
+
+
+def _prove(expert: nn.Module, candidates: list[ExpertFormula]) -> ExpertFormula:
+    """The one candidate that the expert computes."""
+    hidden_size, sizes = candidates[0].hidden_size, {}
+    if sum(p.numel() for p in expert.parameters()) > _FULL_SIZE_WEIGHTS:
+        small = _small_sizes(candidates[0])
+        if _same_at_small_sizes(expert, hidden_size, small):
+            sizes = small
+    generator = torch.Generator("cpu").manual_seed(0)
+    params = _parameters(expert, sizes, lambda shape: _random_weight(shape, generator))
+    batches = _batches(sizes.get(hidden_size, hidden_size), generator)
+    clone = _clone(expert, params, sizes)
+
+    formula = _choose(clone, candidates, params, batches[0].x)
+    for batch in batches:
+        _compare(clone, formula, params, batch)
+    dtype = next(expert.parameters()).dtype
+    if dtype != torch.float32:
+        own = {name: nn.Parameter(p.detach().to(dtype)) for name, p in params.items()}
+        _compare_roughly(_clone(expert, own, sizes), formula, own, batches[0].x.to(dtype))
+    return formula
+
+
+def _error(actual: torch.Tensor | None, expected: torch.Tensor, by_row: bool) -> float:
+    """|actual - expected| / |expected|, NaN if not finite; by row: the largest among the rows (the last axis)."""
+    if actual is None:
+        return float("inf")
+    dim = -1 if by_row else None
+    difference = torch.linalg.vector_norm(actual - expected, dim=dim)
+    return (difference / torch.linalg.vector_norm(expected, dim=dim).clamp(min=1e-30)).max().item()
+
+
+def _choose(clone: nn.Module, candidates: list[ExpertFormula], params: Mapping[str, nn.Parameter],
+            x: torch.Tensor) -> ExpertFormula:
+    """The one candidate that gives the expert's output."""
+    y = _run(clone, params, x).y
+    with torch.no_grad():
+        errors = [_error(y, evaluate(candidate, x, params), by_row=True) for candidate in candidates]
+    matches = [candidate for error, candidate in zip(errors, candidates, strict=True) if error <= _TOLERANCE]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise NotRecognised(f"{' and '.join(map(str, matches))} cannot be told apart")
+    if not _error(_run(clone, params, x[:1, :, :2]).y, y[:1, :, :2], by_row=True) <= _TOLERANCE:
+        raise NotRecognised("the output of a row depends on the other rows")
+    error = min(errors)
+    raise NotRecognised(f"the output differs from the nearest recognised formula, {candidates[errors.index(error)]} "
+                        f"(relative error {error:.1g}): another activation, a residual connection, a scale?")
+
+
+def _compare(clone: nn.Module, formula: ExpertFormula, params: Mapping[str, nn.Parameter], batch: _Batch) -> None:
+    """Outputs in both modes, and gradients in training mode, against the formula's."""
+    expected = _differentiate(lambda x: evaluate(formula, x, params), params, batch.x, batch.upstream)
+    for training in (False, True):
+        outcome = _run(clone, params, batch.x, batch.upstream if training else None, training)
+        error = _error(outcome.y, expected.y, by_row=True)
+        if not error <= _TOLERANCE:
+            raise NotRecognised(f"in {'training' if training else 'eval'} mode the output differs from {formula} on "
+                                f"{batch.rows} (relative error {error:.1g})")
+        for name, grad in outcome.grads.items():
+            error = _error(grad, expected.grads[name], by_row=name == "its input")
+            if not error <= _GRAD_TOLERANCE:
+                raise NotRecognised(f"the gradient of {name} differs from that of {formula} on {batch.rows} (relative "
+                                    f"error {error:.1g}): detach() or a custom backward inside?")
+
+
+def _compare_roughly(clone: nn.Module, formula: ExpertFormula, params: Mapping[str, nn.Parameter],
+                     x: torch.Tensor) -> None:
+    """The output in the experts' own dtype: code may branch on it, or return another one."""
+    y = _run(clone, params, x).y
+    with torch.no_grad():
+        expected = evaluate(formula, x.float(), {name: p.float() for name, p in params.items()})
+    error = _error(y.float(), expected, by_row=True)
+    if not error <= _HALF_TOLERANCE:
+        raise NotRecognised(f"in {x.dtype} the output differs from {formula} (relative error {error:.1g})")
