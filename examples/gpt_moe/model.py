@@ -14,11 +14,12 @@ import deepspeed.comm as dist
 import torch
 import torch.nn.functional as F
 import yaml
-from data import VOCABULARY
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from data import VOCABULARY
 
 
 class Output(NamedTuple):
@@ -28,7 +29,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the GPT; `moe` goes to `deepspeed.moe.layer.MoE` as it stands (num_experts, k, capacity_factor, ...)."""
+    """Sizes of the GPT; `moe` goes to deepspeed.moe.layer.MoE as it stands (num_experts, k, capacity_factor, ...)."""
 
     hidden_size: int
     ffn_size: int
@@ -129,8 +130,9 @@ class GPT(nn.Module):
 def initialize_weights(model: GPT, seed: int, rank: int) -> None:
     """Normal weights, smaller for the layers that write into the residual stream.
 
-    DeepSpeed copies one template into all local experts. Here each expert draws its own weights: shared parameters from
-    `seed` alone, experts from `seed` and `rank`. DeepSpeed then spreads them over the ranks that hold the same experts.
+    DeepSpeed copies one template into all local experts. Here each expert draws its own weights: shared parameters
+    from `seed` alone, experts from `seed` and `rank`. DeepSpeed then spreads them over the ranks that hold the same
+    experts.
     """
     shared = torch.Generator().manual_seed(seed)
     local = torch.Generator().manual_seed(seed + 7919 * (rank + 1))
@@ -164,10 +166,13 @@ def build_hf(name_or_path: str, seed: int, activation_checkpointing: bool) -> nn
     from transformers import AutoConfig, AutoModelForCausalLM
     path = Path(name_or_path)
     torch.manual_seed(seed)
+    config = None
     if path.suffix in (".yaml", ".yml"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**yaml.safe_load(path.read_text())), dtype=torch.bfloat16)
+        config = AutoConfig.for_model(**yaml.safe_load(path.read_text()))
     elif path.is_dir() and not any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+        config = AutoConfig.from_pretrained(path)
+    if config:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.bfloat16)
     model.config.use_cache = False

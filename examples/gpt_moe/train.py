@@ -15,26 +15,28 @@ import os
 import time
 from pathlib import Path
 
-import data
 import deepspeed
 import deepspeed.comm as dist
-import model as models
 import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
-from plot import plot_losses
 from tqdm import tqdm
+
+import data
+import ds_mxfp8_moe
+import model as models
+from plot import plot_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_tiny.yaml", help="sizes of the GPT")
-    kind.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a config in YAML")
+    kind.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
     parser.add_argument("--ep_size", type=int, help="expert-parallel size of the GPT (default: as large as it can be)")
     parser.add_argument("--seq_len", type=int, help="tokens a sequence (default: the GPT's; 256 with --hf_model)")
     parser.add_argument("--data", default="stdlib", help="stdlib, pydoc, installed, or a file or folder")
@@ -52,7 +54,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--load_tag", help="a checkpoint in load_dir other than the latest, such as step_100")
     parser.add_argument("--finetune", action="store_true", help="take only the weights from load_dir; start at step 0")
     parser.add_argument("--log_every", type=int, default=10)
-    return deepspeed.add_config_arguments(parser).parse_args()
+    return deepspeed.add_config_arguments(parser).parse_args(arguments)
 
 
 def cosine_with_warmup(warmup_steps: int, total_steps: int):
@@ -131,15 +133,18 @@ def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
 
 
 def initialize(args):
-    """The DeepSpeed engine around the model that the arguments ask for, and the sequence length."""
+    """The engine around the model that the arguments ask for, and the sequence length.
+
+    Without a section "mxfp8_moe" in the config, ds_mxfp8_moe.initialize is deepspeed.initialize.
+    """
     if args.hf_model:
         model = models.build_hf(args.hf_model, args.seed, args.activation_checkpointing)
         seq_len = args.seq_len or 256
     else:
         model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing)
         seq_len = args.seq_len or model.config.seq_len
-    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(),
-                                      lr_scheduler=cosine_with_warmup(args.warmup_steps, args.steps))
+    engine, *_ = ds_mxfp8_moe.initialize(args=args, model=model, model_parameters=model.parameters(),
+                                         lr_scheduler=cosine_with_warmup(args.warmup_steps, args.steps))
     if args.compile:
         engine.compile()
     return engine, seq_len
@@ -188,14 +193,10 @@ def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step
     return summary
 
 
-def main() -> None:
-    args = parse_args()
-    deepspeed.init_distributed()  # also finds its rank through mpi4py where a launcher set none
-    args.local_rank = int(os.environ["LOCAL_RANK"])
-    get_accelerator().set_device(args.local_rank)
+def run(args: argparse.Namespace) -> dict:
+    """Builds, loads, trains and evaluates as the arguments say; returns the summary. Every rank calls it."""
     if args.save_dir:
         args.save_dir.mkdir(parents=True, exist_ok=True)
-
     engine, seq_len = initialize(args)
     train_windows, heldout = load_data(args, seq_len)
     first_step = 0
@@ -204,17 +205,28 @@ def main() -> None:
         if path is None:
             raise FileNotFoundError(f"--load_dir {args.load_dir}: no checkpoint {args.load_tag or 'latest'} there")
         first_step = 0 if args.finetune else state["step"]
+        if first_step >= args.steps:
+            raise ValueError(f"--steps {args.steps}: the checkpoint has already made {first_step}")
 
     summary = train(engine, train_windows, heldout, first_step, args)
     layers = moe_layers(engine)
     summary |= {"moe_layers": len(layers),
                 "layers_converted": sum(type(m).__module__.startswith("ds_mxfp8_moe") for m in layers),
                 "parameters": sum(p.numel() for p in engine.module.parameters())}
+    if dist.get_rank() == 0 and args.save_dir:
+        (args.save_dir / "summary.json").write_text(json.dumps(summary))
+        plot_losses({args.save_dir.name: args.save_dir}, args.save_dir / "loss.png")
+    return summary
+
+
+def main() -> None:
+    args = parse_args()
+    deepspeed.init_distributed()  # also finds its rank through mpi4py where a launcher set none
+    args.local_rank = int(os.environ["LOCAL_RANK"])
+    get_accelerator().set_device(args.local_rank)
+    summary = run(args)
     if dist.get_rank() == 0:
         print(json.dumps(summary))
-        if args.save_dir:
-            (args.save_dir / "summary.json").write_text(json.dumps(summary))
-            plot_losses({args.save_dir.name: args.save_dir}, args.save_dir / "loss.png")
     dist.barrier()
     dist.destroy_process_group()
 

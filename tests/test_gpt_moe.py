@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/gpt_moe: its data order, its checkpoints, and its options, trained for a few steps on two ranks."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
+
+import data  # noqa: E402
+import train  # noqa: E402
+
+MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
+QWEN = """{model_type: qwen3_moe, vocab_size: 288, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 64,
+num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16, num_experts: 4,
+num_experts_per_tok: 2}"""
+
+
+def windows(seq_len=16, pieces=40):
+    return data.Windows([bytes([i]) * 100 for i in range(pieces)], seq_len)
+
+
+def test_pydoc_and_stdlib_are_apart():
+    english = b"".join(data.documents("pydoc"))
+    assert len(english) > 200_000
+    assert all(english[:2000] not in source for source in data.documents("stdlib"))
+
+
+def test_split_is_fixed_and_complete():
+    texts = [bytes([i % 251]) * 10_000 for i in range(30)]
+    train_pieces, heldout = data.split(iter(texts))
+    assert (train_pieces, heldout) == data.split(iter(texts))
+    assert sum(map(len, train_pieces + heldout)) == 300_000
+    assert len(heldout) == round(data.HELDOUT_FRACTION * 60)
+
+
+def test_too_little_text_is_an_error():
+    with pytest.raises(ValueError, match="at least 8193 are needed"):
+        data.split(iter([b"short"]))
+    with pytest.raises(ValueError, match="do not fill one window"):
+        data.Windows([b"short"], 16)
+    with pytest.raises(FileNotFoundError, match="expected stdlib, pydoc, installed"):
+        list(data.documents("no/such/place"))
+
+
+def test_ranks_share_out_every_window_once_an_epoch():
+    w = windows()
+    batches = w.count // 8
+    seen = np.concatenate([w.training_batch(1, i, 4, rank, 2)[:, :16].numpy()
+                           for i in range(batches) for rank in range(2)])
+    everything = [w.window(i)[:16].tobytes() for i in range(w.count)]
+    drawn = [row.astype(np.int16).tobytes() for row in seen]
+    assert len(drawn) == batches * 8
+    assert all(drawn.count(row) <= everything.count(row) for row in drawn)
+
+
+def test_order_depends_on_seed_step_and_rank_alone():
+    a, b = windows(), windows()
+    b.training_batch(7, 999, 4, 0, 2)  # another epoch in between changes nothing
+    assert a.training_batch(7, 3, 4, 1, 2).equal(b.training_batch(7, 3, 4, 1, 2))
+    assert not a.training_batch(7, 3, 4, 1, 2).equal(a.training_batch(7, 3, 4, 0, 2))
+    assert not a.training_batch(7, 3, 4, 1, 2).equal(a.training_batch(8, 3, 4, 1, 2))
+
+
+def test_heldout_batches_are_equal_on_all_ranks():
+    w = windows(pieces=3)
+    shapes = [[tuple(batch.shape) for batch in w.heldout_batches(16, 64, rank, 2)] for rank in range(2)]
+    assert shapes[0] == shapes[1] == [(16, 17)]
+
+
+def run_training(folder: str, config: str, *arguments: str):
+    """On every rank: one training in this process; returns its summary and the losses it logged."""
+    folder = Path(folder)
+    args = train.parse_args(["--deepspeed_config", str(ROOT / "configs/ds" / f"{config}.json"), "--data",
+                             str(folder / "text"), "--log_every", "1", *arguments])
+    summary = train.run(args)
+    rows = [json.loads(line) for line in (args.save_dir / "log.jsonl").read_text().splitlines()]
+    return summary, {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt_moe")
+    (folder / "gpt.yaml").write_text(MODEL)
+    (folder / "qwen.yaml").write_text(QWEN)
+    (folder / "text").write_text("".join(f"{i} green bottles hanging on the wall\n" for i in range(800)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder, ranks2):
+    """Four steps with a checkpoint after two: (folder of the run, summary, losses)."""
+    out = folder / "base"
+    (summary, losses), _ = ranks2.run(run_training, str(folder), "zero2", "--model", str(folder / "gpt.yaml"),
+                                      "--steps", "4", "--save_every", "2", "--save_dir", str(out))
+    return out, summary, losses
+
+
+def test_training_writes_log_summary_and_plot(base):
+    out, summary, losses = base
+    assert list(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
+    assert summary["moe_layers"] == 2 and summary["layers_converted"] == 0
+    assert summary["heldout"] < summary["heldout_before"]
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_repeats_the_uninterrupted_run(base, folder, ranks2):
+    out, _, losses = base
+    (_, resumed), _ = ranks2.run(run_training, str(folder), "zero2", "--model", str(folder / "gpt.yaml"), "--steps",
+                                 "4", "--load_dir", str(out), "--load_tag", "step_2", "--save_dir",
+                                 str(folder / "resumed"))
+    assert resumed == {step: losses[step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize("config", ["zero2", "zero1_mxfp8", "zero2_mxfp8"])
+def test_finetuning_starts_from_the_weights_of_the_base(base, folder, ranks2, config):
+    out, trained, _ = base
+    (summary, losses), _ = ranks2.run(run_training, str(folder), config, "--model", str(folder / "gpt.yaml"),
+                                      "--steps", "2", "--load_dir", str(out), "--finetune", "--save_dir",
+                                      str(folder / config), "--activation_checkpointing")
+    assert list(losses) == [1, 2]
+    assert summary["heldout_before"] == pytest.approx(trained["heldout"], rel=5e-3 if "mxfp8" in config else 1e-6)
+    assert summary["heldout"] < trained["heldout"]
+
+
+@pytest.mark.parametrize("config", ["autoep_zero2", "autoep_zero3_mxfp8"])
+def test_hf_model_through_autoep(folder, ranks2, config):
+    (summary, losses), _ = ranks2.run(run_training, str(folder), config, "--hf_model", str(folder / "qwen.yaml"),
+                                      "--seq_len", "32", "--steps", "2", "--save_dir", str(folder / config),
+                                      "--activation_checkpointing")
+    assert summary["moe_layers"] == 2 and np.isfinite(losses[2])

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tiny training with MXFP8 on two gloo ranks, started by each launcher: the losses agree to the bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = Path(sys.executable).parent
+MODEL = """
+{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}
+"""
+
+LAUNCHERS = {
+    "deepspeed": lambda: [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
+    "torchrun": lambda: [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+                         str(free_port())],
+    # Nothing but MPI tells the ranks who they are: DeepSpeed asks mpi4py.
+    "mpirun": lambda: ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable],
+}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """A function from a launcher's name to the loss of each step, and the summary of its run."""
+    folder = tmp_path_factory.mktemp("launchers")
+    (folder / "model.yaml").write_text(MODEL)
+    (folder / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+
+    def train(launcher):
+        out = folder / launcher
+        command = [*LAUNCHERS[launcher](), ROOT / "examples/gpt_moe/train.py", "--deepspeed_config",
+                   ROOT / "configs/ds/zero2_mxfp8.json", "--model", folder / "model.yaml", "--data", folder / "text",
+                   "--steps", "3", "--log_every", "1", "--save_dir", out]
+        without_ranks = {k: v for k, v in os.environ.items()
+                         if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        environment = without_ranks | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
+                                       "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        return [row["loss"] for row in rows], json.loads((out / "summary.json").read_text())
+
+    return train
+
+
+def test_launchers_agree(losses):
+    first, summary = losses("deepspeed")
+    assert len(first) == 3 and summary["moe_layers"] == summary["layers_converted"] == 2
+    assert first[2] < first[0]
+    assert losses("torchrun")[0] == first
+    assert losses("mpirun")[0] == first

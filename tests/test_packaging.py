@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as it is installed: a wheel, an sdist and an editable install import completely from anywhere."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import ds_mxfp8_moe, ds_mxfp8_moe.ops
+names = [m.name for m in pkgutil.walk_packages(ds_mxfp8_moe.__path__, "ds_mxfp8_moe.")]
+for name in names:
+    importlib.import_module(name)
+print(ds_mxfp8_moe.__file__)
+print(*sorted(names))
+"""
+
+
+def run(*command, cwd, path=None) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"DS_ACCELERATOR": "cpu"}
+    if path:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True,
+                          text=True, stdin=subprocess.DEVNULL, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def modules() -> list[str]:
+    """The modules that the checkout's files say there are."""
+    sources = [p.relative_to(ROOT) for p in (ROOT / "ds_mxfp8_moe").glob("*.py")]
+    sources += [p.relative_to(ROOT) for p in (ROOT / "ds_mxfp8_moe/transport").rglob("*.py")]
+    sources += ["ds_mxfp8_moe" / p.relative_to(ROOT) for p in (ROOT / "ops").rglob("*.py")]
+    names = {".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in sources}
+    return sorted(names - {"ds_mxfp8_moe"})
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The checkout's files as a fresh clone has them, and a CUDA source: builds leave their traces in this copy."""
+    target = tmp_path_factory.mktemp("clone")
+    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT,
+                           check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, files):
+        source, path = ROOT / name, target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            path.symlink_to(os.readlink(source))
+        elif source.is_file():
+            path.write_bytes(source.read_bytes())
+    probe = target / "ops/csrc/probe/kernel.cuh"
+    probe.parent.mkdir(parents=True)
+    probe.write_text("// a CUDA source in a folder of its own\n")
+    return target
+
+
+@pytest.fixture(scope="module")
+def dist(copy, tmp_path_factory):
+    out = tmp_path_factory.mktemp("dist")
+    run("-m", "build", "--no-isolation", "--sdist", "--outdir", out, ".", cwd=copy)
+    sdist, = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out, filter="data")
+    # The wheel comes from the sdist, so it proves that the sdist is complete.
+    run("-m", "build", "--no-isolation", "--wheel", "--outdir", out, ".", cwd=out / sdist.name.removesuffix(".tar.gz"))
+    return out
+
+
+def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
+    wheel, = dist.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "ds_mxfp8_moe/ops/csrc/probe/kernel.cuh" in names
+    assert not [n for n in names if n.startswith(("ops/", "tests/", "examples/"))]
+    site = tmp_path / "site"
+    run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, wheel, cwd=tmp_path)
+    file, found = run("-c", IMPORT_ALL, cwd=tmp_path, path=site).splitlines()
+    assert file == str(site / "ds_mxfp8_moe/__init__.py")
+    assert found.split() == modules()
+    # In the checkout's root Python finds the checkout first.
+    file, found = run("-c", IMPORT_ALL, cwd=ROOT, path=site).splitlines()
+    assert file == str(ROOT / "ds_mxfp8_moe/__init__.py")
+    assert found.split() == modules()
+
+
+def test_editable_install_imports_completely(copy, tmp_path):
+    site = tmp_path / "site"
+    run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target", site, "-e", ".",
+        cwd=copy)
+    # -S keeps out an editable install of the checkout itself; the new one's .pth files are then read by hand.
+    listing = f"import site; site.addsitedir({str(site)!r})\n{IMPORT_ALL}"
+    packages = os.pathsep.join(p for p in sys.path if p and not (Path(p) / "ds_mxfp8_moe").is_dir())
+    for cwd in (tmp_path, copy):
+        file, found = run("-S", "-c", listing, cwd=cwd, path=packages).splitlines()
+        assert file == str(copy / "ds_mxfp8_moe/__init__.py")
+        assert found.split() == modules()
+
+
+def test_metadata(dist):
+    wheel, = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        metadata, = [archive.read(n).decode() for n in archive.namelist() if n.endswith("/METADATA")]
+        scripts, = [archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt")]
+        assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
+    requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
+    assert set(requires["Python"].split(",")) == {">=3.10", "<3.14"}
+    assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.6", "<0.20"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "test"}
+    assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
+
+
+@pytest.mark.parametrize("folder", ["ds_mxfp8_moe", "ops", "examples", "tests"])
+def test_sources_are_python_3_10_and_carry_the_licence(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        text = path.read_text()
+        ast.parse(text, str(path), feature_version=(3, 10))
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+
+
+def test_no_path_of_one_machine():
+    found = subprocess.run(["git", "grep", "-nE", r"(^|[^A-Za-z0-9_.])/(work|root|home)/[A-Za-z]", "--", ".",
+                            ":!tests/test_packaging.py"], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == ""
