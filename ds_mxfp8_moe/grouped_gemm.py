@@ -17,13 +17,21 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """x itself if torch._grouped_mm can read it (rows or columns dense, 16-byte steps between them), else a copy."""
+    (rows, columns), (row_step, column_step), unit = x.shape[-2:], x.stride()[-2:], 16 // x.element_size()
+    row_major = column_step == 1 and row_step >= max(columns, 1) and row_step % unit == 0
+    column_major = row_step == 1 and column_step >= max(rows, 1) and column_step % unit == 0
+    return x if row_major or column_major else x.contiguous()
+
+
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
     a, b = _plain(a), _plain(b)
     if a.dtype != b.dtype:  # a dequantised half of a float16 pair is bfloat16
         a, b = a.float(), b.float()
     if a.device.type == "cpu" and a.dtype == torch.float16:  # the CPU multiplies float16 by emulation, 40 times slower
         a, b = a.float(), b.float()
-    return a, b
+    return _strided(a), _strided(b)
 
 
 def grouped_mm(a_PK: torch.Tensor, b_EKN: torch.Tensor, ends_E: torch.Tensor,

@@ -57,7 +57,7 @@ class MXTensor(torch.Tensor):
     """
 
     qdata: torch.Tensor
-    scale: torch.Tensor
+    scale_bytes: torch.Tensor  # uint8: inductor knows no float8_e8m0fnu
     block_size: int
     orig_dtype: torch.dtype
     tiled: bool
@@ -68,9 +68,13 @@ class MXTensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, strides=qdata.stride(),
                                                    storage_offset=qdata.storage_offset(), dtype=orig_dtype,
                                                    device=qdata.device, requires_grad=False)
-        self.qdata, self.scale = qdata, scale
+        self.qdata, self.scale_bytes = qdata, scale.view(torch.uint8)
         self.block_size, self.orig_dtype, self.tiled = block_size, orig_dtype, tiled
         return self
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.scale_bytes.view(torch.float8_e8m0fnu)
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of `output_dtype` (default: `orig_dtype`), same shape."""
@@ -85,11 +89,15 @@ class MXTensor(torch.Tensor):
                 f"tiled={self.tiled}, device={self.device})")
 
     def __tensor_flatten__(self):
-        return ["qdata", "scale"], (self.block_size, self.orig_dtype, self.tiled)
+        return ["qdata", "scale_bytes"], (self.block_size, self.orig_dtype, self.tiled)
 
     @classmethod
     def __tensor_unflatten__(cls, parts, meta, outer_size, outer_stride):
-        return cls(parts["qdata"], parts["scale"], *meta)
+        return cls(parts["qdata"], parts["scale_bytes"], *meta)
+
+    def __coerce_same_metadata_as_tangent__(self, expected_metadata, expected_type=None):
+        # A compiled backward was traced for plain gradients: hand it one.
+        return self.dequantize() if expected_type is torch.Tensor else None
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -161,7 +169,7 @@ def _accumulate(func, args, kwargs):
         return NotImplemented
     other = other.dequantize(torch.float32) if isinstance(other, MXTensor) else other
     total = quantize(mx.dequantize(torch.float32).add_(other, **kwargs), mx.block_size)
-    mx.qdata, mx.scale = total.qdata, total.scale
+    mx.qdata, mx.scale_bytes = total.qdata, total.scale_bytes
     return mx
 
 

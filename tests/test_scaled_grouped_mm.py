@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scaled grouped GEMM against a float32 loop over groups, and against a loop over dequantised operands."""
+
+import pytest
+import torch
+
+from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles, sqnr_db
+from ds_mxfp8_moe.scaled_grouped_mm import (
+    KernelPreference,
+    ScaleCalculationMode,
+    _to_mxfp8_then_scaled_grouped_mm,
+)
+
+M, K, N = 300, 256, 160
+ENDS = [50, 50, 217, 290]  # sizes 50, 0, 167, 73, then ten rows that belong to no group
+
+
+def operands(dtype=torch.bfloat16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    a = torch.randn(M, K, generator=g).to(dtype)
+    w = (torch.randn(len(ENDS), N, K, generator=g) * 0.05).to(dtype)
+    grad = torch.randn(M, N, generator=g)
+    return a, w, grad
+
+
+def loop(a, w, grad, ends=ENDS) -> tuple:
+    """out, dA and dW in float32, group by group; rows past the last end give zeros."""
+    a, w, grad = a.float(), w.float(), grad.float()
+    out, da, dw = torch.zeros(a.shape[0], w.shape[1]), torch.zeros_like(a), torch.zeros_like(w)
+    start = 0
+    for e, end in enumerate(ends):
+        rows = slice(start, end)
+        out[rows], da[rows], dw[e] = a[rows] @ w[e].t(), grad[rows] @ w[e], grad[rows].t() @ a[rows]
+        start = end
+    return out, da, dw
+
+
+def run(a, w, grad, ends=ENDS, **kwargs) -> tuple:
+    """out, dA and dW through the function under test."""
+    a, w = a.detach().requires_grad_(), w.detach().clone().requires_grad_()
+    out = _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs=torch.tensor(ends, dtype=torch.int32),
+                                           **kwargs)
+    out.backward(grad.to(out.dtype) if not isinstance(grad, MXTensor) else grad)
+    return out.detach(), a.grad, w.grad
+
+
+def quantize_rows(x, block, mode):
+    """x rounded to MXFP8 along each group's rows, every group padded to whole blocks by itself."""
+    out, start = torch.zeros(x.shape), 0
+    for end in ENDS:
+        part = x[start:end].float()
+        pad = -part.shape[0] % block
+        part = torch.nn.functional.pad(part, (0, 0, 0, pad)).t()
+        if part.shape[1]:
+            out[start:end] = quantize(part, block, mode).dequantize().t()[:end - start]
+        start = end
+    return out
+
+
+CASES = [(block, mode, hp) for block in (32, 128) for mode in ("rceil", "floor") for hp in (True, False)]
+
+
+@pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
+@pytest.mark.parametrize("block, mode, hp", CASES)
+def test_against_bf16(block, mode, hp, mx_input):
+    a, w, grad = operands()
+    expected = loop(a, w, grad)
+    given = quantize(a, block, mode) if mx_input else a
+    actual = run(given, w, grad, wgrad_with_hp=hp, scale_calculation_mode=mode, block_size=block)
+    less = 1.5 if mode == "floor" else 0  # floor saturates and loses up to one bit of range
+    for name, bar, x, y in zip(("out", "dA", "dW"), (28, 26, 25), expected, actual, strict=True):
+        assert sqnr_db(x, y) >= bar - less, name
+    if hp and not mx_input:
+        assert sqnr_db(expected[2], actual[2]) >= 50  # bf16 operands, nothing quantised
+    assert not actual[0][ENDS[-1]:].any() and not actual[1][ENDS[-1]:].any()
+    assert not actual[2][1].any()  # the empty group
+
+
+@pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
+@pytest.mark.parametrize("block, mode, hp", CASES)
+def test_against_dequantised_operands(block, mode, hp, mx_input):
+    """The same roundings, written out a second time; only the order of float32 sums differs."""
+    a, w, grad = operands(torch.float32)
+    a_q = quantize(a, block, mode).dequantize()
+    g_q = quantize(grad, block, mode).dequantize()
+    if block == 128:
+        w_k = w_n = quantize_tiles(w, mode).dequantize()
+    else:
+        w_k = quantize(w, block, mode).dequantize()
+        w_n = quantize(w.transpose(-1, -2), block, mode).dequantize().transpose(-1, -2)
+    g_w, a_w = (grad, a_q if mx_input else a) if hp else (quantize_rows(grad, block, mode),
+                                                          quantize_rows(a_q, block, mode))
+    expected = loop(a_q, w_k, g_q)[0], loop(a_q, w_n, g_q)[1], loop(a_w, w, g_w)[2]
+    actual = run(quantize(a, block, mode) if mx_input else a, w, grad, wgrad_with_hp=hp, scale_calculation_mode=mode,
+                 block_size=block, out_dtype=torch.float32)
+    for name, x, y in zip(("out", "dA", "dW"), expected, actual, strict=True):
+        assert sqnr_db(x, y) >= 100, name
+
+
+@pytest.mark.parametrize("hp", (True, False))
+def test_gradient_as_mxtensor(hp):
+    """The gradient of unpermute: used as it is, so dA equals that of the plain gradient which quantises to it."""
+    a, w, grad = operands()
+    mx = quantize(grad.bfloat16())
+    plain = run(a, w, grad, wgrad_with_hp=hp)
+    given = run(a, w, mx, wgrad_with_hp=hp)
+    assert torch.equal(plain[1], given[1])
+    assert sqnr_db(loop(a, w, grad)[2], given[2]) >= 25
+
+
+@pytest.mark.parametrize("hp", (True, False))
+def test_expanded_and_transposed_gradients(hp):
+    a, w, _ = operands()
+    for grad in (torch.ones(1, 1).expand(M, N), torch.randn(N, M).t(), torch.randn(M, 2 * N)[:, ::2]):
+        assert not grad.is_contiguous()
+        for x, y in zip(run(a, w, grad, wgrad_with_hp=hp), run(a, w, grad.contiguous(), wgrad_with_hp=hp),
+                        strict=True):
+            assert torch.equal(x, y)
+
+
+def test_strided_operands():
+    a, w, grad = operands()
+    expected = run(a, w, grad)
+    wide = torch.randn(M, 2 * K).bfloat16()
+    wide[:, ::2] = a
+    column_major = w.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for x, y in zip(expected, run(wide[:, ::2], column_major, grad), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("ends", ([0, 0], [0, 300], [300, 300], [1, 2], [31, 33], [128, 256]), ids=str)
+@pytest.mark.parametrize("hp", (True, False))
+def test_groups_of_any_size(ends, hp):
+    a, w, grad = operands()
+    expected = loop(a, w[:2], grad, ends)
+    for bar, x, y in zip((28, 26, 25), expected, run(a, w[:2], grad, ends, wgrad_with_hp=hp), strict=True):
+        assert sqnr_db(x, y) >= bar - 1  # a bar for many rows: one row alone scatters by a dB
+
+
+@pytest.mark.parametrize("hp", (True, False))
+def test_no_rows_at_all(hp):
+    a, w, _ = operands()
+    out, da, dw = run(a[:0], w, torch.zeros(0, N), [0] * 4, wgrad_with_hp=hp)
+    assert out.shape == (0, N) and da.shape == (0, K) and dw.shape == w.shape and not dw.any()
+
+
+@pytest.mark.parametrize("a_dtype, w_dtype, out_dtype", [(torch.float32, torch.float32, torch.bfloat16),
+                                                         (torch.float32, torch.bfloat16, torch.float32),
+                                                         (torch.float16, torch.float16, torch.float16)], ids=str)
+@pytest.mark.parametrize("hp", (True, False))
+def test_dtypes(a_dtype, w_dtype, out_dtype, hp):
+    a, w, grad = operands(torch.float32)
+    out, da, dw = run(a.to(a_dtype), w.to(w_dtype), grad, wgrad_with_hp=hp, out_dtype=out_dtype)
+    assert (out.dtype, da.dtype, dw.dtype) == (out_dtype, a_dtype, w_dtype)
+    for bar, x, y in zip((28, 26, 25), loop(a, w, grad), (out, da, dw), strict=True):
+        assert sqnr_db(x, y) >= bar
+
+
+def test_rows_past_the_last_group_touch_nothing():
+    """The tail of permute's static bound may hold anything, NaN included."""
+    a, w, grad = operands()
+    poisoned, bad_grad = a.clone(), grad.clone()
+    poisoned[ENDS[-1]:], bad_grad[ENDS[-1]:] = float("nan"), float("inf")
+    for hp in (True, False):
+        for x, y in zip(run(a, w, grad, wgrad_with_hp=hp), run(poisoned, w, bad_grad, wgrad_with_hp=hp), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_nan_in_one_row_stays_in_its_group():
+    a, w, grad = operands()
+    a[60, 3] = float("nan")
+    out, da, dw = run(a, w, grad)
+    assert out[60].isnan().all() and not out[:60].isnan().any() and not out[61:].isnan().any()
+    assert dw[2].isnan().any() and not dw[[0, 1, 3]].isnan().any() and not da.isnan().any()
+
+
+def test_bias():
+    a, w, grad = operands()
+    plain, _, _ = run(a, w, grad, out_dtype=torch.float32)
+    for shape in ((N, ), (len(ENDS), N)):
+        bias = torch.randn(shape, requires_grad=True)
+        out = _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), torch.tensor(ENDS, dtype=torch.int32), bias,
+                                               out_dtype=torch.float32)
+        out.backward(grad)
+        expected_grad, start = torch.zeros(len(ENDS), N), 0
+        for e, end in enumerate(ENDS):
+            row = bias.detach() if bias.dim() == 1 else bias.detach()[e]
+            assert torch.equal(out[start:end], plain[start:end] + row)
+            expected_grad[e], start = grad[start:end].sum(0), end
+        assert not out[ENDS[-1]:].any()
+        torch.testing.assert_close(bias.grad, expected_grad.sum(0) if bias.dim() == 1 else expected_grad)
+
+
+def test_hooks_on_saved_tensors_see_plain_tensors():
+    """Offloading and DeepSpeed's checkpointing move saved tensors; an MXTensor among them would be dequantised."""
+    a, w, _ = operands()
+    seen = []
+
+    def pack(t):
+        seen.append((type(t), t.dtype))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for given in (a.clone().requires_grad_(), quantize(a).requires_grad_()):
+            _to_mxfp8_then_scaled_grouped_mm(given, w.transpose(-2, -1), torch.tensor(ENDS, dtype=torch.int32))
+    assert {t for t, _ in seen} == {torch.Tensor}
+    assert [d for _, d in seen].count(torch.float8_e4m3fn) == 2
+
+
+def test_no_grad_and_partial_gradients():
+    a, w, grad = operands()
+    offs = torch.tensor(ENDS, dtype=torch.int32)
+    both = run(a, w, grad)
+    with torch.no_grad():
+        assert torch.equal(both[0], _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs))
+    for index in (0, 1):
+        leaves = [a.clone(), w.clone()]
+        leaves[index].requires_grad_()
+        _to_mxfp8_then_scaled_grouped_mm(leaves[0], leaves[1].transpose(-2, -1), offs).backward(grad.bfloat16())
+        assert torch.equal(leaves[index].grad, both[1 + index]) and leaves[1 - index].grad is None
+
+
+def test_accepted_for_torchao():
+    a, w, grad = operands()
+    expected = run(a, w, grad)
+    actual = run(a, w, grad, kernel_preference=KernelPreference.EMULATED, pad_token_groups_for_grouped_mm=True,
+                 scale_calculation_mode=ScaleCalculationMode.RCEIL)
+    for x, y in zip(expected, actual, strict=True):
+        assert torch.equal(x, y)
+
+
+def offs(*ends, dtype=torch.int32):
+    return torch.tensor(ends, dtype=dtype)
+
+
+@pytest.mark.parametrize("error, match, change", [
+    (ValueError, "end of each group", dict(offs=None)),
+    (ValueError, "end of each group", dict(offs=offs(10, 20, dtype=torch.int64))),
+    (ValueError, "end of each group", dict(offs=offs(10, 20, 30))),
+    (ValueError, "must ascend", dict(offs=offs(20, 10))),
+    (ValueError, "must ascend", dict(offs=offs(20, 65))),
+    (ValueError, r"expected A \[M, K\]", dict(A=torch.zeros(64, 32))),
+    (ValueError, r"expected A \[M, K\]", dict(B_t=torch.zeros(64, 32))),
+    (ValueError, "multiples of 32", dict(B_t=torch.zeros(2, 64, 40))),
+    (TypeError, "floating-point", dict(A=torch.zeros(64, 64, dtype=torch.int32))),
+    (TypeError, "plain floating-point B_t", dict(B_t=quantize(torch.zeros(2, 64, 32)))),
+    (ValueError, "leave block_size out", dict(A=quantize(torch.zeros(64, 64)), block_size=128)),
+    (ValueError, "block_size 64", dict(block_size=64)),
+    (ValueError, "'even'", dict(scale_calculation_mode="even")),
+    (ValueError, "fastest", dict(kernel_preference="fastest")),
+    (TypeError, "out_dtype", dict(out_dtype=torch.int8)),
+    (ValueError, "bias must be", dict(bias=torch.zeros(5))),
+])
+def test_bad_input(error, match, change):
+    good = dict(A=torch.zeros(64, 64), B_t=torch.zeros(2, 64, 32), offs=offs(10, 64))
+    _to_mxfp8_then_scaled_grouped_mm(**good)
+    with pytest.raises(error, match=match):
+        _to_mxfp8_then_scaled_grouped_mm(**good | change)
+
+
+def test_double_backward_is_a_clear_error():
+    a, w, _ = operands()
+    a.requires_grad_()
+    out = _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), torch.tensor(ENDS, dtype=torch.int32))
+    da, = torch.autograd.grad(out.sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError):
+        da.sum().backward()
