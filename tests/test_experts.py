@@ -97,6 +97,16 @@ def test_mlp(name, act, bias):
     assert (formula.up_bias, formula.down_bias) == (("0.bias", "2.bias") if bias else (None, None))
 
 
+@pytest.mark.parametrize("name, act", [
+    ("relu", lambda x: x.clamp(min=0)), ("silu", lambda x: x * torch.sigmoid(x)),
+    ("gelu", lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
+    ("gelu_tanh", lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi)**0.5 * (x + 0.044715 * x**3)))),
+])
+def test_activations_written_out_by_hand(name, act):
+    compute = lambda m, x: (act(x @ m.up.weight.t() + m.up.bias) @ m.down.weight.t()).add_(m.down.bias)  # noqa: E731
+    assert recognise(local_experts(Mlp(compute).bfloat16()), H).activation == name
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name, act", [("relu", torch.relu), ("gelu", F.gelu), ("silu", nn.SiLU()),
                                        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))])
