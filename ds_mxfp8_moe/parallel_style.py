@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism as a ParallelStyle, for modules that hold all experts' weights as 3-D parameters.
+
+    parallelize_module(moe.experts, ep_mesh, MXFP8ExpertParallel())
+    y_TN = moe.experts(x_TD, num_tokens_per_expert)
+
+The module's forward takes rows sorted by expert and how many rows each expert has, and stays as it is written: inside,
+it sees the rows of its own experts, as an MXTensor, with groups padded, and only its own shard of the weights.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .ep import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    permute_mxfp8_fwd_hp_bwd,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+from .mx import ScaleCalculationMode
+
+
+class MXFP8ExpertParallel(ParallelStyle):
+    """Shards every parameter over dim 0 (experts) and brings rows to their experts and back, in MXFP8.
+
+    The module's class is replaced by a subclass whose forward does the three steps, so that what belongs to one call
+    lives in that call: a layer may run any number of times before backward, and under recomputation. Its hooks and
+    `fully_shard` (applied afterwards, on another axis of the same mesh) see the rows of this rank, before dispatch.
+
+    Args:
+        group_size_multiple_of: rows to which each expert's group is padded.
+        block_size: 32 or 128 values to a scale.
+        scaling_mode: RCEIL or FLOOR.
+        mxfp8_bwd: whether the gradient of combine travels in MXFP8.
+    """
+
+    def __init__(self, group_size_multiple_of: int = 32, block_size: int = 32,
+                 scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL, mxfp8_bwd: bool = True):
+        super().__init__()
+        self.group_size_multiple_of = group_size_multiple_of
+        self.cast = {"block_size": block_size, "scaling_mode": scaling_mode}
+        self.mxfp8_bwd = mxfp8_bwd
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        num_experts = self._check(module, device_mesh)
+        distribute_module(module, device_mesh, partition_fn=self._shard)
+        style, inner = self, type(module)
+
+        def forward(self, x, num_tokens_per_expert):
+            counts = num_tokens_per_expert
+            if counts.shape != (num_experts, ) or counts.is_floating_point():
+                raise ValueError(f"num_tokens_per_expert must be integers [{num_experts}], the rows of each expert; "
+                                 f"got {counts.dtype} {list(counts.shape)}")
+            return style._run(super(cls, self).forward, x, counts, device_mesh)
+
+        cls = type(f"ExpertParallel{inner.__name__}", (inner, ), {"forward": forward, "__module__": inner.__module__})
+        module.__class__ = cls
+        return module
+
+    @staticmethod
+    def _check(module: nn.Module, device_mesh: DeviceMesh) -> int:
+        """Raises what would go wrong later; returns the number of experts."""
+        name = type(module).__name__
+        if device_mesh.ndim != 1:
+            raise ValueError(f"MXFP8ExpertParallel takes the mesh of expert parallelism alone, got one with axes "
+                             f"{device_mesh.mesh_dim_names or device_mesh.ndim}: pass mesh['ep']")
+        if "forward" in vars(module):
+            raise ValueError(f"this {name} has a forward of its own, set on the object: the rows would not be "
+                             "dispatched; apply MXFP8ExpertParallel before whatever set it")
+        shapes = {key: parameter.shape for key, parameter in module.named_parameters()}
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise ValueError(f"{name} is distributed already: apply MXFP8ExpertParallel once, before fully_shard")
+        experts = {shape[0] if len(shape) > 1 else None for shape in shapes.values()}
+        num_experts = experts.pop() if len(experts) == 1 else None
+        if not num_experts or num_experts % device_mesh.size():
+            given = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+            raise ValueError(f"every parameter of {name} must be [experts, ...] with the same number of experts, a "
+                             f"multiple of the {device_mesh.size()} ranks; got {given or 'none'}")
+        return num_experts
+
+    @staticmethod
+    def _shard(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            shard = distribute_tensor(parameter, device_mesh, [Shard(0)])
+            module.register_parameter(key, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+    def _run(self, experts, x_TD: torch.Tensor, num_tokens_per_expert: torch.Tensor,
+             device_mesh: DeviceMesh) -> torch.Tensor:
+        """Dispatch, the module's own forward, combine."""
+        group, ranks = device_mesh.get_group(), device_mesh.size()
+        output_splits, input_splits, arriving = self._exchange_counts(num_tokens_per_expert, group, ranks)
+        mx_RD = a2a_dispatch_mxfp8_fwd_hp_bwd(x_TD, output_splits, input_splits, group.group_name, **self.cast)
+        shape, rows_PD, indices_P, sizes_E, _ = permute_mxfp8_fwd_hp_bwd(
+            mx_RD, arriving, ranks, arriving.shape[0] // ranks, group_size_multiple_of=self.group_size_multiple_of)
+        out_RN = unpermute_hp_fwd_mxfp8_bwd(experts(rows_PD, sizes_E), indices_P, shape)
+        return a2a_combine_hp_fwd_mxfp8_bwd(out_RN, input_splits, output_splits, group.group_name, **self.cast,
+                                            mxfp8_bwd=self.mxfp8_bwd)
+
+    @staticmethod
+    @torch.compiler.disable(reason="reads the splits on the host")
+    @torch.no_grad()
+    def _exchange_counts(counts: torch.Tensor, group, ranks: int) -> tuple:
+        """output_splits, input_splits (lists of ints) and what arrives, int [ranks * local experts], rank-major.
+
+        The one device-to-host read of a call.
+        """
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts.contiguous(), group=group)
+        splits = torch.stack([arriving, counts]).view(2, ranks, -1).sum(2).tolist()
+        return *splits, arriving
