@@ -18,6 +18,8 @@ from . import ROW_ALIGNMENT, Plan, Wire
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """A 2-D tensor as rows of uint8."""
+    if x.numel() == 0:  # strides of empty tensors are anything, which view(dtype) refuses
+        return x.new_empty((x.shape[0], x.shape[1] * x.element_size()), dtype=torch.uint8)
     return x.contiguous().view(torch.uint8)
 
 
