@@ -108,8 +108,8 @@ class MXTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         if func._schema.is_mutable and any(
-                isinstance(a, MXTensor) and argument.is_write
-                for a, argument in zip(args, func._schema.arguments, strict=False)):
+                isinstance(kwargs.get(written.name, args[i] if i < len(args) else None), MXTensor)
+                for i, written in enumerate(func._schema.arguments) if written.is_write):
             raise TypeError(f"{func} writes into an MXTensor, which is read-only: call .dequantize() and write into "
                             "the plain tensor that it returns")
 
@@ -261,6 +261,8 @@ def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil")
 def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
     """Casts weights [..., N, K] with one scale per 128x128 tile, so that one rounding serves W and its transpose."""
     check_quantizable(w, TILE, scaling_mode)
+    if w.dim() < 2:
+        raise ValueError(f"cannot cut shape {tuple(w.shape)} into tiles: expected at least two axes")
     rows, columns = w.shape[-2:]
     tiles = _pad_to(w.detach().float(), (TILE, TILE)).unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     data, scale = _quantize_blocks(tiles, (-3, -1), scaling_mode)

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MXFP8 format byte by byte, and how MXTensor behaves as a tensor.
+
+How the bytes below come about. e4m3: sign, 4 exponent bits with bias 7, 3 mantissa bits; so 0x38 = 0 0111 000 is 1.0,
+0x40 is 2, 0x78 = 0 1111 000 is 2^8 = 256, 0x7E = 0 1111 110 is 1.75 * 256 = 448, the largest; 0x08 is 2^-6, the
+smallest normal, 0x01 is 2^-9, the smallest subnormal; 0x7F is NaN; 0x80 added is minus. E8M0: byte b is 2^(b - 127).
+
+For the largest magnitude m * 2^k of a block (1 <= m < 2), floor takes the scale 2^(k - 8), byte 127 + k - 8. rceil
+takes the same when m <= 1.75, because then amax / scale = m * 256 <= 448, and twice as much when m > 1.75.
+"""
+
+import copy
+import io
+from fractions import Fraction
+
+import pytest
+import torch
+
+from ds_mxfp8_moe.mx import (
+    MXTensor,
+    ScaleCalculationMode,
+    quantize,
+    quantize_tiles,
+    sqnr_db,
+    transpose_rescale,
+)
+
+INF, NAN = float("inf"), float("nan")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ALL = (F32, BF16, F16)
+
+
+def data_bytes(mx):
+    return mx.qdata.view(torch.uint8)
+
+
+def scale_bytes(mx):
+    return mx.scale.view(torch.uint8)
+
+
+def same_bytes(a, b):
+    return torch.equal(data_bytes(a), data_bytes(b)) and torch.equal(scale_bytes(a), scale_bytes(b))
+
+
+# name, dtypes that hold the values, values (the rest of the block is +0), then for rceil and floor: scale byte and
+# the values' data bytes.
+TABLE = [
+    # A zero block: scale byte 0, data 0, signs kept.
+    ("zeros", ALL, [0.0, -0.0], (0, [0x00, 0x80]), (0, [0x00, 0x80])),
+    # 448 = 1.75 * 2^8: both take 2^0.
+    ("448", ALL, [448.0, -448.0, 1.0], (127, [0x7E, 0xFE, 0x38]), (127, [0x7E, 0xFE, 0x38])),
+    # 449 needs m = 1.7539 > 1.75: rceil doubles, 224.5 rounds to 224 = 1.75 * 2^7 = 0x76; floor saturates at 448.
+    ("449", (F32, ), [449.0, 1.0], (128, [0x76, 0x30]), (127, [0x7E, 0x38])),
+    # The float32 after 448: already doubled. 224.00001 is 0x76.
+    ("next after 448", (F32, ), [448.00003051757812], (128, [0x76]), (127, [0x7E])),
+    # 450 is the bfloat16 after 448: 225 rounds to 224, whose neighbours are 208 and 240.
+    ("450", ALL, [450.0, -450.0], (128, [0x76, 0xF6]), (127, [0x7E, 0xFE])),
+    # 480 = 1.875 * 2^8, which e4m3 would hold but for NaN: rceil doubles, 240 = 1.875 * 2^7 = 0x77; floor saturates.
+    ("480", ALL, [480.0, -3.0], (128, [0x77, 0xBC]), (127, [0x7E, 0xC4])),
+    # 511 rounds up to 256 * 2 under rceil: 255.5 is nearest to 256 = 0x78.
+    ("511", (F32, F16), [511.0], (128, [0x78]), (127, [0x7E])),
+    # 512 = 2^9: scale 2^1, data 256 in both.
+    ("512", ALL, [512.0, 2.0], (128, [0x78, 0x38]), (128, [0x78, 0x38])),
+    # A power of two is always 256 times its scale: 2^0 has byte 127 - 8 = 119.
+    ("1", ALL, [1.0, -1.0], (119, [0x78, 0xF8]), (119, [0x78, 0xF8])),
+    ("2^-14", ALL, [2.0**-14], (105, [0x78]), (105, [0x78])),
+    ("2^127", (F32, BF16), [2.0**127], (246, [0x78]), (246, [0x78])),
+    ("2^-119", (F32, BF16), [2.0**-119], (0, [0x78]), (0, [0x78])),
+    # One less and the scale would be 2^-128, which E8M0 has not: it stays 2^-127, data 2^-120 * 2^127 = 128 = 0x70.
+    ("2^-120", (F32, BF16), [2.0**-120], (0, [0x70]), (0, [0x70])),
+    # 1.75 * 2^-119 is 448 * 2^-127; a little more doubles the scale under rceil and saturates under floor.
+    ("1.75 * 2^-119", (F32, BF16), [1.75 * 2.0**-119], (0, [0x7E]), (0, [0x7E])),
+    ("1.875 * 2^-119", (F32, BF16), [1.875 * 2.0**-119], (1, [0x77]), (0, [0x7E])),
+    # 1.875 * 2^-120 = 240 * 2^-127 fits byte 0: rceil's doubling of 2^-128.
+    ("1.875 * 2^-120", (F32, BF16), [1.875 * 2.0**-120], (0, [0x77]), (0, [0x77])),
+    # The smallest normal 2^-126 is 2 * 2^-127; subnormals of float32 below it.
+    ("2^-126", (F32, BF16), [2.0**-126], (0, [0x40]), (0, [0x40])),
+    ("2^-127", (F32, BF16), [2.0**-127, -2.0**-127], (0, [0x38, 0xB8]), (0, [0x38, 0xB8])),
+    # 2^-133, bfloat16's smallest subnormal, is 2^-6 * 2^-127: e4m3's smallest normal.
+    ("2^-133", (F32, BF16), [2.0**-133], (0, [0x08]), (0, [0x08])),
+    # 2^-136 is e4m3's smallest subnormal, 2^-137 half of it: a tie with 0, which is even. 1.5 * 2^-137 rounds up.
+    ("tiny", (F32, ), [2.0**-136, 2.0**-137, 1.5 * 2.0**-137, -2.0**-137, 2.0**-149],
+     (0, [0x01, 0x00, 0x01, 0x80, 0x00]), (0, [0x01, 0x00, 0x01, 0x80, 0x00])),
+    # float16's subnormals are ordinary numbers: 2^-24 has byte 127 - 24 - 8 = 95.
+    ("2^-24", ALL, [2.0**-24], (95, [0x78]), (95, [0x78])),
+    # The largest of each dtype is just below 2^(k+1): rceil rounds it up to 256 scales, floor saturates.
+    ("max float32", (F32, ), [torch.finfo(F32).max], (247, [0x78]), (246, [0x7E])),
+    ("max bfloat16", (F32, BF16), [torch.finfo(BF16).max], (247, [0x78]), (246, [0x7E])),
+    ("max float16", (F32, F16), [torch.finfo(F16).max], (135, [0x78]), (134, [0x7E])),
+    # Ties, with 448 to hold the scale at 2^0. Steps are 2 in 16..32: 17 lies between 16 (mantissa 0, even) and 18,
+    # 19 between 18 (1) and 20 (2, even). 15.5 between 15 (7) and 16 (0 of the next exponent, even). 432 between 416
+    # (5) and 448 (6, even).
+    ("ties", ALL, [448.0, 17.0, 19.0, -17.0, -19.0, 15.5, 1.0625, 1.1875, 432.0],
+     (127, [0x7E, 0x58, 0x5A, 0xD8, 0xDA, 0x58, 0x38, 0x3A, 0x7E]),
+     (127, [0x7E, 0x58, 0x5A, 0xD8, 0xDA, 0x58, 0x38, 0x3A, 0x7E])),
+    # The same among e4m3's subnormals, steps of 2^-9: 2^-10 to 0, 3 * 2^-10 to 2 * 2^-9, 5 * 2^-10 to 2 * 2^-9,
+    # 7.5 * 2^-9 to 8 * 2^-9 = 2^-6, the smallest normal.
+    ("subnormal ties", ALL, [448.0, 2.0**-10, 3 * 2.0**-10, 5 * 2.0**-10, 7.5 * 2.0**-9, -2.0**-10],
+     (127, [0x7E, 0x00, 0x02, 0x02, 0x08, 0x80]), (127, [0x7E, 0x00, 0x02, 0x02, 0x08, 0x80])),
+    # Just beside a tie, in float32: one unit above or below decides.
+    ("near ties", (F32, ), [448.0, 17 + 2.0**-19, 17 - 2.0**-19, 19 + 2.0**-19, 19 - 2.0**-19],
+     (127, [0x7E, 0x59, 0x58, 0x5A, 0x59]), (127, [0x7E, 0x59, 0x58, 0x5A, 0x59])),
+    # Beyond 448 under floor everything saturates, whichever sign.
+    ("saturation", ALL, [496.0, -496.0, 464.0, -464.0, 440.0],
+     (128, [0x78, 0xF8, 0x76, 0xF6, 0x76]), (127, [0x7E, 0xFE, 0x7E, 0xFE, 0x7E])),
+    # A small value beside a large one is lost: 2^-18 of the scale's 2^0 is below half of 2^-9.
+    ("wide range", (F32, BF16), [448.0, 2.0**-18, -2.0**-18], (127, [0x7E, 0x00, 0x80]), (127, [0x7E, 0x00, 0x80])),
+]
+SPECIAL = {"NaN": [1.0, NAN], "Inf": [INF, 2.0], "-Inf": [0.0, -INF], "all": [NAN, INF, -INF, 448.0]}
+CASES = [pytest.param(d, v, r, f, id=f"{n}-{str(d)[6:]}") for n, ds, v, r, f in TABLE for d in ds]
+
+
+@pytest.mark.parametrize("dtype, values, rceil, floor", CASES)
+def test_bytes(dtype, values, rceil, floor):
+    x = torch.zeros(2, 64, dtype=dtype)
+    x[1, 32:32 + len(values)] = torch.tensor(values, dtype=torch.float64).to(dtype)
+    assert x[1, 32:32 + len(values)].double().tolist() == values  # the dtype holds them
+    for mode, (scale, data) in (("rceil", rceil), ("floor", floor)):
+        mx = quantize(x, 32, mode)
+        assert scale_bytes(mx).tolist() == [[0, 0], [0, scale]]
+        expected = torch.zeros(2, 64, dtype=torch.uint8)
+        expected[1, 32:32 + len(data)] = torch.tensor(data, dtype=torch.uint8)
+        assert data_bytes(mx).tolist() == expected.tolist(), mode
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+def test_nan_and_inf_fill_their_block_alone(mode, name, dtype):
+    x = torch.ones(2, 64, dtype=dtype)
+    x[0, 32:32 + len(SPECIAL[name])] = torch.tensor(SPECIAL[name], dtype=dtype)
+    mx = quantize(x, 32, mode)
+    assert scale_bytes(mx).tolist() == [[119, 255], [119, 119]]
+    assert (data_bytes(mx)[0, 32:] == 0x7F).all() and (data_bytes(mx)[0, :32] == 0x78).all()
+    assert mx.qdata[0, 32:].float().isnan().all()  # either half alone reads as NaN
+    for out_dtype in ALL:
+        values = mx.dequantize(out_dtype)
+        assert values[0, 32:].isnan().all() and torch.equal(values[0, :32], torch.ones(32, dtype=out_dtype))
+
+
+def test_nan_with_a_sign_and_a_payload():
+    bits = torch.tensor([0xFFC00001 - 2**32, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32)
+    for nan in bits.view(F32):
+        x = torch.zeros(1, 32)
+        x[0, 5] = nan
+        assert scale_bytes(quantize(x)).item() == 255
+
+
+# An oracle in exact fractions, written from the definition of the format alone.
+GRID = sorted({Fraction(m, 8) * Fraction(2)**e + (Fraction(2)**e if e > -7 else 0)
+               for e in range(-6, 9) for m in range(8)} | {Fraction(m, 512) for m in range(8)})[:-1]  # not 480: NaN
+E4M3 = {value: byte for byte, value in enumerate(GRID)}
+
+
+def test_the_oracles_grid():
+    assert len(GRID) == 127 and GRID[-1] == 448 and GRID[1] == Fraction(1, 512)
+    table = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert [float(v) for v in GRID] == table.tolist()  # torch's own reading of the bytes
+
+
+def encode(value: Fraction) -> int:
+    """Nearest on the grid, ties to the even byte, saturating."""
+    value = min(value, GRID[-1])
+    return min((abs(value - v), E4M3[v] % 2, E4M3[v]) for v in GRID)[2]
+
+
+def oracle(values: list, mode: str) -> tuple:
+    exact = [Fraction(v) for v in values]
+    amax, byte = max(map(abs, exact)), 0
+    if mode == "rceil":
+        while amax / Fraction(2)**(byte - 127) > 448:
+            byte += 1
+    else:
+        while amax / Fraction(2)**(byte - 127) >= 512:
+            byte += 1
+    scale = Fraction(2)**(byte - 127)
+    signs = [0x80 if str(v).startswith("-") else 0 for v in values]
+    return byte, [s + encode(abs(v) / scale) for s, v in zip(signs, exact, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_random_bits_against_exact_fractions(dtype, mode):
+    """Any bit pattern: a few exponents per block, so that scales, ties and subnormals all occur."""
+    g = torch.Generator().manual_seed(11)
+    width, mantissa = {F32: (8, 23), BF16: (8, 7), F16: (5, 10)}[dtype]
+    base = torch.randint(0, 2**width - 1, (24, 1), generator=g)
+    exponent = (base - torch.randint(0, 14, (24, 32), generator=g)).clamp(0, 2**width - 2)
+    fraction = torch.randint(0, 2**mantissa, (24, 32), generator=g)
+    fraction = torch.where(torch.rand(24, 32, generator=g) < 0.5, fraction >> (mantissa - 4) << (mantissa - 4),
+                           fraction)  # half of them short, where ties are
+    bits = (exponent << mantissa) | fraction | torch.randint(0, 2, (24, 32), generator=g) << (width + mantissa)
+    x = bits.to(torch.int32).view(F32) if dtype == F32 else bits.to(torch.int32).to(torch.int16).view(dtype)
+    assert x.isfinite().all()
+    mx = quantize(x, 32, mode)
+    for row, scale, data in zip(x.double().tolist(), scale_bytes(mx).tolist(), data_bytes(mx).tolist(), strict=True):
+        assert (scale[0], data) == oracle(row, mode)
+
+
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+def test_torchs_own_casts(mode):
+    """Reading back through torch's casts of both halves, and writing data through its e4m3 cast."""
+    x = torch.randn(64, 256) * torch.logspace(-30, 30, 64, base=2).unsqueeze(1)
+    mx = quantize(x, 32, mode)
+    scale = mx.scale.float().repeat_interleave(32, 1)
+    assert torch.equal(mx.dequantize(), mx.qdata.float() * scale)
+    assert torch.equal(data_bytes(mx), (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_scale_128_is_four_blocks_of_32_that_share_one():
+    """Same data bytes as a block-32 tensor whose four scales were all the largest."""
+    x = torch.randn(8, 256) * torch.logspace(-3, 3, 256, base=2)
+    for mode in ("rceil", "floor"):
+        coarse, fine = quantize(x, 128, mode), quantize(x, 32, mode)
+        assert coarse.scale.shape == (8, 2)
+        assert torch.equal(scale_bytes(coarse), scale_bytes(fine).unflatten(1, (2, 4)).amax(2))
+        scale = coarse.scale.float().repeat_interleave(128, 1)
+        assert torch.equal(data_bytes(coarse),
+                           (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("size, scales", ((32, 1), (96, 1), (128, 1), (160, 2), (224, 2), (288, 3)))
+def test_tail_blocks(size, scales):
+    """The last of the blocks of 128 may hold 32, 64 or 96; its scale comes from those alone."""
+    x = torch.ones(3, size)
+    x[:, -1] = 4.0  # byte 121 for the last block, 119 for the others
+    mx = quantize(x, 128)
+    assert mx.shape == (3, size) and scale_bytes(mx).tolist() == [[119] * (scales - 1) + [121]] * 3
+    assert torch.equal(mx.dequantize(), x)
+
+
+def test_tiles():
+    """160 x 288: tiles of 128 and 32 rows by 128, 128 and 32 columns, one scale each."""
+    w = torch.ones(160, 288)
+    for i, rows in enumerate((slice(0, 128), slice(128, 160))):
+        for j, columns in enumerate((slice(0, 128), slice(128, 256), slice(256, 288))):
+            w[rows, columns][-1, -1] = 2.0**(3 * i + j + 1)
+    mx = quantize_tiles(w)
+    assert scale_bytes(mx).tolist() == [[120, 121, 122], [123, 124, 125]]
+    assert mx.tiled and mx.block_size == 128 and torch.equal(mx.dequantize(), w)
+
+
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+@pytest.mark.parametrize("shape", ((160, 288), (128, 128), (3, 96, 160), (2, 2, 32, 64)))
+def test_one_rounding_of_tiles_serves_the_transpose(shape, mode):
+    w = torch.randn(shape)
+    a, b = quantize_tiles(w, mode), quantize_tiles(w.transpose(-1, -2), mode)
+    assert torch.equal(data_bytes(a), data_bytes(b).transpose(-1, -2))
+    assert torch.equal(scale_bytes(a), scale_bytes(b).transpose(-1, -2))
+    assert torch.equal(a.dequantize(), b.dequantize().transpose(-1, -2))
+
+
+def test_nan_fills_its_tile_alone():
+    w = torch.ones(256, 256)
+    w[200, 10] = NAN
+    values = quantize_tiles(w).dequantize()
+    assert values[128:, :128].isnan().all() and values[:128].isfinite().all() and values[:, 128:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_input_dtypes_agree(dtype):
+    """A value has one encoding, whichever dtype it came in; the tensor keeps that dtype outside."""
+    x = torch.randn(16, 64).bfloat16().half().to(dtype)
+    mx = quantize(x)
+    assert mx.dtype == dtype and same_bytes(mx, quantize(x.float()))
+    assert torch.equal(mx.dequantize(), mx.dequantize(F32).to(dtype))
+
+
+def test_dequantised_values_are_exact_in_bfloat16():
+    x = torch.randn(64, 256) * torch.logspace(-100, 100, 64, base=2).unsqueeze(1)
+    for block in (32, 128):
+        mx = quantize(x, block)
+        assert torch.equal(mx.dequantize(BF16).float(), mx.dequantize(F32))
+
+
+def test_quantising_again_changes_nothing():
+    for block in (32, 128):
+        for mode in ("rceil", "floor"):
+            mx = quantize(torch.randn(16, 256), block, mode)
+            again = quantize(mx.dequantize(), block, mode)
+            # rceil may take a smaller scale once rounding lowered amax to a boundary; the values stay.
+            assert torch.equal(again.dequantize(), mx.dequantize())
+
+
+def test_any_strides():
+    x = torch.randn(64, 96)
+    expected = quantize(x)
+    wide = torch.zeros(64, 192)
+    wide[:, ::2] = x
+    for view in (x.t().contiguous().t(), wide[:, ::2], torch.stack([x, x], 2)[..., 1]):
+        assert not view.is_contiguous() and same_bytes(expected, quantize(view))
+        assert quantize(view).qdata.is_contiguous() and quantize(view).scale.is_contiguous()
+    row = x[:1].expand(64, 96)
+    assert same_bytes(quantize(row), quantize(row.contiguous()))
+    assert torch.equal(data_bytes(quantize_tiles(wide[:, ::2])), data_bytes(quantize_tiles(x)))
+
+
+@pytest.mark.parametrize("shape", ((0, 64), (3, 0), (2, 0, 32), (0, )))
+def test_empty_tensors(shape):
+    for mx in (quantize(torch.zeros(shape)), quantize(torch.zeros(shape), 128)):
+        assert mx.shape == shape and mx.dequantize().shape == shape
+        assert mx.scale.shape == (*shape[:-1], -(-shape[-1] // mx.block_size))
+
+
+@pytest.mark.parametrize("error, match, call", [
+    (TypeError, "float64", lambda: quantize(torch.zeros(2, 32, dtype=torch.float64))),
+    (TypeError, "int64", lambda: quantize(torch.zeros(2, 32, dtype=torch.int64))),
+    (ValueError, "multiple of 32", lambda: quantize(torch.zeros(2, 48))),
+    (ValueError, "multiple of 32", lambda: quantize(torch.tensor(1.0))),
+    (ValueError, "block sizes", lambda: quantize(torch.zeros(2, 64), 64)),
+    (ValueError, "scaling modes", lambda: quantize(torch.zeros(2, 64), 32, "ceil")),
+    (ValueError, "multiple of 32", lambda: quantize_tiles(torch.zeros(64, 48))),
+    (ValueError, "two axes", lambda: quantize_tiles(torch.zeros(64))),
+    (ValueError, "multiple of 32", lambda: transpose_rescale(quantize(torch.zeros(48, 64)))),
+])
+def test_bad_input(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize("mode", tuple(ScaleCalculationMode))
+@pytest.mark.parametrize("block", (32, 128))
+@pytest.mark.parametrize("shape", ((64, 96), (2, 160, 64)))
+def test_transpose_rescale(shape, block, mode):
+    x = torch.randn(shape).bfloat16()
+    mx = quantize(x, block, mode)
+    turned = transpose_rescale(mx, scaling_mode=mode)
+    assert same_bytes(turned, quantize(mx.dequantize(F32).transpose(-1, -2), block, mode))
+    assert turned.shape == (*shape[:-2], shape[-1], shape[-2]) and turned.dtype == BF16
+    values = mx.dequantize(F32).transpose(-1, -2)
+    if mode == "rceil":  # powers of two move the exponent; floor may saturate a second time
+        assert sqnr_db(values, turned.dequantize(F32)) > 60
+    tiles = quantize_tiles(x, mode)
+    assert same_bytes(transpose_rescale(tiles, 32, mode), quantize(tiles.dequantize(F32).transpose(-1, -2), 32, mode))
+
+
+def test_accuracy_of_one_cast():
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    for cast, least in ((lambda: quantize(x), 31.2), (lambda: quantize(x, 32, "floor"), 30.2),
+                        (lambda: quantize(x, 128), 31.2), (lambda: quantize_tiles(x), 31.2)):
+        assert sqnr_db(x, cast().dequantize()) >= least
+
+
+# --- MXTensor as a tensor -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mx():
+    return quantize(torch.randn(6, 128, generator=torch.Generator().manual_seed(1)).bfloat16())
+
+
+def test_looks_like_the_tensor_it_was(mx):
+    assert isinstance(mx, torch.Tensor) and type(mx) is MXTensor
+    assert mx.shape == (6, 128) and mx.dtype == BF16 and mx.device.type == "cpu" and mx.numel() == 768
+    assert mx.qdata.dtype == torch.float8_e4m3fn and mx.scale.dtype == torch.float8_e8m0fnu
+    assert mx.scale.shape == (6, 4) and not mx.requires_grad
+    assert repr(mx) == str(mx) == ("MXTensor(shape=(6, 128), dtype=torch.bfloat16, block_size=32, tiled=False, "
+                                   "device=cpu)")
+
+
+def test_type_as_and_arithmetic(mx):
+    plain = torch.randn(6, 128)
+    assert plain.type_as(mx).dtype == BF16 and type(plain.type_as(mx)) is torch.Tensor
+    values = mx.dequantize()
+    for actual, expected in ((mx + 1, values + 1), (2 * mx, 2 * values), (mx * mx, values * values),
+                             (mx @ plain.t().bfloat16(), values @ plain.t().bfloat16()), (mx.sum(0), values.sum(0)),
+                             (mx.t(), values.t()), (mx.relu(), values.relu()), (mx[:, 5], values[:, 5]),
+                             (mx[:, 32:64], values[:, 32:64]), (torch.cat([mx, values]), torch.cat([values, values]))):
+        assert type(actual) is torch.Tensor and torch.equal(actual, expected)
+    assert torch.equal(torch.zeros(6, 128).bfloat16().copy_(mx), values)
+
+
+def test_moves_of_whole_rows_stay_quantised(mx):
+    index, mask = torch.tensor([5, 0, 0]), torch.tensor([True, False] * 3)
+    cube = quantize(torch.randn(2, 3, 64))
+    moves = {"slice": lambda t: t[2:5], "step": lambda t: t[::2], "row": lambda t: t[3], "index": lambda t: t[index],
+             "mask": lambda t: t[mask], "index_select": lambda t: t.index_select(0, index),
+             "view": lambda t: t.view(2, 3, 128), "reshape": lambda t: t.reshape(-1, 128),
+             "flatten": lambda t: t.view(2, 3, 128).flatten(0, 1), "clone": lambda t: t.clone(),
+             "detach": lambda t: t.detach(), "contiguous": lambda t: t.contiguous(),
+             "cat": lambda t: torch.cat([t, t[1:2]])}
+    for name, move in moves.items():
+        moved = move(mx)
+        assert type(moved) is MXTensor, name
+        assert torch.equal(moved.dequantize(), move(mx.dequantize())), name
+        assert moved.scale.shape == (*moved.shape[:-1], 4), name
+    for move in (lambda t: t[1], lambda t: t[:, 1], lambda t: t[:, 1:], lambda t: t[index[1:], mask[:2].long()]):
+        assert type(move(cube)) is MXTensor and torch.equal(move(cube).dequantize(), move(cube.dequantize()))
+
+
+def test_tiles_are_cut_between_matrices_only():
+    w = quantize_tiles(torch.randn(3, 128, 160))
+    assert type(w[1]) is type(w[1:]) is type(w[torch.tensor([2, 0])]) is MXTensor
+    assert torch.equal(w[1].dequantize(), w.dequantize()[1])
+    for cut in (lambda t: t[:, :64], lambda t: t[0, 5], lambda t: t[torch.tensor([0]), torch.tensor([1])]):
+        assert type(cut(w)) is torch.Tensor and torch.equal(cut(w), cut(w.dequantize()))
+
+
+def test_to(mx):
+    single = mx.to(F32)
+    assert type(single) is MXTensor and single.dtype == F32 and same_bytes(single, mx)
+    assert single.dequantize().dtype == F32 and mx.float().dtype == F32 and mx.to(BF16) is mx
+    elsewhere = mx.to("meta")
+    assert elsewhere.device.type == elsewhere.qdata.device.type == elsewhere.scale.device.type == "meta"
+    assert mx.to(torch.int32).dtype == torch.int32
+
+
+def test_writing_into_one_is_an_error(mx):
+    other = torch.ones(6, 128).bfloat16()
+    for write in (lambda: mx.mul_(2), lambda: mx.copy_(other), lambda: mx.zero_(), lambda: mx.__setitem__(0, 1.0),
+                  lambda: torch.mul(other, 2, out=mx)):
+        with pytest.raises(TypeError, match="read-only: call .dequantize"):
+            write()
+
+
+def test_deepcopy_and_save(mx):
+    buffer = io.BytesIO()
+    torch.save(mx, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(mx), torch.load(buffer, weights_only=False)):
+        assert type(other) is MXTensor and same_bytes(other, mx) and other.dtype == BF16
+        assert other.qdata.data_ptr() != mx.qdata.data_ptr()
+
+
+class GivesMX(torch.autograd.Function):
+    """Identity whose gradient is an MXTensor, as combine's is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return quantize(grad)
+
+
+def test_as_the_gradient_of_a_leaf():
+    """The first is kept as it is; accumulation re-quantises the sum."""
+    x, g = torch.randn(4, 64, requires_grad=True), torch.randn(4, 64)
+    GivesMX.apply(x).backward(g)
+    assert type(x.grad) is MXTensor and same_bytes(x.grad, quantize(g))
+    GivesMX.apply(x).backward(g)
+    assert type(x.grad) is MXTensor and torch.equal(x.grad.dequantize(), 2 * quantize(g).dequantize())
+    (3 * x).backward(g)
+    assert type(x.grad) is MXTensor and sqnr_db(5 * g, x.grad.dequantize()) > 28
+    y = torch.randn(4, 64, requires_grad=True)
+    (3 * y).backward(g)
+    GivesMX.apply(y).backward(g)
+    assert torch.equal(y.grad, 3 * g + quantize(g).dequantize())
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_as_a_gradient_inside_the_graph(dtype):
+    """It arrives at the next backward unchanged, and sums of two paths are plain."""
+    seen = []
+    x, g = torch.randn(4, 64, requires_grad=True), torch.randn(4, 64).to(dtype)
+    y = x.to(dtype)
+    y.register_hook(lambda grad: seen.append(grad))
+    GivesMX.apply(y).backward(g)
+    assert type(seen[0]) is MXTensor and same_bytes(seen[0], quantize(g))
+    z = x.detach().to(dtype).requires_grad_()
+    (GivesMX.apply(z) + GivesMX.apply(2 * z) + z).backward(g)
+    q = quantize(g).dequantize()
+    assert sqnr_db(3 * q + g, torch.as_tensor(z.grad)) > 28
+
+
+def test_module_hooks_see_it(mx):
+    seen = []
+
+    class Layer(torch.nn.Module):
+
+        def forward(self, x):
+            return (x * 2).type_as(x)
+
+    layer = Layer()
+    layer.register_forward_pre_hook(lambda m, args: seen.append(type(args[0])))
+    layer.register_forward_hook(lambda m, args, out: seen.append((type(args[0]), type(out))))
+    layer.register_full_backward_pre_hook(lambda m, grads: seen.append(type(grads[0])))
+    layer.register_full_backward_hook(lambda m, gin, gout: seen.append((type(gin[0]), type(gout[0]))))
+    leaf = mx.detach().requires_grad_()
+    out = layer(leaf)
+    GivesMX.apply(out).sum().backward()
+    assert seen == [MXTensor, (MXTensor, torch.Tensor), MXTensor, (torch.Tensor, MXTensor)]
+    assert torch.equal(leaf.grad, torch.full((6, 128), 2.0).bfloat16())
+
+
+def test_gradients_flow_through_one(mx):
+    leaf = mx.detach().requires_grad_()
+    w = torch.randn(128, 32).bfloat16().requires_grad_()
+    (leaf[1:4] @ w).sum().backward()
+    assert torch.equal(w.grad, (mx.dequantize()[1:4].t() @ torch.ones(3, 32).bfloat16()))
+    assert leaf.grad.shape == (6, 128) and not leaf.grad[0].any() and leaf.grad[1].any()
+
+
+def test_torch_compile(mx):
+
+    def f(x, y):
+        return (x.dequantize() * 2 + y).type_as(x) + x * y, x[1:3]
+
+    y = torch.randn(6, 128).bfloat16()
+    expected, rows = f(mx, y)
+    actual, compiled_rows = torch.compile(f, backend="aot_eager", fullgraph=True)(mx, y)
+    torch._dynamo.reset()
+    assert torch.equal(expected, actual)
+    assert type(compiled_rows) is MXTensor and same_bytes(rows, compiled_rows)
+
+
+def test_sqnr():
+    x = torch.ones(100)
+    assert sqnr_db(x, x) == float("inf")
+    assert sqnr_db(x, x * 1.1) == pytest.approx(20.0, abs=1e-3)  # noise a tenth of the signal
+    assert sqnr_db(x.bfloat16(), (x * 1.5).bfloat16()) == pytest.approx(6.0206, abs=1e-3)
