@@ -246,7 +246,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     """Passes a first derivative on, and explains itself where somebody differentiates it again."""
 
     @staticmethod
-    def forward(ctx, grad, _anchor):
+    def forward(ctx, grad, *_depends_on):
         return grad.view_as(grad)
 
     @staticmethod
@@ -284,13 +284,13 @@ class _Function(torch.autograd.Function):
         with ffn.timed("combine"):
             y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), x_TH.dtype)
         ctx.call = (ffn, layout, plan, recipe, x_TH.dtype)
-        ctx.kept = _Kept(ctx, x_PH, pre_PG, h_PF, weight_P, tensors)
+        ctx.kept = _Kept(ctx, x_PH, pre_PG, h_PF, weight_P, (weight_TK, *tensors))
         return y_TH
 
     @staticmethod
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
-        x_PH, pre_PG, h_PF, weight_P, tensors = ctx.kept.read(ctx)
+        x_PH, pre_PG, h_PF, weight_P, (weight_TK, *tensors) = ctx.kept.read(ctx)
         with torch.no_grad():
             weights = _unflatten(layout, tensors)
             layer = _Layer(ffn.formula, recipe, plan, weights, dtype)
@@ -308,14 +308,14 @@ class _Function(torch.autograd.Function):
                 flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
         out = [x_grad, weight_grad, *flat]
         if torch.is_grad_enabled():  # create_graph=True
-            out = [g if g is None else _NoSecondDerivative.apply(g, g_TH) for g in out]
+            out = [g if g is None else _NoSecondDerivative.apply(g, g_TH, weight_TK, *tensors) for g in out]
         return None, None, None, *(g if need else None for g, need in zip(out, ctx.needs_input_grad[3:], strict=True))
 
 
 class _Kept:
     """What backward needs, through save_for_backward: always the same tensors in the same order."""
 
-    def __init__(self, ctx, x_PH, pre_PG, h_PF, weight_P, tensors):
+    def __init__(self, ctx, x_PH, pre_PG, h_PF, weight_P, inputs):
         self.kinds, saved = [], []
         for value in (x_PH, pre_PG, h_PF):
             if isinstance(value, MXTensor):
@@ -324,7 +324,7 @@ class _Kept:
             else:
                 self.kinds.append(None)
                 saved.append(value)
-        ctx.save_for_backward(*saved, weight_P, *tensors)
+        ctx.save_for_backward(*saved, weight_P, *inputs)
 
     def read(self, ctx) -> tuple:
         saved, values = list(ctx.saved_tensors), []
