@@ -27,9 +27,9 @@ CPU_RANKS = 2
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="folder of the three runs")
-    parser.add_argument("--model", type=Path, default=CONFIGS / "models/gpt_tiny.yaml", help="sizes of the GPT")
-    parser.add_argument("--base_steps", type=int, default=500)
-    parser.add_argument("--finetune_steps", type=int, default=150)
+    parser.add_argument("--model", type=Path, help="sizes of the GPT (default: gpt_tiny on CPU, gpt_small on GPUs)")
+    parser.add_argument("--base_steps", type=int, default=450)
+    parser.add_argument("--finetune_steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1234)
     return parser.parse_args()
 
@@ -43,6 +43,7 @@ def free_port() -> int:
 def launch(name: str, config: str, args, *arguments: str) -> dict:
     """Runs train.py on all ranks into args.out / name; returns its summary with the run's wall time in seconds."""
     on_cpu = get_accelerator().device_name() == "cpu"
+    model = args.model or CONFIGS / "models" / ("gpt_tiny.yaml" if on_cpu else "gpt_small.yaml")
     ranks = CPU_RANKS if on_cpu else get_accelerator().device_count()
     programs = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}  # ninja is beside python
@@ -50,8 +51,8 @@ def launch(name: str, config: str, args, *arguments: str) -> dict:
         threads = max(1, (os.cpu_count() or 1) // ranks)
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
     command = [str(programs / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port()),
-               str(HERE / "train.py"), "--deepspeed_config", str(CONFIGS / "ds" / config), "--model", str(args.model),
-               "--save_dir", str(args.out / name), "--seed", str(args.seed), *arguments]
+               "--log_level", "warning", str(HERE / "train.py"), "--model", str(model), "--deepspeed_config",
+               str(CONFIGS / "ds" / config), "--save_dir", str(args.out / name), "--seed", str(args.seed), *arguments]
     print(f"\n== {name}: {' '.join(command)}", flush=True)
     start = time.perf_counter()
     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -157,7 +158,8 @@ def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step
     tokens_per_step = batch_size * accumulation * world_size * train_windows.seq_len
     load = ExpertLoad(moe_layers(engine))
     log = (args.save_dir / "log.jsonl").open("a" if first_step else "w") if rank == 0 and args.save_dir else None
-    bar = tqdm(total=args.steps, initial=first_step, disable=rank != 0, unit="step", mininterval=2)
+    bar = tqdm(total=args.steps, initial=first_step, disable=rank != 0, unit="step",
+               mininterval=1 if sys.stderr.isatty() else 30)
     summary = {"heldout_before": heldout_loss(engine, heldout, args)}
     start = logged_at = time.perf_counter()
     logged_step = first_step
