@@ -2,6 +2,10 @@
 """MXFP8ExpertParallel on gloo ranks, alone and under fully_shard, against a float32 loop over all experts."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,3 +233,16 @@ def test_bad_use_raises_before_the_collective(ranks2):
                 "must be [experts, ...]", "distributed already", "integers [8]", "integers [8]")
     for texts in ranks2.run(bad_use):
         assert [part in text for part, text in zip(expected, texts, strict=True)] == [True] * len(expected), texts
+
+
+@pytest.mark.parametrize("ranks, arguments", ((2, ["--block-size", "128"]), (4, ["--dp", "2", "--style", "own"])))
+def test_example(ranks, arguments):
+    """examples/expert_parallel under torchrun; it checks its own bars."""
+    root = Path(__file__).parent.parent
+    script = str(root / "examples/expert_parallel/compare.py")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                           str(ranks), script, "--tokens", "128", *arguments],
+                          env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1",
+                                            "CUDA_VISIBLE_DEVICES": ""},
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count(" dB   bar ") == 6, done.stdout + done.stderr[-3000:]
