@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of gloo ranks that lives as long as one test file: spawned once, used by every case in it.
+"""A pool of ranks that lives as long as one test file: spawned once, used by every case in it. gloo on the CPU, NCCL
+on GPUs.
 
 A case hands the pool a top-level function; every rank runs it and its return values come back in rank order:
 
-    def body(k):                       # runs on every rank; torch.distributed is initialised (gloo)
+    def body(k):                       # runs on every rank; torch.distributed is initialised
         return deepspeed.comm.get_rank() * k
 
     def test_body(ranks2):
@@ -49,13 +50,17 @@ def reset_deepspeed_groups() -> None:
     groups.mpu = None
 
 
-def _worker(rank: int, world_size: int, port: int, path: list, conn) -> None:
+def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str, conn) -> None:
     sys.path[:] = path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world_size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR=accelerator)
     torch.set_num_threads(1)
     import deepspeed
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    from deepspeed.accelerator import get_accelerator
+    if accelerator == "cuda":
+        get_accelerator().set_device(rank)
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
+                               verbose=False)
     while True:
         try:
             message = conn.recv()
@@ -82,19 +87,23 @@ class RankFailure(AssertionError):
 
 class RankPool:
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, accelerator: str = "cpu"):
         self.world_size = world_size
+        self.accelerator = accelerator
         self._procs: list = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "deepspeed"])
+        if self.accelerator == "cpu":
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(["torch", "deepspeed"])
+        else:
+            context = mp.get_context("spawn")
         port = free_port()
         self._conns, self._procs = [], []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            proc = context.Process(target=_worker, args=(rank, self.world_size, port, list(sys.path), theirs),
-                                   daemon=False)
+            proc = context.Process(target=_worker, args=(rank, self.world_size, port, list(sys.path),
+                                                          self.accelerator, theirs))
             proc.start()
             theirs.close()
             self._conns.append(ours)

@@ -6,13 +6,14 @@ from dataclasses import replace
 import deepspeed.comm as dist
 import pytest
 import torch
+from reference_moe import reference
+
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.collective import Collective
-from reference_moe import reference
 
 HIDDEN, FFN = 96, 160  # multiples of 32 but not of 128
 

@@ -5,13 +5,14 @@ import copy
 import inspect
 
 import deepspeed.comm as dist
-import ds_mxfp8_moe
 import pytest
 import torch
 from deepspeed.moe.layer import MoE as PlainMoE
-from ds_mxfp8_moe.mx import sqnr_db
 from ranks import RankFailure
 from torch import nn
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.mx import sqnr_db
 
 HIDDEN, FFN, EXPERTS = 64, 96, 8
 

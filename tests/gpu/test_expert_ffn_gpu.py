@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The expert FFN over NCCL against the naive reference, in every recipe, formula and dtype."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from reference_moe import reference
+from test_expert_ffn import FORMULAS, RECIPES, compare, formula, problem
+
+from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.transport.collective import Collective
+
+
+def run_layer(recipe, name, **kwargs):
+    world, rank = dist.get_world_size(), dist.get_rank()
+    device = f"cuda:{rank}"
+    experts, xs, grads, routes = problem(world, name, **kwargs)
+    local = len(experts) // world
+    mine = experts[rank * local:(rank + 1) * local]
+    weights = {role: [e[role].to(device).requires_grad_() for e in mine] for role in mine[0]}
+    x = xs[rank].to(device).requires_grad_()
+    weight = routes[rank][1].to(device).requires_grad_()
+    ffn = ExpertFFN(formula(name), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
+    y = ffn(x, Routes(expert_TK=routes[rank][0].to(device), weight_TK=weight, num_experts=len(experts)), weights)
+    y.backward(grads[rank].to(device))
+    expert_grads = [{role: values[e].grad.float().cpu() for role, values in weights.items()} for e in range(local)]
+    return {"y": y.detach().float().cpu(), "x": x.grad.float().cpu(), "weight": weight.grad.cpu(),
+            "experts": expert_grads}
+
+
+def check(ranks, recipe, name, least=45, **kwargs):
+    results = ranks.run(run_layer, recipe, name, **kwargs)
+    experts, xs, grads, routes = problem(ranks.world_size, name, **kwargs)
+    expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size)
+    worst = compare(results, expected)
+    assert min(worst.values()) >= least, worst
+    return results
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("name", ["linear", "gelu", "swiglu"])
+def test_equals_the_reference_with_the_same_roundings(gpu_ranks, name, recipe_name):
+    check(gpu_ranks, RECIPES[recipe_name], name, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_formula(gpu_ranks, name, bias):
+    check(gpu_ranks, RECIPES["hp-128"], name, bias=bias, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-32"])
+def test_other_dtypes(gpu_ranks, dtype, recipe_name):
+    check(gpu_ranks, RECIPES[recipe_name], "swiglu", dtype=dtype)
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
+@pytest.mark.parametrize("routing", ["dropped", "one-expert", "nowhere"])
+def test_hard_routings(gpu_ranks, routing, recipe_name):
+    check(gpu_ranks, RECIPES[recipe_name], "swiglu", routing=routing, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [(0, 20, 3, 7), (0, 0, 0, 0), (20, 0, 0, 0)])
+def test_ranks_without_tokens(gpu_ranks, tokens):
+    check(gpu_ranks, RECIPES["hp-128"], "swiglu", tokens=tokens, dtype=torch.bfloat16)
+
+
+def test_two_runs_give_the_same_bits(gpu_ranks):
+    once, again = (gpu_ranks.run(run_layer, RECIPES["mxfp8-128"], "swiglu", dtype=torch.bfloat16) for _ in range(2))
+    for a, b in zip(once, again, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in ("y", "x", "weight"))
+        for g, h in zip(a["experts"], b["experts"], strict=True):
+            assert all(torch.equal(g[role], h[role]) for role in g)

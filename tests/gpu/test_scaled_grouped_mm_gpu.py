@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scaled grouped GEMM on a GPU: against the CPU, where only the order of sums differs, and against bf16."""
+
+import pytest
+import torch
+from test_scaled_grouped_mm import CASES, ENDS, loop, operands, run
+
+from ds_mxfp8_moe.mx import quantize, sqnr_db
+
+
+@pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
+@pytest.mark.parametrize("block, mode, hp", CASES)
+def test_equals_the_cpu(block, mode, hp, mx_input):
+    a, w, grad = operands()
+    given = quantize(a, block, mode) if mx_input else a
+    kwargs = dict(wgrad_with_hp=hp, scale_calculation_mode=mode, block_size=block)
+    on_cpu, on_gpu = run(given, w, grad, **kwargs), run(given, w, grad, device="cuda", **kwargs)
+    for name, x, y in zip(("out", "dA", "dW"), on_cpu, on_gpu, strict=True):
+        assert sqnr_db(x, y) >= 45, name  # both rounded to bf16 once
+    for bar, x, y in zip((28, 26, 25), loop(a, w, grad), on_gpu, strict=True):
+        assert sqnr_db(x, y) >= bar - (1.5 if mode == "floor" else 0)
+
+
+@pytest.mark.parametrize("hp", (True, False))
+@pytest.mark.parametrize("ends", ([0, 0], [0, 300], [1, 2], [31, 33], [128, 256]), ids=str)
+def test_groups_of_any_size(ends, hp):
+    a, w, grad = operands()
+    for x, y in zip(run(a, w[:2], grad, ends, wgrad_with_hp=hp),
+                    run(a, w[:2], grad, ends, device="cuda", wgrad_with_hp=hp), strict=True):
+        assert sqnr_db(x, y) >= 45
+
+
+@pytest.mark.parametrize("hp", (True, False))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_other_dtypes(dtype, hp):
+    a, w, grad = operands(dtype)
+    for out_dtype in (torch.bfloat16, dtype):
+        kwargs = dict(wgrad_with_hp=hp, out_dtype=out_dtype)
+        for x, y in zip(run(a, w, grad, **kwargs), run(a, w, grad, device="cuda", **kwargs), strict=True):
+            assert x.dtype == y.dtype and sqnr_db(x, y) >= 45
+
+
+def test_rows_past_the_last_group_touch_nothing():
+    a, w, grad = operands()
+    poisoned, bad_grad = a.clone(), grad.clone()
+    poisoned[ENDS[-1]:], bad_grad[ENDS[-1]:] = float("nan"), float("inf")
+    for hp in (True, False):
+        for x, y in zip(run(a, w, grad, device="cuda", wgrad_with_hp=hp),
+                        run(poisoned, w, bad_grad, device="cuda", wgrad_with_hp=hp), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_expanded_gradient():
+    a, w, _ = operands()
+    for hp in (True, False):
+        for x, y in zip(run(a, w, torch.ones(1, 1).expand(300, 160), device="cuda", wgrad_with_hp=hp),
+                        run(a, w, torch.ones(300, 160), device="cuda", wgrad_with_hp=hp), strict=True):
+            assert torch.equal(x, y)
