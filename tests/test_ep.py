@@ -50,17 +50,19 @@ def splits_of(table: torch.Tensor, rank: int) -> tuple:
     return arriving.sum(1).tolist(), sent.tolist(), arriving.reshape(-1)
 
 
-def chain(kind, dtype, block_size, mode, wgrad_with_hp=True, alignment=32, mxfp8_bwd=True, backward=None):
+def chain(kind, dtype, block_size, mode, wgrad_with_hp=True, alignment=32, mxfp8_bwd=True, backward=None,
+          device="cpu"):
     """Dispatch, permute, one grouped GEMM, unpermute, combine on every rank; returns all that can be compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    device = f"cuda:{rank}" if device == "cuda" else device
     table = counts_table(world, kind)
     output_splits, input_splits, arriving = splits_of(table, rank)
-    x = rows_of(rank, sum(input_splits), D, dtype).requires_grad_()
-    w = weights(world)[rank * LOCAL_EXPERTS:(rank + 1) * LOCAL_EXPERTS].clone().requires_grad_()
+    x = rows_of(rank, sum(input_splits), D, dtype).to(device).requires_grad_()
+    w = weights(world)[rank * LOCAL_EXPERTS:(rank + 1) * LOCAL_EXPERTS].clone().to(device).requires_grad_()
     cast = dict(scaling_mode=mode, block_size=block_size)
     dispatched = a2a_dispatch_mxfp8_fwd_hp_bwd(x, output_splits, input_splits, **cast)
-    shape, rows, indices, sizes, ends = permute_mxfp8_fwd_hp_bwd(dispatched, arriving, world, LOCAL_EXPERTS,
-                                                                 group_size_multiple_of=alignment)
+    shape, rows, indices, sizes, ends = permute_mxfp8_fwd_hp_bwd(dispatched, arriving.to(device), world,
+                                                                 LOCAL_EXPERTS, group_size_multiple_of=alignment)
     out = _to_mxfp8_then_scaled_grouped_mm(rows, w.transpose(-2, -1), offs=ends, wgrad_with_hp=wgrad_with_hp,
                                            scale_calculation_mode=mode)
     seen = []
@@ -71,9 +73,10 @@ def chain(kind, dtype, block_size, mode, wgrad_with_hp=True, alignment=32, mxfp8
     if backward == "sum":  # an expanded gradient, no two values in memory
         y.sum().backward()
     else:
-        y.backward(rows_of(rank, y.shape[0], N, y.dtype, salt=1))
-    return dict(x=x.detach(), y=y.detach(), dx=x.grad, dw=w.grad, dispatched=dispatched.detach(),
-                shape=tuple(shape), rows=rows.detach(), indices=indices, sizes=sizes, ends=ends, grad_type=seen)
+        y.backward(rows_of(rank, y.shape[0], N, y.dtype, salt=1).to(device))
+    tensors = dict(x=x.detach(), y=y.detach(), dx=x.grad, dw=w.grad, dispatched=dispatched.detach(),
+                   rows=rows.detach(), indices=indices, sizes=sizes, ends=ends)
+    return {name: t.cpu() for name, t in tensors.items()} | {"shape": tuple(shape), "grad_type": seen}
 
 
 def reference(kind: str, world: int, results: list) -> tuple:

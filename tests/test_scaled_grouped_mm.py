@@ -35,13 +35,13 @@ def loop(a, w, grad, ends=ENDS) -> tuple:
     return out, da, dw
 
 
-def run(a, w, grad, ends=ENDS, **kwargs) -> tuple:
+def run(a, w, grad, ends=ENDS, device="cpu", **kwargs) -> tuple:
     """out, dA and dW through the function under test."""
-    a, w = a.detach().requires_grad_(), w.detach().clone().requires_grad_()
-    out = _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs=torch.tensor(ends, dtype=torch.int32),
-                                           **kwargs)
-    out.backward(grad.to(out.dtype) if not isinstance(grad, MXTensor) else grad)
-    return out.detach(), a.grad, w.grad
+    a, w = a.detach().to(device).requires_grad_(), w.detach().clone().to(device).requires_grad_()
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs=offs, **kwargs)
+    out.backward((grad if isinstance(grad, MXTensor) else grad.to(out.dtype)).to(device))
+    return out.detach().cpu(), a.grad.cpu(), w.grad.cpu()
 
 
 def quantize_rows(x, block, mode):
