@@ -16,6 +16,9 @@ RUN := $(VENV)/bin/python
 
 # DeepSpeed looks for ninja and mpirun on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Its CPU extension is built on first use, against this environment's DeepSpeed and torch: a cache shared with another
+# environment would be built anew at every change between the two.
+export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 
 setup: $(VENV)/ready
 
