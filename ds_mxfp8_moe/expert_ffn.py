@@ -82,6 +82,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] = field(default=lambda phase: nullcontext())
 
+    @torch.compiler.disable  # sizes come from the host: torch.compile breaks its graph here and goes on behind
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> torch.Tensor:
         """Sends tokens through their experts.
