@@ -5,7 +5,9 @@ import pytest
 import torch
 from test_scaled_grouped_mm import CASES, ENDS, loop, operands, run
 
+from ds_mxfp8_moe.ep import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from ds_mxfp8_moe.mx import quantize, sqnr_db
+from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
 
 @pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
@@ -56,3 +58,23 @@ def test_expanded_gradient():
         for x, y in zip(run(a, w, torch.ones(1, 1).expand(300, 160), device="cuda", wgrad_with_hp=hp),
                         run(a, w, torch.ones(300, 160), device="cuda", wgrad_with_hp=hp), strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("hp", (True, False))
+def test_nothing_waits_for_the_device(hp):
+    """Sorting, padding and all three products take their sizes from the device; the host never looks."""
+    counts = torch.tensor([3, 0, 77, 20, 5, 64], dtype=torch.int32, device="cuda")  # 2 ranks x 3 experts
+    x = quantize(torch.randn(169, 256, device="cuda").bfloat16()).requires_grad_()
+    w = torch.randn(3, 160, 256, device="cuda").bfloat16().requires_grad_()
+
+    def step():
+        shape, rows, indices, _, ends = permute_mxfp8_fwd_hp_bwd(x, counts, 2, 3)
+        out = _to_mxfp8_then_scaled_grouped_mm(rows, w.transpose(-2, -1), offs=ends, wgrad_with_hp=hp)
+        unpermute_hp_fwd_mxfp8_bwd(out, indices, shape).sum().backward()
+
+    step()  # the first call may wait while libraries load
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
