@@ -53,7 +53,9 @@ def test_every_formula(gpu_ranks, name, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-32"])
 def test_other_dtypes(gpu_ranks, dtype, recipe_name):
-    check(gpu_ranks, RECIPES[recipe_name], "swiglu", dtype=dtype)
+    # torch's grouped GEMM returns bfloat16 for MXFP8 operands of float16 tokens: one more rounding, below MXFP8's own.
+    rounded_twice = dtype == torch.float16 and recipe_name != "bf16"
+    check(gpu_ranks, RECIPES[recipe_name], "swiglu", dtype=dtype, least=32 if rounded_twice else 45)
 
 
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
