@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny Hugging Face MoE models, one a family that AutoEP knows, and engines that train them on gloo ranks."""
+
+import deepspeed
+import torch
+import transformers
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+
+import ds_mxfp8_moe
+
+VOCABULARY = 128
+_COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=4, max_position_embeddings=64, num_experts_per_tok=2, bos_token_id=1,
+               eos_token_id=2, pad_token_id=0, moe_intermediate_size=64)
+_QWEN = dict(**_COMMON, num_experts=8, head_dim=16)
+_DEEPSEEK = dict(**_COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank=16, qk_nope_head_dim=16,
+                 qk_rope_head_dim=8, v_head_dim=16, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+
+# What each adds: plain softmax routing; an auxiliary loss on the router's logits; a shared expert behind a gate; the
+# layer itself returning its logits; group-limited routing beside shared experts; sigmoid scores with a correction bias
+# and a dense first layer; another FFN formula, which is not converted.
+FAMILIES = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_QWEN, norm_topk_prob=True),
+    "mixtral": lambda: transformers.MixtralConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
+                                                  output_router_logits=True, router_aux_loss_coef=0.1),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**_QWEN, shared_expert_intermediate_size=96),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**_QWEN, shared_expert_intermediate_size=96,
+                                                             layer_types=["full_attention"] * 2),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None, first_k_dense_replace=0,
+                                                         topk_method="group_limited_greedy"),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=1),
+    "minimax_m3": lambda: transformers.MiniMaxM3VLTextConfig(**_COMMON),
+}
+
+
+def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
+    """A model of 2 layers, hidden 64, 8 experts of FFN size 64; the same weights on every rank."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, buffer in net.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
+    return net.train()
+
+
+def ds_config(section: dict | None, stage: int = 0, ep_size: int = 2, expert_parallel: dict | None = None,
+              **changes) -> dict:
+    """A DeepSpeed config of ZeRO `stage` with AutoEP and the section "mxfp8_moe" (None: left out).
+
+    SGD, since Adam turns the noise of vanishing gradients into whole steps.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+        "expert_parallel": {"enabled": True, "autoep_size": ep_size, **(expert_parallel or {})},
+    }
+    if section is not None:
+        config["mxfp8_moe"] = section
+    return {**config, **changes}
+
+
+def engine(section: dict | None, *args, family: str = "qwen3_moe", model_changes: dict | None = None, **kwargs):
+    """A new engine over a new model; see `ds_config`."""
+    return ds_mxfp8_moe.initialize(model=model(family, **(model_changes or {})),
+                                   config=ds_config(section, *args, **kwargs))[0]
+
+
+def batch(step: int, rank: int | None = None, size: int = 2, length: int = 16) -> torch.Tensor:
+    """Token ids [size, length], different on every rank and in every step."""
+    rank = deepspeed.comm.get_rank() if rank is None else rank
+    return torch.randint(3, VOCABULARY, (size, length), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def autoep_layers(module: torch.nn.Module) -> list:
+    return [layer for layer in module.modules() if isinstance(layer, AutoEPMoELayer)]

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converted AutoEP layers beside DeepSpeed's own: the same routing bits, the same training, MXFP8 within its bars."""
+
+import copy
+
+import deepspeed
+import pytest
+import torch
+from autoep_models import FAMILIES, autoep_layers, batch, ds_config, engine, model
+from deepspeed.module_inject import auto_ep_layer
+from deepspeed.utils import safe_get_full_grad
+from torch.utils.checkpoint import checkpoint
+
+from ds_mxfp8_moe import convert, initialize
+from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
+from ds_mxfp8_moe.mx import sqnr_db
+
+CONVERTED = [family for family in FAMILIES if family != "minimax_m3"]
+PLAIN = {"enabled": False}
+BF16 = {"enabled": True, "recipe": "bf16"}
+MXFP8 = {"enabled": True}
+
+
+
+
+# ---------------------------------------------------------------- one layer, on the same input
+
+
+def call(layer, x, grad) -> tuple:
+    """Output, all gradients by name, and everything that routing decides."""
+    routing = []
+    hook = layer.router.register_forward_hook(lambda module, args, output: routing.extend(output))
+    layer.tokens_per_expert.zero_()
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    hook.remove()
+    y, logits = output if isinstance(output, tuple) else (output, None)
+    parameters = dict(layer.named_parameters())
+    loss = (y * grad.view(y.shape)).sum()
+    if logits is not None:
+        loss = loss + logits.float().square().sum()
+    values = {"output": y, "input": torch.autograd.grad(loss, [x], retain_graph=True)[0]}
+    values |= dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    return ({name: value.detach() for name, value in values.items()},
+            [part.detach() for part in routing] + [layer.tokens_per_expert.clone()]
+            + ([] if logits is None else [logits.detach()]))
+
+
+def layer_and_input(family: str, ep_size: int, dtype=torch.float32, tokens: int = 64):
+    built = engine(None, 0, ep_size, family=family, model_changes={"dtype": dtype})
+    generator = torch.Generator().manual_seed(built.global_rank)
+    x, grad = (torch.randn(2, tokens, 64, generator=generator).to(dtype) for _ in range(2))
+    return built, autoep_layers(built.module)[-1], x, grad
+
+
+def decibels(expected: dict, got: dict) -> dict:
+    return {name: float(sqnr_db(expected[name], got[name])) for name in expected}
+
+
+def same_bits(first, second) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def bf16_recipe(family, shape, logits):
+    built, layer, x, grad = layer_and_input(family, 2)
+    layer.moe_output_shape = shape
+    if logits is not None:
+        layer.return_router_logits = logits
+    plain, routing = call(layer, x, grad)
+    keys = list(built.module.state_dict())
+    report = convert(built, BF16)
+    ours, our_routing = call(layer, x, grad)
+    return report, decibels(plain, ours), same_bits(routing, our_routing), keys == list(built.module.state_dict())
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_the_bf16_recipe_equals_deepspeed(ranks2, family):
+    for report, db, same_routing, same_keys in ranks2.run(bf16_recipe, family, "batched", None):
+        assert report.converted == len(report.layers) > 0
+        assert min(db.values()) >= 90, db
+        assert same_routing and same_keys
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_flat_outputs_and_router_logits(ranks2, logits):
+    for _, db, same_routing, _ in ranks2.run(bf16_recipe, "qwen2_moe", "flat", logits):
+        assert min(db.values()) >= 90, db
+        assert same_routing
+
+
+def in_bfloat16():
+    built, layer, x, grad = layer_and_input("qwen3_moe", 2, torch.bfloat16)
+    plain, routing = call(layer, x, grad)
+    convert(built, BF16)
+    ours, our_routing = call(layer, x, grad)
+    # The exact answer for the same routing: DeepSpeed's experts in float32 behind the router in bfloat16.
+    convert(built, PLAIN)
+    layer.experts.float()
+    router = layer.router.forward
+    layer.router.forward = lambda x, bias: router(x.bfloat16(), bias)
+    exact, _ = call(layer, x.float(), grad.float())
+    return decibels(exact, plain), decibels(exact, ours), same_bits(routing, our_routing)
+
+
+def test_in_bfloat16_it_is_no_farther_from_the_exact_answer_than_deepspeed(ranks2):
+    for plain, ours, same_routing in ranks2.run(in_bfloat16):
+        assert same_routing
+        for name, db in ours.items():
+            assert db >= 45 and db >= plain[name] - 0.5, (name, db, plain[name])
+
+
+def mxfp8_recipes(ep_size, sections):
+    built, layer, x, grad = layer_and_input("qwen3_moe", ep_size, tokens=256)
+    plain, routing = call(layer, x, grad)
+    results = []
+    for section in sections:
+        convert(built, section)
+        ours, our_routing = call(layer, x, grad)
+        again, _ = call(layer, x, grad)
+        results.append((decibels(plain, ours), same_bits(routing, our_routing),
+                        same_bits(ours.values(), again.values())))
+    return results
+
+
+SECTIONS = [{}, {"scale_block_size": 128}, {"recipe": "mxfp8"}, {"recipe": "mxfp8", "scale_block_size": 128},
+            {"scaling_mode": "floor"}]
+
+
+@pytest.mark.parametrize("ranks, ep_size", [("ranks2", 2), ("ranks4", 2), ("ranks4", 4)])
+def test_mxfp8_stays_within_the_bars_of_swiglu(request, ranks, ep_size):
+    for results in request.getfixturevalue(ranks).run(mxfp8_recipes, ep_size, SECTIONS):
+        for section, (db, same_routing, repeatable) in zip(SECTIONS, results, strict=True):
+            less = 1.5 if section.get("scaling_mode") == "floor" else 0
+            # The routing weights' gradients are sums of products of two rounded factors each, whence the router's bar.
+            bars = {"output": 23, "router.gate.weight": 21}
+            for name, value in db.items():
+                assert value >= bars.get(name, 22.5) - less, (section, name, value)
+            assert same_routing and repeatable
+
+
+# ---------------------------------------------------------------- whole models, trained
+
+
+def gathered(parameter) -> torch.Tensor:
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def train(section, *args, steps: int = 3, checkpointing: dict | None = None, one_batch: bool = False, **kwargs):
+    """Losses, the first step's gradients as DeepSpeed reduced them, the weights after the last step, expert loads."""
+    built = engine(section, *args, **kwargs)
+    if checkpointing is not None:
+        built.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    losses, grads = [], {}
+    for step in range(steps):
+        for micro in range(built.gradient_accumulation_steps()):
+            ids = batch(0 if one_batch else 10 * step + micro)
+            loss = built(input_ids=ids, labels=ids).loss
+            built.backward(loss)
+            losses.append(loss.item())
+            if step == 0 and built.is_gradient_accumulation_boundary():
+                grads = {name: safe_get_full_grad(p).float().clone() for name, p in built.module.named_parameters()}
+            built.step()
+    weights = {name: gathered(p).float() for name, p in built.module.named_parameters()}
+    converted = sum(type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(built.module))
+    loads = [layer.tokens_per_expert.clone() for layer in autoep_layers(built.module)]
+    built.destroy()
+    return losses, grads, weights, loads, converted
+
+
+def trained_like_deepspeed(*args, **kwargs):
+    plain, ours = (train(section, *args, **kwargs) for section in (PLAIN, BF16))
+    return (plain[0], ours[0], decibels(plain[1], ours[1]), decibels(plain[2], ours[2]), same_bits(plain[3], ours[3]),
+            (plain[4], ours[4]))
+
+
+def check_training(results, tolerance=1e-5, db=90):
+    for plain_losses, losses, grads, weights, same_loads, converted in results:
+        assert converted[0] == 0 < converted[1]
+        assert losses == pytest.approx(plain_losses, abs=tolerance)
+        assert min(grads.values()) >= db, min(grads.items(), key=lambda item: item[1])
+        assert min(weights.values()) >= db, min(weights.items(), key=lambda item: item[1])
+        assert same_loads
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks, ep_size", [("ranks2", 2), ("ranks2", 1), ("ranks4", 2)])
+def test_trains_like_deepspeed_in_every_zero_stage(request, ranks, ep_size, stage):
+    check_training(request.getfixturevalue(ranks).run(trained_like_deepspeed, stage, ep_size))
+
+
+LAYOUTS = {
+    "accumulation and clipping": (2, dict(gradient_accumulation_steps=2, gradient_clipping=0.1)),
+    "accumulation and clipping, ZeRO-3": (3, dict(gradient_accumulation_steps=2, gradient_clipping=0.1)),
+    "data before experts": (2, dict(use_data_before_expert_parallelism=True)),
+    "optimizer on the CPU": (2, dict(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                                     zero_force_ds_cpu_optimizer=False)),
+    "everything on the CPU": (3, dict(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"},
+                                                         "offload_param": {"device": "cpu"}},
+                                      zero_force_ds_cpu_optimizer=False)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_like_deepspeed_in_other_layouts(ranks4, layout):
+    stage, changes = LAYOUTS[layout]
+    check_training(ranks4.run(trained_like_deepspeed, stage, 2, **changes))
+
+
+@pytest.mark.parametrize("family", [family for family in CONVERTED if family != "qwen3_moe"])
+def test_every_family_trains_like_deepspeed(ranks2, family):
+    check_training(ranks2.run(trained_like_deepspeed, 3, 2, family=family))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mxfp8_learns_under_bf16_engines(ranks2, stage):
+    def losses(section):
+        return [result[0] for result in ranks2.run(train, section, stage, 2, steps=6, one_batch=True,
+                                                   bf16={"enabled": True})]
+
+    for plain, ours in zip(losses(PLAIN), losses(MXFP8), strict=True):
+        assert ours != plain
+        assert ours[-1] < ours[0] - 0.2
+        assert ours == pytest.approx(plain, rel=0.02)
+
+
+# ---------------------------------------------------------------- recomputation, empty ranks, odd calls
+
+
+def recomputed(stage, use_reentrant):
+    changes = {"family": "deepseek_v3", "gradient_clipping": 1.0}
+    plain = train(MXFP8, stage, 2, **changes)
+    again = train(MXFP8, stage, 2, checkpointing={"use_reentrant": use_reentrant}, **changes)
+    return plain[0] == again[0], [name for name in plain[1] if not torch.equal(plain[1][name], again[1][name])]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_no_bit(ranks2, stage, use_reentrant):
+    for same_losses, different in ranks2.run(recomputed, stage, use_reentrant):
+        assert same_losses and not different
+
+
+def all_rows_to_rank_0(use_reentrant):
+    built, layer, x, grad = layer_and_input("deepseek_v3", 2)
+    convert(built, MXFP8)
+    with torch.no_grad():
+        layer.router.e_score_correction_bias.copy_(torch.tensor([9.0] * 4 + [0.0] * 4))
+    results = []
+    for recompute in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(layer, leaf, use_reentrant=use_reentrant) if recompute else layer(leaf)
+        (y * grad).sum().backward()
+        results.append({name: p.grad for name, p in layer.named_parameters()} | {"input": leaf.grad})
+        for p in layer.parameters():
+            p.grad = None
+    empty = all(not results[0][f"experts.{name}"].any() for name in ("w1", "w2", "w3"))
+    return same_bits(results[0].values(), results[1].values()), empty
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_rank_that_receives_no_rows_recomputes_with_the_others(ranks2, use_reentrant):
+    (same0, empty0), (same1, empty1) = ranks2.run(all_rows_to_rank_0, use_reentrant)
+    assert same0 and same1
+    assert (empty0, empty1) == (False, True)
+
+
+def uneven(section, tokens_per_rank):
+    built, layer, x, _ = layer_and_input("qwen3_moe", 2)
+    convert(built, section)
+    x = x[:1, :tokens_per_rank[built.global_rank]].clone().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    grads = [p.grad for p in layer.parameters()]
+    layer.eval()
+    with torch.no_grad():
+        evaluated = layer(x)
+    return y.shape == x.shape, all(g is not None and g.isfinite().all() for g in grads), torch.equal(y, evaluated)
+
+
+@pytest.mark.parametrize("section", [MXFP8, BF16, PLAIN])
+@pytest.mark.parametrize("tokens", [(5, 3), (7, 0)])
+def test_ranks_may_bring_different_numbers_of_tokens(ranks2, section, tokens):
+    for result in ranks2.run(uneven, section, tokens):
+        assert result == (True, True, True)
+
+
+def called_twice():
+    built, layer, x, grad = layer_and_input("qwen3_moe", 2)
+    convert(built, MXFP8)
+    first, second = x, x.flip(0).flip(1)
+
+    def grads(inputs):
+        for p in layer.parameters():
+            p.grad = None
+        outputs = [layer(value) for value in inputs]
+        sum((y * grad).sum() for y in outputs).backward()
+        return {name: p.grad for name, p in layer.named_parameters()}
+
+    together = grads([first, second])
+    one, other = grads([first]), grads([second])
+    return decibels({name: one[name] + other[name] for name in one}, together)
+
+
+def test_a_layer_called_twice_before_backward_keeps_both_plans(ranks2):
+    for db in ranks2.run(called_twice):
+        assert min(db.values()) > 100, db
+
+
+def converted_twice():
+    built, layer, x, grad = layer_and_input("qwen3_moe", 2)
+    plain, _ = call(layer, x, grad)
+    ids = [id(p) for p in built.module.parameters()]
+    first, second = convert(built, MXFP8), convert(built, BF16)
+    ours, _ = call(layer, x, grad)
+    clone = copy.deepcopy(layer.cpu()) if layer.ep_group is None else None
+    back = convert(built, PLAIN)
+    restored, _ = call(layer, x, grad)
+    return (first.converted, second.converted, back.converted, min(decibels(plain, ours).values()),
+            same_bits(plain.values(), restored.values()), ids == [id(p) for p in built.module.parameters()],
+            type(layer) is auto_ep_layer.AutoEPMoELayer, clone)
+
+
+def test_converting_again_settles_anew_and_disabling_restores(ranks2):
+    for first, second, back, db, restored, same_parameters, plain_class, _ in ranks2.run(converted_twice):
+        assert (first, second, back) == (2, 2, 0)
+        assert db >= 90
+        assert restored and same_parameters and plain_class
+
+
+def balanced(family):
+    built, layer, x, grad = layer_and_input(family, 2)
+    convert(built, {**BF16, "force_load_balance": True})
+    values, _ = call(layer, x, grad)
+    sent = layer.router.num_experts, x[..., 0].numel() * layer.top_k
+    flat = x.reshape(-1, 64)
+    logits = layer.router.gate(flat).float()
+    scores = logits.sigmoid() if layer.router.score_func == "sigmoid" else logits.softmax(-1)
+    expert_TK = (torch.arange(sent[1]) % sent[0]).view(-1, layer.top_k)
+    weight_TK = scores.gather(1, expert_TK)
+    if layer.router.route_norm:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    weight_TK = weight_TK * layer.router.route_scale
+    stacked = {}
+    for name in ("w1", "w2", "w3"):
+        parts = [torch.empty_like(layer.experts.get_parameter(name)) for _ in range(2)]
+        deepspeed.comm.all_gather(parts, layer.experts.get_parameter(name).detach().contiguous())
+        stacked[name] = torch.cat(parts)
+    wanted = torch.zeros_like(flat)
+    for k in range(layer.top_k):
+        for expert in range(sent[0]):
+            rows = (expert_TK[:, k] == expert).nonzero().squeeze(1)
+            hidden = torch.nn.functional.silu(flat[rows] @ stacked["w1"][expert].t()) * (flat[rows]
+                                                                                        @ stacked["w3"][expert].t())
+            wanted[rows] += weight_TK[rows, k:k + 1] * (hidden @ stacked["w2"][expert].t())
+    if layer.shared_experts is not None:
+        wanted += layer.shared_experts(flat)
+    return float(sqnr_db(wanted, values["output"].view(-1, 64))), bool(values["router.gate.weight"].any())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_forced_balance_sends_round_robin_with_the_routers_scores(ranks2, family):
+    for db, router_learns in ranks2.run(balanced, family):
+        assert db >= 90 and router_learns
+
+
+def wrong_width():
+    built, layer, x, _ = layer_and_input("qwen3_moe", 2)
+    convert(built, MXFP8)
+    with pytest.raises(ValueError, match="expected a last axis of 64") as error:
+        layer(x[..., :32])
+    return str(error.value)
+
+
+def test_an_input_of_another_width_is_named(ranks2):
+    assert all("model.layers.1.mlp" in message for message in ranks2.run(wrong_width))
+
+
+# ---------------------------------------------------------------- what is left to DeepSpeed, and why
+
+
+class OtherExperts(auto_ep_layer.GroupedExperts):
+    pass
+
+
+def tamper(layer, how):
+    if how == "subclass":
+        layer.experts.__class__ = OtherExperts
+    elif how == "hook":
+        layer.experts.register_forward_hook(lambda module, args, output: None)
+    elif how == "replaced forward":
+        layer.forward = layer.forward
+    elif how == "comm_backend":
+        layer.comm_backend = "deepep"
+    elif how == "tied":
+        layer.shared_experts = torch.nn.Module()
+        layer.shared_experts.again = layer.experts.w1
+    elif how == "dtype":
+        layer.experts.w1.data = layer.experts.w1.data.double()
+
+
+REASONS = {
+    "subclass": "its GroupedExperts is a OtherExperts",
+    "hook": "GroupedExperts has hooks (1) that this path would not call",
+    "replaced forward": "forward method is replaced",
+    "comm_backend": "its comm_backend is 'deepep'",
+    "tied": "parameter w1 of its experts is shared",
+    "dtype": "w1 of its experts is torch.float64",
+}
+
+
+def refused(how, stage):
+    built = engine(None, stage)
+    layer = autoep_layers(built.module)[0]
+    tamper(layer, how)
+    report = convert(built, MXFP8)
+    return type(layer.experts) is not MXFP8GroupedExperts, report.layers[0].detail, report.layers[1].converted
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_what_it_cannot_prove_it_leaves_alone(ranks2, how):
+    for untouched, reason, other in ranks2.run(refused, how, 0):
+        assert untouched and other
+        assert REASONS[how] in reason and "runs DeepSpeed's own path" in reason
+
+
+def test_hooks_on_the_experts_are_seen_under_zero3_too(ranks2):
+    for untouched, reason, other in ranks2.run(refused, "hook", 3):
+        assert untouched and other
+        assert REASONS["hook"] in reason
+
+
+def fallback_trains(section_reason, *args, **kwargs):
+    built = engine(MXFP8, *args, **kwargs)
+    report = convert(built, MXFP8)
+    ids = batch(0, rank=0)
+    losses = []
+    for _ in range(3):
+        loss = built(input_ids=ids, labels=ids).loss
+        built.backward(loss)
+        built.step()
+        losses.append(loss.item())
+    return [layer.detail for layer in report.layers], losses
+
+
+@pytest.mark.parametrize("reason, kwargs", [
+    ("applies the router's scores 'pre' the experts", dict(expert_parallel={"score_apply": "pre"})),
+    ("FFN size 48 are not both multiples of 32", dict(model_changes={"moe_intermediate_size": 48})),
+    ("activation is swiglu_oai", dict(family="minimax_m3")),
+])
+def test_fallback_layers_train_as_deepspeed_does(ranks2, reason, kwargs):
+    if kwargs.get("family") == "minimax_m3" and "minimax_m3" not in auto_ep_presets():
+        pytest.skip("this DeepSpeed's AutoEP has no preset for MiniMax-M3, the family of that activation")
+    for details, losses in ranks2.run(fallback_trains, reason, 0, 2, **kwargs):
+        assert details and all(reason in detail for detail in details)
+        assert losses[-1] < losses[0]
+
+
+def auto_ep_presets():
+    from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
+    return PRESET_MODELS
+
+
+def test_folding_with_autotp_falls_back(ranks4):
+    reason = "it is folded with AutoTP"
+    for details, losses in ranks4.run(fallback_trains, reason, 1, 2, family="mixtral",
+                                      tensor_parallel={"autotp_size": 2, "preset_model": "mixtral"},
+                                      expert_parallel={"preset_model": "mixtral"}):
+        assert details and all(reason in detail for detail in details)
+        assert losses[-1] < losses[0]
+
+
+def excluded():
+    built = initialize(model=model(), config=ds_config({**MXFP8, "exclude": [r".*layers\.0\..*"]}))[0]
+    return [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(built.module)]
+
+
+def test_include_and_exclude(ranks2):
+    assert ranks2.run(excluded) == [[False, True]] * 2
