@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Result files: one JSON a run under examples/benchmarks/results/, from which every table and plot is derived."""
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" where tracked files differ from it; None outside of git."""
+    root = Path(__file__).parent
+    try:
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=root, text=True).strip()
+        changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=root, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed.strip() else "")
+
+
+def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None = None) -> None:
+    """Writes one run's rows with the machine, versions, commit, command and date.
+
+    Args:
+        rows: {"case": {...}, "contender": str, figures with their unit in the name, "correct": bool}.
+        of_commit: the commit measured, for machines that have the files without the repository.
+    """
+    accelerator = get_accelerator()
+    on_gpu = accelerator.device_name() == "cuda"
+    result = {
+        "benchmark": benchmark,
+        "machine": f"{accelerator.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else platform.machine(),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
+        | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
+        "commit": of_commit or commit(),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def quantiles_ms(seconds: list[float]) -> dict[str, float]:
+    """{"median_ms", "p10_ms", "p90_ms"} of times in seconds."""
+    p10, median, p90 = (torch.tensor(seconds, dtype=torch.float64).quantile(q).item() * 1e3 for q in (0.1, 0.5, 0.9))
+    return {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
