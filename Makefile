@@ -22,6 +22,9 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 
 setup: $(VENV)/ready
 
+# DeepSpeed's build imports torch, so it builds in this environment, and builds no CUDA op in advance.
+INSTALL := DS_BUILD_OPS=0 $(RUN) -m pip install -q --no-build-isolation
+
 $(VENV)/ready: Makefile setup.py pyproject.toml
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
 	  echo "setup: keeping the torch of $(PYTHON), which sees a GPU"
@@ -29,12 +32,6 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  # Where $(PYTHON) is itself a virtual environment, its packages are not the system's: name their folder.
 	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
 	    > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept.pth"
-	  if compgen -G '.whl/*.whl' >/dev/null; then
-	    $(RUN) -m pip install -q --no-index --no-deps .whl/*.whl
-	    $(RUN) -m pip install -q --no-index --no-deps --no-build-isolation -e .
-	    touch $@
-	    exit 0
-	  fi
 	  $(RUN) -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/constraints.txt
 	else
 	  $(PYTHON) -m venv --clear $(VENV)
@@ -43,9 +40,17 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  $(RUN) -m pip install -q torch==$(CPU_TORCH)+cpu 2>/dev/null || $(RUN) -m pip install -q torch==$(CPU_TORCH)
 	fi
 	echo deepspeed==$(DEEPSPEED) >> $(VENV)/constraints.txt
-	# DeepSpeed's build imports torch, so it builds in this environment, and builds no CUDA op in advance.
-	$(RUN) -m pip install -q 'setuptools>=77' wheel
-	DS_BUILD_OPS=0 $(RUN) -m pip install -q --no-build-isolation -c $(VENV)/constraints.txt -e '.[test]'
+	if [ -e $(VENV)/lib/python3*/site-packages/kept.pth ] && compgen -G '.whl/*.whl' >/dev/null; then
+	  # A GPU machine without a package index: what it lacks was brought along in .whl.
+	  $(INSTALL) --no-index --no-deps .whl/*.whl
+	  $(INSTALL) --no-index --no-deps -e .
+	else
+	  $(RUN) -m pip install -q 'setuptools>=77' wheel
+	  $(INSTALL) -c $(VENV)/constraints.txt -e '.[test]'
+	fi
+	# The extension of DeepSpeed's CPU ranks, now and by one process: a build cut short in a run would leave a lock
+	# behind that all later runs wait for.
+	DS_ACCELERATOR=cpu $(RUN) -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 	touch $@
 
 test: $(VENV)/ready

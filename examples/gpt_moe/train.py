@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> dict:
     summary = train(engine, train_windows, heldout, first_step, args)
     layers = moe_layers(engine)
     summary |= {"moe_layers": len(layers),
-                "layers_converted": sum(type(m).__module__.startswith("ds_mxfp8_moe") for m in layers),
+                "layers_converted": sum(hasattr(getattr(m, "deepspeed_moe", m), "mxfp8") for m in layers),
                 "parameters": sum(p.numel() for p in engine.module.parameters())}
     if dist.get_rank() == 0 and args.save_dir:
         (args.save_dir / "summary.json").write_text(json.dumps(summary))
