@@ -134,3 +134,21 @@ def test_hf_model_through_autoep(folder, ranks2, config):
                                       "--seq_len", "32", "--steps", "2", "--save_dir", str(folder / config),
                                       "--activation_checkpointing")
     assert summary["moe_layers"] == 2 and np.isfinite(losses[2])
+
+
+def test_hf_model_from_a_folder_with_and_without_weights(folder):
+    from_yaml = train.models.build_hf(str(folder / "qwen.yaml"), 1, False)
+    from_yaml.config.save_pretrained(folder / "config_only")
+    from_yaml.save_pretrained(folder / "weights")
+    same_seed = train.models.build_hf(str(folder / "config_only"), 1, False).state_dict()
+    loaded = train.models.build_hf(str(folder / "weights"), 2, False).state_dict()
+    for name, expected in from_yaml.state_dict().items():
+        assert same_seed[name].equal(expected) and loaded[name].equal(expected), name
+
+
+def test_ds_configs_differ_in_the_section_alone():
+    folder = ROOT / "configs/ds"
+    for path in folder.glob("*_mxfp8.json"):
+        config = json.loads(path.read_text())
+        assert config.pop("mxfp8_moe") == {"enabled": True}
+        assert config == json.loads((folder / path.name.replace("_mxfp8", "")).read_text())
