@@ -56,8 +56,3 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
-
-def quantiles_ms(seconds: list[float]) -> dict[str, float]:
-    """{"median_ms", "p10_ms", "p90_ms"} of times in seconds."""
-    p10, median, p90 = (torch.tensor(seconds, dtype=torch.float64).quantile(q).item() * 1e3 for q in (0.1, 0.5, 0.9))
-    return {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
