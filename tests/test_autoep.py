@@ -9,6 +9,7 @@ import torch
 from autoep_models import FAMILIES, autoep_layers, batch, ds_config, engine, model
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.utils import safe_get_full_grad
+from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert, initialize
@@ -19,6 +20,12 @@ CONVERTED = [family for family in FAMILIES if family != "minimax_m3"]
 PLAIN = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
+
+
+def skip_where_gathers_race(world_size: int, stage: int) -> None:
+    """ZeRO-3 of 0.19.6 awaits the last of its all-gathers only, which over gloo says nothing about the others."""
+    if world_size == 4 and stage == 3 and Version(deepspeed.__version__) < Version("0.19.8"):
+        pytest.skip("this DeepSpeed reads experts partitioned by ZeRO-3 before gloo has gathered them")
 
 
 
@@ -96,8 +103,8 @@ def in_bfloat16():
     # The exact answer for the same routing: DeepSpeed's experts in float32 behind the router in bfloat16.
     convert(built, PLAIN)
     layer.experts.float()
-    router = layer.router.forward
-    layer.router.forward = lambda x, bias: router(x.bfloat16(), bias)
+    gate = layer.router.gate.forward
+    layer.router.gate.forward = lambda x: gate(x.bfloat16())
     exact, _ = call(layer, x.float(), grad.float())
     return decibels(exact, plain), decibels(exact, ours), same_bits(routing, our_routing)
 
@@ -186,7 +193,9 @@ def check_training(results, tolerance=1e-5, db=90):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks, ep_size", [("ranks2", 2), ("ranks2", 1), ("ranks4", 2)])
 def test_trains_like_deepspeed_in_every_zero_stage(request, ranks, ep_size, stage):
-    check_training(request.getfixturevalue(ranks).run(trained_like_deepspeed, stage, ep_size))
+    pool = request.getfixturevalue(ranks)
+    skip_where_gathers_race(pool.world_size, stage)
+    check_training(pool.run(trained_like_deepspeed, stage, ep_size))
 
 
 LAYOUTS = {
@@ -204,6 +213,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trains_like_deepspeed_in_other_layouts(ranks4, layout):
     stage, changes = LAYOUTS[layout]
+    skip_where_gathers_race(4, stage)
     check_training(ranks4.run(trained_like_deepspeed, stage, 2, **changes))
 
 
@@ -245,7 +255,7 @@ def all_rows_to_rank_0(use_reentrant):
     built, layer, x, grad = layer_and_input("deepseek_v3", 2)
     convert(built, MXFP8)
     with torch.no_grad():
-        layer.router.e_score_correction_bias.copy_(torch.tensor([9.0] * 4 + [0.0] * 4))
+        layer.router.e_score_correction_bias = torch.tensor([9.0] * 4 + [0.0] * 4)
     results = []
     for recompute in (False, True):
         leaf = x.clone().requires_grad_()
