@@ -39,7 +39,6 @@ class Plan:
         send_splits, recv_splits: rows to and from each rank of the group, in rank order.
         send_token_S: int64 [S], the token in each row sent, ascending by (rank, token).
         sent_slot_WT: int64 [W, T], the row of `send_token_S` in which token t goes to rank w; S where it does not.
-        own_SK: bool [S, K], the choices of the row's token that its destination serves.
         group_ends: end of each local expert's rows among the P, on the host; multiples of ROW_ALIGNMENT.
         group_ends_E: the same as int32 on the device.
         slot_RK: int64 [R, K], where choice k of received row r stands among the P; P where another rank serves it.
@@ -53,7 +52,6 @@ class Plan:
     recv_splits: tuple
     send_token_S: torch.Tensor
     sent_slot_WT: torch.Tensor
-    own_SK: torch.Tensor
     group_ends: tuple
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor

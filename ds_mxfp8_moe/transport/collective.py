@@ -10,10 +10,12 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor, quantize
 from ..routing import count
 from . import ROW_ALIGNMENT, Plan, Wire
+from .deadline import peer_failure, set_deadline, wait_for_device
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -23,50 +25,68 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def _split(message: torch.Tensor, widths: list) -> list:
-    """The parts of a message, each copied to memory of its own, where any dtype is aligned."""
-    return [part.clone(memory_format=torch.contiguous_format) for part in message.split(widths, dim=1)]
-
-
-def _pad_row(x: torch.Tensor) -> torch.Tensor:
-    """Appends the row of zeros that out-of-range indices read."""
+def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
+    """Appends the row of zeros that indices one beyond the rows read."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
-def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x[index] for 2-D plain or MXFP8 rows; index len(x) reads zeros (scale byte 0)."""
-    if isinstance(x, MXTensor):
-        return x.with_parts(_rows(x.qdata.view(torch.uint8), index).view(x.qdata.dtype),
-                            _rows(x.scale.view(torch.uint8), index).view(x.scale.dtype))
-    return _pad_row(x).index_select(0, index)
+def _copies(message: torch.Tensor, parts: list) -> list:
+    """A message split as `parts` were joined, each part in memory of its own, where any dtype is aligned."""
+    widths = [part.shape[1] for part in parts]
+    return [part.clone(memory_format=torch.contiguous_format) for part in message.split(widths, dim=1)]
+
+
+def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype) -> MXTensor:
+    return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), wire.block_size, dtype)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Expert-parallel exchange over the process group `group`; None means a group of this rank alone."""
+    """Expert-parallel exchange over the process group `group`; None means a group of this rank alone.
+
+    Waits for peers end at the group's timeout with a PeerFailure (deadline.py); `name`, a layer's, says in it where.
+    """
 
     group: Any = None
+    name: str = "an expert-parallel exchange"
 
     @property
     def world_size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(group=self.group)
 
+    def _where(self, phase: str) -> str:
+        return f"'{phase}' of {self.name}"
+
     def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
-        """All-to-all of rows: `send_splits[w]` rows of x go to rank w; returns sum(recv_splits) rows by rank."""
+        """All-to-all of rows: `send_splits[w]` rows of x go to rank w; returns sum(recv_splits) rows by rank and one
+        of zeros."""
         if self.world_size == 1:
-            return x
-        out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(recv_splits), list(send_splits), group=self.group)
+            return _with_zero_row(x)
+        rows = sum(recv_splits)
+        out = x.new_empty((rows + 1, x.shape[1]))
+        out[rows:] = 0
+        try:
+            dist.all_to_all_single(out[:rows], x, list(recv_splits), list(send_splits), group=self.group)
+        except RuntimeError as error:  # gloo's after a timeout or a lost connection, NCCL's while it connects
+            raise peer_failure(self.group, self._where(phase)) from error
         return out
 
-    def _read_counts(self, counts: torch.Tensor) -> list:
-        """The transport's one device-to-host read: the sizes of what follows."""
-        return counts.tolist()
+    def _read_counts(self, counts: torch.Tensor, seconds: float) -> list:
+        """The transport's one device-to-host read: the sizes of what follows. It waits `seconds` at most."""
+        if self.world_size == 1 or counts.device.type == "cpu":
+            return counts.tolist()
+        on_host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        on_host.copy_(counts, non_blocking=True)
+        copied = get_accelerator().Event()
+        copied.record()
+        wait_for_device(copied, self.group, self._where("counts"), seconds)
+        return on_host.tolist()
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int) -> Plan:
         """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere)."""
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
         device = expert_TK.device
+        seconds = set_deadline(self.group, device) if W > 1 else 0.0
         rank_TK = torch.where(expert_TK >= 0, expert_TK.div(E, rounding_mode="floor"), W)
         wanted_TW = torch.zeros((T, W + 1), dtype=torch.bool, device=device).scatter_(1, rank_TK, True)[:, :W]
 
@@ -74,9 +94,9 @@ class Collective:
         message = torch.cat([send_counts_W.view(W, 1), count(expert_TK, W * E).view(W, E),
                              send_counts_W.new_full((W, 1), T)], dim=1)
         ones = (1, ) * W
-        arriving = self._exchange(message, ones, ones, "counts")
+        arriving = self._exchange(message, ones, ones, "counts")[:W]
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], arriving[:, 1:E + 1].sum(0),
-                                              arriving[:, E + 1].sum().view(1)]))
+                                              arriving[:, E + 1].sum().view(1)]), seconds)
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[-1]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)
@@ -87,11 +107,11 @@ class Collective:
         pair_S = slot.new_empty(S + 1).scatter_(0, slot, torch.arange(W * T, device=device))[:S]
         send_token_S = pair_S % max(T, 1)
         send_rank_S = pair_S.div(max(T, 1), rounding_mode="floor")
+        id_dtype = torch.int16 if E <= torch.iinfo(torch.int16).max else torch.int32
         expert_SK = expert_TK.index_select(0, send_token_S)
         own_SK = rank_TK.index_select(0, send_token_S) == send_rank_S.unsqueeze(1)
-        local_SK = torch.where(own_SK, expert_SK - send_rank_S.unsqueeze(1) * E, -1).to(torch.int16)
-        local_RK = self._exchange(_bytes(local_SK), send_splits, recv_splits, "expert ids")
-        local_RK = local_RK.view(torch.int16).view(R, K).long()
+        local_SK = torch.where(own_SK, expert_SK - send_rank_S.unsqueeze(1) * E, -1).to(id_dtype)
+        local_RK = self._exchange(_bytes(local_SK), send_splits, recv_splits, "expert ids")[:R].view(id_dtype)
 
         # Received choices sorted by expert, stable, each group padded to whole tiles.
         ends, end = [], 0
@@ -104,12 +124,12 @@ class Collective:
         ends_E = torch.tensor(ends, device=device)
         padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
         shift_E = (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
-        place_M = torch.arange(M, device=device) + shift_E.index_select(0, flat.index_select(0, order))
-        slot_RK = flat.new_full((R * K, ), end).scatter_(0, order, place_M).view(R, K)
-        source_P = flat.new_full((end, ), R * K).scatter_(0, place_M, order)
+        place_M = torch.arange(M, device=device) + shift_E.index_select(0, flat.index_select(0, order).int())
+        slot_RK = order.new_full((R * K, ), end).scatter_(0, order, place_M).view(R, K)
+        source_P = order.new_full((end, ), R * K).scatter_(0, place_M, order)
 
         return Plan(num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), send_splits=send_splits,
-                    recv_splits=recv_splits, send_token_S=send_token_S, sent_slot_WT=slot.view(W, T), own_SK=own_SK,
+                    recv_splits=recv_splits, send_token_S=send_token_S, sent_slot_WT=slot.view(W, T),
                     group_ends=tuple(ends), group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
     def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
@@ -120,30 +140,25 @@ class Collective:
             x_PH, expert-sorted rows, zero in the padding: MXTensor if `wire.mxfp8`, else of x_TH's dtype; and
             weight_P, float32 routing weight of each row (0 in the padding), or None without `weight_TK`.
         """
-        H, K = x_TH.shape[1], plan.top_k
         parts = [x_TH]
         if wire.mxfp8:
             mx_TH = quantize(x_TH, wire.block_size, wire.scaling_mode)
             parts = [mx_TH.qdata, mx_TH.scale]
-        message = [_bytes(part).index_select(0, plan.send_token_S) for part in parts]
         if weight_TK is not None:
-            weight_SK = weight_TK.float().index_select(0, plan.send_token_S)
-            message.append(_bytes(torch.where(plan.own_SK, weight_SK, 0.0)))
-        widths = [part.shape[1] for part in message]
-        arrived = self._exchange(torch.cat(message, dim=1), plan.send_splits, plan.recv_splits, phase)
-        arrived = _split(arrived, widths)
+            parts.append(weight_TK.float())
+        parts = [_bytes(part) for part in parts]
+        message_S = torch.cat(parts, dim=1).index_select(0, plan.send_token_S)
+        arrived = _copies(self._exchange(message_S, plan.send_splits, plan.recv_splits, phase), parts)
 
-        row_P = plan.source_P.div(K, rounding_mode="floor")
-        rows = [_rows(part, row_P) for part in arrived[:len(parts)]]
+        row_P = plan.source_P.div(plan.top_k, rounding_mode="floor")
+        x_PH = arrived[0].index_select(0, row_P)
         if wire.mxfp8:
-            x_PH = MXTensor(rows[0].view(torch.float8_e4m3fn), rows[1].view(torch.float8_e8m0fnu), wire.block_size,
-                            x_TH.dtype)
+            x_PH = _mx(x_PH, arrived[1].index_select(0, row_P), wire, x_TH.dtype)
         else:
-            x_PH = rows[0].view(x_TH.dtype).view(-1, H)
+            x_PH = x_PH.view(x_TH.dtype)
         if weight_TK is None:
             return x_PH, None
-        weight_RK = arrived[-1].view(torch.float32).view(-1, K)
-        return x_PH, _pad_row(weight_RK.reshape(-1, 1)).index_select(0, plan.source_P).squeeze(1)
+        return x_PH, arrived[-1].view(torch.float32).view(-1).index_select(0, plan.source_P)
 
     def combine(self, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
@@ -156,33 +171,31 @@ class Collective:
         Returns:
             y_TH in `dtype`, zeros for tokens without experts; and weight_TK float32, or None without `weight_P`.
         """
-        partial_RH = torch.zeros((plan.slot_RK.shape[0], y_PH.shape[1]), dtype=torch.float32, device=y_PH.device)
-        padded = _pad_row(y_PH)
-        for k in range(plan.top_k):
-            partial_RH += padded.index_select(0, plan.slot_RK[:, k])
+        H = y_PH.shape[1]
+        # The one copy that a kernel would save: a choice served elsewhere reads the row of zeros.
+        y_PH = _with_zero_row(y_PH)
+        partial_RH = y_PH.new_zeros((plan.slot_RK.shape[0], H), dtype=torch.float32)
+        for slot_R in plan.slot_RK.unbind(1):
+            partial_RH += y_PH.index_select(0, slot_R)
         if wire.mxfp8:
             mx_RH = quantize(partial_RH, wire.block_size, wire.scaling_mode)
-            message = [_bytes(mx_RH.qdata), _bytes(mx_RH.scale)]
+            parts = [mx_RH.qdata, mx_RH.scale]
         else:
-            message = [_bytes(partial_RH.to(dtype))]
+            parts = [partial_RH.to(dtype)]
         if weight_P is not None:
-            message.append(_bytes(_pad_row(weight_P.view(-1, 1)).index_select(0, plan.slot_RK.reshape(-1)).view(
-                plan.slot_RK.shape)))
-        widths = [part.shape[1] for part in message]
-        back = self._exchange(torch.cat(message, dim=1), plan.recv_splits, plan.send_splits, phase)
-        back = _split(back, widths)
+            weight_P = _with_zero_row(weight_P.view(-1, 1))
+            parts.append(weight_P.index_select(0, plan.slot_RK.view(-1)).view(plan.slot_RK.shape))
+        parts = [_bytes(part) for part in parts]
+        back = _copies(self._exchange(torch.cat(parts, dim=1), plan.recv_splits, plan.send_splits, phase), parts)
         if wire.mxfp8:
-            back_SH = MXTensor(back[0].view(torch.float8_e4m3fn), back[1].view(torch.float8_e8m0fnu),
-                               wire.block_size).dequantize(torch.float32)
+            back_SH = _mx(back[0], back[1], wire, torch.float32).dequantize()
         else:
-            back_SH = back[0].view(dtype).view(-1, y_PH.shape[1])
+            back_SH = back[0].view(dtype)
 
-        y_TH = torch.zeros((plan.num_tokens, y_PH.shape[1]), dtype=torch.float32, device=y_PH.device)
-        back_SH = _pad_row(back_SH)
+        y_TH = back_SH.new_zeros((plan.num_tokens, H), dtype=torch.float32)
         for slot_T in plan.sent_slot_WT:
             y_TH += back_SH.index_select(0, slot_T)
         if weight_P is None:
             return y_TH.to(dtype), None
-        weight_SK = _pad_row(back[-1].view(torch.float32).view(-1, plan.top_k))
-        weight_TK = sum(weight_SK.index_select(0, slot_T) for slot_T in plan.sent_slot_WT)
-        return y_TH.to(dtype), weight_TK
+        weight_SK = back[-1].view(torch.float32)
+        return y_TH.to(dtype), sum(weight_SK.index_select(0, slot_T) for slot_T in plan.sent_slot_WT)
