@@ -11,6 +11,7 @@ from .expert_ffn import ExpertFFN
 from .layer import LayerSettings
 from .routing import Routes, round_robin
 from .transport.collective import Collective
+from .transport.deadline import published
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -34,9 +35,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         Collective over the expert-parallel group.
         """
         settings = self.mxfp8
-        if hidden_states.shape[-1] != settings.formula.hidden_size:
-            raise ValueError(f"{settings.name}: the input has shape {tuple(hidden_states.shape)}; expected a last "
-                             f"axis of {settings.formula.hidden_size}")
+        self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)
         with torch.no_grad():
@@ -44,10 +43,18 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
         if settings.force_load_balance:
             routes = self._balanced(routes, x_TH)
-        ffn = ExpertFFN(settings.formula, settings.recipe, Collective(self.ep_group if self.ep_size > 1 else None),
-                        self.num_local_experts, settings.min_tokens_per_expert, settings.name)
+        transport = Collective(self.ep_group if self.ep_size > 1 else None, settings.name)
+        ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
+                        settings.min_tokens_per_expert, settings.name)
         output = self.experts(x_TH, routes, ffn).reshape(hidden_states.shape)
         return self._finish(output, x_TH, hidden_states)
+
+    @published
+    def _check_input(self, x: torch.Tensor) -> None:
+        """Raises, on this rank and before any collective, for input that the experts cannot take."""
+        if x.shape[-1] != self.mxfp8.formula.hidden_size:
+            raise ValueError(f"{self.mxfp8.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
+                             f"{self.mxfp8.formula.hidden_size}")
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
         logits_TE = self.router.gate(x_TH).float()

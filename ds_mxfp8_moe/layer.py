@@ -19,6 +19,7 @@ from .expert_ffn import ExpertFFN
 from .experts import ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.collective import Collective
+from .transport.deadline import published
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class MXFP8MOELayer(MOELayer):
             y_TH = self._compute(x_TH, routes)
         return y_TH.reshape(hidden_states.shape)
 
+    @published
     def _check_input(self, x: torch.Tensor) -> None:
         """Raises, on this rank and before any collective, for input that the experts cannot take."""
         settings = self.mxfp8
@@ -111,8 +113,9 @@ class MXFP8MOELayer(MOELayer):
 
     def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
         settings = self.mxfp8
-        ffn = ExpertFFN(settings.formula, settings.recipe, Collective(self.ep_group if self.ep_size > 1 else None),
-                        self.num_local_experts, settings.min_tokens_per_expert, settings.name, self._timed_exchange)
+        transport = Collective(self.ep_group if self.ep_size > 1 else None, settings.name)
+        ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
+                        settings.min_tokens_per_expert, settings.name, self._timed_exchange)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:
