@@ -49,7 +49,8 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
         "commit": of_commit or commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        # Without the folders of the machine that ran it.
+        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in ("python", *sys.argv)),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "rows": rows,
     }
