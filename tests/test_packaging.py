@@ -96,7 +96,8 @@ def test_editable_install_imports_completely(copy, tmp_path):
         cwd=copy)
     # -S keeps out an editable install of the checkout itself; the new one's .pth files are then read by hand.
     listing = f"import site; site.addsitedir({str(site)!r})\n{IMPORT_ALL}"
-    packages = os.pathsep.join(p for p in sys.path if p and not (Path(p) / "ds_mxfp8_moe").is_dir())
+    others = [p for p in sys.path if p and not (Path(p) / "ds_mxfp8_moe").is_dir()]
+    packages = os.pathsep.join([str(site), *others])
     for cwd in (tmp_path, copy):
         file, found = run("-S", "-c", listing, cwd=cwd, path=packages).splitlines()
         assert file == str(copy / "ds_mxfp8_moe/__init__.py")
