@@ -5,6 +5,7 @@ The same call trains a model with plain DeepSpeed's MoE and with ours, from the 
 same random states: what differs between two results is the MoE layers alone.
 """
 
+import re
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -19,7 +20,7 @@ from torch import nn
 
 import ds_mxfp8_moe
 
-HIDDEN, FFN, EXPERTS, SEQ, BATCH = 64, 96, 8, 16, 4
+HIDDEN, FFN, EXPERTS = 64, 96, 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 PLAIN = None  # deepspeed.initialize itself
@@ -75,6 +76,11 @@ def blocks(ep_size: int | tuple[int, int], **keys) -> list[Block]:
     return [Block(moe_layer(SwiGLU(), first, k=2, **keys)), Block(moe_layer(gelu_mlp(), second, k=1, **keys))]
 
 
+def mse(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of a batch of 64 tokens; a sum of the same scale for any other number, 0 for none."""
+    return nn.functional.mse_loss(y.float(), target.float(), reduction="sum") / (64 * HIDDEN)
+
+
 class Net(nn.Module):
     """Two MoE blocks of different kinds between two Linears; forward gives the loss, auxiliary losses included."""
 
@@ -89,7 +95,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x, aux = block(x)
             total = total + aux
-        return nn.functional.mse_loss(self.last(x).float(), target.float()) + 0.01 * total
+        return mse(self.last(x), target) + 0.01 * total
 
 
 class WithoutAux(nn.Module):
@@ -107,8 +113,7 @@ def pipeline(layout: "Layout") -> PipelineModule:
     """The layers of Net, without the auxiliary losses, in `layout.stages` stages of equal length."""
     first, second = (WithoutAux(block) for block in blocks(layout.ep_size, **layout.moe))
     layers = [nn.Linear(HIDDEN, HIDDEN), first, second, nn.Linear(HIDDEN, HIDDEN)]
-    return PipelineModule(layers, num_stages=layout.stages, partition_method="uniform",
-                          loss_fn=lambda y, target: nn.functional.mse_loss(y.float(), target.float()))
+    return PipelineModule(layers, num_stages=layout.stages, partition_method="uniform", loss_fn=mse)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class Layout:
         client: the optimizer is made by the test, in DeepSpeed's expert-parallel parameter groups.
         tensor_parallel: size of the tensor-parallel groups of a client mpu; the model itself is not split.
         stages: of a PipelineModule; 1 means none.
+        shape: of the tokens that a rank brings, [batch, sequence].
+        frozen: regular expression; parameters whose whole name it matches are not trained.
     """
 
     ep_size: int | tuple[int, int] = 2
@@ -132,13 +139,15 @@ class Layout:
     client: bool = False
     tensor_parallel: int = 1
     stages: int = 1
+    shape: tuple[int, int] = (4, 16)
+    frozen: str | None = None
     steps: int = 3
     seed: int = 7
 
 
 def ds_config(layout: Layout, section: dict | None) -> dict:
     """SGD, so that what a parameter moved is the sum of its gradients, with momentum as a state to save."""
-    config = {"train_micro_batch_size_per_gpu": BATCH,
+    config = {"train_micro_batch_size_per_gpu": layout.shape[0],
               "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
               "zero_allow_untested_optimizer": True,
               "zero_optimization": {"stage": layout.zero}}
@@ -208,20 +217,24 @@ def make_engine(layout: Layout, section: dict | None, model: nn.Module | None = 
         arguments["mpu"] = TensorParallel(layout.tensor_parallel)
     if model is None:
         model = pipeline(layout) if layout.stages > 1 else Net(layout.ep_size, **layout.moe)
+    if layout.frozen:
+        for name, p in model.named_parameters():
+            p.requires_grad = not re.fullmatch(layout.frozen, name)
+    trained = [p for p in model.parameters() if p.requires_grad]
     if layout.client:
-        group = {"params": list(model.parameters()), "name": "all"}
+        group = {"params": trained, "name": "all"}
         arguments["optimizer"] = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(group), lr=0.1,
                                                  momentum=0.9)
     else:
-        arguments["model_parameters"] = model.parameters()
+        arguments["model_parameters"] = trained
     initialize = deepspeed.initialize if section is PLAIN else ds_mxfp8_moe.initialize
     return initialize(model=model, config=ds_config(layout, section), **arguments)[0]
 
 
 def batch(step: int, layout: Layout, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets [BATCH, SEQ, HIDDEN] of one data-parallel rank."""
+    """Tokens and targets [*layout.shape, HIDDEN] of one data-parallel rank."""
     generator = torch.Generator().manual_seed(10_000 * step + rank)
-    x, noise = torch.randn(2, BATCH, SEQ, HIDDEN, generator=generator)
+    x, noise = torch.randn(2, *layout.shape, HIDDEN, generator=generator)
     dtype = DTYPES[layout.dtype]
     return x.to(dtype), (x.roll(1, dims=-1) * 0.5 + 0.1 * noise).to(dtype)
 

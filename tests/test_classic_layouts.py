@@ -8,11 +8,19 @@ summed over the wrong ranks shows at once. In bf16 layouts and with quantisation
 experts may go to the other one, which moves single experts a lot and the model as a whole little.
 """
 
+import contextlib
+import io
 import math
+import re
+from dataclasses import replace
 
+import deepspeed.comm as dist
 import pytest
 import torch
-from models import BF16, DEFAULT, OFF, PLAIN, Layout, make_engine, owners, parameters, train_steps
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.utils import groups
+from models import BF16, DEFAULT, OFF, PLAIN, Layout, batch, make_engine, owners, parameters, train_steps
 from ranks import reset_deepspeed_groups
 
 from ds_mxfp8_moe.mx import sqnr_db
@@ -51,6 +59,10 @@ TWO_RANKS = {
                                   config={"gradient_accumulation_steps": 2}),
     "tensor-parallel": Layout(tensor_parallel=2, zero=1),
     "tensor-parallel-dropless": Layout(tensor_parallel=2, moe={"drop_tokens": False}),
+    "tensor-parallel-odd": Layout(tensor_parallel=2, shape=(1, 63)),
+    "frozen-experts": Layout(zero=1, frozen=r"blocks\.0\..*experts.*"),
+    "frozen-all-but-experts": Layout(zero=2, frozen=r"(?!.*experts).*"),
+    "frozen-one-projection": Layout(frozen=r".*experts\.\d\.up\..*"),
 }
 FOUR_RANKS = {
     "half-zero0": Layout(),
@@ -94,7 +106,8 @@ def check(results, layout):
         assert_equal(runs["off"]["end"], plain["end"])
         wanted = moved(plain)
         if strict:
-            assert all(v.any() for v in wanted.values()), "every parameter trains"
+            still = {name for name, v in wanted.items() if not v.any()}
+            assert still == {name for name in wanted if layout.frozen and re.fullmatch(layout.frozen, name)}
         for name in ("bf16", "default"):
             run = runs[name]
             assert_equal(run["start"], plain["start"])
@@ -139,3 +152,121 @@ def test_layout_of_two_ranks(ranks2, name):
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_layout_of_four_ranks(ranks4, name):
     check(ranks4.run(train_four_ways, FOUR_RANKS[name]), FOUR_RANKS[name])
+
+
+def overflow_then_train(layout, section):
+    """Three fp16 steps; in the first one, rank 1's loss is too large for fp16 gradients."""
+    # DeepSpeed refuses fp16 on CPUs without fp16 arithmetic of their own; PyTorch computes it there all the same.
+    get_accelerator().is_fp16_supported = lambda: True
+    engine = make_engine(layout, section)
+    start, states = parameters(engine), []
+    for step in range(3):
+        torch.manual_seed(step)
+        x, target = batch(step, layout, dist.get_rank())
+        loss = engine(x, target) * (1e9 if step == 0 and dist.get_rank() == 1 else 1)
+        engine.backward(loss)
+        engine.step()
+        states.append(parameters(engine))
+    return {"start": start, "states": states, "skipped": engine.skipped_steps, "loss": loss.item(),
+            "owners": owners(engine)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("name", SECTIONS)
+def test_an_fp16_overflow_on_one_rank_is_skipped_on_every_rank(ranks2, zero, name):
+    layout = Layout(zero=zero, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "hysteresis": 1}})
+    results = ranks2.run(overflow_then_train, layout, SECTIONS[name])
+    for run in results:
+        assert run["skipped"] == 1
+        assert_equal(run["states"][0], run["start"])
+        assert all(torch.isfinite(p).all() for p in run["states"][-1].values()) and math.isfinite(run["loss"])
+        assert not all(torch.equal(p, run["start"][n]) for n, p in run["states"][-1].items())
+        for parameter, ranks in run["owners"].items():
+            assert all(torch.equal(run["states"][-1][parameter], results[r]["states"][-1][parameter]) for r in ranks)
+
+
+def train_on_uneven_batches(layout, section):
+    """Four steps, in each of them another number of tokens on each rank: all, few, one, none."""
+    engine = make_engine(layout, section)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)
+        size = [(0, 16), (4, 16), (1, 1), (3, 7)][(step + dist.get_rank()) % 4]
+        x, target = batch(step, replace(layout, shape=size), dist.get_rank())
+        loss = engine(x, target)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return {"losses": losses, "end": parameters(engine), "owners": owners(engine)}
+
+
+@pytest.mark.parametrize("section", [BF16, DEFAULT], ids=["bf16", "default"])
+@pytest.mark.parametrize("layout", [Layout(ep_size=4), Layout(zero=1, moe={"drop_tokens": False}),
+                                    Layout(zero=2, dtype="bf16", moe={"use_residual": True})],
+                         ids=["zero0", "zero1-dropless", "zero2-bf16-residual"])
+def test_uneven_batches_and_ranks_without_tokens(ranks4, layout, section):
+    results = ranks4.run(train_on_uneven_batches, layout, section)
+    for run in results:
+        assert all(map(math.isfinite, run["losses"]))
+        assert all(torch.isfinite(p).all() for p in run["end"].values())
+        for parameter, ranks in run["owners"].items():
+            assert all(torch.equal(run["end"][parameter], results[r]["end"][parameter]) for r in ranks)
+    assert not any(all(run["losses"]) for run in results), "somebody had no tokens, and so no loss"
+
+
+def train_expert_tensor_parallel(section):
+    layout = Layout(tensor_parallel=2, moe={"enable_expert_tensor_parallelism": True})
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            engine = make_engine(layout, section)
+        kinds = {type(block.moe.deepspeed_moe) for block in engine.module.blocks}
+        return {"steps": train_steps(engine, layout), "end": parameters(engine), "printed": printed.getvalue(),
+                "plain path": kinds == {MOELayer}}
+    finally:
+        groups.expert_tensor_parallel_world_size = 1  # DeepSpeed keeps it for the whole process
+
+
+def test_expert_tensor_parallelism_falls_back_with_its_reason(ranks4):
+    plain = ranks4.run(train_expert_tensor_parallel, PLAIN)
+    ours = ranks4.run(train_expert_tensor_parallel, DEFAULT)
+    for got, expected in zip(ours, plain, strict=True):
+        assert got["plain path"]
+        assert got["steps"] == expected["steps"]
+        assert_equal(got["end"], expected["end"])
+    assert ours[0]["printed"].count("not converted: its experts are tensor-parallel") == 2
+
+
+def time_a_step(section):
+    layout = Layout(config={"wall_clock_breakdown": True}, steps=2)
+    engine = make_engine(layout, section)
+    train_steps(engine, layout)
+    inner = [block.moe.deepspeed_moe for block in engine.module.blocks]
+    assert engine.moe_layers == inner and engine.gate_modules == [layer.gate for layer in inner]
+    return [(layer.gate.gate_time, layer.time_falltoall, layer.time_salltoall, layer.time_moe) for layer in inner]
+
+
+@pytest.mark.parametrize("section", [PLAIN, DEFAULT], ids=["plain", "default"])
+def test_wall_clock_breakdown_is_filled(ranks2, section):
+    for layers in ranks2.run(time_a_step, section):
+        for gate, first, second, whole in layers:
+            assert gate > 0 and first > 0 and second > 0
+            assert gate + first + second <= whole
+
+
+def train_compiled(compiled, section):
+    layout = Layout()
+    engine = make_engine(layout, section)
+    if compiled:
+        engine.compile(backend="eager")  # TorchDynamo alone, which is what meets the layer; code generation is slow
+    steps = train_steps(engine, layout)
+    return {"steps": steps, "end": parameters(engine)}
+
+
+@pytest.mark.parametrize("section", [BF16, DEFAULT], ids=["bf16", "default"])
+def test_a_compiled_engine_computes_the_same(ranks2, section):
+    eager = ranks2.run(train_compiled, False, section)
+    compiled = ranks2.run(train_compiled, True, section)
+    for got, expected in zip(compiled, eager, strict=True):
+        assert_equal(got["end"], expected["end"])
+        assert got["steps"] == expected["steps"]
