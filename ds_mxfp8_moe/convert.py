@@ -128,12 +128,12 @@ def _describe(formula: ExpertFormula, settings: LayerSettings) -> str:
 
 
 def _restore(module: torch.nn.Module) -> None:
-    """Undoes an earlier conversion of this layer."""
-    swaps = {MoE: deepspeed_layer.MoE, MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8MOELayer: MOELayer,
-             MXFP8GroupedExperts: GroupedExperts, CheckedGate: TopKGate}
+    """Undoes an earlier conversion of this layer. Our MoE around DeepSpeed's inner layer is DeepSpeed's MoE."""
+    swaps = {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8GroupedExperts: GroupedExperts, MXFP8MOELayer: MOELayer,
+             CheckedGate: TopKGate}
     inner = getattr(module, "deepspeed_moe", None)
     for part in (module, inner, getattr(inner, "gate", None), getattr(module, "experts", None)):
-        if type(part) in swaps and type(part) is not MoE:
+        if type(part) in swaps:
             part.__class__ = swaps[type(part)]
             vars(part).pop("mxfp8", None)
 

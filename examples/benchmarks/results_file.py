@@ -52,8 +52,9 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
         # Without the folders of the machine that ran it.
         "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in ("python", *sys.argv)),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    head = json.dumps(result, indent=1)[:-2]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)  # one line a row
+    path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers convert, what is said of the others, and that conversion changes nothing but classes."""
+
+import copy
+
+import deepspeed
+import peft
+import pytest
+import torch
+from deepspeed.moe.layer import MoE as PlainMoE
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from torch import nn
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert
+from ds_mxfp8_moe.layer import CheckedGate, MXFP8MOELayer
+
+HIDDEN = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank():
+    """A group of one rank: layers can run without a launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        from ranks import free_port
+        for key, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1",
+                               MASTER_PORT=free_port()).items():
+            patch.setenv(key, str(value))
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        yield
+        torch.distributed.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN))
+
+
+class Block(nn.Module):
+
+    def __init__(self, expert=None, cls=PlainMoE, **keys):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.moe = cls(HIDDEN, expert or mlp(), num_experts=4, k=2, **keys)
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))[0]
+
+
+class Model(nn.Module):
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks or [Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def reason(model, **section):
+    report = convert(model, section)
+    assert report.converted == 0
+    return report.layers[0].detail
+
+
+def test_swaps_classes_and_keeps_every_object(capsys):
+    model = Model()
+    parameters = {name: p for name, p in model.named_parameters()}
+    calls = []
+    model.blocks[0].moe.register_forward_hook(lambda *_: calls.append("layer"))
+    model.blocks[0].moe.deepspeed_moe.register_forward_hook(lambda *_: calls.append("inner"))
+    model.blocks[0].moe.deepspeed_moe.gate.register_forward_hook(lambda *_: calls.append("gate"))
+    model.blocks[0].moe.deepspeed_moe.gate.wg.weight.register_hook(lambda g: calls.append("gradient"))
+    report = convert(model)
+    assert report.converted == 2 and [layer.name for layer in report.layers] == ["blocks.0.moe", "blocks.1.moe"]
+    printed = capsys.readouterr().out
+    assert "mxfp8_moe: blocks.0.moe (classic) converted: recipe mxfp8_wgrad_with_hp, blocks of 32" in printed
+    assert "mxfp8_moe: 2 of 2 MoE layers converted" in printed
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert all(isinstance(m.moe, PlainMoE) and isinstance(m.moe.deepspeed_moe, MOELayer) for m in model.blocks)
+    model(torch.randn(2, 8, HIDDEN)).sum().backward()
+    assert calls == ["gate", "inner", "layer", "gradient"]
+
+
+def test_include_and_exclude():
+    model = Model()
+    report = convert(model, {"include": [r"blocks\.\d+\.moe"], "exclude": [r".*\.1\..*"]})
+    assert [layer.converted for layer in report.layers] == [True, False]
+    assert "left out by 'include' and 'exclude'" in report.layers[1].detail
+    assert type(model.blocks[1].moe) is PlainMoE
+    report = convert(model, {"exclude": [r".*\.0\..*"]})  # settled anew: the first goes back
+    assert [layer.converted for layer in report.layers] == [False, True]
+    assert type(model.blocks[0].moe.deepspeed_moe) is MOELayer
+
+
+def test_disabled_section_puts_layers_back():
+    model = Model()
+    convert(model)
+    x = torch.randn(2, 8, HIDDEN)
+    assert convert(model, {"enabled": False}).converted == 0
+    assert type(model.blocks[0].moe.deepspeed_moe) is MOELayer
+    torch.manual_seed(0)
+    plain = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(plain, model(x))
+
+
+@pytest.mark.parametrize("config", [{"mxfp8_moe": {"enabled": True, "recipe": "mxfp8"}}, {"recipe": "mxfp8"},
+                                    MXFP8MoEConfig(recipe="mxfp8")], ids=type)
+def test_takes_a_section_or_a_whole_config(config):
+    model = Model()
+    assert "recipe mxfp8," in convert(model, config).layers[0].detail
+
+
+def test_wrong_section_is_an_error_that_changes_nothing():
+    model = Model()
+    with pytest.raises(ConfigError, match="recipe"):
+        convert(model, {"receipt": "mxfp8"})
+    assert type(model.blocks[0].moe) is PlainMoE
+
+
+class UsersMoE(PlainMoE):
+    pass
+
+
+class UsersGate(TopKGate):
+    pass
+
+
+def test_users_subclasses_fall_back():
+    assert "its MoE is a UsersMoE" in reason(Model(Block(cls=UsersMoE)))
+    model = Model(Block())
+    model.blocks[0].moe.deepspeed_moe.gate.__class__ = UsersGate
+    assert "its TopKGate is a UsersGate" in reason(model)
+    assert type(model.blocks[0].moe.deepspeed_moe.gate) is UsersGate
+
+
+def test_hooks_that_would_not_be_called_fall_back():
+    model = Model(Block())
+    model.blocks[0].moe.deepspeed_moe.experts.register_forward_hook(lambda *_: None)
+    assert "Experts has hooks (1) that this path would not call" in reason(model)
+    model = Model(Block())
+    model.blocks[0].moe.deepspeed_moe.experts.deepspeed_experts[2][0].register_forward_hook(lambda *_: None)
+    assert "expert 2" in reason(model)
+    model = Model(Block())
+    model.blocks[0].moe.deepspeed_moe.forward = lambda *args: args[0]
+    assert "replaced on the instance" in reason(model)
+
+
+def test_tied_weights_fall_back():
+    model = Model()
+    first, second = (b.moe.deepspeed_moe.experts.deepspeed_experts[0] for b in model.blocks)
+    second[0].weight = first[0].weight
+    report = convert(model)
+    assert report.converted == 0 and all("is shared with" in layer.detail for layer in report.layers)
+
+
+def test_peft_falls_back():
+    model = peft.get_peft_model(Model(Block()), peft.LoraConfig(target_modules=r".*deepspeed_experts\.\d\.[02]", r=4))
+    assert convert(model).converted == 0
+
+
+def test_sizes_and_dtypes_fall_back():
+    assert "FFN size 80 is no multiple of 32" in reason(
+        Model(Block(nn.Sequential(nn.Linear(HIDDEN, 80), nn.GELU(), nn.Linear(80, HIDDEN)))))
+    model = Model(Block(mlp().double()))
+    assert "torch.float64" in reason(model)
+    # A fallback layer is DeepSpeed's own, behind a gate that watches for what would hang.
+    assert type(model.blocks[0].moe.deepspeed_moe.gate) is CheckedGate
+    assert type(model.blocks[0].moe) is PlainMoE
+
+
+def test_experts_that_are_no_ffn_fall_back():
+    assert "converted" not in reason(Model(Block(nn.Sequential(nn.LayerNorm(HIDDEN), mlp()))))
+
+
+def test_moe_as_the_root_module():
+    root = PlainMoE(HIDDEN, mlp(), num_experts=4, k=1)
+    report = convert(root)
+    assert report.converted == 1 and report.layers[0].name == "(the model itself)"
+    assert root(torch.randn(2, 8, HIDDEN))[0].shape == (2, 8, HIDDEN)
+
+
+def test_deepcopy_of_a_converted_model_is_independent():
+    model = Model()
+    convert(model)
+    twin = copy.deepcopy(model)
+    convert(twin, {"enabled": False})
+    assert type(model.blocks[0].moe.deepspeed_moe) is MXFP8MOELayer
+    assert type(twin.blocks[0].moe.deepspeed_moe) is MOELayer
+
+
+class Raw(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(96, HIDDEN) / 8)
+        self.w2 = nn.Parameter(torch.randn(HIDDEN, 96) / 8)
+
+    def forward(self, x):
+        return nn.functional.relu(x @ self.w1.t()) @ self.w2.t()
+
+
+def test_registered_experts_convert():
+    assert "Raw" in reason(Model(Block(Raw())))
+    ds_mxfp8_moe.register_expert(Raw, kind="mlp", activation="relu", up="w1", down="w2")
+    assert convert(Model(Block(Raw()))).converted == 1
+
+
+def test_a_model_without_moe_layers():
+    assert convert(nn.Linear(4, 4)).layers == ()
+
+
+def test_two_models_with_different_sections():
+    first, second = Model(), Model()
+    convert(first, {"recipe": "bf16"})
+    convert(second, {"recipe": "mxfp8"})
+    assert not first.blocks[0].moe.deepspeed_moe.mxfp8.recipe.quantize_gemm
+    assert second.blocks[0].moe.deepspeed_moe.mxfp8.recipe.wgrad == "mxfp8"
