@@ -107,6 +107,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         reports.append(LayerReport(label, kind, True, _describe(formula, layer_settings)))
     report = ConversionReport(tuple(reports))
     if not dist.is_initialized() or dist.get_rank() == 0:
+        if enabled and settings.transport == "nvlink":
+            print("mxfp8_moe: transport nvlink is not in this version; tokens travel through collectives", flush=True)
         print(report, flush=True)
     return report
 
