@@ -2,14 +2,23 @@
 """Plan, dispatch and combine against a naive reference: every rank knows all ranks' tokens and checks its own bits."""
 
 import dataclasses
+import os
+import re
+import signal
+import time
+from datetime import timedelta
 
 import deepspeed.comm as dist
 import pytest
 import torch
+from ranks import RankFailure, RankPool
+from torch.distributed import distributed_c10d as c10d
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, set_deadline, wait_for_device
 
 PLAIN, MX = Wire(False), Wire(True)
 TOKENS = (50, 37, 0, 161)  # of ranks 0, 1, 2, 3
@@ -350,3 +359,147 @@ def test_a_plan_is_immutable():
     plan = Collective().plan(torch.zeros(3, 1, dtype=torch.int64), 2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.num_tokens = 4
+
+
+# Deadlines: three ranks, of which one is missed by the other two.
+
+DEADLINE = timedelta(seconds=3)
+EXPERT = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+
+
+@pytest.fixture(scope="module")
+def ranks3():
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+def group_with_deadline():
+    """As after deepspeed.init_distributed(timeout=DEADLINE): the default group has it, new ones have torch's own."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    return dist.new_group([0, 1, 2])
+
+
+def ends_in_time(fn, *args) -> PeerFailure:
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        fn(*args)
+    spare = 15  # for a busy machine
+    assert time.monotonic() - start < DEADLINE.total_seconds() + GRACE_SECONDS + spare
+    return caught.value
+
+
+def some_routes() -> torch.Tensor:
+    return torch.arange(6).view(6, 1)
+
+
+def touches_the_store(group) -> int:
+    touched, original = [], c10d._get_default_store
+    c10d._get_default_store = lambda: touched.append(1) or original()
+    try:
+        exchange = Collective(group)
+        plan = exchange.plan(some_routes(), 2)
+        exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), MX)[0].dequantize(), MX, torch.float32)
+    finally:
+        c10d._get_default_store = original
+    return len(touched)
+
+
+def deadline_of_a_new_group():
+    group = group_with_deadline()
+    device = torch.device("cpu")
+    assert group._get_backend(device).options._timeout > DEADLINE
+    seconds, touched = set_deadline(group, device), touches_the_store(group)
+    shorter = dist.new_group([0, 1, 2])
+    c10d._set_pg_timeout(DEADLINE / 2, shorter)
+    return seconds, group._get_backend(device).options._timeout, touched, set_deadline(shorter, device)
+
+
+def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
+    seconds = DEADLINE.total_seconds()
+    assert ranks3.run(deadline_of_a_new_group) == [(seconds, DEADLINE, 0, seconds / 2)] * 3
+
+
+def raise_in_the_front_door():
+    group_with_deadline()
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3, mxfp8={})
+    layer.set_deepspeed_parallelism()
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="the input has shape"):
+            layer(torch.ones(4, 64))
+        return None
+    return str(ends_in_time(layer, torch.ones(4, 32)))
+
+
+def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3):
+    zero, _, two = ranks3.run(raise_in_the_front_door)
+    for rank, text, other in ((0, zero, 2), (2, two, 0)):
+        assert f"rank {rank} waited in vain for its peers in 'counts' of (the model itself)" in text
+        assert f"rank {other} waited as well, in 'counts' of (the model itself)" in text
+        assert re.search(r"rank 1 did not come; .* s ago it raised ValueError: \(the model itself\): the input has "
+                         r"shape \(4, 64\); expected a last axis of 32", text)
+
+
+def stay_away():
+    exchange, rank = Collective(group_with_deadline(), "block.3.moe"), dist.get_rank()
+    plan = exchange.plan(some_routes(), 2)
+    x_PH, _ = exchange.dispatch(plan, torch.ones(6, 32), PLAIN)
+    if rank == 1:
+        return None
+    failure = ends_in_time(exchange.combine, plan, x_PH, PLAIN, torch.float32, None, "combine of the gradient")
+    return failure.missing, str(failure)
+
+
+def test_a_rank_that_never_comes_is_named(ranks3):
+    zero, _, two = ranks3.run(stay_away)
+    for missing, text in (zero, two):
+        assert missing == (1, ) and "'combine of the gradient' of block.3.moe" in text
+        assert "rank 1 did not come" in text
+
+
+class Never:
+
+    @staticmethod
+    def query() -> bool:
+        return False
+
+
+def wait_for_a_device():
+    """What the host does on NCCL; rank 2 begins its wait later, and has a longer deadline."""
+    group, rank = group_with_deadline(), dist.get_rank()
+    if rank == 1:
+        return None
+    time.sleep(rank / 2)
+    return ends_in_time(wait_for_device, Never, group, "'counts' of moe", 2 if rank == 0 else 600).missing
+
+
+def test_the_wait_for_the_device_ends_for_all_when_it_ends_for_one(ranks3):
+    assert ranks3.run(wait_for_a_device) == [(1, ), None, (1, )]
+
+
+def die(rank):
+    exchange = Collective(group_with_deadline(), "moe")
+    exchange.plan(some_routes(), 2)
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange.plan(some_routes(), 2)
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank_is_named(ranks3, rank):
+    with pytest.raises(RankFailure) as caught:
+        ranks3.run(die, rank)
+    errors = dict(caught.value.errors)
+    assert "ended" in errors.pop(rank) and len(errors) == 2
+    for text in errors.values():
+        assert "PeerFailure: rank" in text and "'counts' of moe" in text
+        if rank == 0:  # it kept the store
+            assert "rank 0 has probably died" in text
+        else:
+            assert "rank 1 did not come" in text and "rank 1 waited" not in text
+
+
+def test_an_error_without_process_groups_is_raised_as_it_is():
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 2, mxfp8={})
+    with pytest.raises(ValueError, match="expected a last axis of 32"):
+        layer.deepspeed_moe._check_input(torch.ones(4, 64))

@@ -22,7 +22,8 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     """A 2-D tensor as rows of uint8."""
     if x.numel() == 0:  # strides of empty tensors are anything, which view(dtype) refuses
         return x.new_empty((x.shape[0], x.shape[1] * x.element_size()), dtype=torch.uint8)
-    return x.contiguous().view(torch.uint8)
+    # By way of one axis: a column counts as contiguous at any stride, which view(dtype) refuses too.
+    return x.contiguous().view(-1).view(torch.uint8).view(x.shape[0], -1)
 
 
 def _with_zero_row(x: torch.Tensor) -> torch.Tensor:

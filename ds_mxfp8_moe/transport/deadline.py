@@ -94,7 +94,7 @@ def peer_failure(group: Any, where: str) -> PeerFailure:
     me, ranks = dist.get_rank(), dist.get_all_ranks_from_group(group=group)
     notes = _ask(lambda store: _notes(store, group, me, ranks, where))
     first = f"rank {me} waited in vain for its peers in {where}; the group's ranks are {ranks}."
-    last = ("How long to wait is up to DEEPSPEED_TIMEOUT (minutes) or the timeout= of deepspeed.init_distributed.")
+    last = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed."
     if notes is None:
         return PeerFailure(f"{first}\n  The store, which rank 0 or its launcher keeps, does not answer: rank 0 has "
                            f"probably died, and what the others do cannot be known.\n{last}")
