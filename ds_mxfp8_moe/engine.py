@@ -8,8 +8,11 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
 from .convert import convert
@@ -21,9 +24,11 @@ def initialize(*args, **kwargs) -> tuple:
     Where the section is enabled, the model's MoE layers take the MXFP8 path; else the engine is plain DeepSpeed's.
 
     Raises:
-        ConfigError: the section is wrong (before any collective), or differs between ranks.
+        ConfigError: the section is wrong (before any collective), or differs between ranks; or the optimizer given
+            would train parameters that this version of AutoEP replaces.
     """
-    config = parse(_given_config(*args, **kwargs))
+    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    config = _read(_given_config(given), given)
     result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
@@ -47,7 +52,8 @@ def _reading_the_section(plain_init):
     @functools.wraps(plain_init)
     def init(self, *args, **kwargs):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
-        config = parse(given["config"] if given.get("config") is not None else given["config_class"]._param_dict)
+        raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
+        config = _read(raw, given)
         plain_init(self, *args, **kwargs)
         _convert_engine(self, config)
 
@@ -55,9 +61,8 @@ def _reading_the_section(plain_init):
     return init
 
 
-def _given_config(*args, **kwargs) -> Any:
+def _given_config(given: dict) -> Any:
     """The config as deepspeed.initialize finds it among its arguments; None where it will complain itself."""
-    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     for config in (given.get("config"), given.get("config_params")):
         if config is not None:
             return config
@@ -68,6 +73,46 @@ def _given_config(*args, **kwargs) -> Any:
     return None
 
 
+def _read(raw: Any, given: dict) -> MXFP8MoEConfig:
+    config = parse(raw)
+    if config.enabled:
+        _refuse_stale_parameters(raw if isinstance(raw, dict) else load_ds_config(raw), given)
+    return config
+
+
+def _refuse_stale_parameters(raw: dict, given: dict) -> None:
+    """AutoEP of 0.19.6 replaces parameters that an optimizer may hold already; it would train the old ones, silently.
+
+    0.19.8 puts the new ones in their place.
+    """
+    if hasattr(deepspeed_engine, "_remap_client_optimizer_after_module_replacement"):
+        return
+    section, model = parse_autoep_config(raw.get("expert_parallel")), given.get("model")
+    held = _held_parameters(given.get("optimizer"), given.get("model_parameters"))
+    if not section.enabled or not held:
+        return
+    for spec in AutoEP(model, section).ep_parser():
+        source = model.get_submodule(spec.moe_module_name)
+        replaced = [source.get_submodule(spec.router_name), source.get_submodule(spec.experts_name)]
+        if any(id(p) in held for module in replaced for p in module.parameters()):
+            raise ConfigError(
+                f"the optimizer or the list of model_parameters holds parameters of {spec.moe_module_name}, which "
+                f"AutoEP of DeepSpeed {deepspeed.__version__} replaces: the new ones would not be trained. Put the "
+                "optimizer into the DeepSpeed config and give no list, or pass a callable that makes the optimizer, "
+                "or use DeepSpeed 0.19.8")
+
+
+def _held_parameters(optimizer, model_parameters) -> set:
+    """ids of the parameters that were collected before AutoEP ran. A generator is read after it, and holds none."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = optimizer.param_groups
+    elif isinstance(model_parameters, (list, tuple)):
+        groups = [p if isinstance(p, dict) else {"params": [p]} for p in model_parameters]
+    else:
+        return set()
+    return {id(p) for group in groups if isinstance(group["params"], (list, tuple)) for p in group["params"]}
+
+
 def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`: done already
         return
@@ -75,7 +120,6 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     _agree(config)
     if config.enabled:
         convert(engine, config)
-        _check_optimizer(engine)
 
 
 def _agree(config: MXFP8MoEConfig) -> None:
@@ -88,17 +132,3 @@ def _agree(config: MXFP8MoEConfig) -> None:
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
                           "same config")
-
-
-def _check_optimizer(engine: DeepSpeedEngine) -> None:
-    """A client optimizer made before AutoEP replaced the experts would go on training the old ones, silently."""
-    optimizer = engine.client_optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, module in engine.module.named_modules():
-        if isinstance(module, AutoEPMoELayer) and not trained >= {id(p) for p in module.parameters()
-                                                                  if p.requires_grad}:
-            raise ConfigError(f"the optimizer given to initialize does not hold the parameters of {name}, which "
-                              "AutoEP has made: configure the optimizer in the DeepSpeed config, or pass a callable "
-                              "that makes it")

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`initialize` is deepspeed.initialize, `enable` reaches the engines that others make; both read the section."""
+
+import argparse
+import inspect
+import json
+from contextlib import contextmanager
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from autoep_models import autoep_layers, batch, ds_config, model
+from deepspeed import initialize as imported_before
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import ConfigError
+from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.layer import MXFP8MOELayer
+
+MXFP8 = {"enabled": True}
+REMAPS = hasattr(deepspeed_engine, "_remap_client_optimizer_after_module_replacement")
+
+
+@contextmanager
+def enabled(times: int = 1):
+    """`enable()` for one case: it lasts as long as the process."""
+    plain = DeepSpeedEngine.__init__
+    for _ in range(times):
+        ds_mxfp8_moe.enable()
+    try:
+        yield
+    finally:
+        DeepSpeedEngine.__init__ = plain
+
+
+def converted(engine) -> int:
+    return sum(type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(engine.module))
+
+
+def train(engine, steps: int = 2) -> list:
+    losses = []
+    for step in range(steps):
+        ids = batch(step)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_signature_is_deepspeeds():
+    assert inspect.signature(ds_mxfp8_moe.initialize) == inspect.signature(deepspeed.initialize)
+
+
+# ---------------------------------------------------------------- the config, as it can be given
+
+
+class Numbers(torch.utils.data.Dataset):
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.arange(4) + index
+
+
+def given(how, directory, initialize):
+    config = ds_config(MXFP8)
+    path = directory / f"{how}_{dist.get_rank()}.json"
+    path.write_text(json.dumps(config))
+    net = model()
+    if how == "positional":
+        args = (None, net, None, None, Numbers(), None, 29500, None, None, None, config)
+        result = initialize(*args)
+    elif how == "arguments":
+        args = argparse.Namespace(deepspeed_config=str(path), local_rank=dist.get_rank())
+        result = initialize(args, net, training_data=Numbers())
+    else:
+        key, value = {"dict": ("config", config), "path": ("config", str(path)),
+                      "config_params": ("config_params", config)}[how]
+        result = initialize(model=net, training_data=Numbers(), **{key: value})
+    engine, optimizer, loader, scheduler = result
+    return (type(result) is tuple, type(engine) is DeepSpeedEngine, optimizer is engine.optimizer,
+            loader is engine.training_dataloader and len(loader) == 2, scheduler is None, converted(engine))
+
+
+WAYS = ["positional", "dict", "path", "config_params", "arguments"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_takes_and_returns_what_deepspeed_does(ranks2, tmp_path, how):
+    assert ranks2.run(given, how, tmp_path, ds_mxfp8_moe.initialize) == [(True, True, True, True, True, 2)] * 2
+
+
+def given_enabled(how, directory):
+    with enabled(times=2):
+        return [given(how, directory, initialize) for initialize in (deepspeed.initialize, imported_before)]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_enable_reaches_deepspeeds_own_function_imported_before_or_after(ranks2, tmp_path, how):
+    assert ranks2.run(given_enabled, how, tmp_path) == [[(True, True, True, True, True, 2)] * 2] * 2
+
+
+def both(capture):
+    with enabled(times=2):
+        once = DeepSpeedEngine.__init__
+        ds_mxfp8_moe.enable()
+        same = DeepSpeedEngine.__init__ is once
+        import io
+        from contextlib import redirect_stdout
+        with redirect_stdout(io.StringIO()) as out:
+            engine = ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))[0]
+    return same, converted(engine), out.getvalue().count("2 of 2 MoE layers converted")
+
+
+def test_enable_twice_and_initialize_after_it_convert_once(ranks2):
+    assert ranks2.run(both, None) == [(True, 2, 1), (True, 2, 0)]
+
+
+# ---------------------------------------------------------------- wrong and differing sections
+
+
+@pytest.mark.parametrize("section, message", [
+    ({"enabled": True, "recipie": "bf16"}, 'did you mean "recipe"'),
+    ({"enabled": True, "recipe": "fp4"}, '"recipe" is "fp4"'),
+    ({"enabled": True, "combine_fwd_dtype": "fp8"}, '"combine_fwd_dtype" is "fp8"'),
+])
+def test_a_wrong_section_raises_before_any_collective(section, message):
+    with pytest.raises(ConfigError, match=message):
+        ds_mxfp8_moe.initialize(model=torch.nn.Linear(2, 2), config=ds_config(section))
+    with enabled(), pytest.raises(ConfigError, match=message):
+        DeepSpeedEngine(args=None, model=torch.nn.Linear(2, 2), config=ds_config(section))
+    assert not dist.is_initialized()
+
+
+def differing(sections, patched):
+    config = ds_config(sections[dist.get_rank()])
+    with pytest.raises(ConfigError) as error:
+        if patched:
+            with enabled():
+                deepspeed.initialize(model=model(), config=config)
+        else:
+            ds_mxfp8_moe.initialize(model=model(), config=config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("other", [{"enabled": True, "recipe": "bf16"}, {"enabled": False}, None])
+def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, other, patched):
+    for message in ranks2.run(differing, [MXFP8, other], patched):
+        assert message.startswith('the section "mxfp8_moe" on ranks [1] differs from rank 0\'s')
+
+
+# ---------------------------------------------------------------- off, and two at a time
+
+
+def plain_and_off(stage):
+    def run(initialize, section):
+        return train(initialize(model=model(), config=ds_config(section, stage))[0], 3)
+
+    plain = run(deepspeed.initialize, None)
+    results = [run(ds_mxfp8_moe.initialize, None), run(ds_mxfp8_moe.initialize, {"enabled": False}),
+               run(ds_mxfp8_moe.initialize, {"recipe": "mxfp8"})]
+    with enabled():
+        results.append(run(deepspeed.initialize, {"enabled": False}))
+    return plain, results
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_switched_off_it_is_deepspeed_to_the_bit(ranks2, stage):
+    for plain, results in ranks2.run(plain_and_off, stage):
+        assert all(losses == plain for losses in results)
+
+
+def two_engines():
+    sections = [MXFP8, {"enabled": True, "recipe": "bf16"}, {"enabled": False}]
+    together = [ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1))[0] for section in sections]
+    losses = [[] for _ in sections]
+    for step in range(2):
+        for engine, own in zip(together, losses, strict=True):
+            ids = batch(step)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            own.append(loss.item())
+    alone = [train(ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1))[0]) for section in sections]
+    return losses, alone, [converted(engine) for engine in together]
+
+
+def test_engines_with_different_sections_live_side_by_side(ranks2):
+    for together, alone, counts in ranks2.run(two_engines):
+        assert together == alone
+        assert counts == [2, 2, 0]
+        assert together[0] not in together[1:]
+
+
+# ---------------------------------------------------------------- optimizers of the client's own
+
+
+def client(how, section, stage):
+    net = model()
+    config = ds_config(section, stage)
+    del config["optimizer"]
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+    kwargs = {}
+    if how == "optimizer":
+        kwargs["optimizer"] = optimizer(net.parameters())
+    elif how == "callable":
+        kwargs["optimizer"] = optimizer
+    elif how == "list":
+        kwargs["model_parameters"] = list(net.parameters())
+    else:
+        kwargs["model_parameters"] = net.parameters()
+    if how in ("list", "generator"):
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}}
+    engine = ds_mxfp8_moe.initialize(model=net, config=config, **kwargs)[0]
+    before = experts(engine)
+    losses = train(engine, 3)
+    return losses, converted(engine), not torch.equal(before, experts(engine))
+
+
+def experts(engine) -> torch.Tensor:
+    weight = autoep_layers(engine.module)[0].experts.w1
+    with deepspeed.zero.GatheredParameters([weight]):
+        return weight.detach().clone()
+
+
+def client_pair(how, stage):
+    if how in ("optimizer", "list") and not REMAPS:
+        with pytest.raises(ConfigError, match=r"layers\.0\.mlp, which AutoEP .* pass a callable"):
+            client(how, MXFP8, stage)
+        return None
+    return client(how, {"enabled": False}, stage), client(how, {"enabled": True, "recipe": "bf16"}, stage)
+
+
+@pytest.mark.parametrize("how, stage", [("optimizer", 0), ("optimizer", 3), ("list", 0), ("list", 2), ("callable", 0),
+                                        ("callable", 3), ("generator", 2)])
+def test_client_optimizers_train_the_converted_experts_or_are_refused(ranks2, how, stage):
+    """0.19.8 puts the parameters that AutoEP makes into an optimizer made before; 0.19.6 would not train them."""
+    for result in filter(None, ranks2.run(client_pair, how, stage)):
+        plain, ours = result
+        assert (plain[1], ours[1]) == (0, 2)
+        assert plain[2] and ours[2]
+        assert ours[0] == pytest.approx(plain[0], abs=1e-5)
+
+
+# ---------------------------------------------------------------- other engines of DeepSpeed
+
+
+class Block(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        expert = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+        self.moe = MoE(32, expert, num_experts=2, ep_size=1, k=1, min_capacity=0)
+
+    def forward(self, x):
+        return x + self.moe(x)[0]
+
+
+def pipeline():
+    # DeepSpeed's pipelines want experts in every stage: ZeRO-1 sums a norm per group of parameters over the stages.
+    layers = [LayerSpec(Block), LayerSpec(Block)]
+    with enabled():
+        net = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+        config = ds_config(MXFP8, 1, expert_parallel={"enabled": False}, gradient_accumulation_steps=2)
+        engine = deepspeed.initialize(model=net, config=config,
+                                      model_parameters=[p for p in net.parameters() if p.requires_grad])[0]
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 2, 4, 32, generator=generator)
+    losses = [engine.train_batch(iter([(x, y)] * 2)).item() for _ in range(4)]
+    return type(engine).__name__, [type(m).__name__ for m in net.modules() if isinstance(m, MXFP8MOELayer)], losses
+
+
+def test_enable_reaches_the_pipeline_engine(ranks2):
+    for name, layers, losses in ranks2.run(pipeline):
+        assert name == "PipelineEngine"
+        assert len(layers) == 1
+        assert losses[-1] < losses[0]
+
+
+def overflowing():
+    get_accelerator().is_fp16_supported = lambda: True  # it computes on a CPU all the same
+    config = ds_config(MXFP8, 2, fp16={"enabled": True, "initial_scale_power": 40, "hysteresis": 1})
+    try:
+        engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    finally:
+        del get_accelerator().is_fp16_supported
+    before = experts(engine)
+    skipped, moved = [], []
+    for _ in range(32):
+        train(engine, 1)
+        skipped.append(engine.skipped_steps)
+        moved.append(not torch.equal(before, experts(engine)))
+        if moved[-1]:
+            break
+    return skipped, moved
+
+
+def test_an_fp16_overflow_step_is_skipped_on_every_rank(ranks2):
+    first, second = ranks2.run(overflowing)
+    assert first == second
+    skipped, moved = first
+    assert len(skipped) > 2 and skipped[:-1] == list(range(1, len(skipped))) and skipped[-1] == len(skipped) - 1
+    assert moved == [False] * (len(moved) - 1) + [True]
