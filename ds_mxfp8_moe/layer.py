@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in for `deepspeed.moe.layer.MoE`: the same gate and parameters, the exchange and the experts in MXFP8."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_AL
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from .config import MXFP8MoEConfig, Recipe
+from .config import Recipe
 from .expert_ffn import ExpertFFN
 from .experts import ExpertFormula, expert_weights
 from .routing import Routes, round_robin
@@ -36,25 +35,10 @@ class LayerSettings:
 class MoE(deepspeed_layer.MoE):
     """`deepspeed.moe.layer.MoE` whose tokens travel between ranks, and are multiplied, in MXFP8.
 
-    Takes the arguments of the base class, in the same order, and returns the same `(output, l_aux, exp_counts)`. It is
-    plain DeepSpeed until it is converted: by the section "mxfp8_moe" of the DeepSpeed config, by
-    `ds_mxfp8_moe.convert`, or at once with `mxfp8`.
-
-    Args:
-        mxfp8: the section "mxfp8_moe" for this layer alone, as a dict; {} is the default recipe.
+    Takes the arguments of the base class and returns the same `(output, l_aux, exp_counts)`. The outer layer is
+    DeepSpeed's; what differs is its inner layer, `deepspeed_moe`, once conversion has made that an MXFP8MOELayer: by
+    the section "mxfp8_moe" of the DeepSpeed config, or by `ds_mxfp8_moe.convert`. Until then it is plain DeepSpeed.
     """
-
-    def __init__(self, *args, mxfp8: dict | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        if mxfp8 is not None:
-            from .convert import convert
-            convert(self, MXFP8MoEConfig(**mxfp8))
-
-    _base = inspect.signature(deepspeed_layer.MoE.__init__)
-    __init__.__signature__ = _base.replace(
-        parameters=[*_base.parameters.values(),
-                    inspect.Parameter("mxfp8", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=dict | None)])
-    del _base
 
 
 class MXFP8MOELayer(MOELayer):

@@ -343,20 +343,17 @@ def test_frozen_experts(ranks2):
 def direct():
     model = make(cls=ds_mxfp8_moe.MoE, k=2)
     assert type(model.moe.deepspeed_moe).__name__ == "MOELayer"  # plain until it is converted
-    at_once = make(cls=ds_mxfp8_moe.MoE, k=2, mxfp8={})
-    assert type(at_once.moe.deepspeed_moe).__name__ == "MXFP8MOELayer"
-    twin = converted(model)
-    a, b = step(twin, tokens()), step(at_once, tokens())
+    plain = make(k=2)
+    a, b = step(plain, tokens()), step(model, tokens())
     assert all(torch.equal(a[name], b[name]) for name in a)
-    return list(at_once.state_dict()) == list(make(k=2).state_dict())
+    ds_mxfp8_moe.convert(model)
+    assert type(model.moe.deepspeed_moe).__name__ == "MXFP8MOELayer"
+    return list(model.state_dict()) == list(plain.state_dict())
 
 
 def test_direct_construction(ranks2):
     assert ranks2.run(direct) == [True, True]
-    plain = inspect.signature(PlainMoE.__init__).parameters
-    ours = inspect.signature(ds_mxfp8_moe.MoE.__init__).parameters
-    assert list(ours)[:-1] == list(plain) and list(ours)[-1] == "mxfp8"
-    assert ours["mxfp8"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert inspect.signature(ds_mxfp8_moe.MoE) == inspect.signature(PlainMoE)
 
 
 def one_rank_fails():
@@ -368,3 +365,14 @@ def test_an_error_of_one_rank_is_raised_there(ranks2):
     with pytest.raises(RankFailure) as failure:
         ranks2.run(one_rank_fails)
     assert "expected a last axis of 64" in failure.value.errors[1]
+
+
+def sizes_that_do_not_divide():
+    with pytest.raises(AssertionError, match=r"Number of experts \(8\) should be divisible by .* \(3\)"):
+        ds_mxfp8_moe.MoE(HIDDEN, SwiGLU(), 8, 3)
+    with pytest.raises(AssertionError):  # 4 ranks a group of a world of 2: DeepSpeed's own check, on every rank
+        ds_mxfp8_moe.MoE(HIDDEN, SwiGLU(), 8, 4).set_deepspeed_parallelism()
+
+
+def test_ep_size_that_does_not_divide(ranks2):
+    ranks2.run(sizes_that_do_not_divide)
