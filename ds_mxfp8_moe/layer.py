@@ -121,10 +121,13 @@ class MXFP8MOELayer(MOELayer):
     @contextmanager
     def _timed(self, timer: str, field: str) -> Iterator[None]:
         """Fills DeepSpeed's wall clock breakdown, where it is switched on."""
-        if self.wall_clock_breakdown:
-            self.timers(timer).start()
-        yield
-        if self.wall_clock_breakdown:
+        if not self.wall_clock_breakdown:
+            yield
+            return
+        self.timers(timer).start()
+        try:
+            yield
+        finally:  # a recomputation that has what it needs ends in an exception
             self.timers(timer).stop()
             setattr(self, field, self.timers(timer).elapsed(reset=False))
 
