@@ -6,6 +6,7 @@ from .convert import ConversionReport, convert
 from .engine import enable, initialize
 from .experts import register_expert
 from .layer import MoE
+from .pretrained import save_pretrained
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "convert", "enable", "initialize",
-           "register_expert"]
+           "register_expert", "save_pretrained"]

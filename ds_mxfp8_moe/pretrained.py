@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves a model that AutoEP trains as transformers would save it: all experts, under Hugging Face's names.
+
+AutoEP leaves each rank its own experts, stacked as w1, w2, w3 behind a router of its own. The model class, built anew
+without memory, says where each of them belongs; DeepSpeed's own detection of MoE layers runs on it once more.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import MoELayerSpec
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
+
+CORRECTION_BIAS = "e_score_correction_bias"
+
+
+def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwargs) -> None:
+    """Writes config and weights to `directory`, for `AutoModelForCausalLM.from_pretrained(directory)`.
+
+    Collective: every rank calls it. Rank 0 gathers the model one MoE layer, else one tensor, at a time into its host
+    memory, and writes it. The weights are those that the model computes with, in its own dtype. Works in every ZeRO
+    stage, with converted layers, with DeepSpeed's own, and without MoE layers.
+
+    Args:
+        engine: from initialize, over a transformers model.
+        directory: a folder; only rank 0 writes to it.
+        kwargs: for transformers' `save_pretrained`, such as max_shard_size.
+
+    Raises:
+        TypeError, ValueError: the engine has no transformers model, or splits it by tensor parallelism.
+        RuntimeError: rank 0 could not write; raised on every rank.
+    """
+    model = _model_of(engine)
+    skeleton = _skeleton(model)
+    specs = _specs(engine, skeleton)
+    state = {}
+    for name, tensor in _tensors(model, skeleton, specs):
+        state[name] = tensor
+    outcome = [None]
+    if dist.get_rank() == 0:
+        try:
+            _complete(state, skeleton)
+            skeleton.save_pretrained(directory, state_dict=state, **kwargs)
+        except Exception as error:  # the others wait for rank 0, so all of them have to hear of it
+            outcome = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise RuntimeError(f"the model could not be saved to {os.fspath(directory)}: {outcome[0]}")
+
+
+def _model_of(engine):
+    from transformers import PreTrainedModel
+
+    model = getattr(engine, "module", None)
+    if not isinstance(engine, DeepSpeedEngine) or not isinstance(model, PreTrainedModel):
+        raise TypeError("save_pretrained takes a DeepSpeed engine over a transformers PreTrainedModel; this is a "
+                        f"{type(engine).__name__} over a {type(model).__name__}")
+    if engine.autotp_size() > 1:
+        raise ValueError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which "
+                         "save_pretrained does not gather: use engine.save_checkpoint")
+    return model
+
+
+def _skeleton(model):
+    """The model as transformers makes it from its config, on the meta device."""
+    with torch.device("meta"):
+        skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    skeleton.generation_config = copy.deepcopy(model.generation_config)
+    if hasattr(model, "_weight_conversions"):  # how from_pretrained renamed what it read
+        skeleton._weight_conversions = model._weight_conversions
+    return skeleton
+
+
+def _specs(engine, skeleton) -> dict[str, MoELayerSpec]:
+    """What AutoEP finds in the place of each of its layers, by the layer's name."""
+    names = [name for name, module in engine.module.named_modules() if isinstance(module, AutoEPMoELayer)]
+    if not names:
+        return {}
+    found = AutoEP(skeleton, engine._config.expert_parallel_config).ep_parser()
+    specs = {spec.moe_module_name: spec for spec in found}
+    missing = [name for name in names if name not in specs]
+    if missing:
+        raise ValueError(f"AutoEP finds no MoE layer at {missing[0]} of a new {type(skeleton).__name__}: give the "
+                         "engine a model as its config makes it")
+    return {name: specs[name] for name in names}
+
+
+def _tensors(model, skeleton, specs: dict[str, MoELayerSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor in host memory) under Hugging Face's names. Collective; yields on rank 0 only."""
+    entries = model.state_dict(keep_vars=True)
+    for name, spec in specs.items():
+        start = f"{name}."
+        own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
+        for key, tensor in _layer_tensors(model.get_submodule(name), skeleton.get_submodule(name), spec, own):
+            yield start + key, tensor
+    seen = {}
+    for name, value in entries.items():
+        if id(value) not in seen:  # tied weights once
+            seen[id(value)] = _whole(value)
+        if dist.get_rank() == 0:
+            yield name, seen[id(value)].cpu()
+
+
+def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one AutoEP layer under the names that `source`, the layer in its place, has for them."""
+    bias_owner = getattr(spec, "e_score_correction_bias_path", None)
+    renamed = {"router.gate.": f"{spec.router_name}.",
+               f"router.{CORRECTION_BIAS}": ".".join(filter(None, [bias_owner, CORRECTION_BIAS])),
+               "shared_experts.": f"{spec.shared_experts_name}.",
+               "shared_experts_gate.": f"{spec.shared_experts_gate_name}."}
+    for key, value in own.items():
+        for prefix, name in renamed.items():
+            if key.startswith(prefix):
+                tensor = _whole(value)
+                if dist.get_rank() == 0:
+                    yield name + key.removeprefix(prefix), tensor.cpu()
+    weights = [_all_experts(layer, own[f"experts.{key}"]) for key in ("w1", "w2", "w3")]
+    if dist.get_rank() == 0:
+        for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
+            yield f"{spec.experts_name}.{key}", tensor
+
+
+def _unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """The inverse of AutoEP's repacking: (name below the module of experts, tensor)."""
+    names = (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name)
+    if names[2] is None:  # one tensor for both projections
+        parts = [torch.cat([gate_EFH, up_EFH], dim=1), down_EHF]
+    else:
+        parts = [gate_EFH, down_EHF, up_EFH]
+    if spec.expert_storage == "fused_3d":
+        layout = classify_fused_gate_up_layout(tuple(getattr(source, names[0]).shape),
+                                               tuple(getattr(source, names[1]).shape)) if names[2] is None else None
+        for name, part in zip(names, parts, strict=False):
+            yield name, part.transpose(1, 2).contiguous() if layout and layout.needs_transpose else part
+    else:
+        for i, expert in enumerate(source):
+            for name, part in zip(names, parts, strict=False):
+                linear = isinstance(getattr(expert, name), torch.nn.Module)
+                yield f"{i}.{name}.weight" if linear else f"{i}.{name}", part[i]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """A parameter as it is without ZeRO-3. Collective."""
+    if not hasattr(value, "ds_id"):
+        return value.detach()
+    with deepspeed.zero.GatheredParameters([value]):
+        return value.detach().clone()
+
+
+def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | None:
+    """[E, ...] of all ranks' experts in host memory on rank 0, None elsewhere. Collective."""
+    local = _whole(weight).contiguous()
+    if layer.ep_size == 1:
+        return local.cpu() if dist.get_rank() == 0 else None
+    if 0 not in dist.get_all_ranks_from_group(layer.ep_group):  # a replica
+        return None
+    parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if dist.get_rank() == 0 else None
+    dist.gather(local, parts, dst=0, group=layer.ep_group)
+    return torch.cat([part.cpu() for part in parts]) if parts else None
+
+
+def _complete(state: dict, skeleton) -> None:
+    """Checks that these are the model's tensors, all of them.
+
+    AutoEP of 0.19.6 drops the router's correction bias where it is a buffer and routes without it: as with zeros.
+    """
+    wanted = skeleton.state_dict()
+    for name, tensor in wanted.items():
+        if name.endswith(CORRECTION_BIAS) and name not in state:
+            logger.warning(f"AutoEP of DeepSpeed {deepspeed.__version__} trained without {name}: saved as zeros")
+            state[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    differing = [name for name in {**wanted, **state}
+                 if name not in wanted or name not in state or wanted[name].shape != state[name].shape]
+    if differing:
+        given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
+        raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ...")

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""save_pretrained writes what transformers would have written had it trained the model itself."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from autoep_models import FAMILIES, batch, ds_config, model, skip_unknown, skip_where_gathers_race
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import save_pretrained
+
+HELD_OUT = 99
+
+
+def build(family, section, stage, ep_size, dtype="fp32", **changes):
+    extra = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    net = model(family, **changes)
+    return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, ep_size, **extra))[0]
+
+
+def held_out_loss(net) -> float:
+    """Of the same text on every rank: for the ranks of an engine compute it together."""
+    net.eval()
+    ids = batch(HELD_OUT, rank=0)
+    with torch.no_grad():
+        return net(input_ids=ids, labels=ids).loss.item()
+
+
+def trained_and_saved(directory, *args, **kwargs):
+    engine = build(*args, **kwargs)
+    for step in range(2):
+        ids = batch(step)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    save_pretrained(engine, directory)
+    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    return held_out_loss(engine)
+
+
+def loaded(directory, dtype=torch.float32):
+    net, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    assert not any(info.values()), info
+    return net
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_every_family_with_the_same_loss(ranks2, tmp_path, family):
+    skip_unknown(family)
+    losses = ranks2.run(trained_and_saved, tmp_path, family, {"enabled": True}, 2, 2)
+    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": False}])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_zero_stage_converted_or_not(ranks2, tmp_path, stage, section):
+    losses = ranks2.run(trained_and_saved, tmp_path, "deepseek_v3", section, stage, 2)
+    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks, ep_size, stage", [("ranks4", 2, 2), ("ranks4", 2, 3), ("ranks4", 4, 3),
+                                                   ("ranks2", 1, 3)])
+def test_expert_parallelism_of_other_sizes(request, tmp_path, ranks, ep_size, stage):
+    pool = request.getfixturevalue(ranks)
+    skip_where_gathers_race(pool.world_size, stage)
+    losses = pool.run(trained_and_saved, tmp_path, "qwen3_moe", {"enabled": True}, stage,
+                      ep_size)
+    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * len(losses), abs=1e-5)
+
+
+def untrained(directory, stage):
+    """Saved before the first step, beside what transformers itself saves of the same model."""
+    if dist.get_rank() == 0:
+        model("deepseek_v3", dtype=torch.bfloat16).save_pretrained(directory / "theirs")
+    dist.barrier()
+    save_pretrained(build("deepseek_v3", {"enabled": True}, stage, 2, "bf16"), directory / "ours",
+                    max_shard_size="100KB")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_files_hold_what_transformers_writes(ranks2, tmp_path, stage):
+    ranks2.run(untrained, tmp_path, stage)
+    theirs, ours = ({key: tensor for path in sorted((tmp_path / name).glob("*.safetensors"))
+                     for key, tensor in load_file(path).items()} for name in ("theirs", "ours"))
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    assert theirs.keys() == ours.keys()
+    correction = [key for key in theirs if key.endswith("e_score_correction_bias")]
+    assert len(correction) == 1
+    for key, tensor in theirs.items():
+        if key not in correction:
+            assert torch.equal(tensor, ours[key]) and tensor.dtype == ours[key].dtype, key
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tied_embeddings_are_written_once(ranks2, tmp_path, stage):
+    losses = ranks2.run(trained_and_saved, tmp_path, "qwen3_moe", {"enabled": True}, stage, 2,
+                        tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
+
+
+def no_room(directory):
+    engine = build("qwen3_moe", {"enabled": True}, 1, 2)
+    with pytest.raises(RuntimeError, match="could not be saved to .*: "):
+        save_pretrained(engine, directory / "file" / "below")
+    with pytest.raises(TypeError, match="this is a Qwen3MoeForCausalLM over a "):
+        save_pretrained(engine.module, directory)
+    plain = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1})[0]
+    with pytest.raises(TypeError, match="over a Linear"):
+        save_pretrained(plain, directory)
+    return True
+
+
+def test_every_rank_hears_of_a_failure(ranks2, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    assert ranks2.run(no_room, tmp_path) == [True, True]
