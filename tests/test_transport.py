@@ -15,6 +15,7 @@ from ranks import RankFailure, RankPool
 from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire
 from ds_mxfp8_moe.transport.collective import Collective
@@ -187,6 +188,7 @@ PROBLEMS = {
     "more rows than a tile": Problem(tokens=(300, 1, 2, 280), local_experts=1, wire=MX),
     "not contiguous": Problem(contiguous=False),
     "not contiguous, mxfp8": Problem(contiguous=False, wire=MX),
+    "not contiguous, one choice": Problem(contiguous=False, top_k=1),
     "floor": Problem(wire=Wire(True, 32, "floor")),
 }
 PROBLEMS |= {f"top_k {k}": Problem(top_k=k, wire=MX if k % 2 else PLAIN, tokens=(20, 13, 0, 31)) for k in range(1, 9)}
@@ -422,7 +424,8 @@ def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
 
 def raise_in_the_front_door():
     group_with_deadline()
-    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3, mxfp8={})
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3)
+    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
     layer.set_deepspeed_parallelism()
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="the input has shape"):
@@ -500,6 +503,7 @@ def test_a_killed_rank_is_named(ranks3, rank):
 
 
 def test_an_error_without_process_groups_is_raised_as_it_is():
-    layer = ds_mxfp8_moe.MoE(32, EXPERT, 2, mxfp8={})
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 2)
+    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
     with pytest.raises(ValueError, match="expected a last axis of 32"):
         layer.deepspeed_moe._check_input(torch.ones(4, 64))

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from ..mx import MXTensor, quantize
 from ..routing import count
 from . import ROW_ALIGNMENT, Plan, Wire
-from .deadline import peer_failure, set_deadline, wait_for_device
+from .deadline import all_to_all, set_deadline, wait_for_device
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -66,28 +66,24 @@ class Collective:
         rows = sum(recv_splits)
         out = x.new_empty((rows + 1, x.shape[1]))
         out[rows:] = 0
-        try:
-            dist.all_to_all_single(out[:rows], x, list(recv_splits), list(send_splits), group=self.group)
-        except RuntimeError as error:  # gloo's after a timeout or a lost connection, NCCL's while it connects
-            raise peer_failure(self.group, self._where(phase)) from error
+        all_to_all(out[:rows], x, recv_splits, send_splits, self.group, self._where(phase))
         return out
 
-    def _read_counts(self, counts: torch.Tensor, seconds: float) -> list:
-        """The transport's one device-to-host read: the sizes of what follows. It waits `seconds` at most."""
+    def _read_counts(self, counts: torch.Tensor) -> list:
+        """The transport's one device-to-host read: the sizes of what follows."""
         if self.world_size == 1 or counts.device.type == "cpu":
             return counts.tolist()
         on_host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
         on_host.copy_(counts, non_blocking=True)
         copied = get_accelerator().Event()
         copied.record()
-        wait_for_device(copied, self.group, self._where("counts"), seconds)
+        wait_for_device(copied, self.group, self._where("counts"), set_deadline(self.group, counts.device))
         return on_host.tolist()
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int) -> Plan:
         """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere)."""
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
         device = expert_TK.device
-        seconds = set_deadline(self.group, device) if W > 1 else 0.0
         rank_TK = torch.where(expert_TK >= 0, expert_TK.div(E, rounding_mode="floor"), W)
         wanted_TW = torch.zeros((T, W + 1), dtype=torch.bool, device=device).scatter_(1, rank_TK, True)[:, :W]
 
@@ -97,7 +93,7 @@ class Collective:
         ones = (1, ) * W
         arriving = self._exchange(message, ones, ones, "counts")[:W]
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], arriving[:, 1:E + 1].sum(0),
-                                              arriving[:, E + 1].sum().view(1)]), seconds)
+                                              arriving[:, E + 1].sum().view(1)]))
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[-1]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)

@@ -50,8 +50,22 @@ def set_deadline(group: Any, device: torch.device) -> float:
         return float("inf")  # other backends keep their own rules
     timeout = min(own.options._timeout, default.options._timeout)
     if timeout < own.options._timeout:
-        c10d._set_pg_timeout(timeout, group)
+        getattr(own, "wrapped_pg", own)._set_default_timeout(timeout)  # wrapped where TORCH_DISTRIBUTED_DEBUG=DETAIL
     return timeout / timedelta(seconds=1)
+
+
+def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_splits: tuple, group: Any,
+               where: str) -> None:
+    """all_to_all_single of rows that ends in time; `where`, the phase and the layer, says what it was for.
+
+    Raises:
+        PeerFailure: on gloo, after the deadline or when a peer's connection is lost; on NCCL, while it connects.
+    """
+    set_deadline(group, x.device)
+    try:
+        dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
+    except RuntimeError as error:
+        raise peer_failure(group, where) from error
 
 
 def published(check: Callable) -> Callable:
