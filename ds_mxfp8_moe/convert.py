@@ -176,7 +176,9 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     _exactly(inner.experts, Experts)
     if inner.use_tutel:
         raise NotRecognised("it uses Tutel")
-    if layer.enable_expert_tensor_parallelism and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
+    # One layer with tensor-parallel experts makes DeepSpeed group and exchange that way for all of them.
+    split_experts = layer.enable_expert_tensor_parallelism or groups._get_expert_model_parallel_world_size() > 1
+    if split_experts and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
         raise NotRecognised("its experts are tensor-parallel")
     hooks = _hooks_of([inner.experts, inner.experts.deepspeed_experts])
     if hooks or "forward" in vars(inner) or "forward" in vars(layer):
