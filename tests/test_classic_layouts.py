@@ -20,9 +20,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups
-from models import BF16, DEFAULT, OFF, PLAIN, Layout, batch, make_engine, owners, parameters, train_steps
+from models import BF16, DEFAULT, OFF, PLAIN, Layout, Net, batch, make_engine, owners, parameters, train_steps
 from ranks import reset_deepspeed_groups
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db
 
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
@@ -214,27 +215,52 @@ def test_uneven_batches_and_ranks_without_tokens(ranks4, layout, section):
     assert not any(all(run["losses"]) for run in results), "somebody had no tokens, and so no loss"
 
 
-def train_expert_tensor_parallel(section):
+@contextlib.contextmanager
+def expert_tensor_parallel(which):
+    """A layout of tensor-parallel experts and a model that has them in `which` of its two MoE layers."""
     layout = Layout(tensor_parallel=2, moe={"enable_expert_tensor_parallelism": True})
-    printed = io.StringIO()
+    torch.manual_seed(layout.seed)
+    model = Net(layout.ep_size, **layout.moe)
+    for i, block in enumerate(model.blocks):
+        block.moe.enable_expert_tensor_parallelism = i in which
     try:
-        with contextlib.redirect_stdout(printed):
-            engine = make_engine(layout, section)
-        kinds = {type(block.moe.deepspeed_moe) for block in engine.module.blocks}
-        return {"steps": train_steps(engine, layout), "end": parameters(engine), "printed": printed.getvalue(),
-                "plain path": kinds == {MOELayer}}
+        yield layout, model
     finally:
         groups.expert_tensor_parallel_world_size = 1  # DeepSpeed keeps it for the whole process
 
 
-def test_expert_tensor_parallelism_falls_back_with_its_reason(ranks4):
-    plain = ranks4.run(train_expert_tensor_parallel, PLAIN)
-    ours = ranks4.run(train_expert_tensor_parallel, DEFAULT)
+def train_expert_tensor_parallel(section, which):
+    printed = io.StringIO()
+    with expert_tensor_parallel(which) as (layout, model):
+        with contextlib.redirect_stdout(printed):
+            engine = make_engine(layout, section, model)
+        kinds = {type(block.moe.deepspeed_moe) for block in engine.module.blocks}
+        return {"steps": train_steps(engine, layout), "end": parameters(engine), "printed": printed.getvalue(),
+                "plain path": kinds == {MOELayer}}
+
+
+# The first layer with such experts sets DeepSpeed's groups and exchanges for all.
+@pytest.mark.parametrize("which", [(0, 1), (0, )], ids=["all-layers", "one-layer"])
+def test_expert_tensor_parallelism_falls_back_with_its_reason(ranks4, which):
+    plain = ranks4.run(train_expert_tensor_parallel, PLAIN, which)
+    ours = ranks4.run(train_expert_tensor_parallel, DEFAULT, which)
     for got, expected in zip(ours, plain, strict=True):
         assert got["plain path"]
         assert got["steps"] == expected["steps"]
         assert_equal(got["end"], expected["end"])
     assert ours[0]["printed"].count("not converted: its experts are tensor-parallel") == 2
+
+
+def convert_before_the_groups_are_known():
+    with expert_tensor_parallel((0, 1)) as (layout, model):
+        assert ds_mxfp8_moe.convert(model).converted == 2
+        engine = make_engine(layout, PLAIN, model)
+        with pytest.raises(RuntimeError, match="convert after deepspeed.initialize"):
+            engine(*batch(0, layout, 0))
+
+
+def test_experts_that_become_tensor_parallel_after_conversion_are_an_error(ranks4):
+    ranks4.run(convert_before_the_groups_are_known)
 
 
 def time_a_step(section):
