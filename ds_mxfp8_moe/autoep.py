@@ -52,9 +52,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     @published
     def _check_input(self, x: torch.Tensor) -> None:
         """Raises, on this rank and before any collective, for input that the experts cannot take."""
-        if x.shape[-1] != self.mxfp8.formula.hidden_size:
-            raise ValueError(f"{self.mxfp8.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
-                             f"{self.mxfp8.formula.hidden_size}")
+        self.mxfp8.check_input(x, self.experts.w1.dtype)
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
         logits_TE = self.router.gate(x_TH).float()

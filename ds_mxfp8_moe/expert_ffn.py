@@ -22,7 +22,7 @@ Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract 
     x, h                    dequantised MXFP8     MXFP8 re-scaled along the rows
     g that came as MXFP8    dequantised MXFP8     MXFP8 re-scaled along the rows
     g that came unquantised as it came            quantised along the rows
-    dpre                    in the tokens' dtype  quantised along the rows
+    dpre, linear's w * g    in the tokens' dtype  quantised along the rows
 """
 
 import math
@@ -107,7 +107,9 @@ class ExpertFFN:
                 stacked = isinstance(value, torch.Tensor)
                 layout.append((role, 0 if stacked else len(value)))
                 tensors += [value] if stacked else list(value)
-        return _Function.apply(self, tuple(layout), routes.expert_TK, x_TH, routes.weight_TK, *tensors)
+        # A tensor that depends on x and keeps nothing of it alive: what a second derivative would have to pass.
+        depends_on_x = x_TH[:0].clone()
+        return _Function.apply(self, tuple(layout), routes.expert_TK, depends_on_x, x_TH, routes.weight_TK, *tensors)
 
 
 def _unflatten(layout: tuple, tensors: Sequence) -> dict:
@@ -259,12 +261,12 @@ class _NoSecondDerivative(torch.autograd.Function):
 class _Function(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, layout, expert_TK, x_TH, weight_TK, *tensors):
+    def forward(ctx, ffn: ExpertFFN, layout, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts)
         recipe = ffn.recipe
         if recipe.quantize_gemm and plan.tokens_per_expert < ffn.min_tokens_per_expert:
-            warning_once(f"{ffn.name}: {plan.tokens_per_expert:.1f} tokens per expert are fewer than "
-                         f"min_tokens_per_expert = {ffn.min_tokens_per_expert}: it runs the bf16 recipe")
+            warning_once(f"{ffn.name}: some batches have fewer than min_tokens_per_expert = "
+                         f"{ffn.min_tokens_per_expert} tokens per expert; it runs the bf16 recipe on them")
             recipe = _unquantized(recipe)
         layer = _Layer(ffn.formula, recipe, plan, _unflatten(layout, tensors), x_TH.dtype)
         with ffn.timed("dispatch"):
@@ -278,39 +280,40 @@ class _Function(torch.autograd.Function):
         else:
             h_PF = layer.hidden(pre_PG, weight_P)
             h_PF = layer.quantized(h_PF) if recipe.quantize_gemm else h_PF.to(x_TH.dtype)
-            pre_PG = layer.keep_preactivation(pre_PG)
+            pre_PG = layer.keep_preactivation(pre_PG) if any(ctx.needs_input_grad) else None
             y_PH = layer.forward_gemm(h_PF, layer.down_EHF, None)
             if layer.down_bias_EH is not None:
                 y_PH = y_PH.float() + layer.bias_rows(layer.down_bias_EH) * weight_P.unsqueeze(1)
         with ffn.timed("combine"):
             y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), x_TH.dtype)
         ctx.call = (ffn, layout, plan, recipe, x_TH.dtype)
-        ctx.kept = _Kept(ctx, x_PH, pre_PG, h_PF, weight_P, (weight_TK, *tensors))
+        ctx.kept = _Kept(ctx, x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors))
         return y_TH
 
     @staticmethod
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
-        x_PH, pre_PG, h_PF, weight_P, (weight_TK, *tensors) = ctx.kept.read(ctx)
+        x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors) = ctx.kept.read(ctx)
         with torch.no_grad():
             weights = _unflatten(layout, tensors)
             layer = _Layer(ffn.formula, recipe, plan, weights, dtype)
             g_PH, _ = ffn.transport.dispatch(plan, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd),
                                              phase="dispatch of the gradient")
-            needs = _unflatten(layout, ctx.needs_input_grad[5:])
+            needs = _unflatten(layout, ctx.needs_input_grad[6:])
             grads = _backward_rows(layer, g_PH, x_PH, pre_PG, h_PF, weight_P, weights, needs)
-            x_grad = weight_grad = None
-            if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
-                x_grad, weight_grad = ffn.transport.combine(plan, grads["x"], _wire(recipe, recipe.dispatch_bwd),
-                                                            dtype, grads["weight"], phase="combine of the gradient")
+            # Whoever needs it or not: what one rank needs must not decide what all of them exchange.
+            x_grad, weight_grad = ffn.transport.combine(plan, grads["x"], _wire(recipe, recipe.dispatch_bwd), dtype,
+                                                        grads["weight"], phase="combine of the gradient")
             flat = []
             for role, size in layout:
                 grad = grads.get(role)
                 flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
         out = [x_grad, weight_grad, *flat]
         if torch.is_grad_enabled():  # create_graph=True
-            out = [g if g is None else _NoSecondDerivative.apply(g, g_TH, weight_TK, *tensors) for g in out]
-        return None, None, None, *(g if need else None for g, need in zip(out, ctx.needs_input_grad[3:], strict=True))
+            inputs = (g_TH, depends_on_x, weight_TK, *tensors)
+            out = [g if g is None else _NoSecondDerivative.apply(g, *inputs) for g in out]
+        needed = (g if need else None for g, need in zip(out, ctx.needs_input_grad[4:], strict=True))
+        return None, None, None, None, *needed
 
 
 class _Kept:
@@ -349,7 +352,8 @@ def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: 
     plain_g = g_PH.dequantize(torch.float32) if isinstance(g_PH, MXTensor) else g_PH
     if layer.formula.kind == "linear":
         t_PH = layer.dgrad_gemm(layer.quantized(g_PH), layer.up_EGH).float()
-        weight = (t_PH * (x_PH.dequantize() if isinstance(x_PH, MXTensor) else x_PH).float()).sum(-1)
+        plain_x = x_PH.dequantize(torch.float32) if isinstance(x_PH, MXTensor) else x_PH.float()
+        weight = (t_PH * plain_x).sum(-1)
         weighted_g = (plain_g.float() * weight_P.unsqueeze(1)).to(layer.dtype)
         if needed("up"):
             grads["up"] = layer.wgrad_gemm(weighted_g, x_PH, dtype_of("up"))

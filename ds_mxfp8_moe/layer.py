@@ -31,6 +31,15 @@ class LayerSettings:
     min_tokens_per_expert: int
     force_load_balance: bool
 
+    def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype) -> None:
+        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take."""
+        if x.shape[-1] != self.formula.hidden_size:
+            raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
+                             f"{self.formula.hidden_size}, the layer's hidden size")
+        if x.dtype != experts_dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
+                            "them, or enable autocast")
+
 
 class MoE(deepspeed_layer.MoE):
     """`deepspeed.moe.layer.MoE` whose tokens travel between ranks, and are multiplied, in MXFP8.
@@ -63,13 +72,7 @@ class MXFP8MOELayer(MOELayer):
     def _check_input(self, x: torch.Tensor) -> None:
         """Raises, on this rank and before any collective, for input that the experts cannot take."""
         settings = self.mxfp8
-        weight = self.experts.deepspeed_experts[0].get_parameter(settings.formula.up)
-        if x.shape[-1] != settings.formula.hidden_size:
-            raise ValueError(f"{settings.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
-                             f"{settings.formula.hidden_size}, the layer's hidden_size")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"{settings.name}: the input is {x.dtype} and the experts are {weight.dtype}; cast one of "
-                            "them, or enable autocast")
+        settings.check_input(x, self.experts.deepspeed_experts[0].get_parameter(settings.formula.up).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
                                "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")

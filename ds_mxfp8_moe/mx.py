@@ -52,8 +52,8 @@ class MXTensor(torch.Tensor):
 
     Moves of whole rows (slices, selects, index, cat, views that keep the last axis, clone, detach, to) move data and
     scales; every other op dequantises its operands first. Writing into one is an error, but for `add_`, with which
-    autograd accumulates: it re-quantises the sum. Autograd accepts an MXTensor as the gradient of a tensor of its
-    outward dtype.
+    autograd accumulates: it re-quantises the sum, with rceil. Autograd accepts an MXTensor as the gradient of a
+    tensor of its outward dtype.
     """
 
     qdata: torch.Tensor
@@ -137,8 +137,11 @@ def _on_rows(func, args, kwargs):
 
 def _index(func, args, kwargs):
     mx, indices = args
+    if not isinstance(mx, MXTensor):
+        return NotImplemented
     whole_axes = mx.dim() - (2 if mx.tiled else 1)
-    if not isinstance(mx, MXTensor) or len(indices) > whole_axes:
+    # A mask indexes as many axes as it has.
+    if sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices) > whole_axes:
         return NotImplemented
     # Advanced indexing has no float8 kernels on every device: move bytes.
     qdata = func(mx.qdata.view(torch.uint8), indices).view(torch.float8_e4m3fn)
@@ -176,7 +179,7 @@ def _accumulate(func, args, kwargs):
 def _to_copy(func, args, kwargs):
     mx, kwargs = args[0], dict(kwargs)
     dtype = kwargs.pop("dtype", None) or mx.orig_dtype
-    if not dtype.is_floating_point:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return NotImplemented
     kwargs.pop("memory_format", None)
     return MXTensor(func(mx.qdata, **kwargs), func(mx.scale, **kwargs), mx.block_size, dtype, mx.tiled)

@@ -19,11 +19,10 @@ HIDDEN, FFN, EXPERTS = 64, 96, 8
 
 class SwiGLU(nn.Module):
 
-    def __init__(self, hidden=HIDDEN, ffn=FFN):
+    def __init__(self):
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn, bias=False)
-        self.up = nn.Linear(hidden, ffn, bias=False)
-        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.gate, self.up = nn.Linear(HIDDEN, FFN, bias=False), nn.Linear(HIDDEN, FFN, bias=False)
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
 
     def forward(self, x):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
@@ -281,10 +280,12 @@ def odd_use():
     again = step(twin, x)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
-    a = x.clone().requires_grad_()
-    grad, = torch.autograd.grad(model(a)[0].float().sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        grad.float().sum().backward()
+    for trained in (True, False):  # also where nothing but x asks for a gradient
+        model.requires_grad_(trained)
+        a = x.clone().requires_grad_()
+        grad, = torch.autograd.grad(model(a)[0].float().sum(), a, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            grad.float().sum().backward()
 
 
 def test_odd_use(ranks2):
@@ -340,19 +341,38 @@ def test_frozen_experts(ranks2):
     ranks2.run(frozen)
 
 
-def direct():
-    model = make(cls=ds_mxfp8_moe.MoE, k=2)
+def only_one_rank_wants_a_gradient():
+    model = converted(make(k=2))
+    model.moe.deepspeed_moe.gate.requires_grad_(False)
+    x = tokens().requires_grad_(dist.get_rank() == 0)
+    model(x)[0].float().sum().backward()
+    return (x.grad is not None) == (dist.get_rank() == 0)
+
+
+def test_what_one_rank_differentiates_does_not_decide_what_all_exchange(ranks2):
+    assert ranks2.run(only_one_rank_wants_a_gradient) == [True, True]
+
+
+def direct(keys):
+    model = make(cls=ds_mxfp8_moe.MoE, **keys)
     assert type(model.moe.deepspeed_moe).__name__ == "MOELayer"  # plain until it is converted
-    plain = make(k=2)
+    plain = make(**keys)
     a, b = step(plain, tokens()), step(model, tokens())
+    assert list(a) == list(b)
     assert all(torch.equal(a[name], b[name]) for name in a)
+    state = model.state_dict()
     ds_mxfp8_moe.convert(model)
     assert type(model.moe.deepspeed_moe).__name__ == "MXFP8MOELayer"
-    return list(model.state_dict()) == list(plain.state_dict())
+    assert list(model.state_dict()) == list(plain.state_dict()) == list(state)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
 
 
-def test_direct_construction(ranks2):
-    assert ranks2.run(direct) == [True, True]
+@pytest.mark.parametrize("name", GATES)
+def test_direct_construction_without_the_flag_is_plain_deepspeed_to_the_bit(ranks2, name):
+    ranks2.run(direct, GATES[name])
+
+
+def test_the_signature_is_deepspeeds():
     assert inspect.signature(ds_mxfp8_moe.MoE) == inspect.signature(PlainMoE)
 
 

@@ -6,8 +6,8 @@ A transport has three methods. `plan(expert_TK, num_local_experts)` turns one fo
 brings rows back and adds them up. Dispatch and combine are each other's gradient over the same plan.
 
 Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
-expert's rank an fp32 partial per token in ascending choice, one rounding to the wire dtype, then fp32 at the owner in
-ascending rank.
+expert's rank an fp32 partial per token in ascending choice, of rows as the last GEMM rounds them; one rounding to the
+wire dtype; then fp32 at the owner in ascending rank.
 
 Letters in tensor names: T tokens of this rank, K choices of a token, H hidden size, W ranks, E local experts,
 S rows this rank sends, R rows it receives, P expert-sorted rows with their padding.
@@ -35,7 +35,7 @@ class Plan:
 
     Attributes:
         num_tokens, top_k: T and K.
-        tokens_per_expert: mean rows per expert over the whole group, the same number on every rank.
+        tokens_per_expert: mean choices per expert over the whole group, dropped ones included; equal on all ranks.
         send_splits, recv_splits: rows to and from each rank of the group, in rank order.
         send_token_S: int64 [S], the token in each row sent, ascending by (rank, token).
         sent_slot_WT: int64 [W, T], the row of `send_token_S` in which token t goes to rank w; S where it does not.

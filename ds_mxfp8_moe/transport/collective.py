@@ -92,7 +92,8 @@ class Collective:
                              send_counts_W.new_full((W, 1), T)], dim=1)
         ones = (1, ) * W
         arriving = self._exchange(message, ones, ones, "counts")[:W]
-        counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], arriving[:, 1:E + 1].sum(0),
+        sizes_E = arriving[:, 1:E + 1].sum(0)
+        counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
                                               arriving[:, E + 1].sum().view(1)]))
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[-1]
@@ -117,9 +118,8 @@ class Collective:
             ends.append(end)
         flat = local_RK.reshape(-1)
         order = torch.where(flat < 0, E, flat).argsort(stable=True)[:M]
-        sizes_E = torch.tensor(group_sizes, device=device)
-        ends_E = torch.tensor(ends, device=device)
         padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+        ends_E = padded_E.cumsum(0)
         shift_E = (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
         place_M = torch.arange(M, device=device) + shift_E.index_select(0, flat.index_select(0, order).int())
         slot_RK = order.new_full((R * K, ), end).scatter_(0, order, place_M).view(R, K)
