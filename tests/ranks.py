@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 CASE_SECONDS = 120.0
+START_SECONDS = 90.0
 
 
 def free_port() -> int:
@@ -62,6 +63,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         get_accelerator().set_device(rank)
     deepspeed.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
                                verbose=False)
+    conn.send("ready")
     while True:
         try:
             message = conn.recv()
@@ -95,6 +97,21 @@ class RankPool:
         self._port = 0
 
     def _start(self) -> None:
+        for _ in range(3):  # another process may take the port between its choice and its use
+            self._spawn()
+            if all(self._is_ready(conn) for conn in self._conns):
+                return
+            self.close()
+        raise RuntimeError(f"{self.world_size} ranks did not come up")
+
+    @staticmethod
+    def _is_ready(conn) -> bool:
+        try:
+            return conn.poll(START_SECONDS) and conn.recv() == "ready"
+        except (EOFError, OSError):
+            return False
+
+    def _spawn(self) -> None:
         if self.accelerator == "cpu":
             context = mp.get_context("forkserver")
             context.set_forkserver_preload(["torch", "deepspeed"])
