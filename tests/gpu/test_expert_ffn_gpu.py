@@ -75,3 +75,37 @@ def test_two_runs_give_the_same_bits(gpu_ranks):
         assert all(torch.equal(a[key], b[key]) for key in ("y", "x", "weight"))
         for g, h in zip(a["experts"], b["experts"], strict=True):
             assert all(torch.equal(g[role], h[role]) for role in g)
+
+
+def run_without_waiting(recipe):
+    """Forward and backward with CUDA's sync-debug mode on, but in the one read that is named."""
+    read_counts = Collective._read_counts
+
+    def named(self, counts):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read_counts(self, counts)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    run_layer(recipe, "swiglu", dtype=torch.bfloat16)  # set up what is set up once
+    world, rank = dist.get_world_size(), dist.get_rank()
+    experts, xs, grads, routes = problem(world, "swiglu", dtype=torch.bfloat16)
+    local = len(experts) // world
+    weights = {role: [e[role].cuda().requires_grad_() for e in experts[:local]] for role in experts[0]}
+    x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
+    expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
+    ffn = ExpertFFN(formula("swiglu"), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
+    Collective._read_counts = named
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=len(experts)), weights).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        Collective._read_counts = read_counts
+    return bool(torch.isfinite(x.grad).all())
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
+def test_the_host_waits_for_the_device_in_one_place_only(gpu_ranks, recipe_name):
+    assert all(gpu_ranks.run(run_without_waiting, RECIPES[recipe_name]))
