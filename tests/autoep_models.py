@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face MoE models, one a family that AutoEP knows, and engines that train them on gloo ranks."""
 
+import re
+
 import deepspeed
 import pytest
 import torch
@@ -71,10 +73,13 @@ def ds_config(section: dict | None, stage: int = 0, ep_size: int = 2, expert_par
     return {**config, **changes}
 
 
-def engine(section: dict | None, *args, family: str = "qwen3_moe", model_changes: dict | None = None, **kwargs):
-    """A new engine over a new model; see `ds_config`."""
-    return ds_mxfp8_moe.initialize(model=model(family, **(model_changes or {})),
-                                   config=ds_config(section, *args, **kwargs))[0]
+def engine(section: dict | None, *args, family: str = "qwen3_moe", model_changes: dict | None = None,
+           frozen: str = "", **kwargs):
+    """A new engine over a new model; see `ds_config`. `frozen` is a pattern of Hugging Face's parameter names."""
+    net = model(family, **(model_changes or {}))
+    for name, p in net.named_parameters():
+        p.requires_grad = not re.fullmatch(frozen, name)
+    return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, *args, **kwargs))[0]
 
 
 def batch(step: int, rank: int | None = None, size: int = 2, length: int = 16) -> torch.Tensor:

@@ -3,8 +3,9 @@
 
 import argparse
 import inspect
+import io
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import deepspeed
 import deepspeed.comm as dist
@@ -108,20 +109,18 @@ def test_enable_reaches_deepspeeds_own_function_imported_before_or_after(ranks2,
     assert ranks2.run(given_enabled, how, tmp_path) == [[(True, True, True, True, True, 2)] * 2] * 2
 
 
-def both(capture):
+def both():
     with enabled(times=2):
         once = DeepSpeedEngine.__init__
         ds_mxfp8_moe.enable()
         same = DeepSpeedEngine.__init__ is once
-        import io
-        from contextlib import redirect_stdout
         with redirect_stdout(io.StringIO()) as out:
             engine = ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))[0]
     return same, converted(engine), out.getvalue().count("2 of 2 MoE layers converted")
 
 
 def test_enable_twice_and_initialize_after_it_convert_once(ranks2):
-    assert ranks2.run(both, None) == [(True, 2, 1), (True, 2, 0)]
+    assert ranks2.run(both) == [(True, 2, 1), (True, 2, 0)]
 
 
 # ---------------------------------------------------------------- wrong and differing sections
@@ -287,6 +286,16 @@ def test_enable_reaches_the_pipeline_engine(ranks2):
         assert name == "PipelineEngine"
         assert len(layers) == 1
         assert losses[-1] < losses[0]
+
+
+def hybrid():
+    with enabled():
+        engine = deepspeed.initialize(model=model(), config=ds_config(MXFP8, hybrid_engine={"enabled": True}))[0]
+    return type(engine).__name__, converted(engine), len(train(engine, 2))
+
+
+def test_enable_reaches_the_hybrid_engine(ranks2):
+    assert ranks2.run(hybrid) == [("DeepSpeedHybridEngine", 2, 2)] * 2
 
 
 def overflowing():

@@ -15,7 +15,7 @@ from ranks import RankPool
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import ConfigError
+from ds_mxfp8_moe import ConfigError, save_pretrained
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 
 # The Trainer hands over lists of parameters made before AutoEP replaces some of them. 0.19.8 follows the replacement;
@@ -78,6 +78,7 @@ def trained(section, stage, ep_size, dtype, directory, as_file):
     layers = autoep_layers(trainer.model_wrapped.module)
     first, w1 = layers[0].ep_rank * layers[0].num_local_experts, gathered(layers[0].experts.w1)
     moved = not torch.allclose(w1, gate_up[first:first + len(w1), :64], atol=1e-3)
+    save_pretrained(trainer.model_wrapped, directory / "saved")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return (sum(type(layer) is MXFP8AutoEPMoELayer for layer in layers), moved, losses,
             trainer.evaluate()["eval_loss"])
@@ -102,6 +103,7 @@ def test_the_trainer_trains_in_mxfp8(request, tmp_path, ranks, ep_size, stage, d
         assert all(map(math.isfinite, [*losses, eval_loss]))
         assert losses[-1] < losses[0] - 0.5
     assert results[0] == results[-1]
+    assert not FOLLOWS or transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").num_parameters() > 0
 
 
 @pytest.mark.skipif(not FOLLOWS, reason="plain AutoEP of this DeepSpeed does not start under the Trainer")
