@@ -38,11 +38,12 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)
-        with torch.no_grad():
-            self.tokens_per_expert.add_(counts_E)
         routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
         if settings.force_load_balance:
             routes = self._balanced(routes, x_TH)
+            counts_E = routes.counts_E()
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts_E)
         transport = Collective(self.ep_group if self.ep_size > 1 else None, settings.name)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name)

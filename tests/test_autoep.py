@@ -312,6 +312,26 @@ def test_ranks_may_bring_different_numbers_of_tokens(ranks2, section, tokens):
         assert result == (True, True, True)
 
 
+def compiled():
+    losses = []
+    for wanted in (False, True):
+        built = engine(MXFP8, 1, 2)
+        if wanted:
+            built.compile(backend="eager")
+        losses.append([])
+        for step in range(3):
+            loss = built(input_ids=batch(step), labels=batch(step)).loss
+            built.backward(loss)
+            built.step()
+            losses[-1].append(loss.item())
+    return losses
+
+
+def test_compiled_engines_train_alike(ranks2):
+    for plain, traced in ranks2.run(compiled):
+        assert traced == plain
+
+
 def generated(section):
     built = engine(section, 0, 2)
     built.eval()
@@ -395,13 +415,14 @@ def balanced(family):
             wanted[rows] += weight_TK[rows, k:k + 1] * (hidden @ stacked["w2"][expert].t())
     if layer.shared_experts is not None:
         wanted += layer.shared_experts(flat)
-    return float(sqnr_db(wanted, values["output"].view(-1, 64))), bool(values["router.gate.weight"].any())
+    return (float(sqnr_db(wanted, values["output"].view(-1, 64))), bool(values["router.gate.weight"].any()),
+            layer.tokens_per_expert.unique().numel() == 1)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_forced_balance_sends_round_robin_with_the_routers_scores(ranks2, family):
-    for db, router_learns in ranks2.run(balanced, family):
-        assert db >= 90 and router_learns
+    for db, router_learns, even in ranks2.run(balanced, family):
+        assert db >= 90 and router_learns and even
 
 
 def wrong_width():
