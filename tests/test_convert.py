@@ -172,6 +172,12 @@ def test_sizes_and_dtypes_fall_back():
     assert type(model.blocks[0].moe) is PlainMoE
 
 
+def test_tutel_falls_back():
+    model = Model(Block())
+    model.blocks[0].moe.deepspeed_moe.use_tutel = True  # what the argument sets where Tutel is installed
+    assert "it uses Tutel" in reason(model)
+
+
 def test_experts_that_are_no_ffn_fall_back():
     assert "converted" not in reason(Model(Block(nn.Sequential(nn.LayerNorm(HIDDEN), mlp()))))
 
