@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .mx import MXTensor, ScaleCalculationMode, check_quantizable, quantize
+from .kernels import quantize
+from .mx import MXTensor, ScaleCalculationMode, check_quantizable
 
 HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAPH_BREAK = "collectives with data-dependent sizes run eagerly"

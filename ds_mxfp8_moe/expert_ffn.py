@@ -15,6 +15,7 @@ rank. An expert of one Linear weighs its output rows instead.
 
 Kept for backward: x_PH and h_PF in MXFP8, once; pre_PG in MXFP8 or the tokens' dtype (`recipe.preactivation`); the
 expert weights themselves, quantised again in backward. In a recipe without quantisation, all in the tokens' dtype.
+Which kernels compute it: kernels.py.
 
 Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract over rows:
 
@@ -25,7 +26,6 @@ Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract 
     dpre, linear's w * g    in the tokens' dtype  quantised along the rows
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,36 +34,14 @@ from typing import Any
 import torch
 from deepspeed.utils.logging import warning_once
 
+from . import kernels
+from .activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
 from .config import Recipe
-from .experts import ACTIVATIONS, ROLES, ExpertFormula
+from .experts import ROLES, ExpertFormula
 from .grouped_gemm import grouped_mm, grouped_mm_wgrad
-from .mx import MXTensor, quantize, quantize_tiles, transpose_rescale
+from .mx import MXTensor
 from .routing import Routes
 from .transport import Plan, Wire
-
-
-def _silu_slope(x):
-    s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s))
-
-
-def _gelu_slope(x):
-    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-
-
-def _gelu_tanh_slope(x):
-    c = math.sqrt(2 / math.pi)
-    t = torch.tanh(c * (x + 0.044715 * x**3))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
-
-
-# Derivatives of experts.ACTIVATIONS, on float32.
-SLOPES: dict[str, Callable] = {
-    "relu": lambda x: (x > 0).to(x.dtype),
-    "gelu": _gelu_slope,
-    "gelu_tanh": _gelu_tanh_slope,
-    "silu": _silu_slope,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +101,7 @@ def _unflatten(layout: tuple, tensors: Sequence) -> dict:
 
 def _stack(value) -> torch.Tensor | None:
     """[E, ...] from what a role holds."""
-    if value is None or isinstance(value, torch.Tensor):
-        return None if value is None else value.detach()
-    return torch.stack([v.detach() for v in value])
+    return None if value is None else kernels.stacked([value])
 
 
 class _Layer:
@@ -133,107 +109,77 @@ class _Layer:
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan, weights: dict, dtype: torch.dtype):
         self.formula, self.recipe, self.plan, self.dtype = formula, recipe, plan, dtype
-        gate, up, self.down_EHF = (_stack(weights.get(role)) for role in ("gate", "up", "down"))
-        gate_bias, up_bias, self.down_bias_EH = (_stack(weights.get(role))
-                                                 for role in ("gate_bias", "up_bias", "down_bias"))
-        self.up_EGH = up if gate is None else torch.cat([gate, up], dim=1)
-        self.up_bias_EG = self._joined_bias(gate, up, gate_bias, up_bias)
+        self.ups = [weights[role] for role in ("gate", "up") if role in weights]
+        self.down = [weights[role] for role in ("down", ) if role in weights]
+        self.up_bias_EG, self.down_bias_EH = self._up_bias(weights), _stack(weights.get("down_bias"))
+        self.layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
 
     @staticmethod
-    def _joined_bias(gate, up, gate_bias, up_bias):
-        if gate is None or (gate_bias is None and up_bias is None):
-            return up_bias
-        zeros = up.new_zeros(up.shape[:2])
-        return torch.cat([zeros if b is None else b for b in (gate_bias, up_bias)], dim=1)
+    def _up_bias(weights: dict) -> torch.Tensor | None:
+        biases = [_stack(weights.get(f"{role}_bias")) for role in ("gate", "up") if role in weights]
+        if all(bias is None for bias in biases):
+            return None
+        known = next(bias for bias in biases if bias is not None)
+        return torch.cat([torch.zeros_like(known) if bias is None else bias for bias in biases], dim=1)
 
-    def quantized(self, x):
+    def quantized(self, x_PN: torch.Tensor) -> torch.Tensor:
         """The MXFP8 form of rows, for GEMMs that contract over the last axis; as it is in an unquantised recipe."""
-        if not self.recipe.quantize_gemm or isinstance(x, MXTensor):
-            return x
-        mx = quantize(x, self.recipe.block_size, self.recipe.scaling_mode)
-        return MXTensor(mx.qdata, mx.scale, mx.block_size, self.dtype)
+        if not self.recipe.quantize_gemm or isinstance(x_PN, MXTensor):
+            return x_PN
+        return kernels.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
-    def _weight(self, w_ENK: torch.Tensor, contract_rows: bool) -> torch.Tensor:
-        """Weights rounded as their GEMM sees them, plain [E, N, K]; `contract_rows`: the GEMM sums over N, not K."""
+    def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool = True) -> tuple:
+        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient: the table above."""
         recipe = self.recipe
-        if not recipe.quantize_gemm:
-            return w_ENK.to(self.dtype)
-        exact = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-        if recipe.block_size == 128:
-            return quantize_tiles(w_ENK, recipe.scaling_mode).dequantize(exact)
-        if contract_rows:
-            w_EKN = quantize(w_ENK.transpose(1, 2), recipe.block_size, recipe.scaling_mode)
-            return w_EKN.dequantize(exact).transpose(1, 2)
-        return quantize(w_ENK, recipe.block_size, recipe.scaling_mode).dequantize(exact)
+        if not wgrad:
+            return self.quantized(g_PN), None
+        if not self.wgrad_quantized:
+            return self.quantized(g_PN), self._plain(g_PN)
+        if isinstance(g_PN, MXTensor):
+            return g_PN, kernels.rescale_columns(g_PN, recipe.scaling_mode)
+        return kernels.quantize_both(g_PN, recipe.block_size, recipe.scaling_mode)
 
-    def forward_gemm(self, x_PK, w_ENK, bias_EN) -> torch.Tensor:
-        out = grouped_mm(x_PK, self._weight(w_ENK, contract_rows=False).transpose(1, 2), self.plan.group_ends_E,
-                         self.dtype)
-        return out if bias_EN is None else (out + self.bias_rows(bias_EN)).to(self.dtype)
+    def wgrad_operand(self, x_PN: torch.Tensor) -> torch.Tensor:
+        """What the weight gradient's GEMM reads of an activation that was kept."""
+        return kernels.rescale_columns(x_PN, self.recipe.scaling_mode) if self.wgrad_quantized else self._plain(x_PN)
 
-    def dgrad_gemm(self, g_PN, w_ENK) -> torch.Tensor:
-        return grouped_mm(g_PN, self._weight(w_ENK, contract_rows=True), self.plan.group_ends_E, self.dtype)
+    @property
+    def wgrad_quantized(self) -> bool:
+        return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
 
-    def wgrad_gemm(self, g_PN, a_PK, dtype) -> torch.Tensor:
-        """[E, N, K]; operands by the table above."""
-        if self.recipe.wgrad == "mxfp8":
-            g_PN, a_PK = self._along_rows(g_PN), self._along_rows(a_PK)
-        return grouped_mm_wgrad(g_PN, a_PK, self.plan.group_ends_E, dtype)
+    def _plain(self, x_PN: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x_PN, MXTensor):
+            return x_PN
+        # float16 cannot hold what e4m3 times a power of two reaches; bfloat16 can.
+        return kernels.dequantize(x_PN, torch.bfloat16 if self.dtype == torch.float16 else self.dtype)
 
-    def _along_rows(self, x_PN) -> torch.Tensor:
-        block, mode = self.recipe.block_size, self.recipe.scaling_mode
-        mx = transpose_rescale(x_PN, block, mode) if isinstance(x_PN, MXTensor) else quantize(x_PN.t(), block, mode)
-        return mx.dequantize(torch.float32 if self.dtype == torch.float32 else torch.bfloat16).t()
+    def _weights(self, parts: list, transposed: bool) -> torch.Tensor:
+        """Stacked weights as the right operand of a GEMM that contracts over their last axis; `transposed`: the one
+        before it."""
+        if self.recipe.quantize_gemm:
+            return kernels.quantize_weights(parts, self.recipe.block_size, self.recipe.scaling_mode, transposed)
+        w_ENK = kernels.stacked(parts).to(self.dtype)
+        return w_ENK.transpose(1, 2) if transposed else w_ENK
 
-    def bias_rows(self, bias_EN) -> torch.Tensor:
-        """Each row's bias [P, N]. Padding rows get one too: their routing weight is 0."""
-        rows = torch.arange(self.plan.num_rows, device=bias_EN.device)
-        return bias_EN.index_select(0, torch.searchsorted(self.plan.group_ends_E, rows.int(), right=True))
+    def forward_gemm(self, x_PK: torch.Tensor, parts: list) -> torch.Tensor:
+        return grouped_mm(x_PK, self._weights(parts, transposed=False), self.plan.group_ends_E, self.dtype)
 
-    def group_sums(self, x_PN) -> torch.Tensor:
-        """[E, N] float32: sums over each group's rows, in a fixed order."""
-        starts = (0, *self.plan.group_ends[:-1])
-        return torch.stack([x_PN[s:e].float().sum(0) for s, e in zip(starts, self.plan.group_ends, strict=True)])
+    def dgrad_gemm(self, g_PN: torch.Tensor, parts: list) -> torch.Tensor:
+        return grouped_mm(g_PN, self._weights(parts, transposed=True), self.plan.group_ends_E, self.dtype)
 
-    def _halves(self, pre_PG: torch.Tensor) -> tuple:
-        first, second = pre_PG.float().chunk(2, dim=-1)
-        return (second, first) if self.formula.packed == "up_gate" else (first, second)
+    def wgrad_gemm(self, g: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[E, N, K], from operands that `quantized_gradient` and `wgrad_operand` made."""
+        return grouped_mm_wgrad(g, a, self.plan.group_ends_E, dtype)
 
-    def hidden(self, pre_PG, weight_P) -> torch.Tensor:
-        """w * act(pre), float32 [P, F]."""
-        return self._activated(pre_PG) * weight_P.unsqueeze(1)
+    def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
+        return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
 
-    def _activated(self, pre_PG) -> torch.Tensor:
-        value = ACTIVATIONS[self.formula.activation]
-        if self.formula.kind == "mlp":
-            return value(pre_PG.float())
-        gate_PF, up_PF = self._halves(pre_PG)
-        return value(gate_PF) * up_PF
+    def group_sums(self, x_PN: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
+        return group_sums(x_PN, self.plan.group_ends_E, weight_P)
 
-    def hidden_backward(self, t_PF, pre_PG, weight_P) -> tuple:
-        """From t = g W2: dpre float32 [P, G], and <t, act(pre)> float32 [P]."""
-        value, slope = ACTIVATIONS[self.formula.activation], SLOPES[self.formula.activation]
-        t_PF = t_PF.float()
-        dweight_P = (t_PF * self._activated(pre_PG)).sum(-1)
-        t_PF = t_PF * weight_P.unsqueeze(1)
-        if self.formula.kind == "mlp":
-            return t_PF * slope(pre_PG.float()), dweight_P
-        gate_PF, up_PF = self._halves(pre_PG)
-        halves = [t_PF * up_PF * slope(gate_PF), t_PF * value(gate_PF)]
-        if self.formula.packed == "up_gate":
-            halves.reverse()
-        return torch.cat(halves, dim=-1), dweight_P
-
-    def keep_preactivation(self, pre_PG):
-        if self.recipe.preactivation != "mxfp8":
-            return pre_PG
-        # Gate and up are quantised apart: no block lies in both.
-        halves = 2 if self.formula.kind == "gated" else 1
-        return quantize(pre_PG.unflatten(-1, (halves, -1)), self.recipe.block_size, self.recipe.scaling_mode)
-
-    @staticmethod
-    def read_preactivation(kept) -> torch.Tensor:
-        return kept.dequantize(torch.float32).flatten(-2) if isinstance(kept, MXTensor) else kept
+    def activation(self) -> dict:
+        return {"activation": self.formula.activation, "layout": self.layout, "block_size": self.recipe.block_size,
+                "scaling_mode": self.recipe.scaling_mode, "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
 
 
 def _wire(recipe: Recipe, dtype: str) -> Wire:
@@ -272,18 +218,20 @@ class _Function(torch.autograd.Function):
         with ffn.timed("dispatch"):
             x_PH, weight_P = ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
         x_PH = layer.quantized(x_PH)
-        pre_PG = layer.forward_gemm(x_PH, layer.up_EGH, layer.up_bias_EG)
+        pre_PG = layer.forward_gemm(x_PH, layer.ups)
         if ffn.formula.kind == "linear":
             h_PF = pre_PG.new_empty(0)
+            if layer.up_bias_EG is not None:
+                pre_PG = (pre_PG + layer.bias_rows(layer.up_bias_EG)).to(pre_PG.dtype)
             y_PH = pre_PG.float() * weight_P.unsqueeze(1)
             pre_PG = pre_PG.new_empty(0)
         else:
-            h_PF = layer.hidden(pre_PG, weight_P)
-            h_PF = layer.quantized(h_PF) if recipe.quantize_gemm else h_PF.to(x_TH.dtype)
-            pre_PG = layer.keep_preactivation(pre_PG) if any(ctx.needs_input_grad) else None
-            y_PH = layer.forward_gemm(h_PF, layer.down_EHF, None)
+            keep = recipe.quantize_gemm and recipe.preactivation == "mxfp8" and any(ctx.needs_input_grad)
+            h_PF, kept_PG = activate(pre_PG, weight_P, quantized=recipe.quantize_gemm, keep=keep, **layer.activation())
+            pre_PG = kept_PG if keep else pre_PG
+            y_PH = layer.forward_gemm(h_PF, layer.down)
             if layer.down_bias_EH is not None:
-                y_PH = y_PH.float() + layer.bias_rows(layer.down_bias_EH) * weight_P.unsqueeze(1)
+                y_PH = add_weighted_bias(y_PH, layer.down_bias_EH, weight_P, plan.group_ends_E)
         with ffn.timed("combine"):
             y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), x_TH.dtype)
         ctx.call = (ffn, layout, plan, recipe, x_TH.dtype)
@@ -324,7 +272,7 @@ class _Kept:
         for value in (x_PH, pre_PG, h_PF):
             if isinstance(value, MXTensor):
                 self.kinds.append((value.block_size, value.orig_dtype))
-                saved += [value.qdata, value.scale]
+                saved += [value.qdata, value.scale_bytes]
             else:
                 self.kinds.append(None)
                 saved.append(value)
@@ -346,39 +294,50 @@ def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: 
         return need if isinstance(need, bool) else need is not None and any(need)
 
     def dtype_of(role):
-        value = weights[role]
-        return (value if isinstance(value, torch.Tensor) else value[0]).dtype
+        return kernels.first(weights[role]).dtype
 
-    plain_g = g_PH.dequantize(torch.float32) if isinstance(g_PH, MXTensor) else g_PH
     if layer.formula.kind == "linear":
-        t_PH = layer.dgrad_gemm(layer.quantized(g_PH), layer.up_EGH).float()
-        plain_x = x_PH.dequantize(torch.float32) if isinstance(x_PH, MXTensor) else x_PH.float()
-        weight = (t_PH * plain_x).sum(-1)
+        t_PH = layer.dgrad_gemm(layer.quantized(g_PH), layer.ups).float()
+        plain_g, plain_x = (x.dequantize(torch.float32) if isinstance(x, MXTensor) else x for x in (g_PH, x_PH))
+        weight = (t_PH * plain_x.float()).sum(-1)
         weighted_g = (plain_g.float() * weight_P.unsqueeze(1)).to(layer.dtype)
         if needed("up"):
-            grads["up"] = layer.wgrad_gemm(weighted_g, x_PH, dtype_of("up"))
+            g_up = layer.quantized_gradient(weighted_g)[1]
+            grads["up"] = layer.wgrad_gemm(g_up, layer.wgrad_operand(x_PH), dtype_of("up"))
         if layer.up_bias_EG is not None:
             weight += (plain_g.float() * layer.bias_rows(layer.up_bias_EG)).sum(-1)
             grads["up_bias"] = layer.group_sums(weighted_g).to(dtype_of("up_bias"))
         return {**grads, "x": t_PH * weight_P.unsqueeze(1), "weight": weight}
 
-    pre_PG = layer.read_preactivation(kept_PG)
-    t_PF = layer.dgrad_gemm(layer.quantized(g_PH), layer.down_EHF)
-    dpre_PG, weight = layer.hidden_backward(t_PF, pre_PG, weight_P)
-    if needed("down"):
-        grads["down"] = layer.wgrad_gemm(g_PH, h_PF, dtype_of("down"))
     if layer.down_bias_EH is not None:
-        weight += (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
-        grads["down_bias"] = layer.group_sums(plain_g.float() * weight_P.unsqueeze(1)).to(dtype_of("down_bias"))
-    rounded = dpre_PG.to(layer.dtype)
-    grads["x"] = layer.dgrad_gemm(layer.quantized(dpre_PG) if layer.recipe.quantize_gemm else rounded, layer.up_EGH)
-    grads["weight"] = weight
-    roles = ("gate", "up") if "gate" in weights else ("up", )
-    if any(needed(role) for role in roles):
-        halves = layer.wgrad_gemm(rounded, x_PH, dtype_of("up")).chunk(len(roles), dim=1)
-        grads.update(zip(roles, halves, strict=True))
+        plain_g = g_PH.dequantize(torch.float32) if isinstance(g_PH, MXTensor) else g_PH
+        down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
+        grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
+        del plain_g
+    g_PH, g_wgrad = layer.quantized_gradient(g_PH, needed("down"))
+    t_PF = layer.dgrad_gemm(g_PH, layer.down)
+    if needed("down"):
+        grads["down"] = layer.wgrad_gemm(g_wgrad, layer.wgrad_operand(h_PF), dtype_of("down"))
+    del g_PH, g_wgrad, h_PF
+    roles = [role for role in ("gate", "up") if role in weights]
+    recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
+    columns = layer.wgrad_quantized and wants_ups
+    plain = not recipe.quantize_gemm or layer.up_bias_EG is not None or (wants_ups and not columns)
+    dpre = activate_backward(t_PF, kept_PG, weight_P, plain=plain, rows=recipe.quantize_gemm, columns=columns,
+                             **layer.activation())
+    del t_PF, kept_PG
+    grads["weight"] = dpre.dweight_P
+    if layer.down_bias_EH is not None:
+        grads["weight"] = dpre.dweight_P + down_bias_weight
+    # The weight gradient first: the large operands that it alone reads are gone before dx is there.
+    if wants_ups:
+        both = layer.wgrad_gemm(dpre.columns if columns else dpre.plain, layer.wgrad_operand(x_PH), dtype_of("up"))
+        grads.update(zip(roles, both.chunk(len(roles), dim=1), strict=True))
     if layer.up_bias_EG is not None:
-        for role, half in zip(roles, layer.group_sums(dpre_PG).chunk(len(roles), dim=1), strict=True):
+        for role, half in zip(roles, layer.group_sums(dpre.plain).chunk(len(roles), dim=1), strict=True):
             if f"{role}_bias" in weights:
                 grads[f"{role}_bias"] = half.to(dtype_of(f"{role}_bias"))
+    g_rows = dpre.rows if recipe.quantize_gemm else dpre.plain
+    del dpre
+    grads["x"] = layer.dgrad_gemm(g_rows, layer.ups)
     return grads

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs over rows sorted by expert, for operands that are plain or MXFP8.
 
-MXFP8 operands are dequantised (exact in bfloat16) and multiplied with accumulation in float32: the exact result of
-an MXFP8 product, on every device. P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device.
+MXFP8 is multiplied by the device's own kernel (kernels.py says which); where there is none, and for plain operands,
+by torch._grouped_mm in bfloat16, in which dequantised values are exact, with accumulation in float32: the reference.
+P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device.
 """
 
 import torch
 
+from . import kernels
 from .mx import MXTensor
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
     if isinstance(x, MXTensor):
         # float16 cannot hold what e4m3 times a power of two reaches; bfloat16 can.
-        return x.dequantize(torch.bfloat16 if x.orig_dtype == torch.float16 else x.orig_dtype)
+        return kernels.dequantize(x, torch.bfloat16 if x.orig_dtype == torch.float16 else x.orig_dtype)
     return x
 
 
@@ -31,31 +33,54 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
         a, b = a.float(), b.float()
     if a.device.type == "cpu" and a.dtype == torch.float16:  # the CPU multiplies float16 by emulation, 40 times slower
         a, b = a.float(), b.float()
-    return _strided(a), _strided(b)
+    return a, b
 
 
-def grouped_mm(a_PK: torch.Tensor, b_EKN: torch.Tensor, ends_E: torch.Tensor,
+def _native(a: torch.Tensor, b: torch.Tensor) -> kernels.Gemms | None:
+    if not isinstance(a, MXTensor) or not isinstance(b, MXTensor) or a.block_size != b.block_size:
+        return None
+    return kernels.mxfp8_gemms(a.device, a.block_size)
+
+
+def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor,
                out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Multiplies the rows of group e with b_EKN[e]; returns [P, N] in `out_dtype` (default: a's outward dtype).
+    """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
 
-    Rows at and past ends_E[-1] come back as zeros.
+    Rows at and past ends_E[-1] come back as zeros. Groups are multiples of 128 rows where both operands are MXFP8,
+    else of any size.
     """
     out_dtype = out_dtype or a_PK.dtype
-    a, b = _operands(a_PK, b_EKN)
+    native = _native(a_PK, b_ENK)
+    if native is not None:
+        return native.forward(a_PK, b_ENK, ends_E, out_dtype)
+    a, b = _operands(a_PK, b_ENK)
     if a.shape[0] == 0:
-        return a.new_zeros((0, b.shape[-1]), dtype=out_dtype)
-    out = torch._grouped_mm(a, b, offs=ends_E)
+        return a.new_zeros((0, b.shape[1]), dtype=out_dtype)
+    out = torch._grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
     beyond = torch.arange(a.shape[0], device=a.device) >= ends_E[-1]
-    return out.masked_fill(beyond.unsqueeze(-1), 0).to(out_dtype)
+    return out.masked_fill_(beyond.unsqueeze(-1), 0).to(out_dtype)
 
 
-def grouped_mm_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
-                     out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Contracts over each group's rows: out[e] = g[rows of e]^T a[rows of e], [E, N, K]; zeros for an empty group."""
-    out_dtype = out_dtype or g_PN.dtype
-    g, a = _operands(g_PN, a_PK)
+def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
+                     aligned: bool = True) -> torch.Tensor:
+    """Contracts over each group's rows: out[e] = g[rows of e]^T a[rows of e], [E, N, K]; zeros for an empty group.
+
+    Args:
+        g, a: plain [P, N] and [P, K]; or both MXFP8 in column form, [N, P] and [K, P] with blocks along the rows.
+        aligned: groups are multiples of 128 rows. False, for plain operands alone: of any size.
+    """
+    out_dtype = out_dtype or g.dtype
+    native = _native(g, a)
+    if native is not None:
+        return native.wgrad(g, a, ends_E, out_dtype)
+    if isinstance(g, MXTensor):
+        g, a = _plain(g).t(), _plain(a).t()
+    g, a = _operands(g, a)
     if a.shape[0] == 0:
         return a.new_zeros((ends_E.shape[0], g.shape[1], a.shape[1]), dtype=out_dtype)
-    out = torch._grouped_mm(g.t(), a, offs=ends_E)
+    own = kernels.plain_wgrad(g, a) if aligned else None
+    if own is not None:
+        return own(g, a, ends_E, out_dtype)
+    out = torch._grouped_mm(_strided(g).t(), _strided(a), offs=ends_E)
     empty = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
-    return out.masked_fill(empty.view(-1, 1, 1), 0).to(out_dtype)
+    return out.masked_fill_(empty.view(-1, 1, 1), 0).to(out_dtype)

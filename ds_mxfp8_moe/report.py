@@ -24,6 +24,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from .config import WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
+from .kernels import mxfp8_gemms
+from .mx import BLOCK_SIZES
 from .ops import op_builder
 
 PACKAGE = "ds_mxfp8_moe"
@@ -51,6 +53,14 @@ class Package(NamedTuple):
     note: str
 
 
+def gemm_line(block_size: int) -> str:
+    """How this machine multiplies MXFP8 operands of that block size."""
+    device_type, _ = current_device()
+    if device_type == "cuda" and mxfp8_gemms(torch.device(device_type), block_size) is not None:
+        return "on the tensor cores, as MXFP8"
+    return "operands are dequantised (exact), then torch._grouped_mm in bf16"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; returns the exit status, 1 where the config given is in error or cannot run here."""
     parser = argparse.ArgumentParser(prog="ds_mxfp8_report", description="What ds_mxfp8_moe would use here, and why.")
@@ -60,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _heading("ds_mxfp8_moe: what this machine would use and why")
     for name, text in device_lines():
         _line(name, text)
-    _line("expert GEMMs", "MXFP8 operands are dequantised (exact), then torch._grouped_mm: no MXFP8 kernel yet")
+    for block_size in BLOCK_SIZES:
+        _line(f"expert GEMMs, block {block_size}", gemm_line(block_size))
     statuses = transports()
     for transport in statuses:
         _line(f"transport {transport.name}", f"{_mark('OKAY' if transport.available else 'NO')} {transport.reason}")

@@ -10,7 +10,8 @@
 An operand that comes as an MXTensor (A from dispatch, g from combine's backward) is used as it is where its blocks
 lie along the contraction, dequantised for wgrad_with_hp, and re-scaled along the rows (near-lossless: powers of two)
 for MXFP8 wgrad. Weights are quantised anew in forward and in backward; with block_size 128 per 128x128 tile, so that
-both see the same rounding. Every product is the exact MXFP8 one: dequantised operands, accumulation in float32.
+both see the same rounding. Groups of any size: where a kernel wants whole tiles of 128 rows, they are padded on the
+device.
 
 M: rows, K: columns of A, N: output columns, E: groups.
 """
@@ -21,8 +22,10 @@ from enum import Enum
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import kernels
 from .grouped_gemm import grouped_mm, grouped_mm_wgrad
-from .mx import BLOCK_SIZES, SCALING_MODES, MXTensor, ScaleCalculationMode, quantize, quantize_tiles
+from .mx import BLOCK_SIZES, SCALING_MODES, MXTensor, ScaleCalculationMode
+from .transport import ROW_ALIGNMENT
 
 
 class KernelPreference(str, Enum):
@@ -38,44 +41,68 @@ class _Recipe:
     block_size: int
     scaling_mode: str
     wgrad_with_hp: bool
+    emulated: bool
 
     @property
     def exact_dtype(self) -> torch.dtype:
         """A dtype that holds dequantised values exactly and the result as well."""
         return torch.bfloat16 if self.out_dtype == torch.bfloat16 else torch.float32
 
+    def native(self, device: torch.device) -> bool:
+        """Whether the device multiplies this MXFP8 without dequantising it."""
+        return not self.emulated and kernels.mxfp8_gemms(device, self.block_size) is not None
+
     def rows(self, x: torch.Tensor) -> MXTensor:
         """Rows quantised along their last axis, unless they came so."""
-        return x if isinstance(x, MXTensor) else quantize(x, self.block_size, self.scaling_mode)
+        return x if isinstance(x, MXTensor) else kernels.quantize(x, self.block_size, self.scaling_mode)
 
-    def weights_ENK(self, w_ENK: torch.Tensor, contract: int) -> torch.Tensor:
-        """Weights rounded to MXFP8 with blocks along axis `contract` (-1: K, -2: N), dequantised."""
-        if self.block_size == 128:
-            return quantize_tiles(w_ENK, self.scaling_mode).dequantize(self.exact_dtype)
-        along = quantize(w_ENK.transpose(-1, contract), self.block_size, self.scaling_mode)
-        return along.dequantize(self.exact_dtype).transpose(-1, contract)
+    def multiply(self, x_MK: MXTensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, transposed: bool,
+                 out_dtype: torch.dtype) -> torch.Tensor:
+        """x w^T, or x w with `transposed`, where the weights' blocks lie along the contraction."""
+        weights = kernels.quantize_weights([w_ENK], self.block_size, self.scaling_mode, transposed)
+        if not self.native(x_MK.device):
+            return grouped_mm(*(kernels.dequantize(x, self.exact_dtype) for x in (x_MK, weights)), ends_E, out_dtype)
+        num_rows = x_MK.shape[0]
+        row_P, aligned_ends_E = _aligned(ends_E, num_rows, ROW_ALIGNMENT)
+        out_PN = grouped_mm(_place_rows(x_MK, row_P), weights, aligned_ends_E, out_dtype)
+        # The last place is padding, and zero: rows of no group read it.
+        place_M = torch.full((num_rows + 1, ), row_P.shape[0] - 1, device=row_P.device)
+        place_M.scatter_(0, row_P, torch.arange(row_P.shape[0], device=row_P.device))
+        return out_PN.index_select(0, place_M[:num_rows])
 
-    def columns(self, x_PN: torch.Tensor) -> torch.Tensor:
-        """Rounds [P, N], P whole blocks, to MXFP8 with blocks along P."""
-        return quantize(x_PN.t(), self.block_size, self.scaling_mode).dequantize(self.exact_dtype).t()
+    def wgrad(self, g_MN: torch.Tensor, a_MK: torch.Tensor, ends_E: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[E, N, K]."""
+        if self.wgrad_with_hp:
+            g, a = (kernels.dequantize(x, self.exact_dtype) if isinstance(x, MXTensor) else x for x in (g_MN, a_MK))
+            return grouped_mm_wgrad(g, a, ends_E, dtype, aligned=False)
+        native = self.native(a_MK.device)
+        row_P, ends_E = _aligned(ends_E, a_MK.shape[0], ROW_ALIGNMENT if native else self.block_size)
+        g, a = (self._columns(x, row_P) for x in (g_MN, a_MK))
+        if not native:
+            g, a = (kernels.dequantize(x, self.exact_dtype).t() for x in (g, a))
+        return grouped_mm_wgrad(g, a, ends_E, dtype, aligned=False)
+
+    def _columns(self, x_MN: torch.Tensor, row_P: torch.Tensor) -> MXTensor:
+        """The column form [N, P] of the rows that stand at P places."""
+        if isinstance(x_MN, MXTensor) and x_MN.block_size == self.block_size:
+            return kernels.rescale_columns(_place_rows(x_MN, row_P), self.scaling_mode)
+        plain = kernels.dequantize(x_MN, torch.float32) if isinstance(x_MN, MXTensor) else x_MN
+        return kernels.quantize_columns(_place_rows(plain, row_P), self.block_size, self.scaling_mode)
 
 
-def _exact(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.dequantize(dtype) if isinstance(x, MXTensor) else x
-
-
-def _block_aligned(ends_E: torch.Tensor, num_rows: int, block: int) -> tuple:
+def _aligned(ends_E: torch.Tensor, num_rows: int, block: int) -> tuple:
     """Where rows stand when every group starts at a whole block; no host sync, so P is a static upper bound.
 
     Returns:
-        int64 [P], the row that stands at each place or `num_rows` for padding, and int32 [E], the groups' new ends.
+        int64 [P], the row that stands at each place or `num_rows` for padding, which the last place is; and int32 [E],
+        the groups' new ends.
     """
     num_groups = ends_E.shape[0]
     ends = ends_E.long()
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     padded = (sizes + block - 1) // block * block
     new_ends = padded.cumsum(0)
-    bound = num_rows + num_groups * (block - 1)
+    bound = num_rows + num_groups * (block - 1) + 1
     place = torch.arange(bound + -bound % block, device=ends.device)
     group = torch.searchsorted(new_ends, place, right=True).clamp_max(num_groups - 1)
     within = place - (new_ends - padded)[group]
@@ -83,8 +110,10 @@ def _block_aligned(ends_E: torch.Tensor, num_rows: int, block: int) -> tuple:
 
 
 def _place_rows(x: torch.Tensor, row_P: torch.Tensor) -> torch.Tensor:
-    """Plain x[row_P] in float32, zeros where row_P is len(x)."""
-    x = x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float()
+    """x[row_P], zeros where row_P is len(x)."""
+    if isinstance(x, MXTensor):
+        data, scale = (_place_rows(part, row_P) for part in (x.qdata.view(torch.uint8), x.scale_bytes))
+        return x.with_parts(data.view(torch.float8_e4m3fn), scale)
     return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, row_P)
 
 
@@ -98,9 +127,8 @@ class _ScaledGroupedMM(torch.autograd.Function):
             ctx.save_for_backward(a_MK, b_EKN, ends_E)
         else:  # one byte a value; as plain parts, which every hook on saved tensors can handle
             ctx.mx = (mx.block_size, mx.orig_dtype)
-            ctx.save_for_backward(mx.qdata, b_EKN, ends_E, mx.scale)
-        weights = recipe.weights_ENK(b_EKN.transpose(-1, -2), -1).transpose(-1, -2)
-        return grouped_mm(mx.dequantize(recipe.exact_dtype), weights, ends_E, recipe.out_dtype)
+            ctx.save_for_backward(mx.qdata, b_EKN, ends_E, mx.scale_bytes)
+        return recipe.multiply(mx, b_EKN.transpose(-1, -2), ends_E, False, recipe.out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -111,15 +139,9 @@ class _ScaledGroupedMM(torch.autograd.Function):
             a = MXTensor(a, scale[0], *ctx.mx)
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            weights_ENK = recipe.weights_ENK(b_EKN.transpose(-1, -2), -2)
-            grad_a = grouped_mm(recipe.rows(grad_MN).dequantize(recipe.exact_dtype), weights_ENK, ends_E, ctx.a_dtype)
+            grad_a = recipe.multiply(recipe.rows(grad_MN), b_EKN.transpose(-1, -2), ends_E, True, ctx.a_dtype)
         if ctx.needs_input_grad[1]:
-            if recipe.wgrad_with_hp:
-                g, a = _exact(grad_MN, recipe.exact_dtype), _exact(a, recipe.exact_dtype)
-            else:
-                row_P, ends_E = _block_aligned(ends_E, a.shape[0], recipe.block_size)
-                g, a = (recipe.columns(_place_rows(x, row_P)) for x in (grad_MN, a))
-            grad_b = grouped_mm_wgrad(g, a, ends_E, b_EKN.dtype).transpose(-1, -2)
+            grad_b = recipe.wgrad(grad_MN, a, ends_E, b_EKN.dtype).transpose(-1, -2)
         return grad_a, grad_b, None, None
 
 
@@ -167,7 +189,8 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
             past the last end give zero rows and zero gradients.
         bias: [N], or [E, N] with one row for each group; added in out_dtype.
         out_dtype: bf16, fp16 or fp32.
-        kernel_preference: AUTO or EMULATED; today both dequantise and multiply.
+        kernel_preference: AUTO, the device's own MXFP8 kernel where kernels.py names one; or EMULATED, dequantised
+            operands in torch._grouped_mm.
         wgrad_with_hp: the weight gradient from A as it came and the unquantised gradient; False rounds both to
             MXFP8 along the rows.
         scale_calculation_mode: RCEIL or FLOOR, the rounding of scales.
@@ -183,8 +206,8 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
     if block_size is None:
         block_size = A.block_size if isinstance(A, MXTensor) else 32
     _check(A, B_t, offs, bias, out_dtype, block_size, scale_calculation_mode)
-    KernelPreference(kernel_preference)
-    recipe = _Recipe(out_dtype, block_size, scale_calculation_mode, wgrad_with_hp)
+    recipe = _Recipe(out_dtype, block_size, scale_calculation_mode, wgrad_with_hp,
+                     KernelPreference(kernel_preference) is KernelPreference.EMULATED)
     out = _ScaledGroupedMM.apply(A, B_t, offs, recipe)
     if bias is not None:
         if bias.dim() == 2:

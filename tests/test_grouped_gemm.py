@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def operands(dtype):
     g = torch.Generator().manual_seed(0)
-    return (torch.randn(P, K, generator=g).to(dtype), torch.randn(3, K, N, generator=g).to(dtype),
+    return (torch.randn(P, K, generator=g).to(dtype), torch.randn(3, N, K, generator=g).to(dtype),
             torch.randn(P, N, generator=g).to(dtype))
 
 
@@ -23,9 +23,9 @@ def groups():
 
 
 def loop(a, b):
-    out = torch.zeros(P, b.shape[-1])
+    out = torch.zeros(P, b.shape[1])
     for e, (start, end) in groups():
-        out[start:end] = a[start:end].float() @ b[e].float()
+        out[start:end] = a[start:end].float() @ b[e].float().t()
     return out
 
 
@@ -61,6 +61,19 @@ def test_mxfp8_operands(dtype, block):
     actual = grouped_mm(a_mx, b_mx, ENDS)
     assert actual.dtype == dtype and sqnr_db(expected, actual) >= (110 if dtype == torch.float32 else 50)
     same(expected, grouped_mm(a_mx, b_mx.dequantize(torch.float32), ENDS, torch.float32), torch.float32)
+
+
+@pytest.mark.parametrize("block", (32, 128))
+def test_mxfp8_wgrad(block):
+    """Operands in column form, blocks along whole groups of rows."""
+    gen = torch.Generator().manual_seed(1)
+    ends = torch.tensor([128, 128, 384], dtype=torch.int32)
+    g, a = (quantize(torch.randn(n, 512, generator=gen), block) for n in (N, K))
+    dw = grouped_mm_wgrad(g, a, ends)
+    assert dw.shape == (3, N, K) and not dw[1].any()
+    g, a = g.dequantize(), a.dequantize()
+    for e, (start, end) in ((0, (0, 128)), (2, (128, 384))):
+        same(g[:, start:end] @ a[:, start:end].t(), dw[e], torch.float32)
 
 
 def test_out_dtype():

@@ -6,13 +6,16 @@ routing weights share one uint8 message. The only device-to-host read is `Collec
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..mx import MXTensor, quantize
+from .. import kernels
+from ..kernels import quantize
+from ..mx import MXTensor
 from ..routing import count
 from . import ROW_ALIGNMENT, Plan, Wire
 from .deadline import all_to_all, set_deadline, wait_for_device
@@ -27,18 +30,25 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
-    """Appends the row of zeros that indices one beyond the rows read."""
+    """A copy with the row of zeros that indices one beyond the rows read."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
-def _copies(message: torch.Tensor, parts: list) -> list:
-    """A message split as `parts` were joined, each part in memory of its own, where any dtype is aligned."""
-    widths = [part.shape[1] for part in parts]
-    return [part.clone(memory_format=torch.contiguous_format) for part in message.split(widths, dim=1)]
+def _split(message: torch.Tensor, parts: list) -> list:
+    """A message split as `parts` were joined, each part with a row of zeros, in memory where any dtype is aligned."""
+    return [_with_zero_row(part) for part in message.split([part.shape[1] for part in parts], dim=1)]
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype) -> MXTensor:
     return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), wire.block_size, dtype)
+
+
+def _kernels(x: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels where they run and for rows that they take; else None, for the same in plain torch."""
+    if not kernels.fused(x):
+        return None
+    from ..ops.triton_kernels import permute  # Triton is there on Linux alone
+    return permute
 
 
 @dataclass(frozen=True)
@@ -59,14 +69,11 @@ class Collective:
         return f"'{phase}' of {self.name}"
 
     def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
-        """All-to-all of rows: `send_splits[w]` rows of x go to rank w; returns sum(recv_splits) rows by rank and one
-        of zeros."""
+        """All-to-all of rows: `send_splits[w]` rows of x go to rank w; returns sum(recv_splits) rows by rank."""
         if self.world_size == 1:
-            return _with_zero_row(x)
-        rows = sum(recv_splits)
-        out = x.new_empty((rows + 1, x.shape[1]))
-        out[rows:] = 0
-        all_to_all(out[:rows], x, recv_splits, send_splits, self.group, self._where(phase))
+            return x
+        out = x.new_empty((sum(recv_splits), x.shape[1]))
+        all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase))
         return out
 
     def _read_counts(self, counts: torch.Tensor) -> list:
@@ -91,7 +98,7 @@ class Collective:
         message = torch.cat([send_counts_W.view(W, 1), count(expert_TK, W * E).view(W, E),
                              send_counts_W.new_full((W, 1), T)], dim=1)
         ones = (1, ) * W
-        arriving = self._exchange(message, ones, ones, "counts")[:W]
+        arriving = self._exchange(message, ones, ones, "counts")
         sizes_E = arriving[:, 1:E + 1].sum(0)
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
                                               arriving[:, E + 1].sum().view(1)]))
@@ -109,7 +116,7 @@ class Collective:
         expert_SK = expert_TK.index_select(0, send_token_S)
         own_SK = rank_TK.index_select(0, send_token_S) == send_rank_S.unsqueeze(1)
         local_SK = torch.where(own_SK, expert_SK - send_rank_S.unsqueeze(1) * E, -1).to(id_dtype)
-        local_RK = self._exchange(_bytes(local_SK), send_splits, recv_splits, "expert ids")[:R].view(id_dtype)
+        local_RK = self._exchange(_bytes(local_SK), send_splits, recv_splits, "expert ids").view(id_dtype)
 
         # Received choices sorted by expert, stable, each group padded to whole tiles.
         ends, end = [], 0
@@ -137,6 +144,9 @@ class Collective:
             x_PH, expert-sorted rows, zero in the padding: MXTensor if `wire.mxfp8`, else of x_TH's dtype; and
             weight_P, float32 routing weight of each row (0 in the padding), or None without `weight_TK`.
         """
+        with_kernels = _kernels(x_TH)
+        if with_kernels is not None:
+            return self._dispatch(with_kernels, plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
             mx_TH = quantize(x_TH, wire.block_size, wire.scaling_mode)
@@ -145,7 +155,7 @@ class Collective:
             parts.append(weight_TK.float())
         parts = [_bytes(part) for part in parts]
         message_S = torch.cat(parts, dim=1).index_select(0, plan.send_token_S)
-        arrived = _copies(self._exchange(message_S, plan.send_splits, plan.recv_splits, phase), parts)
+        arrived = _split(self._exchange(message_S, plan.send_splits, plan.recv_splits, phase), parts)
 
         row_P = plan.source_P.div(plan.top_k, rounding_mode="floor")
         x_PH = arrived[0].index_select(0, row_P)
@@ -168,8 +178,10 @@ class Collective:
         Returns:
             y_TH in `dtype`, zeros for tokens without experts; and weight_TK float32, or None without `weight_P`.
         """
+        with_kernels = _kernels(y_PH)
+        if with_kernels is not None:
+            return self._combine(with_kernels, plan, y_PH, wire, dtype, weight_P, phase)
         H = y_PH.shape[1]
-        # The one copy that a kernel would save: a choice served elsewhere reads the row of zeros.
         y_PH = _with_zero_row(y_PH)
         partial_RH = y_PH.new_zeros((plan.slot_RK.shape[0], H), dtype=torch.float32)
         for slot_R in plan.slot_RK.unbind(1):
@@ -183,7 +195,7 @@ class Collective:
             weight_P = _with_zero_row(weight_P.view(-1, 1))
             parts.append(weight_P.index_select(0, plan.slot_RK.view(-1)).view(plan.slot_RK.shape))
         parts = [_bytes(part) for part in parts]
-        back = _copies(self._exchange(torch.cat(parts, dim=1), plan.recv_splits, plan.send_splits, phase), parts)
+        back = _split(self._exchange(torch.cat(parts, dim=1), plan.recv_splits, plan.send_splits, phase), parts)
         if wire.mxfp8:
             back_SH = _mx(back[0], back[1], wire, torch.float32).dequantize()
         else:
@@ -196,3 +208,38 @@ class Collective:
             return y_TH.to(dtype), None
         weight_SK = back[-1].view(torch.float32)
         return y_TH.to(dtype), sum(weight_SK.index_select(0, slot_T) for slot_T in plan.sent_slot_WT)
+
+    def _dispatch(self, kernels: ModuleType, plan: Plan, x_TH: torch.Tensor, wire: Wire,
+                  weight_TK: torch.Tensor | None, phase: str) -> tuple:
+        """`dispatch` in kernels. An MXFP8 result's scales are a view of K-block-major memory, as GEMMs read them."""
+        data, scale, row_R = x_TH, None, None
+        if wire.mxfp8:
+            mx_TH = quantize(x_TH, wire.block_size, wire.scaling_mode)
+            data, scale = mx_TH.qdata, mx_TH.scale_bytes
+        weight = None if weight_TK is None else weight_TK.float()
+        if self.world_size == 1:
+            row_R = plan.send_token_S
+        else:
+            sizes = (data.shape[1] * data.element_size(), *(0 if x is None else x.shape[1] for x in (scale, weight)))
+            message_S = kernels.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0],
+                                          plan.top_k)
+            message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
+            data, scale, weight = kernels.split_rows(message_R, *sizes)
+        x_PH, scale_BP, weight_P = kernels.expand_rows(data, scale, weight, row_R, plan.slot_RK, plan.source_P)
+        x_PH = _mx(x_PH, scale_BP.t(), wire, x_TH.dtype) if wire.mxfp8 else x_PH.view(x_TH.dtype)
+        return x_PH, None if weight_TK is None else weight_P
+
+    def _combine(self, kernels: ModuleType, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+                 weight_P: torch.Tensor | None, phase: str) -> tuple:
+        """`combine` in kernels."""
+        block_size = wire.block_size if wire.mxfp8 else 0
+        if self.world_size == 1:
+            y_TH, weight_TK = kernels.combine_local(y_PH, weight_P, plan.slot_RK, plan.sent_slot_WT[0], dtype,
+                                                    block_size, wire.scaling_mode)
+        else:
+            message_R = kernels.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
+            message_S = self._exchange(message_R, plan.recv_splits, plan.send_splits, phase)
+            weights = 0 if weight_P is None else plan.top_k
+            y_TH, weight_TK = kernels.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k, dtype,
+                                               block_size)
+        return y_TH, None if weight_P is None else weight_TK

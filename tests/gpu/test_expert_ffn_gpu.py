@@ -30,6 +30,10 @@ def run_layer(recipe, name, **kwargs):
 
 
 def check(ranks, recipe, name, least=45, **kwargs):
+    if recipe.quantize_gemm and recipe.block_size == 128:
+        # FP8 tensor cores are within 3e-4 of the exact product. Where that moves h or dpre across a rounding boundary
+        # of e4m3, about 1 % of values with float32 tokens, the value moves by a whole step: 40 dB.
+        least = min(least, 38)
     results = ranks.run(run_layer, recipe, name, **kwargs)
     experts, xs, grads, routes = problem(ranks.world_size, name, **kwargs)
     expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size)
@@ -53,8 +57,9 @@ def test_every_formula(gpu_ranks, name, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-32"])
 def test_other_dtypes(gpu_ranks, dtype, recipe_name):
-    # torch's grouped GEMM returns bfloat16 for MXFP8 operands of float16 tokens: one more rounding, below MXFP8's own.
-    rounded_twice = dtype == torch.float16 and recipe_name != "bf16"
+    # Blocks of 32 of float16 tokens are dequantised to bfloat16 here, which torch's grouped GEMM then returns too: one
+    # more rounding, below MXFP8's own.
+    rounded_twice = dtype == torch.float16 and recipe_name == "mxfp8-32"
     check(gpu_ranks, RECIPES[recipe_name], "swiglu", dtype=dtype, least=32 if rounded_twice else 45)
 
 

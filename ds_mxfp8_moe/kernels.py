@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs: the one place that decides, from the device, the block size and the recipe.
+
+    what                              kernel                                            else
+    casts, activations, exchanges     Triton, NVIDIA from sm_89 on (e4m3 casts)         plain torch, the reference
+    GEMMs of MXFP8, blocks of 128     sm_90: FP8 tensor cores, Gluon; sm_100: below     dequantised, torch._grouped_mm
+    GEMMs of MXFP8, blocks of 32      sm_100: scaled tensor cores, Triton               dequantised, torch._grouped_mm
+    weight gradient of bf16, fp16     sm_90: Gluon                                      torch._grouped_mm
+
+Blocks of 32 are dequantised on sm_90, once and outside the GEMM: its tensor cores cannot scale so often. The kernels'
+own files choose their tiles, from shapes alone: measured once on an H200, a timing on the user's machine would cost
+more than it finds.
+
+The casts below take any shape and run on any device; their results are those of mx.py, to the byte.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from . import mx
+from .mx import TILE, MXTensor
+
+
+@lru_cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; (0, 0) off NVIDIA."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def fused(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels of casts, activations and exchanges run for x."""
+    return capability(x.device) >= (8, 9) and x.shape[-1] % 32 == 0
+
+
+class Gemms(NamedTuple):
+    """Native grouped GEMMs of one device: `forward` is grouped_gemm.grouped_mm, `wgrad` grouped_mm_wgrad."""
+
+    forward: Callable
+    wgrad: Callable
+
+
+def mxfp8_gemms(device: torch.device, block_size: int) -> Gemms | None:
+    """Those that multiply MXFP8 of this block size without dequantising it, or None. Groups: multiples of 128 rows."""
+    major_minor = capability(device)
+    if major_minor == (9, 0) and block_size == 128:
+        from .ops.triton_kernels import grouped_gemm_hopper, grouped_wgrad_hopper
+        return Gemms(grouped_gemm_hopper.grouped_mm_mxfp8, grouped_wgrad_hopper.grouped_mm_wgrad_mxfp8)
+    if major_minor[0] == 10:
+        from .ops.triton_kernels import grouped_gemm_blackwell
+        return Gemms(grouped_gemm_blackwell.grouped_mm_mxfp8, grouped_gemm_blackwell.grouped_mm_wgrad_mxfp8)
+    return None
+
+
+def plain_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor) -> Callable | None:
+    """The kernel for weight gradients of 16-bit operands where it beats torch._grouped_mm, or None."""
+    if capability(g_PN.device) != (9, 0) or g_PN.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if not (g_PN.is_contiguous() and a_PK.is_contiguous() and fused(g_PN) and fused(a_PK)):
+        return None
+    from .ops.triton_kernels.grouped_wgrad_hopper import grouped_mm_wgrad_bf16
+    return grouped_mm_wgrad_bf16
+
+
+def _casts() -> ModuleType:
+    from .ops.triton_kernels import quantize as casts  # Triton is there on Linux alone
+    return casts
+
+
+def quantize(x: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool = False) -> MXTensor:
+    """mx.quantize of x [..., K]. `scale_k_major`: scales of a 2-D x lie as GEMMs read them, a view of [K/block, R]."""
+    mx.check_quantizable(x, block_size, scaling_mode)
+    if not fused(x) or x.dim() != 2:
+        return mx.quantize(x, block_size, scaling_mode)
+    return _casts().quantize_rows(x.detach(), block_size, scaling_mode, scale_k_major)
+
+
+def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXTensor:
+    """mx.quantize(x^T): [N, P], blocks along the rows of x. P must be a multiple of 32."""
+    if not fused(x_PN):
+        return mx.quantize(x_PN.t(), block_size, scaling_mode)
+    return _casts().quantize_columns(x_PN.detach(), block_size, scaling_mode)
+
+
+def quantize_both(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> tuple[MXTensor, MXTensor]:
+    """`quantize` and `quantize_columns` out of one read."""
+    if not fused(x_PN):
+        return quantize(x_PN, block_size, scaling_mode), quantize_columns(x_PN, block_size, scaling_mode)
+    return _casts().quantize_rows_and_columns(x_PN.detach(), block_size, scaling_mode, True)
+
+
+def rescale_columns(mx_PN: MXTensor, scaling_mode: str) -> MXTensor:
+    """mx.transpose_rescale: the column form [N, P] of rows [P, N], in blocks of the same size."""
+    if not fused(mx_PN):
+        return mx.transpose_rescale(mx_PN, scaling_mode=scaling_mode)
+    return _casts().rescale_transposed(mx_PN, mx_PN.block_size, scaling_mode)
+
+
+def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    """mx.dequantize."""
+    if not fused(x) or x.dim() > 3 or (x.dim() == 3 and not x.tiled):
+        return mx.dequantize(x, dtype)
+    return _casts().dequantize(x, dtype)
+
+
+def quantize_weights(parts: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
+                     transposed: bool = False) -> MXTensor:
+    """Experts' weights as a GEMM's right operand, [E, N, K], contraction along K.
+
+    Args:
+        parts: one or two, stacked along N: each E matrices [N_i, K], or one tensor [E, N_i, K].
+        transposed: the GEMM contracts over N instead: returns [E, K, N].
+
+    With blocks of 128 one scale serves a 128x128 tile, so both orders round alike; with 32 each rounds for itself.
+    """
+    if fused(first(parts[0])):
+        rows, columns = _casts().quantize_weights(parts, block_size, scaling_mode, not transposed, transposed)
+        return columns if transposed else rows
+    w_ENK = stacked(parts)
+    if block_size != TILE:
+        return mx.quantize(w_ENK.transpose(1, 2) if transposed else w_ENK, block_size, scaling_mode)
+    tiles = mx.quantize_tiles(w_ENK, scaling_mode)
+    if not transposed:
+        return tiles
+    return tiles.with_parts(tiles.qdata.view(torch.uint8).transpose(1, 2).contiguous().view(torch.float8_e4m3fn),
+                            tiles.scale_bytes.transpose(1, 2))
+
+
+def first(part: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    return part if isinstance(part, torch.Tensor) else part[0]
+
+
+def stacked(parts: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> torch.Tensor:
+    """[E, N, K] in high precision; without a copy where one part lies at equal distances in one storage."""
+    whole = [part.detach() if isinstance(part, torch.Tensor) else _evenly_spaced(part) for part in parts]
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=1)
+
+
+def _evenly_spaced(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    matrices = [matrix.detach() for matrix in matrices]
+    one = matrices[0]
+    offsets = [matrix.storage_offset() for matrix in matrices]
+    step = offsets[1] - offsets[0] if len(offsets) > 1 else one.numel()
+    if step >= one.numel() and offsets == [offsets[0] + i * step for i in range(len(offsets))] and all(
+            matrix.is_contiguous() and matrix.shape == one.shape and matrix.dtype == one.dtype and
+            matrix.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for matrix in matrices):
+        return one.as_strided((len(matrices), *one.shape), (step, *one.stride()))
+    return torch.stack(matrices)

@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies between the two grouped GEMMs of an expert FFN: activation, routing weight, MXFP8 casts, biases.
+
+Letters: P rows (a multiple of 128, as is every group), F FFN size (a multiple of 32), G width of the first GEMM, E
+experts. `layout` says what the G columns of pre_PG are: "mlp" (G = F), "gate_up" or "up_gate" (G = 2F).
+
+    forward    h_PF = w_P * act(pre_PG), pre_PG kept in MXFP8
+    backward   dw_P = <t_PF, act(pre_PG)>, dpre_PG = t_PF w_P act'(pre_PG) in up to three forms
+
+The oracle is `ds_mxfp8_moe.expert_ffn._Layer`, with the same roundings. exp and erf differ from torch's in the last
+bits of float32, so a byte differs now and then by one step.
+
+A program has a tile of rows and columns of F, with gate and up in it: every byte is read and written once. Scales of
+rows are stored block by block, [F / block, P]: a program's lie together, and the GEMMs read them so.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_mxfp8_moe.mx import MXTensor, quantize
+
+from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
+from .quantize import _by_column, _in_order, _loaded_row
+
+
+class Tile(NamedTuple):
+    """What one program covers, and its warps.
+
+    Attributes:
+        group: row tiles that run side by side, before the next tile of columns begins.
+        vector: most neighbours in a row that a thread holds.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    group: int = 1
+    vector: int = 16
+
+
+FORWARD = Tile(32, 128, 4)
+BACKWARD = Tile(32, 128, 4)
+BACKWARD_COLUMNS = Tile(128, 64, 8, vector=8)
+BACKWARD_COLUMNS_128 = Tile(128, 128, 8, vector=8)
+
+
+@triton.jit
+def _inverse(y):
+    """1 / y for y >= 1 to 2 ulp: two instructions, where a division guards itself against subnormals with six more."""
+    root = tl.rsqrt(y)
+    return root * root
+
+
+@triton.jit
+def _sigmoid(x):
+    return _inverse(1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def _value_and_slope(x, ACT: tl.constexpr):
+    """act(x) and act'(x), NaN and Inf as in torch."""
+    if ACT == "relu":
+        value = tl.where(x <= 0.0, 0.0, x)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACT == "silu":
+        share = _sigmoid(x)
+        value = x * share
+        slope = share * (1.0 + x * (1.0 - share))
+    elif ACT == "gelu":
+        # The normal distribution at -|x|, exp(-x^2 / 2) t P(t): P minimises the error, which is below 2e-7, and small
+        # beside the value itself for x > -5, where 1 + erf(x) is not.
+        exp = tl.exp2(x * x * -0.7213475204444817)
+        t = _inverse(1.0 + 0.2545584440231323 * tl.abs(x))
+        tail = -0.08221585303544998 * t + 0.2836698591709137
+        tail = tail * t - 0.18034574389457703
+        tail = tail * t + 0.2164188176393509
+        tail = tail * t + 0.052873700857162476
+        tail = tail * t + 0.10851520299911499
+        tail = (tail * t + 0.10108400881290436) * t * exp
+        share = tl.where(x > 0.0, 1.0 - tail, tail)
+        value = x * share
+        slope = share + x * (exp * 0.3989422804014327)
+    else:
+        tl.static_assert(ACT == "gelu_tanh")
+        share = _sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        value = x * share
+        slope = share + value * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * (x * x)))
+    return value, slope
+
+
+@triton.jit
+def _expert_of(row, ends_ptr, E, E_PAD: tl.constexpr):
+    """The group that holds `row`: how many end at or before it; the last one for rows past all of them."""
+    e = tl.arange(0, E_PAD)
+    ends = tl.load(ends_ptr + e, e < E, other=0x7FFFFFFF)
+    return tl.minimum(tl.sum((ends <= row).to(tl.int32), 0), E - 1).to(tl.int64)
+
+
+# The rest speaks of tiles: rows `row + r` by columns `first + c` of a half, which is WIDTH columns wide and begins at
+# column AT of a matrix [P, N]. Only a tile's origin needs int64.
+
+
+@triton.jit
+def _origin(row, first, N: tl.constexpr, AT: tl.constexpr):
+    return row.to(tl.int64) * N + (AT + first)
+
+
+@triton.jit
+def _load(ptr, bias_ptr, expert, row, first, r, c, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr):
+    """The tile in float32, its bias added and rounded to the matrix' dtype; zeros outside."""
+    inside = c < WIDTH - first
+    x = tl.load(ptr + _origin(row, first, N, AT) + (r[:, None] * N + c[None, :]), inside[None, :], other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + (expert * N + AT + first) + c, inside, other=0.0)
+        x = (x.to(tl.float32) + bias.to(tl.float32)[None, :]).to(x.dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store(x, ptr, row, first, r, c, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr):
+    at = ptr + _origin(row, first, N, AT) + (r[:, None] * N + c[None, :])
+    tl.store(at, x.to(ptr.dtype.element_ty), (c < WIDTH - first)[None, :])
+
+
+@triton.jit
+def _scale_places(row, first, r, P, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """Offsets [R, C / B] of a tile's scales among [halves * ceil(WIDTH / B), P], and which of them exist."""
+    block = first // B + tl.arange(0, C // B)
+    first_block: tl.constexpr = AT // WIDTH * ((WIDTH + B - 1) // B)
+    return (first_block + block)[None, :].to(tl.int64) * P + (row + r)[:, None], (block * B < WIDTH)[None, :]
+
+
+@triton.jit
+def _load_rows(ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
+               B: tl.constexpr):
+    """What `_store_rows` stored, as float32; zeros outside."""
+    R: tl.constexpr = r.shape[0]
+    C: tl.constexpr = c.shape[0]
+    data = tl.load(ptr + _origin(row, first, N, AT) + (r[:, None] * N + c[None, :]), (c < WIDTH - first)[None, :],
+                   other=0)
+    at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, C)
+    byte = tl.load(scale_ptr + at, exists, other=0)
+    x = tl.reshape(from_e4m3(data), [R, C // B, B]) * power_of_two(byte)[:, :, None]
+    return tl.reshape(x, [R, C])
+
+
+@triton.jit
+def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
+                B: tl.constexpr, FLOOR: tl.constexpr):
+    """As MXFP8 in blocks along the columns of its half: data [P, N], scales [halves * ceil(WIDTH / B), P]."""
+    R: tl.constexpr = r.shape[0]
+    C: tl.constexpr = c.shape[0]
+    x = tl.reshape(x, [R, C // B, B])
+    byte = scale_byte(tl.max(magnitude(x), 2), FLOOR)
+    data = to_e4m3(x, inverse_scale(byte)[:, :, None])
+    _store(tl.reshape(data, [R, C]), ptr, row, first, r, c, N, AT, WIDTH)
+    at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, C)
+    tl.store(scale_ptr + at, byte.to(tl.uint8), exists)
+
+
+@triton.jit
+def _store_columns(x, ptr, scale_ptr, row, first, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
+                   B: tl.constexpr, FLOOR: tl.constexpr):
+    """As MXFP8 in blocks along the rows, which lie in order, transposed: data [N, P], scales [P / B, N]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, [R // B, B, C])
+    byte = scale_byte(tl.max(magnitude(x), 1), FLOOR)
+    data = _by_column(tl.reshape(x * inverse_scale(byte)[:, None, :], [R, C]))
+    inside = c < WIDTH - first
+    column = (AT + first).to(tl.int64)
+    tl.store(ptr + (column * P + row) + (c.to(tl.int64)[:, None] * P + tl.arange(0, R)[None, :]), data,
+             inside[:, None])
+    tl.store(scale_ptr + ((row // B).to(tl.int64) * N + column) + (tl.arange(0, R // B)[:, None] * N + c[None, :]),
+             byte.to(tl.uint8), inside[None, :])
+
+
+@triton.jit
+def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr, kept_ptr, kept_scale_ptr, P, E,
+                    F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr,
+                    FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Grid [P / R * ceil(F / C)]. A null pointer stands for what is not wanted; UP_AT is None without gating."""
+    G: tl.constexpr = F if UP_AT is None else 2 * F
+    tiles: tl.constexpr = (F + C - 1) // C
+    row, first = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles * C
+    r, c = tl.arange(0, R), tl.arange(0, C)
+    expert = None
+    if bias_ptr is not None:
+        expert = _expert_of(row, ends_ptr, E, E_PAD)
+    x = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, GATE_AT, F)
+    if UP_AT is not None:
+        up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
+    weight = tl.load(weight_ptr + row + r)[:, None]
+    if kept_ptr is not None:
+        _store_rows(x, kept_ptr, kept_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B, FLOOR)
+        if UP_AT is not None:
+            _store_rows(up, kept_ptr, kept_scale_ptr, row, first, r, c, P, G, UP_AT, F, B, FLOOR)
+    h, _ = _value_and_slope(x, ACT)
+    if UP_AT is not None:
+        h *= up
+    h *= weight
+    if h_scale_ptr is not None:
+        _store_rows(h, h_ptr, h_scale_ptr, row, first, r, c, P, F, 0, F, B, FLOOR)
+    else:
+        _store(h, h_ptr, row, first, r, c, F, 0, F)
+
+
+@triton.jit
+def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, row, first, r, c, P,
+                    dtype: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr,
+                    FLOOR: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+    if rows_ptr is not None:
+        _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, N, AT, WIDTH, B, FLOOR)
+    if plain_ptr is not None:
+        _store(d, plain_ptr, row, first, r, c, N, AT, WIDTH)
+    if columns_ptr is not None:
+        rounded = _in_order(d.to(dtype).to(tl.float32), LANES, WARPS)
+        _store_columns(rounded, columns_ptr, columns_scale_ptr, row, first, c, P, N, AT, WIDTH, B, FLOOR)
+
+
+@triton.jit
+def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr, rows_ptr,
+                     rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
+                     UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                     E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr,
+                     WARPS: tl.constexpr):
+    """Grid [P / R, rounded up to groups, * ceil(F / C)]; dweight [ceil(F / C), P]: each tile's share."""
+    G: tl.constexpr = F if UP_AT is None else 2 * F
+    tiles: tl.constexpr = (F + C - 1) // C
+    LANES: tl.constexpr = 32 * VECTOR // C
+    dtype: tl.constexpr = t_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    row, tile = (pid // (tiles * GROUP) * GROUP + pid % GROUP) * R, pid % (tiles * GROUP) // GROUP
+    if row >= P:
+        return
+    first = tile * C
+    # The columns form wants each thread to hold rows that are neighbours.
+    r = tl.arange(0, R) if columns_ptr is None else _loaded_row(R, LANES, WARPS)
+    c = tl.max_contiguous(tl.arange(0, C), VECTOR)
+    expert = None
+    if bias_ptr is not None:
+        expert = _expert_of(row, ends_ptr, E, E_PAD)
+    t = _load(t_ptr, None, None, row, first, r, c, F, 0, F)
+    if pre_scale_ptr is not None:
+        x = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B)
+    else:
+        x = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, GATE_AT, F)
+    value, slope = _value_and_slope(x, ACT)
+    weighted = t * tl.load(weight_ptr + row + r)[:, None]
+    dweight_at = dweight_ptr + tile.to(tl.int64) * P + (row + r)
+    if UP_AT is not None:
+        if pre_scale_ptr is not None:
+            up = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, UP_AT, F, B)
+        else:
+            up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
+        tl.store(dweight_at, tl.sum(t * (value * up), 1))
+        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+                        row, first, r, c, P, dtype, G, GATE_AT, F, B, FLOOR, LANES, WARPS)
+        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+                        row, first, r, c, P, dtype, G, UP_AT, F, B, FLOOR, LANES, WARPS)
+    else:
+        tl.store(dweight_at, tl.sum(t * value, 1))
+        _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+                        row, first, r, c, P, dtype, G, GATE_AT, F, B, FLOOR, LANES, WARPS)
+
+
+@triton.jit
+def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr):
+    """Grid [P / R]: out [P] from shares [N, P], in the order of N."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    total = tl.zeros([R], tl.float32)
+    for i in tl.range(N, loop_unroll_factor=8):
+        total += tl.load(shares_ptr + tl.cast(i, tl.int64) * P + rows)
+    tl.store(out_ptr + rows, total)
+
+
+@triton.jit
+def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Grid [P / R * ceil(N / C)]: out [P / R, N], the sums over R rows, times their weights where given."""
+    tiles: tl.constexpr = (N + C - 1) // C
+    block, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C
+    r, c = tl.arange(0, R), tl.arange(0, C)
+    x = _load(x_ptr, None, None, block * R, first, r, c, N, 0, N)
+    if weight_ptr is not None:
+        x *= tl.load(weight_ptr + block * R + r)[:, None]
+    tl.store(out_ptr + _origin(block, first, N, 0) + c, tl.sum(x, 0), c < N - first)
+
+
+@triton.jit
+def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
+                       C: tl.constexpr):
+    """Grid [E * ceil(N / C)]: out [E, N] from the sums over R rows each that `_block_sums_kernel` left."""
+    tiles: tl.constexpr = (N + C - 1) // C
+    expert, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C
+    b, c = tl.arange(0, BLOCKS), tl.arange(0, C)
+    block = tl.load(ends_ptr + expert - 1, expert > 0, other=0) // R
+    end = tl.load(ends_ptr + expert) // R
+    total = tl.zeros([BLOCKS, C], tl.float32)
+    while block < end:
+        total += tl.load(sums_ptr + _origin(block, first, N, 0) + (b[:, None] * N + c[None, :]),
+                         (b < end - block)[:, None] & (c < N - first)[None, :], other=0.0)
+        block += BLOCKS
+    tl.store(out_ptr + _origin(expert, first, N, 0) + c, tl.sum(total, 0), c < N - first)
+
+
+@triton.jit
+def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: tl.constexpr, E_PAD: tl.constexpr,
+                          R: tl.constexpr, C: tl.constexpr):
+    """Grid [P / R * ceil(N / C)]: out = y + weight * bias of the row's expert."""
+    tiles: tl.constexpr = (N + C - 1) // C
+    row, first = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles * C
+    r, c = tl.arange(0, R), tl.arange(0, C)
+    y = _load(y_ptr, None, None, row, first, r, c, N, 0, N)
+    expert = _expert_of(row, ends_ptr, E, E_PAD)
+    bias = tl.load(bias_ptr + (expert * N + first) + c, c < N - first, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + row + r)
+    _store(y + bias[None, :] * weight[:, None], out_ptr, row, first, r, c, N, 0, N)
+
+
+class Gradients(NamedTuple):
+    """What `activate_backward` returns: dweight_P float32; the forms of dpre that were asked for, else None.
+
+    Attributes:
+        plain: [P, G], t's dtype.
+        rows: MXTensor [P, G], blocks along G.
+        columns: MXTensor [G, P], blocks along P: of dpre rounded to t's dtype.
+    """
+
+    dweight_P: torch.Tensor
+    plain: torch.Tensor | None
+    rows: MXTensor | None
+    columns: MXTensor | None
+
+
+def _places(layout: str, F: int) -> tuple:
+    """G, and the columns where gate (the one that is activated) and up begin."""
+    return {"mlp": (F, 0, None), "gate_up": (2 * F, 0, F), "up_gate": (2 * F, F, 0)}[layout]
+
+
+def _bytes(like: torch.Tensor, wanted: bool, *shape: int) -> torch.Tensor:
+    return like.new_empty(shape if wanted else (0, ), dtype=torch.uint8)
+
+
+def _optional(x: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    return x if wanted else None
+
+
+def _num_experts(bias_EN: torch.Tensor | None) -> dict:
+    E = 1 if bias_EN is None else bias_EN.shape[0]
+    return {"E": E, "E_PAD": triton.next_power_of_2(E)}
+
+
+def _forward_outputs(pre_PG, layout, block, quantize, keep) -> list[torch.Tensor]:
+    P, G = pre_PG.shape
+    F = G if layout == "mlp" else G // 2
+    blocks = triton.cdiv(F, block)
+    h_PF = _bytes(pre_PG, True, P, F) if quantize else pre_PG.new_empty(P, F)
+    return [h_PF, _bytes(pre_PG, quantize, blocks, P), _bytes(pre_PG, keep, P, G),
+            _bytes(pre_PG, keep, G // F * blocks, P)]
+
+
+def launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep,
+                   tile: Tile = FORWARD) -> list[torch.Tensor]:
+    """h_PF, its scales, kept_PG, its scales; empty where not wanted."""
+    out = h_PF, h_scale, kept_PG, kept_scale = _forward_outputs(pre_PG, layout, block, quantize, keep)
+    P, F = h_PF.shape
+    if P == 0:
+        return out
+    _, gate_at, up_at = _places(layout, F)
+    with torch.cuda.device_of(pre_PG):
+        _forward_kernel[(P // tile.rows * triton.cdiv(F, tile.columns), )](
+            pre_PG, bias_EG, ends_E, weight_P, h_PF, _optional(h_scale, quantize), _optional(kept_PG, keep),
+            _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
+            B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
+    return out
+
+
+@torch.library.custom_op("ds_mxfp8_moe::activate", mutates_args=())
+def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
+              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
+              keep: bool) -> list[torch.Tensor]:
+    return launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep)
+
+
+@_activate.register_fake
+def _(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep):
+    return _forward_outputs(pre_PG, layout, block, quantize, keep)
+
+
+def _mx(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> MXTensor:
+    return MXTensor(data.view(torch.float8_e4m3fn), scale, block, dtype)
+
+
+def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int = 32,
+             scaling_mode: str = "rceil", *, quantize: bool = True, keep: bool = False,
+             bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None) -> tuple:
+    """weight * act(pre + bias), and the pre-activation kept for backward.
+
+    Args:
+        pre_PG: [P, G] bf16, fp16 or fp32, contiguous: what the first grouped GEMM left.
+        weight_P: [P] float32 routing weights; 0 in padding rows.
+        activation: "silu", "gelu" (erf), "gelu_tanh" or "relu".
+        layout: "mlp", "gate_up" or "up_gate".
+        quantize: h as MXFP8; else in pre's dtype.
+        keep: also return pre + bias in MXFP8, gate and up quantised apart.
+        bias_EG, ends_E: each expert's bias, and int32 ends of the experts' rows; pre + bias is rounded to pre's dtype.
+
+    Returns:
+        h: [P, F], an MXTensor with scales stored [F / block, P], or plain; and kept: MXTensor [P, G / F, F] or None.
+    """
+    h_PF, h_scale, kept_PG, kept_scale = _activate(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block_size,
+                                                   scaling_mode == "floor", quantize, keep)
+    h = _mx(h_PF, h_scale.t(), block_size, pre_PG.dtype) if quantize else h_PF
+    if not keep:
+        return h, None
+    sizes = (pre_PG.shape[1] // h_PF.shape[1], -1)
+    scale = kept_scale.unflatten(0, sizes).permute(2, 0, 1)
+    return h, _mx(kept_PG.unflatten(1, sizes), scale, block_size, pre_PG.dtype)
+
+
+def _backward_outputs(t_PF, pre_PG, block, plain, rows, columns) -> list[torch.Tensor]:
+    P, F = t_PF.shape
+    G = pre_PG.shape[1]
+    # MXFP8 rows whose blocks lie across gate and up are cast from the plain form, which is not rounded then.
+    across = rows and F != G and F % block != 0
+    rows = rows and not across
+    dtype = torch.float32 if across else t_PF.dtype
+    return [t_PF.new_empty(P, dtype=torch.float32),
+            t_PF.new_empty((P, G) if plain or across else (0, ), dtype=dtype),
+            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, triton.cdiv(G, block), P),
+            _bytes(t_PF, columns, G, P), _bytes(t_PF, columns, P // block, G)]
+
+
+def launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain, rows,
+                    columns, tile: Tile | None = None) -> list[torch.Tensor]:
+    """dweight_P, plain_PG, rows_PG, its scales, columns_GP, its scales; empty where not wanted."""
+    tile = tile or (BACKWARD if not columns else BACKWARD_COLUMNS if block == 32 else BACKWARD_COLUMNS_128)
+    out = _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
+    P, F = t_PF.shape
+    if P == 0:
+        return out
+    dweight_P, *forms = out
+    tiles, groups = triton.cdiv(F, tile.columns), triton.cdiv(P // tile.rows, tile.group)
+    shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
+    _, gate_at, up_at = _places(layout, F)
+    with torch.cuda.device_of(t_PF):
+        _backward_kernel[(groups * tile.group * tiles, )](
+            t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
+            **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
+            R=tile.rows, C=tile.columns, GROUP=tile.group, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps)
+        if tiles > 1:
+            _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
+    return out
+
+
+@torch.library.custom_op("ds_mxfp8_moe::activate_backward", mutates_args=())
+def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
+                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
+                       activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
+                       columns: bool) -> list[torch.Tensor]:
+    return launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain,
+                           rows, columns)
+
+
+@_activate_backward.register_fake
+def _(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain, rows, columns):
+    return _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
+
+
+def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
+                      block_size: int = 32, scaling_mode: str = "rceil", *, plain: bool = False, rows: bool = False,
+                      columns: bool = False, bias_EG: torch.Tensor | None = None,
+                      ends_E: torch.Tensor | None = None) -> Gradients:
+    """The gradients of `activate`: of the routing weights, and of pre in the forms that are asked for.
+
+    Args:
+        t_PF: [P, F] bf16, fp16 or fp32, contiguous: the gradient of h.
+        kept: what `activate` kept, with the same block size; or pre_PG itself, with the bias if there was one.
+        plain, rows, columns: which forms of dpre to write; see Gradients.
+    """
+    pre_PG, pre_scale = kept, None
+    if isinstance(kept, MXTensor):
+        pre_PG = kept.qdata.view(torch.uint8).flatten(1)
+        pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()
+        bias_EG = ends_E = None  # it is in what was kept
+    dweight_P, dpre, rows_PG, rows_scale, columns_GP, columns_scale = _activate_backward(
+        t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block_size, scaling_mode == "floor",
+        plain, rows, columns)
+    dtype, dpre_rows, dpre_columns = t_PF.dtype, None, None
+    if rows and rows_PG.dim() == 2:
+        dpre_rows = _mx(rows_PG, rows_scale.t(), block_size, dtype)
+    elif rows:
+        mx = quantize(dpre, block_size, scaling_mode)
+        dpre_rows = _mx(mx.qdata, mx.scale, block_size, dtype)
+    if columns:
+        dpre_columns = _mx(columns_GP, columns_scale.t(), block_size, dtype)
+    return Gradients(dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::group_sums", mutates_args=())
+def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
+    """[E, N] float32: the sums over each group's rows of x_PN (bf16, fp16, fp32; contiguous), times weight_P if given.
+
+    Always in the same order; 0 for an empty group.
+    """
+    (P, N), E = x_PN.shape, ends_E.shape[0]
+    R, C = 128, 128
+    sums = x_PN.new_empty(P // R, N, dtype=torch.float32)
+    out = x_PN.new_empty(E, N, dtype=torch.float32)
+    with torch.cuda.device_of(x_PN):
+        if P:
+            _block_sums_kernel[(P // R * triton.cdiv(N, C), )](x_PN, weight_P, sums, N, R, C, num_warps=8)
+        _group_sums_kernel[(E * triton.cdiv(N, 64), )](sums, ends_E, out, N, R, 32, 64, num_warps=4)
+    return out
+
+
+@group_sums.register_fake
+def _(x_PN, ends_E, weight_P=None):
+    return x_PN.new_empty(ends_E.shape[0], x_PN.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::add_weighted_bias", mutates_args=())
+def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor,
+                      out_dtype: torch.dtype) -> torch.Tensor:
+    """y + weight * bias of each row's expert, in float32, rounded to `out_dtype`; y_PN contiguous."""
+    P, N = y_PN.shape
+    out = torch.empty_like(y_PN, dtype=out_dtype)
+    if P:
+        with torch.cuda.device_of(y_PN):
+            _weighted_bias_kernel[(P // 32 * triton.cdiv(N, 128), )](
+                y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,
+                enable_fp_fusion=False)
+    return out
+
+
+@add_weighted_bias.register_fake
+def _(y_PN, bias_EN, weight_P, ends_E, out_dtype):
+    return torch.empty_like(y_PN, dtype=out_dtype)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped GEMMs in MXFP8 on Blackwell's tensor cores, which apply the scales of blocks of 32 themselves.
+
+    grouped_mm_mxfp8         out[rows of e] = a[rows of e] b[e]^T             forward and input gradient
+    grouped_mm_wgrad_mxfp8   out[e] = g[:, rows of e] a[:, rows of e]^T       weight gradient, operands in column form
+
+Scale bytes are first packed as the tensor cores read them, a scale of 128 values as four of 32: only scales that reach
+tensor memory by TMA and past the registers let one product start before the last is done. Then each program computes
+one tile of the output. For K values a GEMM of N columns takes 2 N K FLOP a row, and packing K / 16 bytes.
+
+On sm_90 the same source dequantises to bf16 in registers: right, but slow. There, unlike on sm_100, Triton reads scale
+byte 0 as 0 instead of 2^-127.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ds_mxfp8_moe.mx import TILE, MXTensor
+
+STRIP = 16  # tiles of rows that run at a time and share their columns in L2
+CHUNKS = 8  # of 128 values, whose scales one program packs
+GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
+
+
+@triton.jit
+def _pack_scales_kernel(packed, scale, rows, blocks, chunks, group_stride, row_stride, block_stride,
+                        BLOCK: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, CHUNKS: tl.constexpr):
+    """packed [E, ceil(rows / 128), chunks, 32, 4, 4] from scale [E, rows, blocks], zeros beyond either end.
+
+    Byte (i, j, l) of a chunk belongs to row 32 j + i of its 128 and to values 32 l on of its 128. Grid
+    (ceil(chunks / CHUNKS), ceil(rows / 128), E).
+    """
+    group = tl.program_id(2).to(tl.int64)
+    i = tl.arange(0, 512 * CHUNKS)
+    chunk = tl.program_id(0) * CHUNKS + i // 512
+    row = tl.program_id(1) * 128 + i // 4 % 4 * 32 + i // 16 % 32
+    block = (chunk * 4 + i % 4) // (BLOCK // 32)
+    source = scale + group * group_stride + (row // ROWS_PER_SCALE).to(tl.int64) * row_stride
+    byte = tl.load(source + block.to(tl.int64) * block_stride, (row < rows) & (block < blocks), other=0)
+    first = (group * tl.num_programs(1) + tl.program_id(1)) * chunks
+    tl.store(packed + (first + chunk) * 512 + i % 512, byte, chunk < chunks)
+
+
+@triton.jit
+def _tile_of(index, row_tiles, column_tiles, STRIP: tl.constexpr):
+    """Tiles in strips of STRIP rows of tiles, column by column: what runs at a time shares its operands in L2."""
+    first = index // (STRIP * column_tiles) * STRIP
+    height = min(row_tiles - first, STRIP)
+    within = index % (STRIP * column_tiles)
+    return first + within % height, within // height
+
+
+@triton.jit
+def _scales(desc, tile, k):
+    """Scale bytes [rows, 4] of the 128 values from k on."""
+    TILES: tl.constexpr = desc.block_shape[0]
+    packed = desc.load([tile, k // 128, 0, 0]).reshape(TILES, 1, 32, 4, 4)
+    return packed.trans(0, 3, 2, 1, 4).reshape(TILES * 128, 4)
+
+
+@triton.jit
+def _product(a_desc, a_scale_desc, a_row, a_tile, b_desc, b_scale_desc, b_row, b_tile, first, last):
+    """a[a_row on, first to last] b[b_row on, first to last]^T, float32; *_tile: the rows' tile of 128 scales."""
+    ROWS: tl.constexpr = a_desc.block_shape[0]
+    COLUMNS: tl.constexpr = b_desc.block_shape[0]
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(first, last, 128):
+        acc = tl.dot_scaled(a_desc.load([a_row, k]), _scales(a_scale_desc, a_tile, k), "e4m3",
+                            b_desc.load([b_row, k]).T, _scales(b_scale_desc, b_tile, k), "e4m3", acc)
+    return acc
+
+
+@triton.jit
+def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, ends, E, P, N, K, E_PAD: tl.constexpr,
+                       STRIP: tl.constexpr):
+    """One tile of out [P, N] from a [P, K], b [E * N, K]; grid: tiles."""
+    ROWS: tl.constexpr = out_desc.block_shape[0]
+    COLUMNS: tl.constexpr = out_desc.block_shape[1]
+    row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(P, ROWS), tl.cdiv(N, COLUMNS), STRIP)
+    row, column = row_tile * ROWS, column_tile * COLUMNS
+    e = tl.arange(0, E_PAD)
+    # The row's group: how many ends lie at or before it. Past the last end nothing is contracted, which gives zeros.
+    group = tl.sum((tl.load(ends + e, e < E, other=0x7FFFFFFF) <= row).to(tl.int32))
+    acc = _product(a_desc, a_scale_desc, row, row_tile, b_desc, b_scale_desc, group * N + column,
+                   group * tl.cdiv(N, 128) + column // 128, 0, tl.where(group < E, K, 0))
+    out_desc.store([row, column], acc.to(out_desc.dtype))
+
+
+@triton.jit
+def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_desc, ends, N, K,
+                             ACCUMULATE: tl.constexpr, STRIP: tl.constexpr):
+    """One tile of out [E, N, K] from g [N, P], a [K, P]; grid: (tiles, E)."""
+    ROWS: tl.constexpr = out_desc.block_shape[1]
+    COLUMNS: tl.constexpr = out_desc.block_shape[2]
+    row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS), STRIP)
+    row, column, group = row_tile * ROWS, column_tile * COLUMNS, tl.program_id(1)
+    first = tl.load(ends + group - 1, group > 0, other=0)
+    acc = _product(g_desc, g_scale_desc, row, row_tile, a_desc, a_scale_desc, column, column // 128, first,
+                   tl.load(ends + group))
+    if ACCUMULATE:
+        acc += out_desc.load([group, row, column]).reshape(ROWS, COLUMNS)
+    out_desc.store([group, row, column], acc.to(out_desc.dtype).reshape(1, ROWS, COLUMNS))
+
+
+def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_per_scale: int = 1) -> torch.Tensor:
+    """Scales [(E,) rows / rows_per_scale, ceil(depth / block)] of any strides in the tensor cores' order."""
+    scale = scale if scale.dim() == 3 else scale.unsqueeze(0)
+    groups, tiles, chunks = scale.shape[0], triton.cdiv(rows, TILE), triton.cdiv(depth, TILE)
+    packed = scale.new_empty((groups * tiles, chunks, 2, 256))
+    _pack_scales_kernel[(triton.cdiv(chunks, CHUNKS), tiles, groups)](packed, scale, rows, scale.shape[2], chunks,
+                                                                      *scale.stride(), block, rows_per_scale, CHUNKS)
+    return packed
+
+
+def _descriptors(data: torch.Tensor, packed_scales: torch.Tensor, rows: int) -> tuple:
+    return (TensorDescriptor.from_tensor(data, [rows, TILE]),
+            TensorDescriptor.from_tensor(packed_scales, [rows // TILE, 1, 2, 256]))
+
+
+def _columns(size: int) -> int:
+    """Columns of a tile: 256 need the least shared memory traffic, where not too many of them are cut off."""
+    return 256 if size % 256 == 0 or size > 1024 else 128
+
+
+@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_mxfp8_blackwell", mutates_args=())
+def _grouped_mm(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor, b_scale: torch.Tensor,
+                b_block: int, b_tiled: bool, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    (P, K), (E, N, _) = a.shape, b.shape
+    out = a.new_empty((P, N), dtype=out_dtype)
+    if P == 0:
+        return out
+    columns = _columns(N)
+    with torch.cuda.device_of(a):
+        a_packed = _pack_scales(a_scale, P, K, a_block)
+        b_packed = _pack_scales(b_scale, N, K, b_block, TILE if b_tiled else 1)
+        _grouped_mm_kernel[(triton.cdiv(P, TILE) * triton.cdiv(N, columns), )](
+            TensorDescriptor.from_tensor(out, [TILE, columns]), *_descriptors(a, a_packed, TILE),
+            *_descriptors(b.view(E * N, K), b_packed, columns), ends, E, P, N, K, triton.next_power_of_2(E), STRIP,
+            **GEMM_OPTIONS)
+    return out
+
+
+@_grouped_mm.register_fake
+def _(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, out_dtype):
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _wgrad_into(out: torch.Tensor, g, g_scale, g_block, a, a_scale, a_block, ends, accumulate: bool) -> None:
+    (N, P), K = g.shape, a.shape[0]
+    columns = _columns(K)
+    with torch.cuda.device_of(g):
+        g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
+        _grouped_mm_wgrad_kernel[(triton.cdiv(N, TILE) * triton.cdiv(K, columns), ends.shape[0])](
+            TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
+            *_descriptors(a, a_packed, columns), ends, N, K, accumulate, STRIP, **GEMM_OPTIONS)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_mxfp8_blackwell", mutates_args=())
+def _grouped_mm_wgrad(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor, a_scale: torch.Tensor,
+                      a_block: int, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    out = g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
+    if g.shape[1] == 0:
+        return out.zero_()
+    _wgrad_into(out, g, g_scale, g_block, a, a_scale, a_block, ends, False)
+    return out
+
+
+@_grouped_mm_wgrad.register_fake
+def _(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):
+    return g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_mxfp8_blackwell_", mutates_args=("out", ))
+def _grouped_mm_wgrad_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
+                       a_scale: torch.Tensor, a_block: int, ends: torch.Tensor) -> None:
+    if g.shape[1] > 0:
+        _wgrad_into(out, g, g_scale, g_block, a, a_scale, a_block, ends, True)
+
+
+def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (bf16, fp16, fp32).
+
+    Data contiguous; scales of any strides, blocks of 32 or 128, b's in tiles of 128x128 or not. `ends_E`: int32 ends
+    of the groups' rows, multiples of 128. Rows at and past ends_E[-1] come back as zeros.
+    """
+    return _grouped_mm(a_PK.qdata, a_PK.scale_bytes, a_PK.block_size, b_ENK.qdata, b_ENK.scale_bytes,
+                       b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
+
+
+def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                           accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
+    """Contracts over each group's rows: out[e] = g_NP[:, rows of e] a_KP[:, rows of e]^T; zeros for an empty group.
+
+    Both operands in column form, blocks along the rows; `ends_E` as in `grouped_mm_mxfp8`. Returns [E, N, K] in
+    `out_dtype`, or `accumulate_into` (float32 [E, N, K]) with the products added.
+    """
+    operands = (g_NP.qdata, g_NP.scale_bytes, g_NP.block_size, a_KP.qdata, a_KP.scale_bytes, a_KP.block_size, ends_E)
+    if accumulate_into is None:
+        return _grouped_mm_wgrad(*operands, out_dtype)
+    _grouped_mm_wgrad_(accumulate_into, *operands)
+    return accumulate_into

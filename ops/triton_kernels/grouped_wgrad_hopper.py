@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight gradients on Hopper's tensor cores, in Gluon: out[e] = g[rows of e]^T a[rows of e], summed in float32.
+
+    grouped_mm_wgrad_mxfp8    operands in column form [N, P] and [K, P]: FP8 wgmma reads along the contraction only;
+                              scales for each column and 128 rows, a product of 128 rows scaled and added at a time
+    grouped_mm_wgrad_bf16     operands [P, N] and [P, K] as they lie, accumulated by the tensor cores
+
+The design is that of grouped_gemm_hopper.py: a persistent program on each SM, tiles of 128 by 256, one warp that
+brings operands by TMA, two warpgroups that multiply 64 rows each. An empty group's gradient is zero.
+
+16-bit results leave through shared memory by TMA, which cuts off what lies beyond N and K. float32 ones, which may be
+added to what is there, go from registers.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ds_mxfp8_moe.mx import MXTensor
+
+from .grouped_gemm_hopper import descriptor, multiprocessors
+
+
+@gluon.jit
+def _tile_of(index, n_tiles, k_tiles, GROUP: gl.constexpr):
+    """Expert and tile of its gradient: experts in turn, each in strips of GROUP rows of tiles, column by column."""
+    expert = index // (n_tiles * k_tiles)
+    index = index % (n_tiles * k_tiles)
+    strip = index // (GROUP * k_tiles)
+    first = strip * GROUP
+    height = gl.minimum(n_tiles - first, GROUP)
+    within = index % (GROUP * k_tiles)
+    return expert, first + within % height, within // height
+
+
+@gluon.jit
+def _rows_of(expert, ends):
+    """First row and end of an expert's group."""
+    first = gl.load(ends + gl.maximum(expert - 1, 0))
+    return gl.where(expert == 0, 0, first), gl.load(ends + expert)
+
+
+@gluon.jit
+def _power_of_two(byte):
+    """float32 2^(byte - 127); NaN for 255."""
+    bits = gl.maximum(byte.to(gl.int32) << 23, 0x00400000)
+    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
+                n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    """The producer: operands by TMA, and the scales of both."""
+    n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    k_256 = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
+    step = 0
+    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
+        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        first, end = _rows_of(expert, ends)
+        n = n_tile * 128
+        k = k_tile * 256
+        # Columns beyond the last are never stored: their scale may be any.
+        g_at = g_scale + gl.minimum(n + n_128, N - 1)
+        a_at = a_scale + gl.minimum(k + k_256, K - 1)
+        last = gl.maximum(end - 128, 0)
+        # Loaded a step ahead: these come from memory, not through the ring of stages.
+        g_byte = gl.load(g_at + (gl.minimum(first, last) // 128).to(gl.int64) * N)
+        a_byte = gl.load(a_at + (gl.minimum(first, last) // 128).to(gl.int64) * K)
+        for row in range(first, end, 128):
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, 3 * 128 * 128)
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(a_desc, [k + 128 * half, row], bar, a_smem.index(stage * 2 + half))
+            gs_smem.index(stage).store(_power_of_two(g_byte))
+            as_smem.index(stage).store(_power_of_two(a_byte))
+            mbarrier.arrive(bar)
+            step += 1
+            following = (gl.minimum(row + 128, last) // 128).to(gl.int64)
+            g_byte = gl.load(g_at + following * N)
+            a_byte = gl.load(a_at + following * K)
+
+
+@gluon.jit
+def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E,
+                   N, K, n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+                   ADD: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    step = 0
+    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
+        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        first, end = _rows_of(expert, ends)
+        acc0 = gl.zeros([64, 128], gl.float32, layout)
+        acc1 = gl.zeros([64, 128], gl.float32, layout)
+        for _ in range(first, end, 128):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            g = g_smem.index(stage * 2 + part)
+            row_scale = gl.expand_dims(gs_smem.index(stage).slice(part * 64, 64).load(gl.SliceLayout(1, layout)), 1)
+            product = _multiply(g, a_smem.index(stage * 2), layout)
+            column_scale = as_smem.index(stage).slice(0, 128).load(columns)
+            acc0 += product * gl.expand_dims(column_scale, 0) * row_scale
+            product = _multiply(g, a_smem.index(stage * 2 + 1), layout)
+            column_scale = as_smem.index(stage).slice(128, 128).load(columns)
+            mbarrier.arrive(empty.index(stage))
+            acc1 += product * gl.expand_dims(column_scale, 0) * row_scale
+            step += 1
+        n = n_tile * 128 + part * 64
+        k = k_tile * 256
+        _write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, 128, BY_TMA, ADD, layout)
+        _write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, 128, BY_TMA, ADD, layout)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply(a, b, layout: gl.constexpr):
+    """a [64, 128] times b [128, 128]^T in float32."""
+    zeros = gl.zeros([64, 128], gl.float32, layout)
+    return warpgroup_mma_wait(0, [warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)])
+
+
+@gluon.jit
+def _write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, N, K, WIDTH: gl.constexpr,
+           BY_TMA: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr):
+    """Stores [64, WIDTH] of an expert's gradient, or adds to what is there."""
+    if BY_TMA:
+        buffer = out_smem.index(part)
+        tma.store_wait(0)
+        buffer.reshape([64, WIDTH]).store(acc.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [expert, n, k], buffer)
+    else:
+        n_64 = n + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        k_W = k + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        at = out + expert.to(gl.int64) * N * K + gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_W, 0)
+        inside = gl.expand_dims(n_64 < N, 1) & gl.expand_dims(k_W < K, 0)
+        if ADD:
+            acc += gl.load(at, inside, other=0)
+        gl.store(at, acc, inside)
+
+
+@gluon.jit
+def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, GROUP: gl.constexpr,
+                       STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
+    gs_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    as_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    n_tiles = gl.cdiv(N, 128)
+    k_tiles = gl.cdiv(K, 256)
+    gl.warp_specialize([
+        (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
+                          n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+        (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
+                          n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+        (_feed_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
+                       n_tiles, k_tiles, GROUP, STAGES)),
+    ], [4, 1], [216, 72])
+
+
+@gluon.jit
+def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, n_tiles, k_tiles, GROUP: gl.constexpr,
+               STAGES: gl.constexpr):
+    step = 0
+    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
+        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        first, end = _rows_of(expert, ends)
+        for row in range(first, end, 64):
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, (128 + 256) * 64 * 2)
+            for half in gl.static_range(2):
+                tma.async_copy_global_to_shared(g_desc, [row, n_tile * 128 + 64 * half], bar,
+                                                g_smem.index(stage * 2 + half))
+            tma.async_copy_global_to_shared(a_desc, [row, k_tile * 256], bar, a_smem.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles,
+                  k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    step = 0
+    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
+        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        first, end = _rows_of(expert, ends)
+        acc = gl.zeros([64, 256], gl.float32, layout)
+        for row in range(first, end, 64):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            acc = warpgroup_mma(g_smem.index(stage * 2 + part).permute((1, 0)), a_smem.index(stage), acc,
+                                is_async=True)
+            # The product before this one is done: its operands may be overwritten.
+            acc = warpgroup_mma_wait(1, [acc])
+            if row > first:
+                mbarrier.arrive(empty.index((step - 1) % STAGES))
+            step += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        if first < end:
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+        _write(part, acc, out_desc, out_smem, out, expert, n_tile * 128 + part * 64, k_tile * 256, N, K, 256,
+               BY_TMA, ADD, layout)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, N, K, GROUP: gl.constexpr, STAGES: gl.constexpr,
+                      BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, 256], a_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 256], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    n_tiles = gl.cdiv(N, 128)
+    k_tiles = gl.cdiv(K, 256)
+    gl.warp_specialize([
+        (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                         GROUP, STAGES, BY_TMA, ADD)),
+        (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                         GROUP, STAGES, BY_TMA, ADD)),
+        (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, n_tiles, k_tiles, GROUP, STAGES)),
+    ], [4, 1], [232, 40])
+
+
+@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_mxfp8_hopper_", mutates_args=("out_ENK", ))
+def _wgrad_mxfp8(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
+                 ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
+    E, N, K = out_ENK.shape
+    if g_NP.shape[1] == 0:
+        return _without_rows(out_ENK, add)
+    by_tma = out_ENK.dtype != torch.float32
+    tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    with torch.cuda.device_of(out_ENK):
+        wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK), tiles), )](
+            descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), _out_descriptor(out_ENK, [1, 64, 128], by_tma),
+            out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add, num_warps=4)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_bf16_hopper_", mutates_args=("out_ENK", ))
+def _wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor,
+                add: bool) -> None:
+    E, N, K = out_ENK.shape
+    if g_PN.shape[0] == 0:
+        return _without_rows(out_ENK, add)
+    by_tma = out_ENK.dtype != torch.float32
+    tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    with torch.cuda.device_of(out_ENK):
+        wgrad_bf16_kernel[(min(multiprocessors(out_ENK), tiles), )](
+            descriptor(g_PN, [64, 64]), descriptor(a_PK, [64, 256]), _out_descriptor(out_ENK, [1, 64, 256], by_tma),
+            out_ENK, ends_E, E, N, K, GROUP=16, STAGES=3 if by_tma else 4, BY_TMA=by_tma, ADD=add, num_warps=4)
+
+
+def _without_rows(out_ENK: torch.Tensor, add: bool) -> None:
+    if not add:
+        out_ENK.zero_()
+
+
+def _out_descriptor(out_ENK: torch.Tensor, block: list[int], by_tma: bool):
+    """The result's; one of no use, with a small box, where it is not written by TMA."""
+    return descriptor(out_ENK, block if by_tma else [1, 64, 32])
+
+
+def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                           accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
+    """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
+
+    Args:
+        g_NP, a_KP: column forms, blocks of 128 rows, data contiguous; scales best in memory [P / 128, N].
+        ends_E: int32 ends of the groups on the device, multiples of 128.
+
+    A product is scaled by a's scale first: above 2^103 it may overflow where the result would not. 255 gives NaN.
+    """
+    out = _out(ends_E, g_NP.shape[0], a_KP.shape[0], out_dtype, accumulate_into)
+    _wgrad_mxfp8(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(), ends_E,
+                 out, accumulate_into is not None)
+    return out
+
+
+def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                          accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
+    """The same from bf16 or fp16 operands [P, N] and [P, K], contiguous; groups are multiples of 64 rows."""
+    out = _out(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into)
+    _wgrad_bf16(g_PN, a_PK, ends_E, out, accumulate_into is not None)
+    return out
+
+
+def _out(ends_E, N, K, out_dtype, accumulate_into) -> torch.Tensor:
+    if accumulate_into is not None:
+        return accumulate_into
+    return torch.empty(ends_E.shape[0], N, K, dtype=out_dtype, device=ends_E.device)

@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts to and from MXFP8. The oracle of each is the function of ds_mxfp8_moe.mx that it names, to the byte.
+
+All are bound by memory: one read of the input, one write of each output, 16 bytes a thread and access. Programs next
+to each other work on neighbouring columns of the same rows, so that what is in flight lies together in memory.
+
+    kernel                     grid                                   bytes a value (bf16)
+    _quantize_rows_kernel      row tiles x column tiles               2 + 1
+    _quantize_matrix_kernel    (row tiles x column tiles, experts)    2 + 1 for each layout written
+    _rescale_kernel            row tiles x column tiles               1 + 1
+    _dequantize_kernel         (row tiles x column tiles, experts)    1 + 2
+
+Numbers: float32 throughout, never flushed to zero. Scales are powers of two, so every product but the last rounding
+is exact; 1 / scale is a normal number for every scale there is. Triton's cast to e4m3 is cvt.rn.satfinite: it rounds
+to nearest even, saturates (`floor` needs that) and makes NaN 0x7F.
+
+Transposes: FP8 tensor cores read operands along the contraction only, so bytes must change places. Shared memory is
+written four bytes a lane when a thread holds four neighbours of one column, and they cost no packing where one cast
+makes them. `_loaded_row` picks which rows a thread loads to that end, `_by_column` orders the registers.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_mxfp8_moe.mx import TILE, MXTensor
+
+from .format import from_e4m3, power_of_two, to_e4m3
+from .library import operator
+
+# Pointers that one launch takes; more experts need more launches.
+MAX_POINTERS = 32
+
+
+class Tile(NamedTuple):
+    """What one program covers: rows and columns of its input, with how many warps.
+
+    Attributes:
+        group: row tiles that run side by side before the next column tile begins, so that the transposed output is
+            written in runs of group * rows bytes.
+        vector: most neighbours in a row that a thread holds. Fewer mean more rows, and cheaper maxima over rows.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    group: int = 1
+    vector: int = 16
+
+    def divides(self, rows: int, columns: int) -> bool:
+        return rows % self.rows == 0 and columns % self.columns == 0
+
+
+ROWS_TILE = Tile(32, 128, 8)
+COLUMNS_TILE = Tile(128, 64, 4, group=4)
+BOTH_TILE = Tile(128, 128, 8, group=4)
+BOTH_32_TILE = Tile(128, 64, 4, group=4)  # block size 32
+RESCALE_TILE = Tile(128, 64, 4, group=4, vector=8)
+DEQUANTIZE_TILE = Tile(16, 128, 4)
+
+# A thread that transposes gets along with 80 registers, if made to: 24 warps fit a multiprocessor, otherwise 16.
+REGISTERS = 80
+
+
+@triton.jit
+def _larger(x, y):
+    """The larger of |x| and |y| in float32, or NaN."""
+    return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _scale(largest, FLOOR: tl.constexpr):
+    """E8M0 byte and float32 1 / scale of a block; `largest`: the int32 bits of its largest |x|."""
+    finite = largest < 0x7F800000
+    # 448 = 1.75 * 2^8: for rceil, what lies above 1.75 * 2^e carries into the exponent.
+    exponent = tl.maximum((largest if FLOOR else largest + 0x1FFFFF) >> 23, 8)
+    byte = tl.where(finite, exponent - 8, 255)
+    inverse = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
+    return byte.to(tl.uint8), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest_in_rows(x, B: tl.constexpr):
+    """Bits of the largest |x| in each block of B neighbours in a row of float32 x [M, N]: int32 [M, N / B].
+
+    Four neighbours by floats, which cost no instruction for the sign; the rest by bits, which know NaN everywhere.
+    """
+    M: tl.constexpr = x.shape[0]
+    x0, x1 = tl.split(tl.reshape(x, [M, x.shape[1] // 2, 2]))
+    x0, x1 = tl.split(tl.reshape(_larger(x0, x1), [M, x.shape[1] // 4, 2]))
+    largest = tl.reshape(_larger(x0, x1), [M, x.shape[1] // B, B // 4])
+    return tl.max(largest.to(tl.int32, bitcast=True), axis=2)
+
+
+@triton.jit
+def _quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
+    """Blocks along the columns of float32 x [M, N]: data [M, N] and scales [M, N / B], uint8."""
+    byte, inverse = _scale(_largest_in_rows(x, B), FLOOR)
+    blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
+    data = to_e4m3(blocks, inverse[:, :, None])
+    return tl.reshape(data, x.shape), byte
+
+
+@triton.jit
+def _loaded_row(ROWS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """[ROWS]: which row of the tile to load as the i-th, so that a warp has ROWS / WARPS neighbouring rows and a
+    thread of it quads of neighbours. Triton deals rows to LANES lane groups first, then to warps, then to registers.
+    """
+    i = tl.arange(0, ROWS)
+    repeat = i // (LANES * WARPS)
+    quads: tl.constexpr = ROWS // (LANES * WARPS * 4)
+    return ((i // LANES % WARPS * quads + repeat % quads) * LANES + i % LANES) * 4 + repeat // quads
+
+
+@triton.jit
+def _in_order(x, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """Undoes _loaded_row on a tile loaded by it. Costs nothing: registers get other names."""
+    quads: tl.constexpr = x.shape[0] // (LANES * WARPS * 4)
+    x5 = tl.reshape(x, [4, quads, WARPS, LANES, x.shape[1]])
+    return tl.reshape(tl.permute(x5, (2, 1, 3, 0, 4)), x.shape)
+
+
+@triton.jit
+def _below(i, end, WHOLE: tl.constexpr):
+    """i < end; nothing to compare if the tiles divide the matrix."""
+    return tl.full(i.shape, True, tl.int1) if WHOLE else i < end
+
+
+@triton.jit
+def _quads(x):
+    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x [M, N], which a thread holds, each as [N, M / 4]."""
+    x = tl.permute(tl.reshape(x, [x.shape[0] // 4, 2, 2, x.shape[1]]), (3, 0, 1, 2))
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _quad_bytes(x0, x1, x2, x3):
+    """e4m3 bytes of `_quads`, [N, M]: two casts make four neighbouring bytes in one register."""
+    data = to_e4m3(tl.join(tl.join(x0, x2), tl.join(x1, x3)), 1.0)
+    return tl.reshape(data, [x0.shape[0], x0.shape[1] * 4])
+
+
+@triton.jit
+def _by_column(x):
+    """e4m3 bytes of x [M, N] as [N, M]."""
+    x0, x1, x2, x3 = _quads(x)
+    return _quad_bytes(x0, x1, x2, x3)
+
+
+@triton.jit
+def _store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
+    """data [BN, BM] to memory [N, M]; `n`: the tile's columns, counted, like M and N, from the tile's first value."""
+    m = tl.max_contiguous(tl.arange(0, data.shape[1]), VECTOR if data.shape[0] == data.shape[1] else 16)
+    tl.store(data_ptr + (n[:, None] * stride_n + m[None, :]), data,
+             _below(n, N, WHOLE)[:, None] & _below(m, M, WHOLE)[None, :])
+
+
+@triton.jit
+def _store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl.constexpr, FLOOR: tl.constexpr,
+                   VECTOR: tl.constexpr, WHOLE: tl.constexpr):
+    """Quantises x [BM, BN] along M: data as above, scales memory [M / B, N]."""
+    BM: tl.constexpr = x.shape[0]
+    x0, x1, x2, x3 = _quads(x)
+    largest = _larger(_larger(x0, x1), _larger(x2, x3))
+    largest = tl.reshape(largest, [x.shape[1], BM // B, B // 4]).to(tl.int32, bitcast=True)
+    byte, inverse = _scale(tl.max(largest, axis=2), FLOOR)
+    inverse = tl.broadcast_to(inverse[:, :, None], [x.shape[1], BM // B, B // 4])
+    inverse = tl.reshape(inverse, [x.shape[1], BM // 4])
+    data = _quad_bytes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
+    _store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE)
+    block = tl.arange(0, BM // B)
+    tl.store(scale_ptr + (block[None, :] * scale_stride + n[:, None]), byte,
+             _below(block * B, M, WHOLE)[None, :] & _below(n, N, WHOLE)[:, None])
+
+
+@triton.jit
+def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """First row, int64, and column of this program's tile."""
+    pid = tl.program_id(0)
+    per_group: tl.constexpr = (N + BN - 1) // BN * GROUP
+    return (pid // per_group * GROUP + pid % GROUP).to(tl.int64) * BM, pid % per_group // GROUP * BN
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
+                          B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    r0, k0 = _tile_origin(K, BR, BK, 1)
+    r = tl.arange(0, BR)[:, None]
+    k = tl.arange(0, BK)[None, :]
+    mask = (r < R - r0) & (k < K - k0)
+    x = tl.load(x_ptr + (r0 * row_stride + k0) + (r * row_stride + k), mask, other=0.0).to(tl.float32)
+    data, scale = _quantized_rows(x, B, FLOOR)
+    tl.store(data_ptr + (r0 * K + k0) + (r * K + k), data, mask)
+    block = tl.arange(0, BK // B)[None, :]
+    scale_ptr += r0 * scale_stride_r + k0 // B * scale_stride_k
+    tl.store(scale_ptr + (r * scale_stride_r + block * scale_stride_k), scale, (r < R - r0) & (block * B < K - k0))
+
+
+@triton.jit
+def _select(pointers, expert, expert_stride, EVENLY_SPACED: tl.constexpr):
+    """The expert's matrix: by its distance from the first, or the expert-th of the pointers."""
+    pointer = pointers[0]
+    if EVENLY_SPACED:
+        pointer += expert.to(tl.int64) * expert_stride
+    else:
+        for i in tl.static_range(1, len(pointers)):
+            pointer = tl.where(expert == i, pointers[i], pointer)
+    return pointer
+
+
+@triton.jit
+def _quantize_matrix_kernel(first, second, first_stride, second_stride, rows_ptr, rows_scale_ptr, rows_scale_stride_m,
+                            rows_scale_stride_n, columns_ptr, columns_scale_ptr, first_expert, M_FIRST, M, row_stride,
+                            N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, TILED: tl.constexpr,
+                            TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+                            EVENLY_SPACED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
+    """One matrix [M, N] for each expert: rows [0, M_FIRST) from `first`, the others, if any, from `second`. TILED: the
+    program's tile, then 128 x 128, has one scale."""
+    LANES: tl.constexpr = 32 * VECTOR // BN
+    expert = tl.program_id(1)
+    m0, n0 = _tile_origin(N, BM, BN, GROUP)
+    if m0 >= M:
+        return
+    height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
+    m = _loaded_row(BM, LANES, WARPS)
+    n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
+    mask = _below(m, height, WHOLE)[:, None] & _below(n, width, WHOLE)[None, :]
+    offset = m[:, None] * row_stride + n[None, :]
+    pointer = _select(first, expert, first_stride, EVENLY_SPACED) + (m0 * row_stride + n0)
+    if PARTS == 2:
+        below = _select(second, expert, second_stride, EVENLY_SPACED) + ((m0 - M_FIRST) * row_stride + n0)
+        x = tl.load(tl.where(m < M_FIRST - m0, pointer, below)[:, None] + offset, mask, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(pointer + offset, mask, other=0.0).to(tl.float32)
+
+    expert = (first_expert + expert).to(tl.int64)
+    rows_ptr += expert * M * N + m0 * N + n0
+    columns_ptr += expert * M * N + n0.to(tl.int64) * M + m0
+    row_offset = m[:, None] * N + n[None, :]
+    if TILED:
+        byte, inverse = _scale(tl.max(_largest_in_rows(x, BN), axis=0)[:, None], FLOOR)
+        tiles_n: tl.constexpr = (N + BN - 1) // BN
+        tile = (expert * tl.cdiv(M, BM) + m0 // BM) * tiles_n + n0 // BN
+        tl.store(rows_scale_ptr + tile + tl.arange(0, 1)[:, None], byte)
+        x *= inverse
+        if TO_ROWS:
+            tl.store(rows_ptr + row_offset, to_e4m3(x, 1.0), mask)
+        if TO_COLUMNS:
+            _store_transposed(_by_column(_in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE)
+    else:
+        if TO_ROWS:
+            data, scale = _quantized_rows(x, B, FLOOR)
+            tl.store(rows_ptr + row_offset, data, mask)
+            blocks_n: tl.constexpr = (N + B - 1) // B
+            rows_scale_ptr += expert * M * blocks_n + m0 * rows_scale_stride_m + n0 // B * rows_scale_stride_n
+            block = tl.arange(0, BN // B)
+            tl.store(rows_scale_ptr + (m[:, None] * rows_scale_stride_m + block[None, :] * rows_scale_stride_n),
+                     scale, _below(m, height, WHOLE)[:, None] & _below(block * B, width, WHOLE)[None, :])
+        if TO_COLUMNS:
+            columns_scale_ptr += expert * tl.cdiv(M, B) * N + m0 // B * N + n0
+            _store_columns(_in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
+                           FLOOR, VECTOR, WHOLE)
+
+
+@triton.jit
+def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr, out_scale_ptr, P, K: tl.constexpr,
+                    B_IN: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+                    GROUP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
+    LANES: tl.constexpr = 32 * VECTOR // BK
+    SHARED: tl.constexpr = min(B_IN, BK)
+    p0, k0 = _tile_origin(K, BP, BK, GROUP)
+    if p0 >= P:
+        return
+    height, width = tl.minimum(P - p0, BP).to(tl.int32), K - k0
+    p = _loaded_row(BP, LANES, WARPS)
+    k = tl.max_contiguous(tl.arange(0, BK), VECTOR)
+    data = tl.load(data_ptr + (p0 * K + k0) + (p[:, None] * K + k[None, :]),
+                   _below(p, height, WHOLE)[:, None] & _below(k, width, WHOLE)[None, :], other=0)
+    block = tl.arange(0, BK // SHARED)
+    scale_ptr += p0 * scale_stride_p + k0 // B_IN * scale_stride_k
+    scale = tl.load(scale_ptr + (p[:, None] * scale_stride_p + block[None, :] * scale_stride_k),
+                    _below(p, height, WHOLE)[:, None] & _below(block * SHARED, width, WHOLE)[None, :], other=0)
+    x = tl.reshape(from_e4m3(data), [BP, BK // SHARED, SHARED])
+    # power_of_two, but for byte 255: Inf makes new scales 255 as NaN does.
+    power = tl.maximum(scale.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
+    x = tl.reshape(x * power[:, :, None], [BP, BK])
+    out_ptr += k0.to(tl.int64) * P + p0
+    out_scale_ptr += p0 // B * K + k0
+    _store_columns(_in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR,
+                   WHOLE)
+
+
+@triton.jit
+def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scale_stride_k, out_ptr, R,
+                       K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
+                       BK: tl.constexpr, VECTOR: tl.constexpr):
+    expert = tl.program_id(1).to(tl.int64)
+    r0, k0 = _tile_origin(K, BR, BK, 1)
+    r = tl.arange(0, BR)[:, None]
+    # As many values as a store of the wider type takes: a load as wide in bytes would deal them to other threads.
+    k = tl.max_contiguous(tl.arange(0, BK), VECTOR)[None, :]
+    mask = (r < R - r0) & (k < K - k0)
+    origin = (expert * R + r0) * K + k0
+    data = tl.load(data_ptr + origin + (r * K + k), mask, other=0)
+    block = tl.arange(0, BK // B)[None, :]
+    if ROWS_PER_SCALE > 1:
+        scale_ptr += r0 // ROWS_PER_SCALE * scale_stride_r
+        scale_row = tl.zeros([BR, 1], tl.int32)
+    else:
+        scale_ptr += r0 * scale_stride_r
+        scale_row = r
+    scale = tl.load(scale_ptr + (expert * scale_stride_e + k0 // B * scale_stride_k) +
+                    (scale_row * scale_stride_r + block * scale_stride_k), (r < R - r0) & (block * B < K - k0),
+                    other=0)
+    x = tl.reshape(from_e4m3(data), [BR, BK // B, B])
+    x = tl.reshape(x * power_of_two(scale)[:, :, None], [BR, BK])
+    tl.store(out_ptr + origin + (r * K + k), x.to(out_ptr.dtype.element_ty), mask)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _programs(rows: int, columns: int, tile: Tile) -> int:
+    """Programs for one matrix; the last group of row tiles is filled up with tiles that are masked out."""
+    return _cdiv(_cdiv(rows, tile.rows), tile.group) * tile.group * _cdiv(columns, tile.columns)
+
+
+def _e4m3(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
+
+
+def _bytes_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=like.device)
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rows_outputs(x_RK, block_size, scale_k_major) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x_RK.shape
+    scale_shape = (rows, _cdiv(columns, block_size))
+    return _e4m3(x_RK, rows, columns), _bytes_like(x_RK, *(scale_shape[::-1] if scale_k_major else scale_shape))
+
+
+@torch.library.custom_op("ds_mxfp8_moe::quantize_rows", mutates_args=())
+def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
+                   scale_k_major: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    x_RK = _dense_rows(x_RK)
+    rows, columns = x_RK.shape
+    data, scale = _rows_outputs(x_RK, block_size, scale_k_major)
+    if data.numel():
+        tile = ROWS_TILE
+        strides = (1, rows) if scale_k_major else (scale.shape[1], 1)
+        with torch.cuda.device_of(x_RK):
+            _quantize_rows_kernel[(_programs(rows, columns, tile), )](
+                x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
+                scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
+    return data, scale
+
+
+@_quantize_rows.register_fake
+def _(x_RK, block_size, scaling_mode, scale_k_major):
+    return _rows_outputs(x_RK, block_size, scale_k_major)
+
+
+def _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major) -> tuple[torch.Tensor, ...]:
+    like = x[0]
+    m = sum(part.shape[-2] for part in x[::1 if like.dim() == 3 else experts])
+    n = like.shape[-1]
+    blocks_m, blocks_n = _cdiv(m, block_size), _cdiv(n, block_size)
+    if tiled:
+        rows_scale, columns_scale = (experts, blocks_m, blocks_n), (0, )
+    else:
+        rows_scale = ((experts, blocks_n, m) if scale_k_major else (experts, m, blocks_n)) if rows else (0, )
+        columns_scale = (experts, blocks_m, n) if columns else (0, )
+    return (_e4m3(like, *((experts, m, n) if rows else (0, ))), _bytes_like(like, *rows_scale),
+            _e4m3(like, *((experts, n, m) if columns else (0, ))), _bytes_like(like, *columns_scale))
+
+
+def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
+    """Elements from each matrix to the next in memory if they are the same for all, else None."""
+    addresses = [x.data_ptr() for x in matrices]
+    distances = {b - a for a, b in zip(addresses, addresses[1:], strict=False)}
+    return None if len(distances) > 1 else (distances.pop() if distances else 0) // matrices[0].element_size()
+
+
+@torch.library.custom_op("ds_mxfp8_moe::quantize_matrices", mutates_args=())
+def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
+                       rows: bool, columns: bool, scale_k_major: bool
+                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parts of matrices, each [M_i, N] times `experts` or one [E, M_i, N]; data and scales along N, then along M. What
+    is not wanted is empty; with `tiled` the first scales are the tiles'."""
+    out = _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major)
+    rows_data, rows_scale, columns_data, columns_scale = out
+    n, row_stride = x[0].shape[-1], x[0].stride(-2)
+    if x[0].dim() == 3:
+        parts = [[part] for part in x]
+        strides = [part.stride(0) for part in x]
+    else:
+        parts = [list(x[i:i + experts]) for i in range(0, len(x), experts)]
+        strides = [_even_distance(part) for part in parts]
+    heights = [part[0].shape[-2] for part in parts]
+    m = sum(heights)
+    if m * n * experts == 0:
+        return out
+    even = None not in strides
+    strides = strides if even else [0] * len(parts)
+    scale_strides = (0, 0) if tiled or not rows else (1, m) if scale_k_major else (_cdiv(n, block_size), 1)
+    tile = BOTH_TILE if rows or tiled else COLUMNS_TILE
+    # Triton deals values to threads alike for all accesses of one shape; stores of bytes are the widest.
+    vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
+    each = experts if even else MAX_POINTERS // len(parts)
+    with torch.cuda.device_of(x[0]):
+        for first in range(0, experts, each):
+            pointers = [tuple(part[:1] if even else part[first:first + each]) for part in parts]
+            _quantize_matrix_kernel[(_programs(m, n, tile), min(each, experts - first))](
+                pointers[0], pointers[-1], strides[0], strides[-1], rows_data.view(torch.uint8), rows_scale,
+                *scale_strides, columns_data.view(torch.uint8), columns_scale, first, heights[0], m, row_stride, n,
+                block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), even, tile.rows, tile.columns,
+                tile.group, vector, tile.warps, num_warps=tile.warps)
+    return out
+
+
+@_quantize_matrices.register_fake
+def _(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major):
+    return _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major)
+
+
+def _rescale_outputs(data_PK, block_size) -> tuple[torch.Tensor, torch.Tensor]:
+    p, k = data_PK.shape
+    return _e4m3(data_PK, k, p), _bytes_like(data_PK, _cdiv(p, block_size), k)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::rescale_transposed", mutates_args=())
+def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_in: int, block_size: int,
+                        scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    p, k = data_PK.shape
+    out, out_scale = _rescale_outputs(data_PK, block_size)
+    if out.numel():
+        tile = RESCALE_TILE
+        with torch.cuda.device_of(data_PK):
+            _rescale_kernel[(_programs(p, k, tile), )](
+                data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
+                block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
+                tile.vector, tile.warps, num_warps=tile.warps)
+    return out, out_scale
+
+
+@_rescale_transposed.register_fake
+def _(data_PK, scale, block_size_in, block_size, scaling_mode):
+    return _rescale_outputs(data_PK, block_size)
+
+
+@torch.library.custom_op("ds_mxfp8_moe::dequantize", mutates_args=())
+def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, tiled: bool,
+                dtype: torch.dtype) -> torch.Tensor:
+    experts, rows, k = data_ERK.shape
+    out = torch.empty(data_ERK.shape, dtype=dtype, device=data_ERK.device)
+    if out.numel():
+        tile = DEQUANTIZE_TILE
+        with torch.cuda.device_of(data_ERK):
+            _dequantize_kernel[(_programs(rows, k, tile), experts)](
+                data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
+                tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
+    return out
+
+
+@_dequantize.register_fake
+def _(data_ERK, scale, block_size, tiled, dtype):
+    return torch.empty(data_ERK.shape, dtype=dtype, device=data_ERK.device)
+
+
+@torch.no_grad()
+def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool) -> MXTensor:
+    """mx.quantize of rows [R, K] (bf16, fp16, fp32; K a multiple of 32; any distance between rows).
+
+    Scales are [R, ceil(K / block_size)], in memory as such or, with `scale_k_major`, transposed.
+    """
+    data, scale = _quantize_rows(x_RK, block_size, scaling_mode, scale_k_major)
+    return MXTensor(data, scale.t() if scale_k_major else scale, block_size, x_RK.dtype)
+
+
+@torch.no_grad()
+def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXTensor:
+    """mx.quantize(x_PN.t()), [N, P], for GEMMs that contract over the rows; P a multiple of 32. Scales in memory:
+    [ceil(P / block_size), N]."""
+    x_PN = _dense_rows(x_PN)
+    *_, data, scale = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, False, True, False)
+    return MXTensor(data[0], scale[0].t(), block_size, x_PN.dtype)
+
+
+@torch.no_grad()
+def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str,
+                              scale_k_major: bool) -> tuple[MXTensor, MXTensor]:
+    """quantize_rows(x_PN) and quantize_columns(x_PN) out of one read; P and N multiples of 32."""
+    x_PN = _dense_rows(x_PN)
+    data_PN, scale_PN, data_NP, scale_NP = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, True, True,
+                                                              scale_k_major)
+    scale_PN = scale_PN[0].t() if scale_k_major else scale_PN[0]
+    return (MXTensor(data_PN[0], scale_PN, block_size, x_PN.dtype),
+            MXTensor(data_NP[0], scale_NP[0].t(), block_size, x_PN.dtype))
+
+
+@torch.no_grad()
+def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
+                     rows: bool, columns: bool) -> tuple[MXTensor | None, MXTensor | None]:
+    """Expert weights, straight from their parameters, for the GEMMs that contract over K (`rows`) and N (`columns`).
+
+    Args:
+        weights: one part, or two that lie one above the other (gate and up): each E matrices [N_i, K] with dense rows,
+            or one stacked [E, N_i, K]. One dtype; K, and with block size 32 also the sum N of N_i, multiples of 32.
+
+    Returns:
+        [E, N, K] and [E, K, N], None where not asked for. With block size 128 mx.quantize_tiles of the parts, its
+        bytes also transposed, one set of scales for both; with 32 mx.quantize of the parts and of their transpose,
+        the latter's scales in memory [E, N / 32, K].
+    """
+    tiled = block_size == TILE
+    experts = len(weights[0])
+    if not all(isinstance(part, torch.Tensor) for part in weights):
+        weights = [matrix for part in weights for matrix in part]
+    dtype, steps = weights[0].dtype, (weights[0].stride(-2), 1)
+    if any(w.stride()[-2:] != steps for w in weights):
+        weights = [w.contiguous() for w in weights]
+    data_ENK, scale_rows, data_EKN, scale_columns = _quantize_matrices(
+        list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)
+    scale_columns = scale_rows if tiled else scale_columns
+    return (MXTensor(data_ENK, scale_rows, block_size, dtype, tiled) if rows else None,
+            MXTensor(data_EKN, scale_columns.transpose(1, 2), block_size, dtype, tiled) if columns else None)
+
+
+def rescale_transposed(x_PK: MXTensor, block_size: int, scaling_mode: str) -> MXTensor:
+    """mx.transpose_rescale of rows [P, K]: [K, P] with blocks along P, scales in memory [ceil(P / block_size), K]."""
+    data, scale = _rescale_transposed(x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size, block_size,
+                                      scaling_mode)
+    return MXTensor(data, scale.t(), block_size, x_PK.orig_dtype)
+
+
+def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+    """mx.dequantize of rows [R, K] or of each expert's matrix [E, R, K], tiled or not, to bf16, fp16 or fp32."""
+    data, scale = x.qdata.contiguous(), x.scale_bytes
+    if x.dim() == 2:
+        return _dequantize(data.unsqueeze(0), scale.unsqueeze(0), x.block_size, x.tiled, dtype)[0]
+    return _dequantize(data, scale, x.block_size, x.tiled, dtype)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The activation kernels on a GPU, with its exp, erf and casts."""
+
+import pytest
+import torch
+from activation_cases import problem, run_biases, run_case, run_no_rows
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ENDS = (128, 128, 640, 1024, 1024, 1536)
+
+
+@pytest.mark.parametrize("layout", ["mlp", "gate_up", "up_gate"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_every_formula(activation, layout):
+    for F in (160, 512):
+        run_case("cuda", activation, layout, F, dict(ends=ENDS))
+
+
+@pytest.mark.parametrize("F", [32, 96, 256, 768])
+@pytest.mark.parametrize("keys", [
+    dict(block=128), dict(block=128, mode="floor", dtype=F32), dict(mode="floor", dtype=F16),
+    dict(keep=False, bias=True, dtype=F32), dict(block=128, bias=True), dict(quantize=False, keep=False, bias=True)],
+    ids=str)
+def test_every_recipe(keys, F):
+    run_case("cuda", "silu", "gate_up", F, keys | dict(ends=ENDS))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("N", [96, 1024])
+def test_biases(dtype, N):
+    run_biases("cuda", N, dtype, ENDS)
+
+
+def test_no_rows():
+    run_no_rows("cuda")
+
+
+def test_the_same_bits_every_time():
+    from ds_mxfp8_moe.ops.triton_kernels.activation import activate_backward
+    pre, t, weight, _ = problem("gate_up", 512, hard=False, ends=ENDS)
+    pre, t, weight = pre.cuda(), t.cuda(), weight.cuda()
+    first, second = (activate_backward(t, pre, weight, "silu", "gate_up", 128, rows=True, columns=True)
+                     for _ in range(2))
+    assert torch.equal(first.dweight_P, second.dweight_P)
+    for a, b in ((first.rows, second.rows), (first.columns, second.columns)):
+        assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
+        assert torch.equal(a.scale_bytes, b.scale_bytes)
+
+
+def test_past_two_to_the_31_elements():
+    from ds_mxfp8_moe.ops.triton_kernels.activation import activate, activate_backward
+    P, F = 1 << 19, 2048 + 128  # 2.3e9 values in pre
+    pre = torch.zeros(P, 2 * F, dtype=BF16, device="cuda")
+    tail, t, weight, _ = problem("gate_up", F, hard=False, ends=(256, ))
+    pre[-256:] = tail.cuda()
+    weights, gradient = torch.ones(P, device="cuda"), torch.zeros(P, F, dtype=BF16, device="cuda")
+    weights[-256:], gradient[-256:] = weight.cuda(), t.cuda()
+    options = ("silu", "gate_up", 128)
+    h, kept = activate(pre, weights, *options, keep=True)
+    small_h, small_kept = activate(pre[-256:], weights[-256:], *options, keep=True)
+    del pre
+    assert torch.equal(h.qdata[-256:].view(torch.uint8), small_h.qdata.view(torch.uint8))
+    assert torch.equal(kept.qdata[-256:].view(torch.uint8), small_kept.qdata.view(torch.uint8))
+    got = activate_backward(gradient, kept, weights, *options, rows=True, columns=True)
+    small = activate_backward(gradient[-256:], small_kept, weights[-256:], *options, rows=True, columns=True)
+    assert torch.equal(got.rows.qdata[-256:].view(torch.uint8), small.rows.qdata.view(torch.uint8))
+    assert torch.equal(got.columns.qdata[:, -256:].view(torch.uint8), small.columns.qdata.view(torch.uint8))
+    assert torch.equal(got.dweight_P[-256:], small.dweight_P)

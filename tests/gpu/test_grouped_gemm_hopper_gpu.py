@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gluon grouped GEMMs of sm_90 against float64 products of the dequantised operands."""
+
+import pytest
+import torch
+
+from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles
+
+pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
+                                reason="the kernels are Hopper's own")
+
+BF16, F32 = torch.bfloat16, torch.float32
+# K x N of the benchmarks' forward GEMMs, and sizes that are multiples of 32 alone.
+SHAPES = [(7168, 2048), (8192, 5120), (2048, 1408), (4096, 1024), (2048, 768), (96, 160), (160, 32)]
+SIZES = {"even": (256, 256, 256, 256), "skewed": (0, 1024, 128, 384), "one": (0, 0, 640, 0), "none": (0, 0, 0, 0)}
+
+
+def gemms():
+    from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_hopper, grouped_wgrad_hopper
+    return grouped_gemm_hopper.grouped_mm_mxfp8, grouped_wgrad_hopper
+
+
+def rows_of(sizes, past=128):
+    ends = torch.tensor(sizes).cumsum(0)
+    return int(ends[-1]) + past, ends.to(torch.int32).cuda()
+
+
+def data(*shape, signs=True, seed=0):
+    x = torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    return x if signs else x.abs()
+
+
+def exact(x: MXTensor):
+    return x.dequantize(F32).double()
+
+
+def k_major(x: MXTensor):
+    return x.with_parts(x.qdata, x.scale_bytes.t().contiguous().t())
+
+
+def forward_reference(a, b, sizes):
+    out, start = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device="cuda"), 0
+    for e, size in enumerate(sizes):
+        out[start:start + size] = exact(a)[start:start + size] @ exact(b)[e].t()
+        start += size
+    return out
+
+
+def relative(actual, expected):
+    assert actual.isfinite().all()
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What torch.empty returns is NaN, so that a value that is not written shows."""
+    empty = torch.empty
+
+    def full(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(float("nan")) if out.dtype.is_floating_point and out.dtype.itemsize > 1 else out
+
+    monkeypatch.setattr(torch, "empty", full)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("K, N", SHAPES, ids=str)
+def test_forward(K, N, sizes):
+    sizes = SIZES[sizes]
+    rows, ends = rows_of(sizes)
+    grouped_mm, _ = gemms()
+    for signs, limit in ((True, 3e-4), (False, 1.5e-3)):
+        a, b = quantize(data(rows, K, signs=signs), 128), quantize_tiles(data(4, N, K, signs=signs, seed=1))
+        expected = forward_reference(a, b, sizes)
+        for scales in (a, k_major(a)):
+            out = grouped_mm(scales, b, ends, F32)
+            assert relative(out, expected) < limit
+            assert not out[ends[-1]:].any()
+        assert torch.equal(out, grouped_mm(a, b, ends, F32))
+        assert relative(grouped_mm(a, b, ends, BF16), expected) < 3e-3
+        assert relative(grouped_mm(a, b, ends, torch.float16), expected) < 2e-3 or expected.abs().max() > 60000
+
+
+def test_wide_and_narrow_tiles_agree():
+    """Which tile runs depends on the amount of work alone; the bits do not."""
+    grouped_mm, _ = gemms()
+    a, b = quantize(data(128 * 140, 512), 128), quantize_tiles(data(1, 256, 512, seed=1))
+    ends = torch.tensor([a.shape[0]], dtype=torch.int32, device="cuda")
+    wide = grouped_mm(a, b, ends, BF16)
+    narrow = grouped_mm(a[:1024], b, torch.tensor([1024], dtype=torch.int32, device="cuda"), BF16)
+    assert torch.equal(wide[:1024], narrow)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("K, N", SHAPES, ids=str)
+def test_wgrads(K, N, sizes):
+    sizes = SIZES[sizes]
+    rows, ends = rows_of(sizes)
+    _, wgrads = gemms()
+    main = data(4, N, K, seed=5)
+    for signs, limit in ((True, 3e-4), (False, 1.5e-3)):
+        g, a = data(rows, N, signs=signs), data(rows, K, signs=signs, seed=1)
+        g_mx, a_mx = quantize(g.t(), 128), quantize(a.t(), 128)
+        g, a = g.to(BF16), a.to(BF16)
+        for name, operands, pair, bound in (
+                ("grouped_mm_wgrad_mxfp8", (g_mx, a_mx), (exact(g_mx), exact(a_mx)), limit),
+                ("grouped_mm_wgrad_bf16", (g, a), (g.double().t(), a.double().t()), 1e-5)):
+            expected, start = torch.zeros(4, N, K, dtype=torch.float64, device="cuda"), 0
+            for e, size in enumerate(sizes):
+                expected[e] = pair[0][:, start:start + size] @ pair[1][:, start:start + size].t()
+                start += size
+            wgrad = getattr(wgrads, name)
+            out = wgrad(*operands, ends, F32)
+            assert relative(out, expected) < bound, name
+            assert torch.equal(out, wgrad(*operands, ends, F32))
+            assert relative(wgrad(*operands, ends, BF16), expected) < 3e-3
+            into = main.clone()
+            assert wgrad(*operands, ends, F32, into) is into
+            assert relative(into, main + expected) < bound
+
+
+def test_special_values():
+    """NaN stays in its row or column; scales at both ends; a NaN scale with finite data is NaN."""
+    grouped_mm, wgrads = gemms()
+    a, b = quantize(data(256, 256), 128), quantize_tiles(data(2, 256, 256, seed=1))
+    ends = torch.tensor([128, 256], dtype=torch.int32, device="cuda")
+    clean = grouped_mm(a, b, ends, F32)
+    a.scale_bytes[5, 1] = 255
+    out = grouped_mm(a, b, ends, F32)
+    assert out[5].isnan().all()
+    rest = torch.arange(256, device="cuda") != 5
+    assert torch.equal(out[rest], clean[rest])
+    b.scale_bytes[1, 1, 0] = 255
+    out = grouped_mm(a, b, ends, F32)
+    assert out[128:, 128:].isnan().all() and torch.equal(out[rest][:127], clean[rest][:127])
+    # 2^100 times 2^-100: exponents are added, not multiplied out one after the other.
+    big, small = quantize(data(128, 128) * 2.0**100, 128), quantize_tiles(data(1, 128, 128, seed=1) * 2.0**-100)
+    ends = torch.tensor([128], dtype=torch.int32, device="cuda")
+    out = grouped_mm(big, small, ends, F32)
+    assert relative(out, exact(big) @ exact(small)[0].t()) < 3e-4
+    # Beyond float32's range nothing wraps: huge stays huge, tiny goes to nothing.
+    assert grouped_mm(big, quantize_tiles(data(1, 128, 128, seed=1) * 2.0**100), ends, F32).abs().min() > 1e30
+    tiny = quantize(data(128, 128) * 2.0**-100, 128)
+    assert grouped_mm(tiny, small, ends, F32).abs().max() < 1e-30
+    # Subnormal e4m3 data.
+    low = MXTensor(torch.full((128, 128), 3, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
+                   torch.full((128, 1), 127, dtype=torch.uint8, device="cuda"), 128, F32)
+    out = grouped_mm(low, quantize_tiles(torch.ones(1, 128, 128, device="cuda")), ends, F32)
+    assert torch.allclose(out, torch.full_like(out, 128 * 3 * 2.0**-9))
+    g = quantize(data(160, 128), 128)
+    g.scale_bytes[7] = 255
+    out = wgrads.grouped_mm_wgrad_mxfp8(g, quantize(data(96, 128, seed=1), 128), ends, F32)
+    assert out[0, 7].isnan().all() and out[0, torch.arange(160) != 7].isfinite().all()
+
+
+def test_beyond_two_to_the_31():
+    grouped_mm, wgrads = gemms()
+    rows, K, N = 128 * 2100, 128, 8192
+    a, b = quantize(data(rows, K), 128), quantize_tiles(data(2, N, K, seed=1))
+    ends = torch.tensor([128, rows], dtype=torch.int32, device="cuda")
+    out = grouped_mm(a, b, ends, BF16)
+    assert out.numel() > 2**31
+    assert relative(out[-64:], exact(a[-64:]) @ exact(b)[1].t()) < 3e-3
+    del out
+    E = 33
+    g, a = quantize(data(8192, 128), 128), quantize(data(8192, 128, seed=1), 128)
+    ends = torch.tensor([0] * (E - 1) + [128], dtype=torch.int32, device="cuda")
+    dw = wgrads.grouped_mm_wgrad_mxfp8(g, a, ends, BF16)
+    assert dw.numel() > 2**31 and not dw[:-1].any()
+    assert relative(dw[-1, -64:], exact(g)[-64:] @ exact(a).t()) < 3e-3
+
+
+def test_graph():
+    """Captured once, replayed with other data and other group sizes."""
+    grouped_mm, wgrads = gemms()
+    a, b = quantize(data(512, 256), 128), quantize_tiles(data(3, 256, 256, seed=1))
+    g, x = quantize(data(256, 512), 128), quantize(data(128, 512, seed=1), 128)
+    ends = torch.tensor([128, 128, 512], dtype=torch.int32, device="cuda")
+
+    def everything():
+        return grouped_mm(a, b, ends, BF16), wgrads.grouped_mm_wgrad_mxfp8(g, x, ends, BF16)
+
+    everything()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = everything()
+    a.qdata.view(torch.uint8).copy_(quantize(data(512, 256, seed=9), 128).qdata.view(torch.uint8))
+    ends.copy_(torch.tensor([256, 384, 384], dtype=torch.int32))
+    graph.replay()
+    for one, other in zip(captured, everything(), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Triton kernels on CPU tensors: in a process that is the interpreter's alone, with casts that round as GPUs do.
+
+    def case(x):                     # top level of a test file; imports the kernels inside, since only that process
+        from ... import kernel       # may import them for the interpreter
+        return kernel(x)
+
+    def test_case(interpreter):      # a module's fixture: `yield from interpreter_process()`
+        interpreter(case, x)
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from unittest import mock
+
+import torch
+
+
+def _round_as_gpus_do() -> None:
+    """Triton 3.6's interpreter cuts float32 to bfloat16 and rounds ties to e4m3 away from zero."""
+    from triton.runtime import interpreter
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+
+    def convert(values, source, target, rounding):
+        integer = {8: "uint8", 16: "uint16", 32: "uint32"}
+        x = torch.from_numpy(values.copy().view(integer[source.primitive_bitwidth])).view(dtypes[str(source)]).float()
+        if str(target) == "fp8e4nv":  # cvt.satfinite
+            x = torch.where(x.isnan(), x.abs(), x.clamp(-448, 448))
+        return x.to(dtypes[str(target)]).view(getattr(torch, integer[target.primitive_bitwidth])).numpy()
+
+    interpreter._convert_float = convert
+
+
+def _start(threads: int) -> None:
+    torch.set_num_threads(threads)
+    _round_as_gpus_do()
+
+
+def interpreter_process() -> Iterator[Callable]:
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"), \
+            ProcessPoolExecutor(1, get_context("spawn"), _start, (1, )) as pool:
+        yield lambda case, *args: pool.submit(case, *args).result()

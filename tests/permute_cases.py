@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The permute kernels against the plain path of the collective transport, on whatever device the kernels run.
+
+A group of any size lives in one process: its ranks are threads that take turns and swap their messages.
+"""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from ds_mxfp8_moe.mx import MXTensor, quantize
+from ds_mxfp8_moe.transport import Wire, collective
+from ds_mxfp8_moe.transport.collective import Collective
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN, MX32, MX128, FLOOR = Wire(False), Wire(True), Wire(True, 128), Wire(True, 32, "floor")
+
+
+class Peers:
+    """Ranks that are threads, of which one runs at a time."""
+
+    def __init__(self, size: int):
+        self.size, self._messages = size, [None] * size
+        self._all_here, self._turn = threading.Barrier(size, timeout=60), threading.Lock()
+
+    def run(self, body) -> list:
+        """body(rank) on every rank; the results in rank order."""
+        results, errors = [None] * self.size, []
+
+        def work(rank):
+            try:
+                with self._turn:
+                    results[rank] = body(rank)
+            except BaseException as error:  # raised below
+                self._all_here.abort()
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(rank, )) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return results
+
+    def _wait(self):
+        self._turn.release()
+        try:
+            self._all_here.wait()
+        finally:
+            self._turn.acquire()
+
+    def swap(self, rank: int, parts: tuple) -> torch.Tensor:
+        self._messages[rank] = parts
+        self._wait()
+        arrived = torch.cat([self._messages[peer][rank] for peer in range(self.size)])
+        self._wait()
+        return arrived
+
+
+@dataclass(frozen=True)
+class Member(Collective):
+    """The transport of one such rank."""
+
+    rank: int = 0
+    peers: Peers | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.peers.size
+
+    def _exchange(self, x, send_splits, recv_splits, phase):
+        if self.world_size == 1:
+            return x
+        arrived = self.peers.swap(self.rank, x.split(list(send_splits)))
+        assert arrived.shape[0] == sum(recv_splits)
+        return arrived
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One exchange; `tokens` of each rank."""
+
+    tokens: tuple
+    top_k: int = 2
+    local_experts: int = 4
+    hidden: int = 96
+    dtype: torch.dtype = torch.bfloat16
+    y_dtype: torch.dtype | None = None
+    wire: Wire = PLAIN
+    routing: str = "random"
+    contiguous: bool = True
+    not_finite: bool = False
+
+    def inputs(self) -> list:
+        """(expert_TK, x_TH, weight_TK) of each rank."""
+        generator = torch.Generator().manual_seed(5)
+        E, K = len(self.tokens) * self.local_experts, self.top_k
+        ranks = []
+        for T in self.tokens:
+            # Different experts, as routers choose them, where there are enough.
+            expert = torch.rand(T, max(E, K), generator=generator).argsort(1)[:, :K] % E
+            if self.routing == "dropped":
+                expert = torch.where(torch.rand(T, K, generator=generator) < 0.4, -1, expert)
+            elif self.routing == "one expert":
+                expert = torch.full_like(expert, E - 1)
+            elif self.routing == "nowhere":
+                expert = torch.full_like(expert, -1)
+            x = torch.randn(T, self.hidden, generator=generator) * torch.exp2(
+                torch.randint(-9, 9, (T, self.hidden), generator=generator))
+            x[1:2, :32] = 0
+            if self.not_finite and T > 5:
+                x[3, 1], x[5, 0], x[5, self.hidden - 1] = float("nan"), float("inf"), float("-inf")
+            x, weight = x.to(self.dtype), torch.randn(T, K, generator=generator)
+            if not self.contiguous:
+                expert, weight = (v.t().contiguous().t() for v in (expert, weight))
+                x = torch.stack([x, x], dim=2)[..., 0]
+            ranks.append((expert, x, weight))
+        return ranks
+
+
+PROBLEMS = {
+    "one rank": Problem((21, ), wire=MX32),
+    "one rank, plain": Problem((21, ), routing="dropped"),
+    "one rank, floor, not finite": Problem((21, ), wire=FLOOR, not_finite=True, routing="dropped"),
+    "one rank, not contiguous": Problem((9, ), contiguous=False),
+    "two ranks": Problem((21, 13)),
+    "two ranks, mxfp8": Problem((21, 13), wire=MX32),
+    "not contiguous": Problem((9, 5), contiguous=False, wire=MX128),
+    "not finite": Problem((9, 8), not_finite=True, wire=MX32, top_k=3),
+    "not finite, plain": Problem((9, 8), not_finite=True, top_k=3),
+    "floor": Problem((9, 5), wire=FLOOR, routing="dropped"),
+    "short last block": Problem((9, 5), wire=MX128, hidden=160),
+    "many blocks": Problem((6, 7), wire=MX32, hidden=1184, top_k=3),
+    "many blocks, plain": Problem((2, 3), hidden=2080, dtype=FP32),
+    "more ranks than choices": Problem((5, 0, 3, 7, 1, 2), local_experts=2, top_k=3, wire=MX128, routing="dropped"),
+    "more choices than experts": Problem((7, 3), local_experts=1, top_k=8),
+    "one choice": Problem((7, 3), top_k=1, wire=MX32),
+    "one expert": Problem((20, 13), routing="one expert", wire=MX32, hidden=32),
+    "nowhere": Problem((4, 3), routing="nowhere", wire=MX32),
+    "no tokens": Problem((0, 0), wire=MX128),
+    "one rank without tokens": Problem((0, )),
+    "float32 answers": Problem((9, 5), y_dtype=FP32, top_k=4),
+    "float32 answers, mxfp8": Problem((9, 5), y_dtype=FP32, top_k=4, wire=MX32),
+    "float16": Problem((9, 5), dtype=FP16, wire=MX32),
+    "float16, plain": Problem((9, 5), dtype=FP16),
+    "float32": Problem((9, 5), dtype=FP32, wire=MX128),
+}
+
+# hidden, block_size, top_k, weights
+MESSAGES = [(96, 32, 1, True), (96, 32, 3, False), (160, 128, 8, True), (2048, 128, 2, True), (512, 32, 4, False),
+            (32, 128, 2, False)]
+
+
+def bits(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Bytes, with one NaN for all."""
+    if isinstance(x, MXTensor):
+        return torch.cat([x.qdata.view(torch.uint8), x.scale_bytes], dim=1).cpu()
+    if x is None or not x.dtype.is_floating_point:
+        return x
+    return torch.where(x.isnan(), float("nan"), x).cpu().contiguous().view(torch.uint8)
+
+
+@contextmanager
+def poisoned():
+    """What is left of torch.empty shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def exchange(problem: Problem, device: str, kernels) -> list:
+    """(x_PH, weight_P, y_TH, weight_TK, and x_PH and y_TH without numbers beside them) of each rank."""
+    inputs, peers = problem.inputs(), Peers(len(problem.tokens))
+
+    def body(rank):
+        transport = Member(rank=rank, peers=peers)
+        expert_TK, x_TH, weight_TK = (t.to(device) for t in inputs[rank])
+        plan = transport.plan(expert_TK, problem.local_experts)
+        x_PH, weight_P = transport.dispatch(plan, x_TH, problem.wire, weight_TK)
+        bare_PH, none = transport.dispatch(plan, x_TH, problem.wire)
+        assert none is None
+        y_PH = (x_PH.dequantize(torch.float32) if problem.wire.mxfp8 else x_PH) * 1.37
+        y_PH = y_PH.to(problem.y_dtype or problem.dtype)
+        number_P = weight_P + 1
+        padding = plan.source_P == plan.slot_RK.numel()
+        y_PH[padding], number_P[padding] = float("nan"), float("nan")
+        y_TH, back_TK = transport.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
+        bare_TH, none = transport.combine(plan, y_PH, problem.wire, problem.dtype)
+        assert none is None
+        return x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH
+
+    # The accelerator of this process may be the CPU: read the counts without its events.
+    with mock.patch.object(collective, "_kernels", lambda x: kernels), poisoned(), \
+            mock.patch.object(Collective, "_read_counts", lambda self, counts: counts.tolist()):
+        return peers.run(body)
+
+
+def check_exchange(device: str, problem: Problem) -> None:
+    """Both paths give the same bits, dtypes and shapes."""
+    from ds_mxfp8_moe.ops.triton_kernels import permute
+    plain, with_kernels = exchange(problem, device, None), exchange(problem, device, permute)
+    for rank, (expected, actual) in enumerate(zip(plain, with_kernels, strict=True)):
+        for name, a, b in zip(("x", "weight", "y", "back", "bare x", "bare y"), expected, actual, strict=True):
+            assert (type(a), a.shape, a.dtype) == (type(b), b.shape, b.dtype), (rank, name)
+            assert torch.equal(bits(a), bits(b)), (rank, name, (bits(a) != bits(b)).nonzero()[:4].tolist())
+        x_PH = actual[0]
+        if problem.wire.mxfp8 and x_PH.shape[0]:
+            assert x_PH.scale_bytes.stride() == (1, x_PH.shape[0]) and x_PH.qdata.is_contiguous()
+
+
+def check_message(device: str, hidden: int, block_size: int, top_k: int, weights: bool) -> None:
+    """Every byte of a message row is written; its parts come back, and lie where wide accesses can take them."""
+    from ds_mxfp8_moe.ops.triton_kernels import permute
+    T, W = 7, 3
+    mx = quantize(torch.randn(T, hidden, device=device), block_size)
+    weight = torch.randn(T, top_k, device=device) if weights else None
+    sent = torch.rand(W, T, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
+    sent[top_k:] = False  # a token travels to no more ranks than it has choices
+    S = int(sent.sum())
+    slot = torch.where(sent, sent.reshape(-1).cumsum(0).view(W, T) - 1, S)
+    with poisoned():
+        message = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
+        again = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
+    assert message.shape[1] % permute.ROW_BYTES == 0 and torch.equal(message, again)
+    data, scale, back = permute.split_rows(message, hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
+    token = sent.nonzero()[:, 1]
+    assert torch.equal(data, mx.qdata.view(torch.uint8)[token]) and torch.equal(scale, mx.scale_bytes[token])
+    assert back is None if weight is None else torch.equal(back, weight[token])
+    at = permute.layout(hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
+    zeros = [message[:, hidden + mx.scale_bytes.shape[1]:at.weights_at]]
+    if weights:
+        zeros.append(message[:, at.weights_at + 4 * top_k:])
+    assert not torch.cat(zeros, dim=1).any()
+
+
+def check_fakes() -> None:
+    """The ops' schemas and fake results hold."""
+    from ds_mxfp8_moe.ops.triton_kernels import permute
+    problem = Problem((9, 4), hidden=64, wire=MX32)
+    peers, inputs = Peers(2), problem.inputs()
+
+    def body(rank):
+        transport = Member(rank=rank, peers=peers)
+        expert, x, weight = inputs[rank]
+        plan = transport.plan(expert, problem.local_experts)
+        mx = quantize(x)
+        pack = (mx.qdata.view(torch.uint8), mx.scale_bytes, weight, plan.sent_slot_WT, plan.send_token_S.shape[0], 2)
+        message = permute.pack_rows(*pack)
+        message = transport._exchange(message, plan.send_splits, plan.recv_splits, "")
+        expand = (*permute.split_rows(message, 64, 2, 2), None, plan.slot_RK, plan.source_P)
+        y = torch.randn(plan.num_rows, 64)
+        combine = (y, permute.expand_rows(*expand)[2], plan.slot_RK, torch.bfloat16, 32, "rceil")
+        back = permute.combine_rows(*combine)
+        back = transport._exchange(back, plan.recv_splits, plan.send_splits, "")
+        sums = (back, plan.sent_slot_WT, 64, 2, 2, torch.bfloat16, 32)
+        local = Collective().plan(expert % 4, 4)
+        y = torch.randn(local.num_rows, 64)
+        alone = (y, y[:, 0].clone(), local.slot_RK, local.sent_slot_WT[0], torch.bfloat16, 0, "rceil")
+        for op, args in ((permute.pack_rows, pack), (permute.expand_rows, expand), (permute.combine_rows, combine),
+                         (permute.sum_rows, sums), (permute.combine_local, alone)):
+            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+    peers.run(body)

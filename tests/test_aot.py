@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel, compiled for Hopper and Blackwell as its host function launches it. A kernel that no case launches
+fails the first test.
+
+A case calls host functions on CPU tensors, which compiles and runs nothing.
+"""
+
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from multiprocessing import get_context
+
+import pytest
+import torch
+from aot import Launch, launches_for
+from triton.runtime.jit import JITFunction
+
+from ds_mxfp8_moe.mx import MXTensor
+
+PACKAGE = "ds_mxfp8_moe.ops.triton_kernels"
+HOPPER, BLACKWELL = 90, 100
+BOTH = (HOPPER, BLACKWELL)
+BF16, F32, BYTE = torch.bfloat16, torch.float32, torch.uint8
+
+T, E, K, P, H, F, W = 64, 8, 4, 4096, 2048, 1024, 4  # as in expert_ffn.py and transport; W ranks
+
+
+def module(name):
+    return import_module(f"{PACKAGE}.{name}")
+
+
+def mx(*shape, block=32, tiled=False, block_major=False):
+    *rows, last = shape
+    if tiled:
+        rows[-1] //= 128
+    scale = torch.empty(*rows, last // block, dtype=BYTE)
+    if block_major:
+        scale = torch.empty(last // block, *rows, dtype=BYTE).t()
+    return MXTensor(torch.empty(shape, dtype=torch.float8_e4m3fn), scale, block, tiled=tiled)
+
+
+def ends():
+    return torch.empty(E, dtype=torch.int32)
+
+
+def blackwell_gemms():
+    gemm = module("grouped_gemm_blackwell")
+    gemm.grouped_mm_mxfp8(mx(P, H), mx(E, F, H), ends(), BF16)
+    gemm.grouped_mm_mxfp8(mx(P, H, block=128, block_major=True), mx(E, 160, H, block=128), ends(), F32)
+    for dtype, into in ((BF16, None), (F32, torch.empty(E, F, H))):
+        gemm.grouped_mm_wgrad_mxfp8(mx(F, P, block_major=True), mx(H, P, block=128, block_major=True), ends(), dtype,
+                                    into)
+
+
+def casts():
+    cast = module("quantize")
+    x = torch.empty(P, H, dtype=BF16)
+    for block in (32, 128):
+        cast.quantize_rows(x, block, "rceil", True)
+        cast.quantize_rows_and_columns(x, block, "floor", True)
+        cast.quantize_columns(x, block, "rceil")
+        cast.rescale_transposed(mx(P, H, block=block, block_major=True), block, "rceil")
+        cast.dequantize(mx(P, H, block=block), BF16)
+        gate, up = [x] * E, [x] * E
+        cast.quantize_weights([gate, up], block, "rceil", True, True)
+    cast.dequantize(mx(E, F, H, block=128, tiled=True), F32)
+    cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True, True)
+
+
+def activations():
+    ffn = module("activation")
+    pre, t, weight = torch.empty(P, 2 * F, dtype=BF16), torch.empty(P, F, dtype=BF16), torch.empty(P)
+    bias = torch.empty(E, 2 * F, dtype=BF16)
+    for block, activation in ((32, "gelu"), (128, "silu")):
+        _, kept = ffn.activate(pre, weight, activation, "gate_up", block, keep=True, bias_EG=bias, ends_E=ends())
+        ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, plain=True)
+        ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, columns=True)
+    ffn.activate(t, weight, "gelu_tanh", "mlp", quantize=False)
+    ffn.activate_backward(t, t, weight, "relu", "mlp", plain=True)
+    ffn.group_sums(t, ends(), weight)
+    ffn.add_weighted_bias(t, bias[:, :F].contiguous(), weight, ends(), BF16)
+
+
+def exchanges():
+    rows = module("permute")
+    R, S = T * W, T * W
+    x, scale, weight = torch.empty(T, H, dtype=BF16), torch.empty(T, H // 32, dtype=BYTE), torch.empty(T, K)
+    sent, slot, source = torch.empty(W, T).long(), torch.empty(R, K).long(), torch.empty(P).long()
+    y, weight_P = torch.empty(P, H, dtype=BF16), torch.empty(P)
+    for block in (0, 32, 128):
+        data, scales = (mx(T, H).qdata, scale[:, :H // block]) if block else (x, None)
+        rows.pack_rows(data, scales, weight, sent, S, K)
+        received = [part if part is None else part.repeat(W, 1) for part in (data.view(BYTE), scales, weight)]
+        rows.expand_rows(*received, None, slot, source)
+        answers = rows.combine_rows(y, weight_P, slot, BF16, block, "rceil")
+        rows.sum_rows(answers, sent, H, K, K, BF16, block)
+        rows.combine_local(y, weight_P, slot, sent[0], BF16, block, "rceil")
+
+
+def hopper_gemms():
+    gemm, wgrad = module("grouped_gemm_hopper"), module("grouped_wgrad_hopper")
+    wide, narrow = 128 * 132, 128
+    for rows in (wide, narrow):
+        gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16)
+    gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
+    g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)
+    for dtype, into in ((BF16, None), (torch.float32, None), (None, torch.empty(E, F, H))):
+        wgrad.grouped_mm_wgrad_mxfp8(g, a, ends(), dtype, into)
+        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), dtype, into)
+
+
+
+CASES = {
+    "activations": (activations, BOTH),
+    "blackwell_gemms": (blackwell_gemms, BOTH),
+    "casts": (casts, BOTH),
+    "exchanges": (exchanges, BOTH),
+    "hopper_gemms": (hopper_gemms, (HOPPER, )),
+}
+
+
+def compile_case(name: str, arch: int) -> list[Launch]:
+    with launches_for(arch) as launches:
+        CASES[name][0]()
+    return launches
+
+
+def _start(path):
+    sys.path[:] = path
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def never_launched(launched: set) -> set:
+    """The kernels of the package that are neither in `launched` nor called by one that is."""
+    modules = [module(m.name) for m in pkgutil.iter_modules(import_module(PACKAGE).__path__)]
+    kernels = {}
+    for m in modules:
+        for value in vars(m).values():
+            while not isinstance(value, JITFunction) and hasattr(value, "fn"):  # under autotune or heuristics
+                value = value.fn
+            if isinstance(value, JITFunction):
+                kernels[f"{value.module}.{value.fn.__name__}"] = value
+    missing, known = set(kernels), list(launched)
+    while known:
+        name = known.pop()
+        if name in missing:
+            missing.remove(name)
+            fn = kernels[name].fn
+            called = (fn.__globals__.get(word) for word in fn.__code__.co_names)
+            known += [f"{f.module}.{f.fn.__name__}" for f in called if isinstance(f, JITFunction)]
+    return missing
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[tuple]:
+    """Launches by case and architecture, and the kernels that have none.
+
+    Compiled in processes of their own, which the interpreter has never seen.
+    """
+    with ProcessPoolExecutor(2, get_context("spawn"), _start, (sys.path, )) as pool:
+        jobs = {(name, arch): pool.submit(compile_case, name, arch) for name, (_, archs) in CASES.items()
+                for arch in archs}
+        launches = {case: job.result() for case, job in jobs.items()}
+        names = {launch.kernel for case in launches.values() for launch in case}
+        yield launches, pool.submit(never_launched, names).result()
+
+
+@pytest.fixture(scope="module")
+def launches(compiled) -> list[Launch]:
+    return [launch for case in compiled[0].values() for launch in case]
+
+
+def test_every_kernel_has_a_case(compiled):
+    _, missing = compiled
+    assert not missing
+
+
+def test_blackwell_multiplies_natively(launches):
+    gemms = [launch for launch in launches if launch.arch == BLACKWELL and "blackwell._grouped_mm" in launch.kernel]
+    assert gemms
+    for launch in gemms:
+        multiplications = re.findall(r"tcgen05\.mma[.\w:]*", launch.ptx)
+        assert multiplications and all("block_scale" in m for m in multiplications)
+        assert "tcgen05.cp" in launch.ptx  # scales go from shared memory to tensor memory past the registers
+
+
+def test_hopper_multiplies_natively(launches):
+    gemms = [launch for launch in launches if "_hopper." in launch.kernel]
+    assert gemms
+    for launch in gemms:
+        operands = "bf16.bf16" if "bf16" in launch.kernel else "e4m3.e4m3"
+        multiplications = re.findall(r"wgmma\.mma_async[.\w]*", launch.ptx)
+        assert multiplications and all(m.endswith(f"f32.{operands}") for m in multiplications)
+
+
+def test_memory_is_moved_by_16_bytes(launches):
+    """Of what is read or what is written, whichever is wider."""
+    moving = [launch for launch in launches if re.search(r"\.(quantize|activation|permute)\.", launch.kernel)]
+    assert moving
+    for launch in moving:
+        assert re.search(r"(ld|st)\.global[.\w]*\.(v4\.b32|v2\.b64)", launch.ptx), launch.kernel
+
+
+def test_casts_to_e4m3_are_the_hardware_s(launches):
+    names = {launch.kernel.rpartition(".")[2] for launch in launches if "cvt.rn.satfinite.e4m3x2.f32" in launch.ptx}
+    assert names >= {"_quantize_rows_kernel", "_quantize_matrix_kernel", "_rescale_kernel", "_forward_kernel",
+                     "_backward_kernel", "_combine_kernel"}
+
+
+def test_no_spills(launches):
+    """But for a few bytes where two warpgroups share all registers, and Blackwell's GEMMs when tested on Hopper."""
+    for launch in launches:
+        if launch.arch == HOPPER and "grouped_gemm_blackwell" in launch.kernel:
+            continue
+        limit = 160 if "_hopper." in launch.kernel else 0
+        assert launch.stack_bytes <= limit, (launch.kernel, launch.arch, launch.registers)

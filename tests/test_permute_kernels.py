@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The permute kernels in Triton's interpreter."""
+
+import pytest
+from interpreter import interpreter_process
+from permute_cases import MESSAGES, MX32, PLAIN, PROBLEMS, Problem, check_exchange, check_fakes, check_message
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    yield from interpreter_process()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_same_bits_as_the_plain_path(interpreter, name):
+    interpreter(check_exchange, "cpu", PROBLEMS[name])
+
+
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_every_number_of_choices(interpreter, top_k):
+    interpreter(check_exchange, "cpu", Problem((5, 6, 4), top_k=top_k, wire=MX32 if top_k % 2 else PLAIN, hidden=64))
+
+
+@pytest.mark.parametrize("case", MESSAGES, ids=str)
+def test_messages(interpreter, case):
+    interpreter(check_message, "cpu", *case)
+
+
+def test_schemas_and_fakes(interpreter):
+    interpreter(check_fakes)

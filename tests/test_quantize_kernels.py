@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The casts in Triton's interpreter, compiled for Hopper and Blackwell, and traced."""
+
+import pytest
+import torch
+from aot import launches_for
+from interpreter import interpreter_process
+from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
+
+BF16, F16, F32 = DTYPES
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    yield from interpreter_process()
+
+
+@pytest.mark.parametrize("dtype, mode", [(BF16, "rceil"), (BF16, "floor"), (F16, "rceil"), (F32, "floor")], ids=str)
+@pytest.mark.parametrize("block", [32, 128])
+def test_rows_and_columns(interpreter, dtype, block, mode):
+    interpreter(run_rows, "cpu", 40, 160, dtype, block, mode)
+    interpreter(run_columns, "cpu", 160, 96, dtype, block, mode)
+
+
+@pytest.mark.parametrize("block_in, block, mode", [(32, 32, "rceil"), (128, 128, "floor"), (32, 128, "rceil"),
+                                                   (128, 32, "floor")])
+def test_rescale(interpreter, block_in, block, mode):
+    interpreter(run_rescale, "cpu", 160, 160, block_in, block, mode)
+
+
+@pytest.mark.parametrize("layout, dtype, heights", [("stacked", BF16, (96, 64)), ("even", F32, (96, 64)),
+                                                    ("scattered", F16, (96, 64)), ("scattered", BF16, (160, ))],
+                         ids=str)
+@pytest.mark.parametrize("block, mode", [(32, "floor"), (128, "rceil")])
+def test_weights(interpreter, block, mode, layout, dtype, heights):
+    interpreter(run_weights, "cpu", heights, 96, layout, dtype, block, mode)
+
+
+def test_more_experts_than_pointers(interpreter):
+    interpreter(run_weights, "cpu", (64, 64), 64, "scattered", BF16, 128, "rceil", 5, 4)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_no_rows(interpreter, block):
+    interpreter(run_empty, "cpu", block)
+
+
+def every_launch(dtype, block):
+    x = torch.empty(256, 512, dtype=dtype)
+    rows = kernels.quantize_rows(x, block, "rceil", True)
+    kernels.quantize_columns(x, block, "rceil")
+    kernels.quantize_rows_and_columns(x, block, "floor", True)
+    kernels.rescale_transposed(rows, block, "rceil")
+    for output in DTYPES:
+        kernels.dequantize(rows, output)
+    scattered = torch.empty(8, 256, 512, dtype=dtype)
+    for parts in ([scattered], [scattered, scattered], [[scattered[i] for i in (0, 1, 3)]] * 2):
+        kernels.quantize_weights(parts, block, "rceil", True, True)
+        kernels.quantize_weights(parts, block, "rceil", False, True)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_compiled(arch, dtype, block):
+    with launches_for(arch) as launches:
+        every_launch(dtype, block)
+    assert len(launches) == 13
+    for launch in launches:
+        assert launch.stack_bytes == 0, launch.kernel
+        assert ".ftz" not in launch.ptx, launch.kernel
+        # 16 bytes a thread and access, on the side of the wider type at least.
+        assert "ld.global.v4" in launch.ptx or "st.global.v4" in launch.ptx, launch.kernel
+        if "dequantize" not in launch.kernel:
+            assert "cvt.rn.satfinite.e4m3x2.f32" in launch.ptx, launch.kernel
+
+
+def test_traced():
+    with FakeTensorMode():
+        x = torch.empty(160, 96, dtype=BF16)
+        rows, columns = kernels.quantize_rows_and_columns(x, 128, "rceil", True)
+        assert (rows.shape, rows.scale_bytes.shape, rows.scale_bytes.stride()) == ((160, 96), (160, 1), (1, 160))
+        assert columns.shape == (96, 160)
+        assert (columns.scale_bytes.shape, columns.scale_bytes.stride()) == ((96, 2), (1, 96))
+        assert kernels.rescale_transposed(rows, 32, "rceil").scale_bytes.shape == (96, 5)
+        assert kernels.dequantize(rows, F16).dtype == F16
+        w = torch.empty(3, 160, 96, dtype=BF16)
+        rows, columns = kernels.quantize_weights([w, list(w)], 128, "rceil", True, True)
+        assert (rows.shape, columns.shape, columns.scale_bytes.shape) == ((3, 320, 96), (3, 96, 320), (3, 1, 3))
