@@ -215,7 +215,8 @@ def check_quantizable(x: torch.Tensor, block_size: int, scaling_mode: str) -> No
 
 def _scale_bytes(amax: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     """E8M0 bytes (int32, 0..255) for block maxima in float32, from the bits of the float: exact for every input."""
-    bits = amax.contiguous().view(torch.int32)
+    # The sign bit off: torch's vectorised maximum of NaN was seen to set it.
+    bits = amax.contiguous().view(torch.int32) & 0x7FFFFFFF
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # 448 = 1.75 * 2^8: amax / 2^(exponent - 8) exceeds it when the mantissa exceeds 1.75.
     scale = exponent - 8 + (mantissa > 0x600000).int() if scaling_mode == "rceil" else exponent - 8

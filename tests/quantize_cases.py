@@ -26,20 +26,28 @@ def hard_values(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+def equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    wrong = (actual != expected).nonzero()
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        raise AssertionError(f"{what}: {len(wrong)} of {expected.numel()} differ, first at {first} of "
+                             f"{tuple(expected.shape)}: {actual[first].item()} instead of {expected[first].item()}")
+
+
 def same(actual: MXTensor, expected: MXTensor) -> None:
     assert (actual.shape, actual.scale_bytes.shape) == (expected.shape, expected.scale_bytes.shape)
     assert (actual.dtype, actual.block_size, actual.tiled) == (expected.dtype, expected.block_size, expected.tiled)
-    assert torch.equal(actual.scale_bytes.cpu(), expected.scale_bytes)
-    assert torch.equal(actual.qdata.view(torch.uint8).cpu(), expected.qdata.view(torch.uint8))
+    equal("scales", actual.scale_bytes.cpu(), expected.scale_bytes)
+    equal("data", actual.qdata.view(torch.uint8).cpu(), expected.qdata.view(torch.uint8))
 
 
 def same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Bits, but for those of NaN."""
     actual = actual.cpu()
-    assert actual.dtype == expected.dtype and torch.equal(actual.isnan(), expected.isnan())
+    assert actual.dtype == expected.dtype
+    equal("NaN", actual.isnan(), expected.isnan())
     bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    assert torch.equal(actual.nan_to_num(0, torch.inf, -torch.inf).view(bits),
-                       expected.nan_to_num(0, torch.inf, -torch.inf).view(bits))
+    equal("values", *(x.nan_to_num(0, torch.inf, -torch.inf).view(bits) for x in (actual, expected)))
 
 
 @contextmanager

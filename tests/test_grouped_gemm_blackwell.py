@@ -146,10 +146,10 @@ def check_operators():
     rows, g, a = (quantize(torch.randn(*shape), 32) for shape in ((128, 64), (96, 128), (64, 128)))
     columns = (g.qdata, g.scale_bytes, 32, a.qdata, a.scale_bytes, 32, ends)
     utils = "test_faketensor"  # the others multiply float8
-    torch.library.opcheck(gemm._grouped_mm, (rows.qdata, rows.scale_bytes, 32, b.qdata, b.scale_bytes, 32, False, ends,
-                                             torch.float16), test_utils=utils)
-    torch.library.opcheck(gemm._grouped_mm_wgrad, (*columns, torch.bfloat16), test_utils=utils)
-    torch.library.opcheck(gemm._grouped_mm_wgrad_, (torch.randn(2, 96, 64), *columns), test_utils=utils)
+    forward = (rows.qdata, rows.scale_bytes, 32, b.qdata, b.scale_bytes, 32, False, ends, torch.float16)
+    torch.library.opcheck(gemm._grouped_mm_mxfp8_blackwell, forward, test_utils=utils)
+    torch.library.opcheck(gemm._wgrad_mxfp8_blackwell, (*columns, torch.bfloat16), test_utils=utils)
+    torch.library.opcheck(gemm._wgrad_mxfp8_blackwell_, (torch.randn(2, 96, 64), *columns), test_utils=utils)
 
 
 @pytest.fixture(scope="module")

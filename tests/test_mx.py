@@ -510,3 +510,14 @@ def test_sqnr():
     assert sqnr_db(x, x) == float("inf")
     assert sqnr_db(x, x * 1.1) == pytest.approx(20.0, abs=1e-3)  # noise a tenth of the signal
     assert sqnr_db(x.bfloat16(), (x * 1.5).bfloat16()) == pytest.approx(6.0206, abs=1e-3)
+
+
+@pytest.mark.parametrize("block", (32, 128))
+def test_nan_in_transposed_blocks(block):
+    """torch's vectorised maximum over strided blocks gives a NaN with the sign bit set."""
+    x = torch.randn(32, 32).to(torch.bfloat16)
+    x[3, 5], x[7, 9] = float("nan"), float("-inf")
+    mx = quantize(x.t(), block)
+    bad = torch.isin(torch.arange(32), torch.tensor([5, 9]))
+    assert (mx.scale_bytes[bad] == 255).all() and (mx.qdata[bad].view(torch.uint8) == 0x7F).all()
+    assert mx.dequantize()[bad].isnan().all() and mx.dequantize()[~bad].isfinite().all()

@@ -23,6 +23,7 @@ import triton.language as tl
 from ds_mxfp8_moe.mx import MXTensor, quantize
 
 from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
+from .library import operator
 from .quantize import _by_column, _in_order, _loaded_row
 
 
@@ -378,15 +379,7 @@ def launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block,
     return out
 
 
-@torch.library.custom_op("ds_mxfp8_moe::activate", mutates_args=())
-def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
-              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
-              keep: bool) -> list[torch.Tensor]:
-    return launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep)
-
-
-@_activate.register_fake
-def _(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep):
+def _activate_fake(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep):
     return _forward_outputs(pre_PG, layout, block, quantize, keep)
 
 
@@ -456,17 +449,8 @@ def launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activati
     return out
 
 
-@torch.library.custom_op("ds_mxfp8_moe::activate_backward", mutates_args=())
-def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
-                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
-                       activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
-                       columns: bool) -> list[torch.Tensor]:
-    return launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain,
-                           rows, columns)
-
-
-@_activate_backward.register_fake
-def _(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain, rows, columns):
+def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
+                            plain, rows, columns):
     return _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
 
 
@@ -500,7 +484,31 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     return Gradients(dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns)
 
 
-@torch.library.custom_op("ds_mxfp8_moe::group_sums", mutates_args=())
+def _group_sums_fake(x_PN, ends_E, weight_P=None):
+    return x_PN.new_empty(ends_E.shape[0], x_PN.shape[1], dtype=torch.float32)
+
+
+def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E, out_dtype):
+    return torch.empty_like(y_PN, dtype=out_dtype)
+
+
+@operator(_activate_fake)
+def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
+              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
+              keep: bool) -> list[torch.Tensor]:
+    return launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep)
+
+
+@operator(_activate_backward_fake)
+def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
+                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
+                       activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
+                       columns: bool) -> list[torch.Tensor]:
+    return launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain,
+                           rows, columns)
+
+
+@operator(_group_sums_fake)
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
     """[E, N] float32: the sums over each group's rows of x_PN (bf16, fp16, fp32; contiguous), times weight_P if given.
 
@@ -517,12 +525,7 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     return out
 
 
-@group_sums.register_fake
-def _(x_PN, ends_E, weight_P=None):
-    return x_PN.new_empty(ends_E.shape[0], x_PN.shape[1], dtype=torch.float32)
-
-
-@torch.library.custom_op("ds_mxfp8_moe::add_weighted_bias", mutates_args=())
+@operator(_add_weighted_bias_fake)
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor,
                       out_dtype: torch.dtype) -> torch.Tensor:
     """y + weight * bias of each row's expert, in float32, rounded to `out_dtype`; y_PN contiguous."""
@@ -536,6 +539,3 @@ def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch
     return out
 
 
-@add_weighted_bias.register_fake
-def _(y_PN, bias_EN, weight_P, ends_E, out_dtype):
-    return torch.empty_like(y_PN, dtype=out_dtype)

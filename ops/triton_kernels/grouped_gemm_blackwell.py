@@ -19,6 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
+from .library import operator
+
 STRIP = 16  # tiles of rows that run at a time and share their columns in L2
 CHUNKS = 8  # of 128 values, whose scales one program packs
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
@@ -124,9 +126,14 @@ def _columns(size: int) -> int:
     return 256 if size % 256 == 0 or size > 1024 else 128
 
 
-@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_mxfp8_blackwell", mutates_args=())
-def _grouped_mm(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor, b_scale: torch.Tensor,
-                b_block: int, b_tiled: bool, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _grouped_mm_fake(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, out_dtype):
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+@operator(_grouped_mm_fake)
+def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor,
+                                b_scale: torch.Tensor, b_block: int, b_tiled: bool, ends: torch.Tensor,
+                                out_dtype: torch.dtype) -> torch.Tensor:
     (P, K), (E, N, _) = a.shape, b.shape
     out = a.new_empty((P, N), dtype=out_dtype)
     if P == 0:
@@ -142,11 +149,6 @@ def _grouped_mm(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.T
     return out
 
 
-@_grouped_mm.register_fake
-def _(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, out_dtype):
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
 def _wgrad_into(out: torch.Tensor, g, g_scale, g_block, a, a_scale, a_block, ends, accumulate: bool) -> None:
     (N, P), K = g.shape, a.shape[0]
     columns = _columns(K)
@@ -157,9 +159,14 @@ def _wgrad_into(out: torch.Tensor, g, g_scale, g_block, a, a_scale, a_block, end
             *_descriptors(a, a_packed, columns), ends, N, K, accumulate, STRIP, **GEMM_OPTIONS)
 
 
-@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_mxfp8_blackwell", mutates_args=())
-def _grouped_mm_wgrad(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor, a_scale: torch.Tensor,
-                      a_block: int, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _wgrad_fake(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):
+    return g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
+
+
+@operator(_wgrad_fake)
+def _wgrad_mxfp8_blackwell(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
+                           a_scale: torch.Tensor, a_block: int, ends: torch.Tensor,
+                           out_dtype: torch.dtype) -> torch.Tensor:
     out = g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
     if g.shape[1] == 0:
         return out.zero_()
@@ -167,14 +174,9 @@ def _grouped_mm_wgrad(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: t
     return out
 
 
-@_grouped_mm_wgrad.register_fake
-def _(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):
-    return g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
-
-
-@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_mxfp8_blackwell_", mutates_args=("out", ))
-def _grouped_mm_wgrad_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
-                       a_scale: torch.Tensor, a_block: int, ends: torch.Tensor) -> None:
+@operator(lambda *args: None, mutates_args=("out", ))
+def _wgrad_mxfp8_blackwell_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
+                            a_scale: torch.Tensor, a_block: int, ends: torch.Tensor) -> None:
     if g.shape[1] > 0:
         _wgrad_into(out, g, g_scale, g_block, a, a_scale, a_block, ends, True)
 
@@ -185,8 +187,8 @@ def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_
     Data contiguous; scales of any strides, blocks of 32 or 128, b's in tiles of 128x128 or not. `ends_E`: int32 ends
     of the groups' rows, multiples of 128. Rows at and past ends_E[-1] come back as zeros.
     """
-    return _grouped_mm(a_PK.qdata, a_PK.scale_bytes, a_PK.block_size, b_ENK.qdata, b_ENK.scale_bytes,
-                       b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
+    return _grouped_mm_mxfp8_blackwell(a_PK.qdata, a_PK.scale_bytes, a_PK.block_size, b_ENK.qdata, b_ENK.scale_bytes,
+                                       b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
 
 
 def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
@@ -198,6 +200,6 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
     """
     operands = (g_NP.qdata, g_NP.scale_bytes, g_NP.block_size, a_KP.qdata, a_KP.scale_bytes, a_KP.block_size, ends_E)
     if accumulate_into is None:
-        return _grouped_mm_wgrad(*operands, out_dtype)
-    _grouped_mm_wgrad_(accumulate_into, *operands)
+        return _wgrad_mxfp8_blackwell(*operands, out_dtype)
+    _wgrad_mxfp8_blackwell_(accumulate_into, *operands)
     return accumulate_into

@@ -28,6 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ds_mxfp8_moe.mx import MXTensor
 
+from .library import operator
+
 
 @gluon.jit
 def _add_exponents(a, b):
@@ -206,9 +208,13 @@ def multiprocessors(x: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_mxfp8_hopper", mutates_args=())
-def _grouped_mm(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor, b_scale_ENK: torch.Tensor,
-                ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
+    return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
+
+
+@operator(_grouped_mm_fake)
+def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
+                             b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     (P, K), (E, N, _) = a_PK.shape, b_ENK.shape
     out_PN = torch.empty(P, N, dtype=out_dtype, device=a_PK.device)
     if out_PN.numel() == 0:
@@ -225,11 +231,6 @@ def _grouped_mm(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tenso
     return out_PN
 
 
-@_grouped_mm.register_fake
-def _(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
-    return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
-
-
 def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiplies each group's rows with its own matrix: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
@@ -242,4 +243,5 @@ def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_
     """
     # Where a row-major scale becomes the GEMM's own: a copy unless it is already.
     a_scale_KP = a_PK.scale_bytes.t().contiguous()
-    return _grouped_mm(a_PK.qdata, a_scale_KP, b_ENK.qdata, b_ENK.scale_bytes.contiguous(), ends_E, out_dtype)
+    return _grouped_mm_mxfp8_hopper(a_PK.qdata, a_scale_KP, b_ENK.qdata, b_ENK.scale_bytes.contiguous(), ends_E,
+                                    out_dtype)

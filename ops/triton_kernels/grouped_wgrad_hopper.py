@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ds_mxfp8_moe.mx import MXTensor
 
 from .grouped_gemm_hopper import descriptor, multiprocessors
+from .library import operator
 
 
 @gluon.jit
@@ -244,9 +245,13 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, N, K, GROUP: gl.co
     ], [4, 1], [232, 40])
 
 
-@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_mxfp8_hopper_", mutates_args=("out_ENK", ))
-def _wgrad_mxfp8(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
-                 ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
+def _nothing(*args):
+    """The fake of an op that only writes into its argument."""
+
+
+@operator(_nothing, mutates_args=("out_ENK", ))
+def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
+                         ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
     E, N, K = out_ENK.shape
     if g_NP.shape[1] == 0:
         return _without_rows(out_ENK, add)
@@ -258,9 +263,9 @@ def _wgrad_mxfp8(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tenso
             out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
-@torch.library.custom_op("ds_mxfp8_moe::grouped_mm_wgrad_bf16_hopper_", mutates_args=("out_ENK", ))
-def _wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor,
-                add: bool) -> None:
+@operator(_nothing, mutates_args=("out_ENK", ))
+def _wgrad_bf16_hopper_(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor,
+                        add: bool) -> None:
     E, N, K = out_ENK.shape
     if g_PN.shape[0] == 0:
         return _without_rows(out_ENK, add)
@@ -293,8 +298,8 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
     A product is scaled by a's scale first: above 2^103 it may overflow where the result would not. 255 gives NaN.
     """
     out = _out(ends_E, g_NP.shape[0], a_KP.shape[0], out_dtype, accumulate_into)
-    _wgrad_mxfp8(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(), ends_E,
-                 out, accumulate_into is not None)
+    _wgrad_mxfp8_hopper_(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(),
+                         ends_E, out, accumulate_into is not None)
     return out
 
 
@@ -302,7 +307,7 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.
                           accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
     """The same from bf16 or fp16 operands [P, N] and [P, K], contiguous; groups are multiples of 64 rows."""
     out = _out(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into)
-    _wgrad_bf16(g_PN, a_PK, ends_E, out, accumulate_into is not None)
+    _wgrad_bf16_hopper_(g_PN, a_PK, ends_E, out, accumulate_into is not None)
     return out
 
 

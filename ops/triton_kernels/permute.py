@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
+from .library import operator
 
 ROW_BYTES = 32  # a sector of L2: rows that share none cost no second access
 TILE_ROWS = 128  # expert-sorted rows whose scales one program writes,
@@ -373,7 +374,35 @@ def split_rows(message: torch.Tensor, data_bytes: int, scales: int, weights: int
     return data, scale[:, :scales] if scales else None, weight[:, :weights] if weights else None
 
 
-@torch.library.custom_op("ds_mxfp8_moe::pack_rows", mutates_args=())
+def _pack_rows_fake(data_TD, scale_TB, weight_TK, sent_slot_WT, num_rows, top_k):
+    where = layout(data_TD.shape[1] * data_TD.element_size(), _width(scale_TB), _width(weight_TK))
+    return data_TD.new_empty((num_rows, where.width), dtype=torch.uint8)
+
+
+def _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P):
+    P = source_P.shape[0]
+    return (data_RD.new_empty((P, data_RD.shape[1])), source_P.new_empty((_width(scale_RB), P), dtype=torch.uint8),
+            source_P.new_empty(0 if weight_RK is None else P, dtype=torch.float32))
+
+
+def _combine_rows_fake(y_PH, weight_P, slot_RK, dtype, block_size, scaling_mode):
+    _, data_bytes, scales = _wire(y_PH.shape[1], dtype, block_size)
+    width = layout(data_bytes, scales, 0 if weight_P is None else slot_RK.shape[1]).width
+    return y_PH.new_empty((slot_RK.shape[0], width), dtype=torch.uint8)
+
+
+def _summed(message, sent_slot_WT, hidden, weights, top_k, dtype, block_size):
+    T = sent_slot_WT.shape[1]
+    return message.new_empty((T, hidden), dtype=dtype), message.new_empty((T, weights), dtype=torch.float32)
+
+
+def _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode):
+    T = sent_slot_T.shape[0]
+    weights = 0 if weight_P is None else slot_RK.shape[1]
+    return y_PH.new_empty((T, y_PH.shape[1]), dtype=dtype), y_PH.new_empty((T, weights), dtype=torch.float32)
+
+
+@operator(_pack_rows_fake)
 def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: torch.Tensor | None,
               sent_slot_WT: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
     """Message rows, uint8 [S, width]: each token's parts in every row in which it travels.
@@ -399,13 +428,7 @@ def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: t
     return out
 
 
-@pack_rows.register_fake
-def _(data_TD, scale_TB, weight_TK, sent_slot_WT, num_rows, top_k):
-    where = layout(data_TD.shape[1] * data_TD.element_size(), _width(scale_TB), _width(weight_TK))
-    return data_TD.new_empty((num_rows, where.width), dtype=torch.uint8)
-
-
-@torch.library.custom_op("ds_mxfp8_moe::expand_rows", mutates_args=())
+@operator(_expanded)
 def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK: torch.Tensor | None,
                 row_R: torch.Tensor | None, slot_RK: torch.Tensor,
                 source_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -438,14 +461,7 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
     return outs
 
 
-@expand_rows.register_fake
-def _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P):
-    P = source_P.shape[0]
-    return (data_RD.new_empty((P, data_RD.shape[1])), source_P.new_empty((_width(scale_RB), P), dtype=torch.uint8),
-            source_P.new_empty(0 if weight_RK is None else P, dtype=torch.float32))
-
-
-@torch.library.custom_op("ds_mxfp8_moe::combine_rows", mutates_args=())
+@operator(_combine_rows_fake)
 def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, dtype: torch.dtype,
                  block_size: int, scaling_mode: str) -> torch.Tensor:
     """Message rows, uint8 [R, width]: float32 sums of a row's choices, rounded once, and K numbers beside them.
@@ -471,14 +487,7 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: tor
     return out
 
 
-@combine_rows.register_fake
-def _(y_PH, weight_P, slot_RK, dtype, block_size, scaling_mode):
-    _, data_bytes, scales = _wire(y_PH.shape[1], dtype, block_size)
-    width = layout(data_bytes, scales, 0 if weight_P is None else slot_RK.shape[1]).width
-    return y_PH.new_empty((slot_RK.shape[0], width), dtype=torch.uint8)
-
-
-@torch.library.custom_op("ds_mxfp8_moe::sum_rows", mutates_args=())
+@operator(_summed)
 def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, weights: int, top_k: int,
              dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """y_TH in `dtype`: float32 sums of the rows that came back for each token, in ascending rank; and weights [T, K].
@@ -504,13 +513,7 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     return outs
 
 
-@sum_rows.register_fake
-def _summed(message, sent_slot_WT, hidden, weights, top_k, dtype, block_size):
-    T = sent_slot_WT.shape[1]
-    return message.new_empty((T, hidden), dtype=dtype), message.new_empty((T, weights), dtype=torch.float32)
-
-
-@torch.library.custom_op("ds_mxfp8_moe::combine_local", mutates_args=())
+@operator(_combined)
 def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, sent_slot_T: torch.Tensor,
                   dtype: torch.dtype, block_size: int, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What `sum_rows` returns for the rows of `combine_rows` in a group of one rank; rounded in between all the same.
@@ -530,8 +533,3 @@ def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: to
     return outs
 
 
-@combine_local.register_fake
-def _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode):
-    T = sent_slot_T.shape[0]
-    weights = 0 if weight_P is None else slot_RK.shape[1]
-    return y_PH.new_empty((T, y_PH.shape[1]), dtype=dtype), y_PH.new_empty((T, weights), dtype=torch.float32)

@@ -16,7 +16,7 @@ to nearest even, saturates (`floor` needs that) and makes NaN 0x7F.
 
 Transposes: FP8 tensor cores read operands along the contraction only, so bytes must change places. Shared memory is
 written four bytes a lane when a thread holds four neighbours of one column, and they cost no packing where one cast
-makes them. `_loaded_row` picks which rows a thread loads to that end, `_by_column` orders the registers.
+makes them. `_loaded_row` picks which rows a thread loads to that end, `_quads` takes its registers apart.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,8 @@ class Tile(NamedTuple):
         group: row tiles that run side by side before the next column tile begins, so that the transposed output is
             written in runs of group * rows bytes.
         vector: most neighbours in a row that a thread holds. Fewer mean more rows, and cheaper maxima over rows.
+        registers: most that a thread may have. With 80, which is enough for all of 64 values a thread, 24 warps fit a
+            multiprocessor; ptxas would take more and leave room for 16.
     """
 
     rows: int
@@ -49,6 +51,7 @@ class Tile(NamedTuple):
     warps: int
     group: int = 1
     vector: int = 16
+    registers: int | None = None
 
     def divides(self, rows: int, columns: int) -> bool:
         return rows % self.rows == 0 and columns % self.columns == 0
@@ -56,13 +59,10 @@ class Tile(NamedTuple):
 
 ROWS_TILE = Tile(32, 128, 8)
 COLUMNS_TILE = Tile(128, 64, 4, group=4)
-BOTH_TILE = Tile(128, 128, 8, group=4)
-BOTH_32_TILE = Tile(128, 64, 4, group=4)  # block size 32
+BOTH_TILE = Tile(128, 128, 8, group=4, registers=80)
+BOTH_32_TILE = Tile(128, 64, 4, group=4, registers=80)  # for block size 32
 RESCALE_TILE = Tile(128, 64, 4, group=4, vector=8)
 DEQUANTIZE_TILE = Tile(16, 128, 4)
-
-# A thread that transposes gets along with 80 registers, if made to: 24 warps fit a multiprocessor, otherwise 16.
-REGISTERS = 80
 
 
 @triton.jit
@@ -329,35 +329,33 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _programs(rows: int, columns: int, tile: Tile) -> int:
-    """Programs for one matrix; the last group of row tiles is filled up with tiles that are masked out."""
+    """Programs for one matrix; those that fill up the last group of row tiles have nothing to do."""
     return _cdiv(_cdiv(rows, tile.rows), tile.group) * tile.group * _cdiv(columns, tile.columns)
 
 
-def _e4m3(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
-
-
-def _bytes_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device=like.device)
+def _outputs(like: torch.Tensor, data_shape: tuple, scale_shape: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data and scales."""
+    return (torch.empty(data_shape, dtype=torch.float8_e4m3fn, device=like.device),
+            torch.empty(scale_shape, dtype=torch.uint8, device=like.device))
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows_outputs(x_RK, block_size, scale_k_major) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major):
     rows, columns = x_RK.shape
-    scale_shape = (rows, _cdiv(columns, block_size))
-    return _e4m3(x_RK, rows, columns), _bytes_like(x_RK, *(scale_shape[::-1] if scale_k_major else scale_shape))
+    blocks = _cdiv(columns, block_size)
+    return _outputs(x_RK, (rows, columns), (blocks, rows) if scale_k_major else (rows, blocks))
 
 
-@torch.library.custom_op("ds_mxfp8_moe::quantize_rows", mutates_args=())
+@operator(_rows_outputs)
 def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
                    scale_k_major: bool) -> tuple[torch.Tensor, torch.Tensor]:
     x_RK = _dense_rows(x_RK)
     rows, columns = x_RK.shape
-    data, scale = _rows_outputs(x_RK, block_size, scale_k_major)
-    if data.numel():
+    data, scale = _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major)
+    if rows and columns:
         tile = ROWS_TILE
         strides = (1, rows) if scale_k_major else (scale.shape[1], 1)
         with torch.cuda.device_of(x_RK):
@@ -367,12 +365,7 @@ def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
     return data, scale
 
 
-@_quantize_rows.register_fake
-def _(x_RK, block_size, scaling_mode, scale_k_major):
-    return _rows_outputs(x_RK, block_size, scale_k_major)
-
-
-def _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major) -> tuple[torch.Tensor, ...]:
+def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major):
     like = x[0]
     m = sum(part.shape[-2] for part in x[::1 if like.dim() == 3 else experts])
     n = like.shape[-1]
@@ -382,8 +375,8 @@ def _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major)
     else:
         rows_scale = ((experts, blocks_n, m) if scale_k_major else (experts, m, blocks_n)) if rows else (0, )
         columns_scale = (experts, blocks_m, n) if columns else (0, )
-    return (_e4m3(like, *((experts, m, n) if rows else (0, ))), _bytes_like(like, *rows_scale),
-            _e4m3(like, *((experts, n, m) if columns else (0, ))), _bytes_like(like, *columns_scale))
+    return (*_outputs(like, (experts, m, n) if rows else (0, ), rows_scale),
+            *_outputs(like, (experts, n, m) if columns else (0, ), columns_scale))
 
 
 def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
@@ -393,20 +386,20 @@ def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
     return None if len(distances) > 1 else (distances.pop() if distances else 0) // matrices[0].element_size()
 
 
-@torch.library.custom_op("ds_mxfp8_moe::quantize_matrices", mutates_args=())
+@operator(_matrix_outputs)
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
                        rows: bool, columns: bool, scale_k_major: bool
                        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Parts of matrices, each [M_i, N] times `experts` or one [E, M_i, N]; data and scales along N, then along M. What
     is not wanted is empty; with `tiled` the first scales are the tiles'."""
-    out = _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major)
+    out = _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major)
     rows_data, rows_scale, columns_data, columns_scale = out
     n, row_stride = x[0].shape[-1], x[0].stride(-2)
     if x[0].dim() == 3:
         parts = [[part] for part in x]
         strides = [part.stride(0) for part in x]
     else:
-        parts = [list(x[i:i + experts]) for i in range(0, len(x), experts)]
+        parts = [x[i:i + experts] for i in range(0, len(x), experts)]
         strides = [_even_distance(part) for part in parts]
     heights = [part[0].shape[-2] for part in parts]
     m = sum(heights)
@@ -415,9 +408,11 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     even = None not in strides
     strides = strides if even else [0] * len(parts)
     scale_strides = (0, 0) if tiled or not rows else (1, m) if scale_k_major else (_cdiv(n, block_size), 1)
-    tile = BOTH_TILE if rows or tiled else COLUMNS_TILE
+    tile = (BOTH_32_TILE if block_size == 32 else BOTH_TILE) if rows or tiled else COLUMNS_TILE
     # Triton deals values to threads alike for all accesses of one shape; stores of bytes are the widest.
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
+    # Both layouts of float32 with scales of their own need more than others.
+    registers = tile.registers if tiled or x[0].element_size() == 2 else None
     each = experts if even else MAX_POINTERS // len(parts)
     with torch.cuda.device_of(x[0]):
         for first in range(0, experts, each):
@@ -426,45 +421,39 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
                 pointers[0], pointers[-1], strides[0], strides[-1], rows_data.view(torch.uint8), rows_scale,
                 *scale_strides, columns_data.view(torch.uint8), columns_scale, first, heights[0], m, row_stride, n,
                 block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), even, tile.rows, tile.columns,
-                tile.group, vector, tile.warps, num_warps=tile.warps)
+                tile.group, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
     return out
 
 
-@_quantize_matrices.register_fake
-def _(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major):
-    return _matrix_outputs(x, experts, block_size, tiled, rows, columns, scale_k_major)
-
-
-def _rescale_outputs(data_PK, block_size) -> tuple[torch.Tensor, torch.Tensor]:
+def _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode):
     p, k = data_PK.shape
-    return _e4m3(data_PK, k, p), _bytes_like(data_PK, _cdiv(p, block_size), k)
+    return _outputs(data_PK, (k, p), (_cdiv(p, block_size), k))
 
 
-@torch.library.custom_op("ds_mxfp8_moe::rescale_transposed", mutates_args=())
+@operator(_rescale_outputs)
 def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_in: int, block_size: int,
                         scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     p, k = data_PK.shape
-    out, out_scale = _rescale_outputs(data_PK, block_size)
-    if out.numel():
+    out, out_scale = _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode)
+    if p and k:
         tile = RESCALE_TILE
         with torch.cuda.device_of(data_PK):
             _rescale_kernel[(_programs(p, k, tile), )](
                 data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
                 block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
-                tile.vector, tile.warps, num_warps=tile.warps)
+                tile.vector, tile.warps, tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
     return out, out_scale
 
 
-@_rescale_transposed.register_fake
-def _(data_PK, scale, block_size_in, block_size, scaling_mode):
-    return _rescale_outputs(data_PK, block_size)
+def _dequantized(data_ERK, scale, block_size, tiled, dtype):
+    return torch.empty(data_ERK.shape, dtype=dtype, device=data_ERK.device)
 
 
-@torch.library.custom_op("ds_mxfp8_moe::dequantize", mutates_args=())
+@operator(_dequantized)
 def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, tiled: bool,
                 dtype: torch.dtype) -> torch.Tensor:
     experts, rows, k = data_ERK.shape
-    out = torch.empty(data_ERK.shape, dtype=dtype, device=data_ERK.device)
+    out = _dequantized(data_ERK, scale, block_size, tiled, dtype)
     if out.numel():
         tile = DEQUANTIZE_TILE
         with torch.cuda.device_of(data_ERK):
@@ -474,12 +463,6 @@ def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, ti
     return out
 
 
-@_dequantize.register_fake
-def _(data_ERK, scale, block_size, tiled, dtype):
-    return torch.empty(data_ERK.shape, dtype=dtype, device=data_ERK.device)
-
-
-@torch.no_grad()
 def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool) -> MXTensor:
     """mx.quantize of rows [R, K] (bf16, fp16, fp32; K a multiple of 32; any distance between rows).
 
@@ -489,7 +472,6 @@ def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_
     return MXTensor(data, scale.t() if scale_k_major else scale, block_size, x_RK.dtype)
 
 
-@torch.no_grad()
 def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXTensor:
     """mx.quantize(x_PN.t()), [N, P], for GEMMs that contract over the rows; P a multiple of 32. Scales in memory:
     [ceil(P / block_size), N]."""
@@ -498,7 +480,6 @@ def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> 
     return MXTensor(data[0], scale[0].t(), block_size, x_PN.dtype)
 
 
-@torch.no_grad()
 def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str,
                               scale_k_major: bool) -> tuple[MXTensor, MXTensor]:
     """quantize_rows(x_PN) and quantize_columns(x_PN) out of one read; P and N multiples of 32."""
@@ -510,7 +491,6 @@ def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode:
             MXTensor(data_NP[0], scale_NP[0].t(), block_size, x_PN.dtype))
 
 
-@torch.no_grad()
 def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
                      rows: bool, columns: bool) -> tuple[MXTensor | None, MXTensor | None]:
     """Expert weights, straight from their parameters, for the GEMMs that contract over K (`rows`) and N (`columns`).

@@ -1,52 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The casts on a GPU against mx.py on the CPU; beyond 2^31 values; in a CUDA graph, without a host sync."""
+"""The casts on a GPU against mx.py on the CPU; beyond 2^31 values; in a CUDA graph, without a host sync.
+
+Every case compiles kernels of its own, for seconds: all run at once, in processes of their own, on one GPU.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
-from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights, same
+from quantize_cases import (
+    DTYPES,
+    run_columns,
+    run_empty,
+    run_rescale,
+    run_rows,
+    run_weights,
+    same,
+)
 
 from ds_mxfp8_moe import mx
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
-BLOCKS, MODES = (32, 128), ("rceil", "floor")
-BF16 = torch.bfloat16
+BF16, F16, F32 = DTYPES
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_and_columns(dtype, block, mode):
-    for rows, columns in ((1, 32), (40, 160), (1000, 2048)):
-        run_rows("cuda", max(rows, 10), columns, dtype, block, mode)
-    for rows, columns in ((32, 32), (160, 96), (1056, 2048)):
-        run_columns("cuda", rows, columns, dtype, block, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("block_in", BLOCKS)
-def test_rescale(block_in, block, mode):
-    for rows, columns in ((32, 32), (160, 160), (1056, 2048)):
-        run_rescale("cuda", rows, columns, block_in, block, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["stacked", "even", "scattered"])
-def test_weights(layout, dtype, block, mode):
-    for heights in ((160, ), (96, 64), (256, 128)):
-        run_weights("cuda", heights, 288, layout, dtype, block, mode)
-    run_weights("cuda", (64, 64), 64, layout, dtype, block, mode, 37)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_no_rows(block):
-    run_empty("cuda", block)
-
-
-def test_beyond_two_to_the_31():
+def beyond_two_to_the_31():
     """The last rows and columns of a matrix of 2.2e9 values."""
     rows, columns = 131072 + 128, 16896
     x = torch.zeros(rows, columns, dtype=BF16, device="cuda")
@@ -69,7 +50,7 @@ def test_beyond_two_to_the_31():
     assert torch.equal(kernels.dequantize(y, BF16)[-128:, -256:].cpu(), expected.dequantize())
 
 
-def test_graph_and_no_sync():
+def graph_and_no_sync():
     x = torch.randn(256, 512, dtype=BF16, device="cuda")
     w = [torch.randn(128, 256, dtype=BF16, device="cuda") for _ in range(3)]
 
@@ -80,10 +61,8 @@ def test_graph_and_no_sync():
                 kernels.rescale_transposed(rows, 128, "rceil"), *weights), kernels.dequantize(rows, BF16)
 
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    everything()
+    torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured, values = everything()
@@ -95,3 +74,60 @@ def test_graph_and_no_sync():
         assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
         assert torch.equal(a.scale_bytes, b.scale_bytes)
     assert torch.equal(values, again_values)
+
+
+# Tiles divide (1024, 2048), and nothing else here.
+CASES = [
+    (beyond_two_to_the_31, ),
+    (graph_and_no_sync, ),
+    *((run_weights, "cuda", heights, 288, layout, dtype, block, mode)
+      for heights, layout, dtype, block, mode in [
+          ((96, 64), "stacked", BF16, 128, "rceil"), ((96, 64), "even", F32, 128, "floor"),
+          ((96, 64), "scattered", F16, 128, "rceil"), ((160, ), "scattered", BF16, 128, "floor"),
+          ((96, 64), "stacked", BF16, 32, "floor"), ((96, 64), "scattered", F32, 32, "rceil"),
+          ((160, ), "even", F16, 32, "rceil")]),
+    *((run_weights, "cuda", (256, 128), 512, layout, BF16, block, "rceil")
+      for layout, block in [("even", 128), ("scattered", 32)]),
+    *((run_weights, "cuda", (64, 64), 64, "scattered", BF16, block, "rceil", 37) for block in (32, 128)),
+    *((run_rescale, "cuda", *shape, block_in, block, mode) for shape, block_in, block, mode in [
+        ((32, 32), 32, 32, "rceil"), ((160, 160), 32, 32, "floor"), ((160, 160), 128, 128, "rceil"),
+        ((160, 160), 32, 128, "rceil"), ((160, 160), 128, 32, "floor"), ((1024, 2048), 32, 32, "rceil"),
+        ((1024, 2048), 128, 128, "floor")]),
+    *((run_columns, "cuda", *shape, dtype, block, mode) for shape, dtype, block, mode in [
+        ((32, 32), BF16, 32, "rceil"), ((160, 96), BF16, 32, "floor"), ((160, 96), BF16, 128, "rceil"),
+        ((160, 96), F16, 32, "rceil"), ((160, 96), F32, 128, "floor"), ((1056, 160), F32, 32, "floor"),
+        ((1024, 2048), BF16, 32, "rceil"), ((1024, 2048), BF16, 128, "floor"), ((1024, 2048), F16, 128, "rceil"),
+        ((1024, 2048), F32, 32, "rceil")]),
+    *((run_rows, "cuda", *shape, dtype, block, mode) for shape, dtype, block, mode in [
+        ((10, 32), BF16, 32, "floor"), ((40, 160), BF16, 128, "rceil"), ((40, 160), F16, 32, "floor"),
+        ((40, 160), F32, 128, "floor"), ((1000, 2048), BF16, 32, "rceil"), ((1000, 2048), BF16, 128, "floor"),
+        ((1000, 2048), F16, 128, "rceil"), ((1000, 2048), F32, 32, "rceil")]),
+    *((run_empty, "cuda", block) for block in (32, 128)),
+]
+
+
+def _start():
+    torch.set_num_threads(2)
+
+
+def _failure(function, args):
+    """The reason, in a line or two, or None."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    processes = min(12, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(processes, get_context("spawn"), _start) as pool:
+        yield [pool.submit(_failure, function, args) for function, *args in CASES]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[
+    "-".join([function.__name__, *(str(arg).removeprefix("torch.") for arg in args)]) for function, *args in CASES])
+def test_casts(jobs, case):
+    failure = jobs[case].result()
+    if failure:
+        pytest.fail(failure, pytrace=False)

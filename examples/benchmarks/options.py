@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks of one GPU have in common: their arguments, kernels compiled beforehand, and result files."""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import results_file
+import shapes
+import show
+
+BYTES_AT_MOST = 100e9  # cases that need more are left out
+SECONDS_BETWEEN_WRITES = 15
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--cases", choices=("short", "full"), default="full")
+    out.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each contender of a case")
+    out.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
+    out.add_argument("--commit", help="the commit measured, where the repository is not at hand")
+    out.add_argument("--jobs", type=int, default=8, help="processes that compile kernels beforehand; 0: none do")
+    out.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
+    out.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
+    return out
+
+
+def add_shapes(out: argparse.ArgumentParser) -> None:
+    out.add_argument("--shapes", nargs="+", metavar="DIMxHIDDEN", help="of the cases, only those of these shapes")
+    out.add_argument("--experts", nargs="+", type=int, help="only those with so many experts")
+    out.add_argument("--tokens", nargs="+", type=int, help="only those with so many tokens per expert")
+    out.add_argument("--splits", nargs="+", choices=shapes.SPLITS, help="only those split like this")
+
+
+def part(items: Iterable, args: argparse.Namespace) -> list:
+    """What this process of `compile_beforehand` takes."""
+    return list(items)[args.warm_up::args.jobs]
+
+
+def chosen(args: argparse.Namespace, bytes_of: Callable[[shapes.Case], float]) -> list[shapes.Case]:
+    """The cases that are asked for and fit."""
+    return [case for case in shapes.cases(args.cases)
+            if (not args.shapes or f"{case.dim}x{case.hidden}" in args.shapes)
+            and (not args.experts or case.experts in args.experts)
+            and (not args.tokens or case.tokens_per_expert in args.tokens)
+            and (not args.splits or case.split in args.splits) and bytes_of(case) <= BYTES_AT_MOST]
+
+
+def compile_beforehand(args: argparse.Namespace) -> None:
+    """Starts this very command --jobs times, each to call a part of its kernels once (`--warm-up` says which): they
+    then wait in Triton's cache."""
+    started = [subprocess.Popen([sys.executable, *sys.argv, "--warm-up", str(part)], stdin=subprocess.DEVNULL,
+                                stdout=subprocess.DEVNULL) for part in range(args.jobs)]
+    if any([process.wait() for process in started]):
+        print("a process that compiles kernels beforehand failed: they are compiled on their first call",
+              file=sys.stderr)
+
+
+def finish(benchmark: str, rows: Iterable[dict], args: argparse.Namespace) -> None:
+    """Runs the benchmark by taking its rows, writes them, draws the plot, prints the table; exits with 1 if any of
+    them was wrong. What is there is written now and then, should the run be cut short."""
+    path = args.out or results_file.RESULTS / f"{benchmark}.json"
+    taken: list[dict] = []
+    written = time.monotonic()
+    for row in rows:
+        taken.append(row)
+        if time.monotonic() - written > SECONDS_BETWEEN_WRITES:
+            results_file.write(benchmark, taken, path, of_commit=args.commit)
+            written = time.monotonic()
+    results_file.write(benchmark, taken, path, of_commit=args.commit)
+    if not show.show(path):
+        sys.exit("some results were wrong")

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes that every benchmark of one rank's experts runs, and how the tokens fall on its experts."""
+
+import random
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+TILE = 128  # rows to which every group is padded
+SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408), (4096, 1024), (2048, 768))  # dim, hidden
+SEED_SHAPES = SHAPES[:3]
+EXPERTS = (4, 8, 32)
+TOKENS = (64, 256, 1024, 2048, 4096, 16384)
+SPLITS = ("even", "skewed")
+# Shape, experts, tokens per expert, split: what is looked at first, in well under a minute.
+SHORT = (*((shape, 8, 16384, "even") for shape in SEED_SHAPES),
+         ((7168, 2048), 8, 2048, "even"), ((7168, 2048), 8, 256, "even"), ((2048, 1408), 8, 2048, "skewed"),
+         ((2048, 1408), 8, 64, "even"), ((2048, 768), 32, 4096, "even"), ((2048, 768), 32, 256, "skewed"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's experts: weights of dim x hidden, `tokens_per_expert` in the mean, split among them in some way."""
+
+    dim: int
+    hidden: int
+    experts: int
+    tokens_per_expert: int
+    split: str
+
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each expert.
+
+        Skewed is fixed: one expert has a third, every fourth none, and the rest falls at random, in multiples of 128.
+        """
+        if self.split == "even":
+            return (self.tokens_per_expert, ) * self.experts
+        tiles = self.experts * self.tokens_per_expert // TILE
+        heavy = self.experts // 2
+        others = [e for e in range(self.experts) if e != heavy and e % 4 != 1]
+        counts = [0] * self.experts
+        counts[heavy] = -(-tiles // 3) * TILE
+        for e in random.Random(self.experts).choices(others, k=tiles - counts[heavy] // TILE):
+            counts[e] += TILE
+        return tuple(counts)
+
+    def rows(self) -> int:
+        """Rows of all experts, each one's padded to whole tiles."""
+        return sum(padded(self.counts()))
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (f"{self.dim}x{self.hidden}, {self.experts} experts, {self.tokens_per_expert} tokens each, "
+                f"{self.split}")
+
+
+def padded(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-count // TILE) * TILE for count in counts)
+
+
+def ends(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(counts))
+
+
+def starts(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *ends(counts)[:-1])
+
+
+def cases(which: str) -> list[Case]:
+    """Those of "short" or "full", shape by shape, so that a shape's buffers are made once."""
+    chosen = SHORT if which == "short" else [(shape, experts, tokens, split) for shape in SHAPES for experts in EXPERTS
+                                             for tokens in TOKENS for split in SPLITS]
+    return sorted((Case(*shape, *rest) for shape, *rest in chosen),
+                  key=lambda case: SHAPES.index((case.dim, case.hidden)))
