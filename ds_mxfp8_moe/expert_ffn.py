@@ -162,10 +162,14 @@ class _Layer:
         return w_ENK.transpose(1, 2) if transposed else w_ENK
 
     def forward_gemm(self, x_PK: torch.Tensor, parts: list) -> torch.Tensor:
-        return grouped_mm(x_PK, self._weights(parts, transposed=False), self.plan.group_ends_E, self.dtype)
+        return self._gemm(x_PK, self._weights(parts, transposed=False))
 
     def dgrad_gemm(self, g_PN: torch.Tensor, parts: list) -> torch.Tensor:
-        return grouped_mm(g_PN, self._weights(parts, transposed=True), self.plan.group_ends_E, self.dtype)
+        return self._gemm(g_PN, self._weights(parts, transposed=True))
+
+    def _gemm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
+        covered = self.plan.group_ends[-1] == self.plan.num_rows
+        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, covered)
 
     def wgrad_gemm(self, g: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[E, N, K], from operands that `quantized_gradient` and `wgrad_operand` made."""

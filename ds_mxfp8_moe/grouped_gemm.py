@@ -42,12 +42,12 @@ def _native(a: torch.Tensor, b: torch.Tensor) -> kernels.Gemms | None:
     return kernels.mxfp8_gemms(a.device, a.block_size)
 
 
-def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor,
-               out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
+               covered: bool = False) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
 
     Rows at and past ends_E[-1] come back as zeros. Groups are multiples of 128 rows where both operands are MXFP8,
-    else of any size.
+    else of any size. `covered`: the caller knows that there are no rows past the last group, which saves a pass.
     """
     out_dtype = out_dtype or a_PK.dtype
     native = _native(a_PK, b_ENK)
@@ -57,6 +57,8 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor,
     if a.shape[0] == 0:
         return a.new_zeros((0, b.shape[1]), dtype=out_dtype)
     out = torch._grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
+    if covered:
+        return out.to(out_dtype)
     beyond = torch.arange(a.shape[0], device=a.device) >= ends_E[-1]
     return out.masked_fill_(beyond.unsqueeze(-1), 0).to(out_dtype)
 

@@ -175,17 +175,18 @@ def train(section, *args, steps: int = 3, checkpointing: dict | None = None, one
 
 def trained_like_deepspeed(*args, **kwargs):
     plain, ours = (train(section, *args, **kwargs) for section in (PLAIN, BF16))
-    return (plain[0], ours[0], decibels(plain[1], ours[1]), decibels(plain[2], ours[2]), same_bits(plain[3], ours[3]),
-            (plain[4], ours[4]))
+    moved = max((abs(a - b).sum() / (2 * a.sum())).item() for a, b in zip(plain[3], ours[3], strict=True))
+    return plain[0], ours[0], decibels(plain[1], ours[1]), decibels(plain[2], ours[2]), moved, (plain[4], ours[4])
 
 
-def check_training(results, tolerance=1e-5, db=90):
-    for plain_losses, losses, grads, weights, same_loads, converted in results:
+def check_training(results, tolerance=1e-5, db=90, most_moved=0):
+    """`most_moved`: the share of tokens that may go to another expert."""
+    for plain_losses, losses, grads, weights, moved, converted in results:
         assert converted[0] == 0 < converted[1]
         assert losses == pytest.approx(plain_losses, abs=tolerance)
         assert min(grads.values()) >= db, min(grads.items(), key=lambda item: item[1])
         assert min(weights.values()) >= db, min(weights.items(), key=lambda item: item[1])
-        assert same_loads
+        assert moved <= most_moved
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -222,7 +223,7 @@ def test_trains_like_deepspeed_with_parts_frozen(ranks2, stage, frozen):
 
 def test_trains_like_deepspeed_under_autocast(ranks2):
     check_training(ranks2.run(trained_like_deepspeed, 1, 2, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
-                   tolerance=1e-3, db=30)
+                   tolerance=1e-3, db=30, most_moved=0.02)  # scores that tie but for a rounding, later on
 
 
 @pytest.mark.parametrize("family", [family for family in CONVERTED if family != "qwen3_moe"])

@@ -149,8 +149,8 @@ def check(results, layout, directory):
         # Other code goes on as near as its arithmetic is.
         tolerance = 1e-5 if layout.dtype == "fp32" else 1e-2
         assert losses(run["bf16 from base"]["steps"]) == pytest.approx(losses(base["next"]), rel=tolerance)
-        assert losses(tuned["steps"]) == pytest.approx(losses(base["next"]), rel=1e-2)
-        assert losses(run["plain from tuned"]["steps"]) == pytest.approx(losses(tuned["next"]), rel=1e-2)
+        assert losses(tuned["steps"]) == pytest.approx(losses(base["next"]), rel=3e-2)
+        assert losses(run["plain from tuned"]["steps"]) == pytest.approx(losses(tuned["next"]), rel=3e-2)
         assert losses(tuned["steps"]) != losses(base["next"]), "the layers were converted"
         for name, session_ in run.items():
             for parameter, ranks in session_["owners"].items():

@@ -180,7 +180,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
     forward = [
         Contender("torch._grouped_mm", lambda: torch._grouped_mm(x, w_t, offs=tokens_E), x, w, *tokens),
         Contender("cuBLAS loop", loop(y, lambda e, s, t: torch.mm(x[s:t], w_t[e], out=y[s:t])), x, w, *tokens),
-        Contender("ours, bf16", lambda: ours.grouped_mm(padded_x, w, rows_E), padded_x, w, *rows),
+        Contender("ours, bf16", lambda: ours.grouped_mm(padded_x, w, rows_E, covered=True), padded_x, w, *rows),
         Contender("ours, MXFP8", lambda: ours.grouped_mm(mx_x, mx_w, rows_E), mx_x, mx_w, *rows)]
     if shape.has_rowwise:
         x8 = Rowwise(shape.x_rowwise.data[:total], shape.x_rowwise.scale[:total])
@@ -194,7 +194,8 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
         "dgrad": [
             Contender("torch._grouped_mm", lambda: torch._grouped_mm(g, w, offs=tokens_E), g, w_t, *tokens),
             Contender("cuBLAS loop", loop(dx, lambda e, s, t: torch.mm(g[s:t], w[e], out=dx[s:t])), g, w_t, *tokens),
-            Contender("ours, bf16", lambda: ours.grouped_mm(padded_g, w_t, rows_E), padded_g, w_t, *rows),
+            Contender("ours, bf16", lambda: ours.grouped_mm(padded_g, w_t, rows_E, covered=True), padded_g, w_t,
+                      *rows),
             Contender("ours, MXFP8", lambda: ours.grouped_mm(mx_g, mx_w_t, rows_E), mx_g, mx_w_t, *rows)],
         "wgrad": [
             Contender("torch._grouped_mm", lambda: torch._grouped_mm(g.t(), x, offs=tokens_E), g, x, *tokens),

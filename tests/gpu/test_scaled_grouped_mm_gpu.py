@@ -78,23 +78,3 @@ def test_nothing_waits_for_the_device(hp):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("block", (32, 128))
-def test_compiles_whole(block):
-    """torch.compile meets no graph break at the kernels, and the result is the same to the bit."""
-    a, w, grad = operands()
-    ends = torch.tensor([96, 96, a.shape[0] - 3], dtype=torch.int32, device="cuda")
-    a, w, grad = a.cuda(), w[:3].cuda(), grad.cuda().to(torch.bfloat16)
-
-    def both(function):
-        a_, w_ = a.clone().requires_grad_(), w.clone().requires_grad_()
-        out = function(a_, w_, ends)
-        out.backward(grad)
-        return out, a_.grad, w_.grad
-
-    def layer(a, w, ends):
-        return _to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs=ends, block_size=block)
-
-    for x, y in zip(both(layer), both(torch.compile(layer, fullgraph=True)), strict=True):
-        assert torch.equal(x, y)
