@@ -30,8 +30,6 @@ from ds_mxfp8_moe.mx import MXTensor
 
 from .library import operator
 
-IN_TURN = True
-
 
 @gluon.jit
 def _add_exponents(a, b):
@@ -112,24 +110,15 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
 
 
 @gluon.jit
-def multiply_in_turn(part: gl.constexpr, turn, count, a, b, layout: gl.constexpr, IN_TURN: gl.constexpr):
-    """a [64, 128] times b [128, 128]^T in float32, while the other warpgroup adds up: the `count`-th time.
-
-    Left alone, both would multiply at once, each at half the speed, and then both add while the tensor cores idle.
-    """
-    if IN_TURN:
-        mbarrier.wait(turn.index(part), count & 1 ^ 1 - part)
+def _multiply(a, b, layout: gl.constexpr):
+    """a [64, 128] times b [128, 128]^T in float32."""
     zeros = gl.zeros([64, 128], gl.float32, layout)
-    product = warpgroup_mma_wait(0, [warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)])
-    if IN_TURN:
-        mbarrier.arrive(turn.index(1 - part))
-    return product
+    return warpgroup_mma_wait(0, [warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)])
 
 
 @gluon.jit
-def _accumulate(part: gl.constexpr, acc0, acc1, step, count, k_blocks, a_smem, b_smem, s_smem, full, empty, turn,
-                STAGES: gl.constexpr, HALVES: gl.constexpr, TWO: gl.constexpr, IN_TURN: gl.constexpr,
-                layout: gl.constexpr):
+def _accumulate(part: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
+                STAGES: gl.constexpr, HALVES: gl.constexpr, TWO: gl.constexpr, layout: gl.constexpr):
     """Adds the products of all blocks along K, each scaled as it comes: TWO halves of 128 columns, or the first."""
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     for _ in range(k_blocks):
@@ -139,32 +128,29 @@ def _accumulate(part: gl.constexpr, acc0, acc1, step, count, k_blocks, a_smem, b
         scale0 = s_smem.index(stage * HALVES).slice(part * 64, 64).load(rows)
         if TWO:
             scale1 = s_smem.index(stage * HALVES + 1).slice(part * 64, 64).load(rows)
-        product = multiply_in_turn(part, turn, count, a, b_smem.index(stage * HALVES), layout, IN_TURN)
-        count += 1
+        product = _multiply(a, b_smem.index(stage * HALVES), layout)
         if TWO:
             acc0 += product * gl.expand_dims(_power_of_two(scale0), 1)
-            product = multiply_in_turn(part, turn, count, a, b_smem.index(stage * HALVES + 1), layout, IN_TURN)
-            count += 1
+            product = _multiply(a, b_smem.index(stage * HALVES + 1), layout)
             mbarrier.arrive(empty.index(stage))
             acc1 += product * gl.expand_dims(_power_of_two(scale1), 1)
         else:
             mbarrier.arrive(empty.index(stage))
             acc0 += product * gl.expand_dims(_power_of_two(scale0), 1)
         step += 1
-    return acc0, acc1, step, count
+    return acc0, acc1, step
 
 
 @gluon.jit
-def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, turn, ends, E, N, K, row_tiles,
+def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles,
              column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-             BUFFERS: gl.constexpr, IN_TURN: gl.constexpr):
+             BUFFERS: gl.constexpr):
     """Rows [64 part, 64 part + 64) of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [gl.num_warps()], [0])
     k_blocks = gl.cdiv(K, 128)
     n_blocks = gl.cdiv(N, 128)
     step = 0
-    count = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = _tile_of(index, row_tiles, column_tiles, GROUP)
         row = row_tile * 128
@@ -173,11 +159,11 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
         acc1 = gl.zeros([64, 128], gl.float32, layout)
         if _group_of(row, ends, E, E_PAD, ends_layout) < E:
             if HALVES == 1 or n_block + HALVES > n_blocks:
-                acc0, acc1, step, count = _accumulate(part, acc0, acc1, step, count, k_blocks, a_smem, b_smem, s_smem,
-                                                      full, empty, turn, STAGES, HALVES, False, IN_TURN, layout)
+                acc0, acc1, step = _accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
+                                               STAGES, HALVES, False, layout)
             else:
-                acc0, acc1, step, count = _accumulate(part, acc0, acc1, step, count, k_blocks, a_smem, b_smem, s_smem,
-                                                      full, empty, turn, STAGES, HALVES, True, IN_TURN, layout)
+                acc0, acc1, step = _accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
+                                               STAGES, HALVES, True, layout)
         for half in gl.static_range(HALVES):
             tma.store_wait(BUFFERS - 1)
             c_buffer = c_smem.index(part * BUFFERS + half % BUFFERS)
@@ -189,27 +175,23 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
 
 @gluon.jit
 def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K, E_PAD: gl.constexpr,
-                      GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr,
-                      IN_TURN: gl.constexpr):
+                      GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
     s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * HALVES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     row_tiles = P // 128
     column_tiles = gl.cdiv(N, 128 * HALVES)
     gl.warp_specialize([
-        (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, turn, ends, E, N, K, row_tiles,
-                    column_tiles, E_PAD, GROUP, STAGES, HALVES, BUFFERS, IN_TURN)),
-        (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, turn, ends, E, N, K, row_tiles,
-                    column_tiles, E_PAD, GROUP, STAGES, HALVES, BUFFERS, IN_TURN)),
+        (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
+                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
+        (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
+                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
         (_feed, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
                  column_tiles, E_PAD, GROUP, STAGES, HALVES)),
     ], [4, 1], [216, 72])
@@ -245,7 +227,7 @@ def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK
         grouped_mm_kernel[(min(sms, tiles), )](
             descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
             a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, triton.next_power_of_2(E)), GROUP=16,
-            STAGES=3, HALVES=halves, BUFFERS=halves if out_dtype.itemsize == 2 else 1, IN_TURN=IN_TURN, num_warps=4)
+            STAGES=3, HALVES=halves, BUFFERS=halves if out_dtype.itemsize == 2 else 1, num_warps=4)
     return out_PN
 
 

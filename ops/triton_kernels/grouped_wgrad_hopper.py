@@ -26,8 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ds_mxfp8_moe.mx import MXTensor
 
-from . import grouped_gemm_hopper
-from .grouped_gemm_hopper import descriptor, multiply_in_turn, multiprocessors
+from .grouped_gemm_hopper import descriptor, multiprocessors
 from .library import operator
 
 
@@ -86,7 +85,7 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
             for half in gl.static_range(2):
                 tma.async_copy_global_to_shared(a_desc, [k + 128 * half, row], bar, a_smem.index(stage * 2 + half))
             gs_smem.index(stage).store(_power_of_two(g_byte))
-            as_smem.index(stage).store(_power_of_two(a_byte).to(gl.bfloat16))
+            as_smem.index(stage).store(_power_of_two(a_byte))
             mbarrier.arrive(bar)
             step += 1
             following = (gl.minimum(row + 128, last) // 128).to(gl.int64)
@@ -95,15 +94,9 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
 
 
 @gluon.jit
-def _settled(x):
-    """x, computed before what follows: else the compiler moves the sum behind the wait for the next turn."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, turn, out,
-                   ends, E, N, K, n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
-                   ADD: gl.constexpr, IN_TURN: gl.constexpr):
+def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E,
+                   N, K, n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+                   ADD: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step = 0
@@ -117,22 +110,26 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             g = g_smem.index(stage * 2 + part)
             row_scale = gl.expand_dims(gs_smem.index(stage).slice(part * 64, 64).load(gl.SliceLayout(1, layout)), 1)
-            # In bfloat16, which holds powers of two: half the registers while the product runs.
+            product = _multiply(g, a_smem.index(stage * 2), layout)
             column_scale = as_smem.index(stage).slice(0, 128).load(columns)
-            product = multiply_in_turn(part, turn, step * 2, g, a_smem.index(stage * 2), layout, IN_TURN)
-            acc0 += product * gl.expand_dims(column_scale.to(gl.float32), 0) * row_scale
-            acc0 = _settled(acc0)
+            acc0 += product * gl.expand_dims(column_scale, 0) * row_scale
+            product = _multiply(g, a_smem.index(stage * 2 + 1), layout)
             column_scale = as_smem.index(stage).slice(128, 128).load(columns)
-            product = multiply_in_turn(part, turn, step * 2 + 1, g, a_smem.index(stage * 2 + 1), layout, IN_TURN)
             mbarrier.arrive(empty.index(stage))
-            acc1 += product * gl.expand_dims(column_scale.to(gl.float32), 0) * row_scale
-            acc1 = _settled(acc1)
+            acc1 += product * gl.expand_dims(column_scale, 0) * row_scale
             step += 1
         n = n_tile * 128 + part * 64
         k = k_tile * 256
         _write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, 128, BY_TMA, ADD, layout)
         _write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, 128, BY_TMA, ADD, layout)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply(a, b, layout: gl.constexpr):
+    """a [64, 128] times b [128, 128]^T in float32."""
+    zeros = gl.zeros([64, 128], gl.float32, layout)
+    return warpgroup_mma_wait(0, [warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)])
 
 
 @gluon.jit
@@ -157,30 +154,27 @@ def _write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, N, K,
 
 @gluon.jit
 def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, GROUP: gl.constexpr,
-                       STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr, IN_TURN: gl.constexpr):
+                       STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
     gs_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    as_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    as_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     gl.warp_specialize([
-        (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, turn, out, ends, E, N,
-                          K, n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD, IN_TURN)),
-        (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, turn, out, ends, E, N,
-                          K, n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD, IN_TURN)),
+        (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
+                          n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+        (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
+                          n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
         (_feed_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
                        n_tiles, k_tiles, GROUP, STAGES)),
-    ], [4, 1], [224, 56])
+    ], [4, 1], [216, 72])
 
 
 @gluon.jit
@@ -266,8 +260,7 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
     with torch.cuda.device_of(out_ENK):
         wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), _out_descriptor(out_ENK, [1, 64, 128], by_tma),
-            out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
-            IN_TURN=grouped_gemm_hopper.IN_TURN, num_warps=4)
+            out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
 @operator(_nothing, mutates_args=("out_ENK", ))
