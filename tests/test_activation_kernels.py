@@ -72,7 +72,7 @@ def test_compiled(arch, dtype, block, activation, layout):
         ends, weight = torch.empty(6, dtype=torch.int32), torch.empty(256)
         kernels.group_sums(x, ends, weight)
         kernels.add_weighted_bias(x, torch.empty(6, 512, dtype=dtype), weight, ends, torch.float32)
-    assert len(launches) == 11
+    assert len(launches) == 12
     for launch in launches:
         assert launch.stack_bytes == 0, launch.kernel
         # What these two flush is nothing beside 1.

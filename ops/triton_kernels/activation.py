@@ -5,9 +5,10 @@ Letters: P rows (a multiple of 128, as is every group), F FFN size (a multiple o
 experts. `layout` says what the G columns of pre_PG are: "mlp" (G = F), "gate_up" or "up_gate" (G = 2F).
 
     forward    h_PF = w_P * act(pre_PG), pre_PG kept in MXFP8
-    backward   dw_P = <t_PF, act(pre_PG)>, dpre_PG = t_PF w_P act'(pre_PG) in up to three forms
+    backward   dw_P = <t_PF, act(pre_PG)>, dpre_PG = t_PF w_P act'(pre_PG) in up to three forms: the third, MXFP8 along
+               the rows, is cast from the first, which measured faster than transposing in the same kernel
 
-The oracle is `ds_mxfp8_moe.expert_ffn._Layer`, with the same roundings. exp and erf differ from torch's in the last
+The oracle is ds_mxfp8_moe/activation.py, with the same roundings. exp and erf differ from torch's in the last
 bits of float32, so a byte differs now and then by one step.
 
 A program has a tile of rows and columns of F, with gate and up in it: every byte is read and written once. Scales of
@@ -20,32 +21,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_mxfp8_moe.mx import MXTensor, quantize
+from ds_mxfp8_moe.mx import MXTensor
 
 from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
 from .library import operator
-from .quantize import _by_column, _in_order, _loaded_row
+from .quantize import quantize_columns, quantize_rows
 
 
 class Tile(NamedTuple):
-    """What one program covers, and its warps.
-
-    Attributes:
-        group: row tiles that run side by side, before the next tile of columns begins.
-        vector: most neighbours in a row that a thread holds.
-    """
+    """What one program covers, and its warps."""
 
     rows: int
     columns: int
     warps: int
-    group: int = 1
-    vector: int = 16
 
 
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 4)
-BACKWARD_COLUMNS = Tile(128, 64, 8, vector=8)
-BACKWARD_COLUMNS_128 = Tile(128, 128, 8, vector=8)
 
 
 @triton.jit
@@ -163,23 +155,6 @@ def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.
 
 
 @triton.jit
-def _store_columns(x, ptr, scale_ptr, row, first, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
-                   B: tl.constexpr, FLOOR: tl.constexpr):
-    """As MXFP8 in blocks along the rows, which lie in order, transposed: data [N, P], scales [P / B, N]."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, [R // B, B, C])
-    byte = scale_byte(tl.max(magnitude(x), 1), FLOOR)
-    data = _by_column(tl.reshape(x * inverse_scale(byte)[:, None, :], [R, C]))
-    inside = c < WIDTH - first
-    column = (AT + first).to(tl.int64)
-    tl.store(ptr + (column * P + row) + (c.to(tl.int64)[:, None] * P + tl.arange(0, R)[None, :]), data,
-             inside[:, None])
-    tl.store(scale_ptr + ((row // B).to(tl.int64) * N + column) + (tl.arange(0, R // B)[:, None] * N + c[None, :]),
-             byte.to(tl.uint8), inside[None, :])
-
-
-@triton.jit
 def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr, kept_ptr, kept_scale_ptr, P, E,
                     F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr,
                     FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
@@ -210,37 +185,25 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
 
 
 @triton.jit
-def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, row, first, r, c, P,
-                    dtype: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr,
-                    FLOOR: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr,
+                    WIDTH: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr):
     if rows_ptr is not None:
         _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, N, AT, WIDTH, B, FLOOR)
     if plain_ptr is not None:
         _store(d, plain_ptr, row, first, r, c, N, AT, WIDTH)
-    if columns_ptr is not None:
-        rounded = _in_order(d.to(dtype).to(tl.float32), LANES, WARPS)
-        _store_columns(rounded, columns_ptr, columns_scale_ptr, row, first, c, P, N, AT, WIDTH, B, FLOOR)
 
 
 @triton.jit
 def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr, rows_ptr,
-                     rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
-                     UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
-                     E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr,
-                     WARPS: tl.constexpr):
-    """Grid [P / R, rounded up to groups, * ceil(F / C)]; dweight [ceil(F / C), P]: each tile's share."""
+                     rows_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr,
+                     ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr,
+                     C: tl.constexpr):
+    """Grid [P / R * ceil(F / C)]; dweight [ceil(F / C), P]: each tile's share."""
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
-    LANES: tl.constexpr = 32 * VECTOR // C
-    dtype: tl.constexpr = t_ptr.dtype.element_ty
-    pid = tl.program_id(0)
-    row, tile = (pid // (tiles * GROUP) * GROUP + pid % GROUP) * R, pid % (tiles * GROUP) // GROUP
-    if row >= P:
-        return
+    row, tile = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles
     first = tile * C
-    # The columns form wants each thread to hold rows that are neighbours.
-    r = tl.arange(0, R) if columns_ptr is None else _loaded_row(R, LANES, WARPS)
-    c = tl.max_contiguous(tl.arange(0, C), VECTOR)
+    r, c = tl.arange(0, R), tl.arange(0, C)
     expert = None
     if bias_ptr is not None:
         expert = _expert_of(row, ends_ptr, E, E_PAD)
@@ -258,14 +221,14 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
         else:
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
         tl.store(dweight_at, tl.sum(t * (value * up), 1))
-        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, dtype, G, GATE_AT, F, B, FLOOR, LANES, WARPS)
-        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, dtype, G, UP_AT, F, B, FLOOR, LANES, WARPS)
+        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, GATE_AT, F,
+                        B, FLOOR)
+        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, UP_AT, F, B,
+                        FLOOR)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
-        _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, dtype, G, GATE_AT, F, B, FLOOR, LANES, WARPS)
+        _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B,
+                        FLOOR)
 
 
 @triton.jit
@@ -383,6 +346,13 @@ def _activate_fake(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block,
     return _forward_outputs(pre_PG, layout, block, quantize, keep)
 
 
+@operator(_activate_fake)
+def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
+              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
+              keep: bool) -> list[torch.Tensor]:
+    return launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep)
+
+
 def _mx(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> MXTensor:
     return MXTensor(data.view(torch.float8_e4m3fn), scale, block, dtype)
 
@@ -414,44 +384,50 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     return h, _mx(kept_PG.unflatten(1, sizes), scale, block_size, pre_PG.dtype)
 
 
-def _backward_outputs(t_PF, pre_PG, block, plain, rows, columns) -> list[torch.Tensor]:
+def _backward_outputs(t_PF, pre_PG, block, plain, rows) -> list[torch.Tensor]:
     P, F = t_PF.shape
     G = pre_PG.shape[1]
     # MXFP8 rows whose blocks lie across gate and up are cast from the plain form, which is not rounded then.
     across = rows and F != G and F % block != 0
     rows = rows and not across
-    dtype = torch.float32 if across else t_PF.dtype
     return [t_PF.new_empty(P, dtype=torch.float32),
-            t_PF.new_empty((P, G) if plain or across else (0, ), dtype=dtype),
-            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, triton.cdiv(G, block), P),
-            _bytes(t_PF, columns, G, P), _bytes(t_PF, columns, P // block, G)]
+            t_PF.new_empty((P, G) if plain or across else (0, ), dtype=torch.float32 if across else t_PF.dtype),
+            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, triton.cdiv(G, block), P)]
 
 
 def launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain, rows,
-                    columns, tile: Tile | None = None) -> list[torch.Tensor]:
-    """dweight_P, plain_PG, rows_PG, its scales, columns_GP, its scales; empty where not wanted."""
-    tile = tile or (BACKWARD if not columns else BACKWARD_COLUMNS if block == 32 else BACKWARD_COLUMNS_128)
-    out = _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
+                    tile: Tile = BACKWARD) -> list[torch.Tensor]:
+    """dweight_P, plain_PG, rows_PG, its scales; empty where not wanted."""
+    out = _backward_outputs(t_PF, pre_PG, block, plain, rows)
     P, F = t_PF.shape
     if P == 0:
         return out
     dweight_P, *forms = out
-    tiles, groups = triton.cdiv(F, tile.columns), triton.cdiv(P // tile.rows, tile.group)
+    tiles = triton.cdiv(F, tile.columns)
     shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
     _, gate_at, up_at = _places(layout, F)
     with torch.cuda.device_of(t_PF):
-        _backward_kernel[(groups * tile.group * tiles, )](
+        _backward_kernel[(P // tile.rows * tiles, )](
             t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
             **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-            R=tile.rows, C=tile.columns, GROUP=tile.group, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps)
+            R=tile.rows, C=tile.columns, num_warps=tile.warps)
         if tiles > 1:
             _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     return out
 
 
 def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
-                            plain, rows, columns):
-    return _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
+                            plain, rows):
+    return _backward_outputs(t_PF, pre_PG, block, plain, rows)
+
+
+@operator(_activate_backward_fake)
+def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
+                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
+                       activation: str, layout: str, block: int, floor: bool, plain: bool,
+                       rows: bool) -> list[torch.Tensor]:
+    return launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain,
+                           rows)
 
 
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
@@ -470,42 +446,25 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         pre_PG = kept.qdata.view(torch.uint8).flatten(1)
         pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()
         bias_EG = ends_E = None  # it is in what was kept
-    dweight_P, dpre, rows_PG, rows_scale, columns_GP, columns_scale = _activate_backward(
+    dtype = t_PF.dtype
+    dweight_P, dpre, rows_PG, rows_scale = _activate_backward(
         t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block_size, scaling_mode == "floor",
-        plain, rows, columns)
-    dtype, dpre_rows, dpre_columns = t_PF.dtype, None, None
+        plain or columns, rows)
+    dpre_rows = dpre_columns = None
     if rows and rows_PG.dim() == 2:
         dpre_rows = _mx(rows_PG, rows_scale.t(), block_size, dtype)
     elif rows:
-        mx = quantize(dpre, block_size, scaling_mode)
+        mx = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
         dpre_rows = _mx(mx.qdata, mx.scale, block_size, dtype)
+    if plain or columns:
+        dpre = dpre.to(dtype)
     if columns:
-        dpre_columns = _mx(columns_GP, columns_scale.t(), block_size, dtype)
-    return Gradients(dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns)
+        dpre_columns = quantize_columns(dpre, block_size, scaling_mode)
+    return Gradients(dweight_P, dpre if plain else None, dpre_rows, dpre_columns)
 
 
 def _group_sums_fake(x_PN, ends_E, weight_P=None):
     return x_PN.new_empty(ends_E.shape[0], x_PN.shape[1], dtype=torch.float32)
-
-
-def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E, out_dtype):
-    return torch.empty_like(y_PN, dtype=out_dtype)
-
-
-@operator(_activate_fake)
-def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
-              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
-              keep: bool) -> list[torch.Tensor]:
-    return launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep)
-
-
-@operator(_activate_backward_fake)
-def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
-                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
-                       activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
-                       columns: bool) -> list[torch.Tensor]:
-    return launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain,
-                           rows, columns)
 
 
 @operator(_group_sums_fake)
@@ -525,6 +484,10 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     return out
 
 
+def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E, out_dtype):
+    return torch.empty_like(y_PN, dtype=out_dtype)
+
+
 @operator(_add_weighted_bias_fake)
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor,
                       out_dtype: torch.dtype) -> torch.Tensor:
@@ -537,5 +500,3 @@ def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch
                 y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,
                 enable_fp_fusion=False)
     return out
-
-
