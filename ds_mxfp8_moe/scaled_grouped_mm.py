@@ -117,6 +117,15 @@ def _place_rows(x: torch.Tensor, row_P: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, row_P)
 
 
+def _gradients(recipe: _Recipe, grad_MN, a_MK, b_EKN, ends_E, a_dtype, needs_a: bool, needs_b: bool) -> tuple:
+    grad_a = grad_b = None
+    if needs_a:
+        grad_a = recipe.multiply(recipe.rows(grad_MN), b_EKN.transpose(-1, -2), ends_E, True, a_dtype)
+    if needs_b:
+        grad_b = recipe.wgrad(grad_MN, a_MK, ends_E, b_EKN.dtype).transpose(-1, -2)
+    return grad_a, grad_b
+
+
 class _ScaledGroupedMM(torch.autograd.Function):
 
     @staticmethod
@@ -133,16 +142,73 @@ class _ScaledGroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_MN):
-        recipe = ctx.recipe
         a, b_EKN, ends_E, *scale = ctx.saved_tensors
         if ctx.mx is not None:
             a = MXTensor(a, scale[0], *ctx.mx)
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = recipe.multiply(recipe.rows(grad_MN), b_EKN.transpose(-1, -2), ends_E, True, ctx.a_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_b = recipe.wgrad(grad_MN, a, ends_E, b_EKN.dtype).transpose(-1, -2)
-        return grad_a, grad_b, None, None
+        return *_gradients(ctx.recipe, grad_MN, a, b_EKN, ends_E, ctx.a_dtype, *ctx.needs_input_grad[:2]), None, None
+
+
+# The same for torch.compile, whose tracer knows no MXTensor that comes to be inside an autograd.Function: two ops of
+# plain tensors, which it does not look into.
+
+
+@torch.library.custom_op("ds_mxfp8_moe::scaled_grouped_mm", mutates_args=())
+def _traced(a_MK: torch.Tensor, b_EKN: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype, block_size: int,
+            scaling_mode: str, wgrad_with_hp: bool, emulated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The product, and A in MXFP8 if backward reads that: e4m3 data and row-major scales, else empty."""
+    recipe = _Recipe(out_dtype, block_size, scaling_mode, wgrad_with_hp, emulated)
+    mx = recipe.rows(a_MK)
+    out = recipe.multiply(mx, b_EKN.transpose(-1, -2), ends_E, False, out_dtype)
+    return out, *(part[:0] if wgrad_with_hp else part.contiguous() for part in (mx.qdata, mx.scale_bytes))
+
+
+@_traced.register_fake
+def _(a_MK, b_EKN, ends_E, out_dtype, block_size, scaling_mode, wgrad_with_hp, emulated):
+    (M, K), kept = a_MK.shape, 0 if wgrad_with_hp else a_MK.shape[0]
+    return (a_MK.new_empty((M, b_EKN.shape[2]), dtype=out_dtype), a_MK.new_empty((kept, K), dtype=torch.float8_e4m3fn),
+            a_MK.new_empty((kept, -(-K // block_size)), dtype=torch.uint8))
+
+
+@torch.library.custom_op("ds_mxfp8_moe::scaled_grouped_mm_backward", mutates_args=())
+def _traced_backward(grad_MN: torch.Tensor, a_MK: torch.Tensor, scale: torch.Tensor | None, b_EKN: torch.Tensor,
+                     ends_E: torch.Tensor, a_dtype: torch.dtype, out_dtype: torch.dtype, block_size: int,
+                     scaling_mode: str, wgrad_with_hp: bool, emulated: bool, needs_a: bool,
+                     needs_b: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of A and B_t, contiguous; empty where not needed."""
+    recipe = _Recipe(out_dtype, block_size, scaling_mode, wgrad_with_hp, emulated)
+    a = a_MK if scale is None else MXTensor(a_MK, scale, block_size, a_dtype)
+    grads = _gradients(recipe, grad_MN, a, b_EKN, ends_E, a_dtype, needs_a, needs_b)
+    return tuple(like.new_empty(0, dtype=dtype) if grad is None else grad.contiguous()
+                 for grad, like, dtype in zip(grads, (grad_MN, b_EKN), (a_dtype, b_EKN.dtype), strict=True))
+
+
+@_traced_backward.register_fake
+def _(grad_MN, a_MK, scale, b_EKN, ends_E, a_dtype, out_dtype, block_size, scaling_mode, wgrad_with_hp, emulated,
+      needs_a, needs_b):
+    return (grad_MN.new_empty(a_MK.shape if needs_a else 0, dtype=a_dtype),
+            b_EKN.new_empty(b_EKN.shape if needs_b else 0))
+
+
+def _keep(ctx, inputs, output):
+    a_MK, b_EKN, ends_E, *ctx.recipe = inputs
+    ctx.a_dtype, ctx.with_hp = a_MK.dtype, inputs[6]
+    ctx.save_for_backward(*((a_MK, ) if ctx.with_hp else output[1:]), b_EKN, ends_E)
+
+
+def _traced_gradients(ctx, grad_MN, *_):
+    a_MK, *scale, b_EKN, ends_E = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:2]
+    grads = _traced_backward(grad_MN, a_MK, scale[0] if scale else None, b_EKN, ends_E, ctx.a_dtype, *ctx.recipe,
+                             *needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *[None] * 6
+
+
+_traced.register_autograd(_traced_gradients, setup_context=_keep)
+
+
+@torch.compiler.disable(reason="the gradient of an MXTensor is made eagerly")
+def _eager(*args) -> torch.Tensor:
+    return _ScaledGroupedMM.apply(*args)
 
 
 def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
@@ -164,7 +230,8 @@ def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
     if offs is None or offs.dtype != torch.int32 or offs.shape != B_t.shape[:1]:
         given = "None" if offs is None else f"{offs.dtype} {tuple(offs.shape)}"
         raise ValueError(f"offs must be int32 [{B_t.shape[0]}], the end of each group's rows, got {given}")
-    if offs.device.type == "cpu" and offs.numel():  # elsewhere looking would stop the device
+    # Looking would stop another device, and break torch.compile's graph.
+    if offs.device.type == "cpu" and offs.numel() and not torch.compiler.is_compiling():
         if offs[0] < 0 or offs[-1] > A.shape[0] or (offs.diff() < 0).any():
             raise ValueError(f"offs {offs.tolist()} must ascend within 0..{A.shape[0]}, the rows of A")
     if bias is not None and bias.shape not in (B_t.shape[2:], B_t.shape[::2]):
@@ -172,7 +239,6 @@ def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
                          f"{list(bias.shape)}")
 
 
-@torch.compiler.disable(reason="grouped GEMMs over MXTensors run eagerly")
 def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor | None = None,
                                      bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
                                      kernel_preference: KernelPreference = KernelPreference.AUTO,
@@ -206,9 +272,12 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
     if block_size is None:
         block_size = A.block_size if isinstance(A, MXTensor) else 32
     _check(A, B_t, offs, bias, out_dtype, block_size, scale_calculation_mode)
-    recipe = _Recipe(out_dtype, block_size, scale_calculation_mode, wgrad_with_hp,
-                     KernelPreference(kernel_preference) is KernelPreference.EMULATED)
-    out = _ScaledGroupedMM.apply(A, B_t, offs, recipe)
+    how = (out_dtype, block_size, ScaleCalculationMode(scale_calculation_mode).value, wgrad_with_hp,
+           KernelPreference(kernel_preference) is KernelPreference.EMULATED)
+    if torch.compiler.is_compiling() and not isinstance(A, MXTensor):
+        out = _traced(A, B_t, offs, *how)[0]
+    else:
+        out = _eager(A, B_t, offs, _Recipe(*how))
     if bias is not None:
         if bias.dim() == 2:
             row_M = torch.arange(A.shape[0], device=A.device)

@@ -265,3 +265,28 @@ def test_double_backward_is_a_clear_error():
     da, = torch.autograd.grad(out.sum(), a, create_graph=True)
     with pytest.raises(RuntimeError):
         da.sum().backward()
+
+
+def compiled_and_eager(device, backend, block, hp) -> list:
+    """Output and gradients of the function compiled without a graph break, and as it is."""
+    a, w, grad = (x.to(device) for x in operands())
+    ends = torch.tensor(ENDS, dtype=torch.int32, device=device)
+
+    def layer(a, w):
+        return _to_mxfp8_then_scaled_grouped_mm(a * 2, w.transpose(-2, -1), offs=ends, block_size=block,
+                                                wgrad_with_hp=hp)
+
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        leaves = [x.clone().requires_grad_() for x in (a, w)]
+        out = function(*leaves)
+        out.backward(grad.to(out.dtype))
+        results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+    torch._dynamo.reset()
+    return list(zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("hp", (True, False))
+@pytest.mark.parametrize("block", (32, 128))
+def test_compiles_in_one_graph(block, hp):
+    assert all(torch.equal(x, y) for x, y in compiled_and_eager("cpu", "aot_eager", block, hp))

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from test_scaled_grouped_mm import CASES, ENDS, loop, operands, run
+from test_scaled_grouped_mm import CASES, ENDS, compiled_and_eager, loop, operands, run
 
 from ds_mxfp8_moe.ep import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from ds_mxfp8_moe.mx import quantize, sqnr_db
@@ -78,3 +78,9 @@ def test_nothing_waits_for_the_device(hp):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("hp", (True, False))
+@pytest.mark.parametrize("block", (32, 128))
+def test_compiles_in_one_graph(block, hp):
+    assert all(torch.equal(x, y) for x, y in compiled_and_eager("cuda", "inductor", block, hp))
