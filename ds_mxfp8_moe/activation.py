@@ -154,13 +154,17 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
                      kernels.quantize_columns(rounded, block_size, scaling_mode) if columns else None)
 
 
-def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
-    """[E, N] float32: sums over each group's rows (multiples of 128), times weight_P if given, in a fixed order."""
+def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None,
+               ends: tuple | None = None) -> torch.Tensor:
+    """[E, N] float32: sums over each group's rows (multiples of 128), times weight_P if given, in a fixed order.
+
+    `ends`: the same as `ends_E`, on the host; without it plain torch reads them from the device.
+    """
     if kernels.fused(x_PN):
         from .ops.triton_kernels import activation as fused
         return fused.group_sums(x_PN.contiguous(), ends_E, weight_P)
     x_PN = x_PN.float() if weight_P is None else x_PN.float() * weight_P.unsqueeze(1)
-    starts = [0, *ends_E.tolist()]
+    starts = [0, *(ends_E.tolist() if ends is None else ends)]
     return torch.stack([x_PN[start:end].sum(0) for start, end in zip(starts, starts[1:], strict=False)])
 
 

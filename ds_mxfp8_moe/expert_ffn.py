@@ -24,6 +24,8 @@ Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract 
     g that came as MXFP8    dequantised MXFP8     MXFP8 re-scaled along the rows
     g that came unquantised as it came            quantised along the rows
     dpre, linear's w * g    in the tokens' dtype  quantised along the rows
+
+The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,8 +102,8 @@ def _unflatten(layout: tuple, tensors: Sequence) -> dict:
 
 
 def _stack(value) -> torch.Tensor | None:
-    """[E, ...] from what a role holds."""
-    return None if value is None else kernels.stacked([value])
+    """[E, ...] from what a role holds, dense."""
+    return None if value is None else kernels.stacked([value]).contiguous()
 
 
 class _Layer:
@@ -131,17 +133,17 @@ class _Layer:
     def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool = True) -> tuple:
         """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient: the table above."""
         recipe = self.recipe
-        if not wgrad:
-            return self.quantized(g_PN), None
-        if not self.wgrad_quantized:
-            return self.quantized(g_PN), self._plain(g_PN)
-        if isinstance(g_PN, MXTensor):
-            return g_PN, kernels.rescale_columns(g_PN, recipe.scaling_mode)
-        return kernels.quantize_both(g_PN, recipe.block_size, recipe.scaling_mode)
+        if wgrad and self.wgrad_quantized and not isinstance(g_PN, MXTensor):
+            return kernels.quantize_both(g_PN, recipe.block_size, recipe.scaling_mode)
+        return self.quantized(g_PN), self.wgrad_operand(g_PN) if wgrad else None
 
     def wgrad_operand(self, x_PN: torch.Tensor) -> torch.Tensor:
-        """What the weight gradient's GEMM reads of an activation that was kept."""
-        return kernels.rescale_columns(x_PN, self.recipe.scaling_mode) if self.wgrad_quantized else self._plain(x_PN)
+        """What the weight gradient's GEMM reads of an activation that was kept, or of a gradient."""
+        if not self.wgrad_quantized:
+            return self._plain(x_PN)
+        if isinstance(x_PN, MXTensor):
+            return kernels.rescale_columns(x_PN, self.recipe.scaling_mode)
+        return kernels.quantize_columns(x_PN, self.recipe.block_size, self.recipe.scaling_mode)
 
     @property
     def wgrad_quantized(self) -> bool:
@@ -157,7 +159,9 @@ class _Layer:
         """Stacked weights as the right operand of a GEMM that contracts over their last axis; `transposed`: the one
         before it."""
         if self.recipe.quantize_gemm:
-            return kernels.quantize_weights(parts, self.recipe.block_size, self.recipe.scaling_mode, transposed)
+            mx = kernels.quantize_weights(parts, self.recipe.block_size, self.recipe.scaling_mode, transposed)
+            # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
+            return MXTensor(mx.qdata, mx.scale, mx.block_size, self.dtype, mx.tiled)
         w_ENK = kernels.stacked(parts).to(self.dtype)
         return w_ENK.transpose(1, 2) if transposed else w_ENK
 
@@ -179,7 +183,7 @@ class _Layer:
         return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
 
     def group_sums(self, x_PN: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
-        return group_sums(x_PN, self.plan.group_ends_E, weight_P)
+        return group_sums(x_PN, self.plan.group_ends_E, weight_P, self.plan.group_ends)
 
     def activation(self) -> dict:
         return {"activation": self.formula.activation, "layout": self.layout, "block_size": self.recipe.block_size,
@@ -232,7 +236,7 @@ class _Function(torch.autograd.Function):
         else:
             keep = recipe.quantize_gemm and recipe.preactivation == "mxfp8" and any(ctx.needs_input_grad)
             h_PF, kept_PG = activate(pre_PG, weight_P, quantized=recipe.quantize_gemm, keep=keep, **layer.activation())
-            pre_PG = kept_PG if keep else pre_PG
+            pre_PG = kept_PG if keep else pre_PG if any(ctx.needs_input_grad) else None
             y_PH = layer.forward_gemm(h_PF, layer.down)
             if layer.down_bias_EH is not None:
                 y_PH = add_weighted_bias(y_PH, layer.down_bias_EH, weight_P, plan.group_ends_E)
@@ -302,19 +306,19 @@ def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: 
 
     if layer.formula.kind == "linear":
         t_PH = layer.dgrad_gemm(layer.quantized(g_PH), layer.ups).float()
-        plain_g, plain_x = (x.dequantize(torch.float32) if isinstance(x, MXTensor) else x for x in (g_PH, x_PH))
+        plain_g, plain_x = (kernels.dequantize(x, torch.float32) if isinstance(x, MXTensor) else x
+                            for x in (g_PH, x_PH))
         weight = (t_PH * plain_x.float()).sum(-1)
         weighted_g = (plain_g.float() * weight_P.unsqueeze(1)).to(layer.dtype)
         if needed("up"):
-            g_up = layer.quantized_gradient(weighted_g)[1]
-            grads["up"] = layer.wgrad_gemm(g_up, layer.wgrad_operand(x_PH), dtype_of("up"))
+            grads["up"] = layer.wgrad_gemm(layer.wgrad_operand(weighted_g), layer.wgrad_operand(x_PH), dtype_of("up"))
         if layer.up_bias_EG is not None:
             weight += (plain_g.float() * layer.bias_rows(layer.up_bias_EG)).sum(-1)
             grads["up_bias"] = layer.group_sums(weighted_g).to(dtype_of("up_bias"))
         return {**grads, "x": t_PH * weight_P.unsqueeze(1), "weight": weight}
 
     if layer.down_bias_EH is not None:
-        plain_g = g_PH.dequantize(torch.float32) if isinstance(g_PH, MXTensor) else g_PH
+        plain_g = kernels.dequantize(g_PH, torch.float32) if isinstance(g_PH, MXTensor) else g_PH
         down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g

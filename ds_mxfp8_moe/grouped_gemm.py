@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs over rows sorted by expert, for operands that are plain or MXFP8.
 
-MXFP8 is multiplied by the device's own kernel (kernels.py says which); where there is none, and for plain operands,
-by torch._grouped_mm in bfloat16, in which dequantised values are exact, with accumulation in float32: the reference.
+MXFP8 is multiplied by the device's own kernel (kernels.py says which); where there is none it is dequantised, exactly
+in bfloat16, and multiplied by torch._grouped_mm in the operands' dtype with accumulation in float32: the reference.
 P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device.
 """
 
 import torch
 
 from . import kernels
-from .mx import MXTensor
+from .mx import TILE, MXTensor
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -46,11 +46,13 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
                covered: bool = False) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
 
-    Rows at and past ends_E[-1] come back as zeros. Groups are multiples of 128 rows where both operands are MXFP8,
-    else of any size. `covered`: the caller knows that there are no rows past the last group, which saves a pass.
+    Rows at and past ends_E[-1] come back as zeros. Where both operands are MXFP8, groups and P are multiples of 128
+    rows; else of any size. `covered`: the caller knows that there are no rows past the last group, which saves a pass.
     """
     out_dtype = out_dtype or a_PK.dtype
     native = _native(a_PK, b_ENK)
+    if native is not None and b_ENK.block_size == TILE and not b_ENK.tiled:  # which Hopper's kernel does not know
+        native = None
     if native is not None:
         return native.forward(a_PK, b_ENK, ends_E, out_dtype)
     a, b = _operands(a_PK, b_ENK)

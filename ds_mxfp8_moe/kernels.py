@@ -42,6 +42,10 @@ def fused(x: torch.Tensor) -> bool:
     return capability(x.device) >= (8, 9) and x.shape[-1] % 32 == 0
 
 
+# CUDA's limit for the second axis of a grid.
+MOST_MATRICES = 65535
+
+
 class Gemms(NamedTuple):
     """Native grouped GEMMs of one device: `forward` is grouped_gemm.grouped_mm, `wgrad` grouped_mm_wgrad."""
 
@@ -107,7 +111,7 @@ def rescale_columns(mx_PN: MXTensor, scaling_mode: str) -> MXTensor:
 
 def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     """mx.dequantize."""
-    if not fused(x) or x.dim() > 3 or (x.dim() == 3 and not x.tiled):
+    if not fused(x) or x.dim() > 3 or (x.dim() == 3 and x.shape[0] > MOST_MATRICES):
         return mx.dequantize(x, dtype)
     return _casts().dequantize(x, dtype)
 
@@ -136,6 +140,7 @@ def quantize_weights(parts: Sequence[torch.Tensor | Sequence[torch.Tensor]], blo
 
 
 def first(part: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor that tells dtype and device of a part."""
     return part if isinstance(part, torch.Tensor) else part[0]
 
 
@@ -150,7 +155,9 @@ def _evenly_spaced(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     one = matrices[0]
     offsets = [matrix.storage_offset() for matrix in matrices]
     step = offsets[1] - offsets[0] if len(offsets) > 1 else one.numel()
-    if step >= one.numel() and offsets == [offsets[0] + i * step for i in range(len(offsets))] and all(
+    # torch._grouped_mm reads 16 bytes at a time.
+    aligned = one.data_ptr() % 16 == 0 and step * one.element_size() % 16 == 0
+    if aligned and step >= one.numel() and offsets == [offsets[0] + i * step for i in range(len(offsets))] and all(
             matrix.is_contiguous() and matrix.shape == one.shape and matrix.dtype == one.dtype and
             matrix.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for matrix in matrices):
         return one.as_strided((len(matrices), *one.shape), (step, *one.stride()))

@@ -144,9 +144,9 @@ class Collective:
             x_PH, expert-sorted rows, zero in the padding: MXTensor if `wire.mxfp8`, else of x_TH's dtype; and
             weight_P, float32 routing weight of each row (0 in the padding), or None without `weight_TK`.
         """
-        with_kernels = _kernels(x_TH)
-        if with_kernels is not None:
-            return self._dispatch(with_kernels, plan, x_TH, wire, weight_TK, phase)
+        permute = _kernels(x_TH)
+        if permute is not None:
+            return self._dispatch(permute, plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
             mx_TH = quantize(x_TH, wire.block_size, wire.scaling_mode)
@@ -178,9 +178,9 @@ class Collective:
         Returns:
             y_TH in `dtype`, zeros for tokens without experts; and weight_TK float32, or None without `weight_P`.
         """
-        with_kernels = _kernels(y_PH)
-        if with_kernels is not None:
-            return self._combine(with_kernels, plan, y_PH, wire, dtype, weight_P, phase)
+        permute = _kernels(y_PH)
+        if permute is not None:
+            return self._combine(permute, plan, y_PH, wire, dtype, weight_P, phase)
         H = y_PH.shape[1]
         y_PH = _with_zero_row(y_PH)
         partial_RH = y_PH.new_zeros((plan.slot_RK.shape[0], H), dtype=torch.float32)
@@ -209,7 +209,7 @@ class Collective:
         weight_SK = back[-1].view(torch.float32)
         return y_TH.to(dtype), sum(weight_SK.index_select(0, slot_T) for slot_T in plan.sent_slot_WT)
 
-    def _dispatch(self, kernels: ModuleType, plan: Plan, x_TH: torch.Tensor, wire: Wire,
+    def _dispatch(self, permute: ModuleType, plan: Plan, x_TH: torch.Tensor, wire: Wire,
                   weight_TK: torch.Tensor | None, phase: str) -> tuple:
         """`dispatch` in kernels. An MXFP8 result's scales are a view of K-block-major memory, as GEMMs read them."""
         data, scale, row_R = x_TH, None, None
@@ -221,25 +221,25 @@ class Collective:
             row_R = plan.send_token_S
         else:
             sizes = (data.shape[1] * data.element_size(), *(0 if x is None else x.shape[1] for x in (scale, weight)))
-            message_S = kernels.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0],
+            message_S = permute.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0],
                                           plan.top_k)
             message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
-            data, scale, weight = kernels.split_rows(message_R, *sizes)
-        x_PH, scale_BP, weight_P = kernels.expand_rows(data, scale, weight, row_R, plan.slot_RK, plan.source_P)
+            data, scale, weight = permute.split_rows(message_R, *sizes)
+        x_PH, scale_BP, weight_P = permute.expand_rows(data, scale, weight, row_R, plan.slot_RK, plan.source_P)
         x_PH = _mx(x_PH, scale_BP.t(), wire, x_TH.dtype) if wire.mxfp8 else x_PH.view(x_TH.dtype)
         return x_PH, None if weight_TK is None else weight_P
 
-    def _combine(self, kernels: ModuleType, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def _combine(self, permute: ModuleType, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                  weight_P: torch.Tensor | None, phase: str) -> tuple:
         """`combine` in kernels."""
         block_size = wire.block_size if wire.mxfp8 else 0
         if self.world_size == 1:
-            y_TH, weight_TK = kernels.combine_local(y_PH, weight_P, plan.slot_RK, plan.sent_slot_WT[0], dtype,
+            y_TH, weight_TK = permute.combine_local(y_PH, weight_P, plan.slot_RK, plan.sent_slot_WT[0], dtype,
                                                     block_size, wire.scaling_mode)
         else:
-            message_R = kernels.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
+            message_R = permute.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
             message_S = self._exchange(message_R, plan.recv_splits, plan.send_splits, phase)
             weights = 0 if weight_P is None else plan.top_k
-            y_TH, weight_TK = kernels.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k, dtype,
+            y_TH, weight_TK = permute.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k, dtype,
                                                block_size)
         return y_TH, None if weight_P is None else weight_TK

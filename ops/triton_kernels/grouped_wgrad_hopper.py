@@ -313,5 +313,8 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.
 
 def _out(ends_E, N, K, out_dtype, accumulate_into) -> torch.Tensor:
     if accumulate_into is not None:
+        if accumulate_into.dtype != torch.float32 or not accumulate_into.is_contiguous():
+            raise ValueError(f"accumulate_into must be contiguous float32 [E, N, K]; got {accumulate_into.dtype}, "
+                             f"strides {accumulate_into.stride()}: add to it outside, or make it so")
         return accumulate_into
     return torch.empty(ends_E.shape[0], N, K, dtype=out_dtype, device=ends_E.device)

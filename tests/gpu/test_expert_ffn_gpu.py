@@ -12,13 +12,22 @@ from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.collective import Collective
 
 
-def run_layer(recipe, name, **kwargs):
+def in_one_buffer(experts: list) -> list:
+    """The experts' parameters as ZeRO lays them: one behind the other in one storage."""
+    flat = torch.cat([value.reshape(-1) for expert in experts for value in expert.values()])
+    views = iter(flat.split([value.numel() for expert in experts for value in expert.values()]))
+    return [{role: next(views).view(value.shape) for role, value in expert.items()} for expert in experts]
+
+
+def run_layer(recipe, name, flat=False, **kwargs):
     world, rank = dist.get_world_size(), dist.get_rank()
     device = f"cuda:{rank}"
     experts, xs, grads, routes = problem(world, name, **kwargs)
     local = len(experts) // world
     mine = experts[rank * local:(rank + 1) * local]
-    weights = {role: [e[role].to(device).requires_grad_() for e in mine] for role in mine[0]}
+    mine = [{role: value.to(device) for role, value in expert.items()} for expert in mine]
+    mine = in_one_buffer(mine) if flat else mine
+    weights = {role: [e[role].detach().requires_grad_() for e in mine] for role in mine[0]}
     x = xs[rank].to(device).requires_grad_()
     weight = routes[rank][1].to(device).requires_grad_()
     ffn = ExpertFFN(formula(name), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
@@ -35,6 +44,7 @@ def check(ranks, recipe, name, least=45, **kwargs):
         # of e4m3, about 1 % of values with float32 tokens, the value moves by a whole step: 40 dB.
         least = min(least, 38)
     results = ranks.run(run_layer, recipe, name, **kwargs)
+    kwargs.pop("flat", None)
     experts, xs, grads, routes = problem(ranks.world_size, name, **kwargs)
     expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size)
     worst = compare(results, expected)
@@ -52,6 +62,13 @@ def test_equals_the_reference_with_the_same_roundings(gpu_ranks, name, recipe_na
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_formula(gpu_ranks, name, bias):
     check(gpu_ranks, RECIPES["hp-128"], name, bias=bias, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_parameters_in_one_buffer(gpu_ranks, name, recipe_name):
+    """Equal distances between experts, which the kernels use, and biases that are no dense matrix."""
+    check(gpu_ranks, RECIPES[recipe_name], name, bias=True, flat=True, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
