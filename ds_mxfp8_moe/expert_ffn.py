@@ -40,7 +40,7 @@ from . import kernels
 from .activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
 from .config import Recipe
 from .experts import ROLES, ExpertFormula
-from .grouped_gemm import grouped_mm, grouped_mm_wgrad
+from .grouped_gemm import grouped_mm, grouped_mm_wgrad, plain
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Plan, Wire
@@ -130,7 +130,7 @@ class _Layer:
             return x_PN
         return kernels.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
-    def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool = True) -> tuple:
+    def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
         """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient: the table above."""
         recipe = self.recipe
         if wgrad and self.wgrad_quantized and not isinstance(g_PN, MXTensor):
@@ -140,7 +140,7 @@ class _Layer:
     def wgrad_operand(self, x_PN: torch.Tensor) -> torch.Tensor:
         """What the weight gradient's GEMM reads of an activation that was kept, or of a gradient."""
         if not self.wgrad_quantized:
-            return self._plain(x_PN)
+            return plain(x_PN)
         if isinstance(x_PN, MXTensor):
             return kernels.rescale_columns(x_PN, self.recipe.scaling_mode)
         return kernels.quantize_columns(x_PN, self.recipe.block_size, self.recipe.scaling_mode)
@@ -148,12 +148,6 @@ class _Layer:
     @property
     def wgrad_quantized(self) -> bool:
         return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
-
-    def _plain(self, x_PN: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x_PN, MXTensor):
-            return x_PN
-        # float16 cannot hold what e4m3 times a power of two reaches; bfloat16 can.
-        return kernels.dequantize(x_PN, torch.bfloat16 if self.dtype == torch.float16 else self.dtype)
 
     def _weights(self, parts: list, transposed: bool) -> torch.Tensor:
         """Stacked weights as the right operand of a GEMM that contracts over their last axis; `transposed`: the one
@@ -330,8 +324,8 @@ def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: 
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
     columns = layer.wgrad_quantized and wants_ups
-    plain = not recipe.quantize_gemm or layer.up_bias_EG is not None or (wants_ups and not columns)
-    dpre = activate_backward(t_PF, kept_PG, weight_P, plain=plain, rows=recipe.quantize_gemm, columns=columns,
+    wants_plain = not recipe.quantize_gemm or layer.up_bias_EG is not None or (wants_ups and not columns)
+    dpre = activate_backward(t_PF, kept_PG, weight_P, plain=wants_plain, rows=recipe.quantize_gemm, columns=columns,
                              **layer.activation())
     del t_PF, kept_PG
     grads["weight"] = dpre.dweight_P

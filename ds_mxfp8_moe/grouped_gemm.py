@@ -12,7 +12,8 @@ from . import kernels
 from .mx import TILE, MXTensor
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """x without MXFP8: dequantised to its outward dtype, or bfloat16 for float16."""
     if isinstance(x, MXTensor):
         # float16 cannot hold what e4m3 times a power of two reaches; bfloat16 can.
         return kernels.dequantize(x, torch.bfloat16 if x.orig_dtype == torch.float16 else x.orig_dtype)
@@ -28,7 +29,7 @@ def _strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
-    a, b = _plain(a), _plain(b)
+    a, b = plain(a), plain(b)
     if a.dtype != b.dtype:  # a dequantised half of a float16 pair is bfloat16
         a, b = a.float(), b.float()
     if a.device.type == "cpu" and a.dtype == torch.float16:  # the CPU multiplies float16 by emulation, 40 times slower
@@ -78,7 +79,7 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
     if native is not None:
         return native.wgrad(g, a, ends_E, out_dtype)
     if isinstance(g, MXTensor):
-        g, a = _plain(g).t(), _plain(a).t()
+        g, a = plain(g).t(), plain(a).t()
     g, a = _operands(g, a)
     if a.shape[0] == 0:
         return a.new_zeros((ends_E.shape[0], g.shape[1], a.shape[1]), dtype=out_dtype)

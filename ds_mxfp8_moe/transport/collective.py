@@ -14,7 +14,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from .. import kernels
-from ..kernels import quantize
 from ..mx import MXTensor
 from ..routing import count
 from . import ROW_ALIGNMENT, Plan, Wire
@@ -149,7 +148,7 @@ class Collective:
             return self._dispatch(permute, plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
-            mx_TH = quantize(x_TH, wire.block_size, wire.scaling_mode)
+            mx_TH = kernels.quantize(x_TH, wire.block_size, wire.scaling_mode)
             parts = [mx_TH.qdata, mx_TH.scale]
         if weight_TK is not None:
             parts.append(weight_TK.float())
@@ -187,7 +186,7 @@ class Collective:
         for slot_R in plan.slot_RK.unbind(1):
             partial_RH += y_PH.index_select(0, slot_R)
         if wire.mxfp8:
-            mx_RH = quantize(partial_RH, wire.block_size, wire.scaling_mode)
+            mx_RH = kernels.quantize(partial_RH, wire.block_size, wire.scaling_mode)
             parts = [mx_RH.qdata, mx_RH.scale]
         else:
             parts = [partial_RH.to(dtype)]
@@ -214,7 +213,7 @@ class Collective:
         """`dispatch` in kernels. An MXFP8 result's scales are a view of K-block-major memory, as GEMMs read them."""
         data, scale, row_R = x_TH, None, None
         if wire.mxfp8:
-            mx_TH = quantize(x_TH, wire.block_size, wire.scaling_mode)
+            mx_TH = kernels.quantize(x_TH, wire.block_size, wire.scaling_mode)
             data, scale = mx_TH.qdata, mx_TH.scale_bytes
         weight = None if weight_TK is None else weight_TK.float()
         if self.world_size == 1:

@@ -35,7 +35,7 @@ from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Plan, Wire
-from shapes import TILE, Case, ends, padded, starts
+from shapes import TILE, Case, ends, padded, padded_rows, starts
 from timing import device, on_gpu, poisoned
 
 BF16 = torch.bfloat16
@@ -138,17 +138,6 @@ class Step(NamedTuple):
         return y_PH.detach(), torch.autograd.grad(y_PH, self.inputs, self.g_PH)
 
 
-def _rows_padded(x: torch.Tensor, counts: tuple) -> torch.Tensor:
-    """Groups that stand one behind the other, each followed by zeros up to whole tiles."""
-    sizes = padded(counts)
-    if sizes == counts:
-        return x[:sum(counts)]
-    out = x.new_zeros(sum(sizes), *x.shape[1:])
-    for at, start, count in zip(starts(sizes), starts(counts), counts, strict=True):
-        out[at:at + count] = x[start:start + count]
-    return out
-
-
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
@@ -171,7 +160,7 @@ def plain_step(shape: Shape, case: Case) -> Step:
 def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int) -> Step:
     """The recipe `name`, with weights as parameters of each expert."""
     counts, E, F = case.counts(), case.experts, case.hidden
-    x_TH, g_TH, weight_T = (_rows_padded(x, counts) for x in (shape.x_PH, shape.g_PH, shape.weight_P))
+    x_TH, g_TH, weight_T = (padded_rows(x, counts) for x in (shape.x_PH, shape.g_PH, shape.weight_P))
     weights = {"gate": [_leaf(shape.up_EGH[e, :F]) for e in range(E)],
                "up": [_leaf(shape.up_EGH[e, F:]) for e in range(E)],
                "down": [_leaf(shape.down_EHF[e]) for e in range(E)]}

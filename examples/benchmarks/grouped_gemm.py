@@ -24,7 +24,7 @@ import timing
 from ds_mxfp8_moe import grouped_gemm as ours
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.mx import MXTensor
-from shapes import TILE, Case, ends, padded, starts
+from shapes import TILE, Case, ends, padded, padded_rows, starts
 from timing import device, on_gpu, poisoned
 
 BF16 = torch.bfloat16
@@ -144,17 +144,6 @@ class Shape:
             self.x_rowwise, self.w_rowwise = Rowwise.of(self.x_PK), Rowwise.of(self.w_ENK)
 
 
-def _padded_copy(x: torch.Tensor, counts: tuple) -> torch.Tensor:
-    """Groups that stand one behind the other, each with rows of zeros up to whole tiles; a view if none has any."""
-    sizes = padded(counts)
-    if sizes == counts:
-        return x[:sum(counts)]
-    out = x.new_zeros(sum(sizes), x.shape[1])
-    for at, start, count in zip(starts(sizes), starts(counts), counts, strict=True):
-        out[at:at + count] = x[start:start + count]
-    return out
-
-
 def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
     """For each operation; torch's first."""
     counts, E = case.counts(), case.experts
@@ -165,7 +154,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
     x, g, w = shape.x_PK[:total], shape.g_PN[:total], shape.w_ENK[:E]
     w_t = w.transpose(1, 2)
     mx_w, mx_w_t = shape.mx_ENK[:E], shape.mx_EKN[:E]
-    padded_x, padded_g = _padded_copy(x, counts), _padded_copy(g, counts)
+    padded_x, padded_g = padded_rows(x, counts), padded_rows(g, counts)
     mx_x, mx_g = (kernels.quantize(rows_PN, BLOCK, MODE, scale_k_major=True) for rows_PN in (padded_x, padded_g))
     y, dx, dw = torch.empty_like(g), torch.empty_like(x), torch.zeros_like(w)
 

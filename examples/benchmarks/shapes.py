@@ -67,6 +67,17 @@ def starts(counts: tuple[int, ...]) -> tuple[int, ...]:
     return (0, *ends(counts)[:-1])
 
 
+def padded_rows(x, counts: tuple[int, ...]):
+    """Rows of a tensor, group after group, each group with rows of zeros up to whole tiles; a view if none has any."""
+    sizes = padded(counts)
+    if sizes == counts:
+        return x[:sum(counts)]
+    out = x.new_zeros(sum(sizes), *x.shape[1:])
+    for at, start, count in zip(starts(sizes), starts(counts), counts, strict=True):
+        out[at:at + count] = x[start:start + count]
+    return out
+
+
 def cases(which: str) -> list[Case]:
     """Those of "short" or "full", shape by shape, so that a shape's buffers are made once."""
     chosen = SHORT if which == "short" else [(shape, experts, tokens, split) for shape in SHAPES for experts in EXPERTS

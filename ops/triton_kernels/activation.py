@@ -326,11 +326,17 @@ def _forward_outputs(pre_PG, layout, block, quantize, keep) -> list[torch.Tensor
             _bytes(pre_PG, keep, G // F * blocks, P)]
 
 
-def launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep,
-                   tile: Tile = FORWARD) -> list[torch.Tensor]:
+def _activate_fake(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep):
+    return _forward_outputs(pre_PG, layout, block, quantize, keep)
+
+
+@operator(_activate_fake)
+def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
+              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
+              keep: bool) -> list[torch.Tensor]:
     """h_PF, its scales, kept_PG, its scales; empty where not wanted."""
     out = h_PF, h_scale, kept_PG, kept_scale = _forward_outputs(pre_PG, layout, block, quantize, keep)
-    P, F = h_PF.shape
+    tile, (P, F) = FORWARD, h_PF.shape
     if P == 0:
         return out
     _, gate_at, up_at = _places(layout, F)
@@ -340,17 +346,6 @@ def launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block,
             _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
             B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
     return out
-
-
-def _activate_fake(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep):
-    return _forward_outputs(pre_PG, layout, block, quantize, keep)
-
-
-@operator(_activate_fake)
-def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
-              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
-              keep: bool) -> list[torch.Tensor]:
-    return launch_forward(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep)
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> MXTensor:
@@ -395,11 +390,19 @@ def _backward_outputs(t_PF, pre_PG, block, plain, rows) -> list[torch.Tensor]:
             _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, triton.cdiv(G, block), P)]
 
 
-def launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain, rows,
-                    tile: Tile = BACKWARD) -> list[torch.Tensor]:
+def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
+                            plain, rows):
+    return _backward_outputs(t_PF, pre_PG, block, plain, rows)
+
+
+@operator(_activate_backward_fake)
+def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
+                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
+                       activation: str, layout: str, block: int, floor: bool, plain: bool,
+                       rows: bool) -> list[torch.Tensor]:
     """dweight_P, plain_PG, rows_PG, its scales; empty where not wanted."""
     out = _backward_outputs(t_PF, pre_PG, block, plain, rows)
-    P, F = t_PF.shape
+    tile, (P, F) = BACKWARD, t_PF.shape
     if P == 0:
         return out
     dweight_P, *forms = out
@@ -414,20 +417,6 @@ def launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activati
         if tiles > 1:
             _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     return out
-
-
-def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
-                            plain, rows):
-    return _backward_outputs(t_PF, pre_PG, block, plain, rows)
-
-
-@operator(_activate_backward_fake)
-def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
-                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
-                       activation: str, layout: str, block: int, floor: bool, plain: bool,
-                       rows: bool) -> list[torch.Tensor]:
-    return launch_backward(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor, plain,
-                           rows)
 
 
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,

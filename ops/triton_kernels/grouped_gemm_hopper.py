@@ -4,11 +4,11 @@
 a has one scale for each row and 128 values along K, b one for each 128x128 tile. A persistent program on each SM
 walks over tiles of 128 rows by 128 HALVES columns. One warp, the producer, brings operands by TMA through a ring of
 STAGES, and beside them the exponents of the scales' products; two warpgroups, 64 rows each, multiply. Hopper's FP8
-accumulator is short, so every product over 128 values is scaled and added to a float32 accumulator; while one
-warpgroup does that, the other's product runs. What bounds it: at 128x256 the tensor cores ask L2 for about 6 TB/s,
-which is what it gives (ncu: a fifth of the consumers' time is waiting for operands); wider tiles do not fit into
-registers. More than 216 registers a consumer thread is slower: ptxas then starts the second product before the first
-is added up, and spills.
+accumulator is short, so every product over 128 values is scaled and added to a float32 accumulator. The warpgroups
+multiply and add side by side; taking turns at the tensor cores measured slower. What bounds it: at 128x256 the tensor
+cores ask L2 for about 6 TB/s, which is what it gives (ncu: a fifth of the consumers' time is waiting for operands);
+wider tiles do not fit into registers. More than 216 registers a consumer thread is slower: ptxas then starts the
+second product before the first is added up, and spills.
 
 Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows: a tile never straddles two.
 """
@@ -45,7 +45,7 @@ def _power_of_two(byte):
 
 
 @gluon.jit
-def _tile_of(index, row_tiles, column_tiles, GROUP: gl.constexpr):
+def tile_of(index, row_tiles, column_tiles, GROUP: gl.constexpr):
     """Tiles in strips of GROUP rows of tiles, column by column: what runs at a time shares its operands in L2."""
     strip = index // (GROUP * column_tiles)
     first = strip * GROUP
@@ -72,7 +72,7 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
     n_blocks = gl.cdiv(N, 128)
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = _tile_of(index, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
         row = row_tile * 128
         group = _group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
@@ -110,7 +110,7 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
 
 
 @gluon.jit
-def _multiply(a, b, layout: gl.constexpr):
+def multiply(a, b, layout: gl.constexpr):
     """a [64, 128] times b [128, 128]^T in float32."""
     zeros = gl.zeros([64, 128], gl.float32, layout)
     return warpgroup_mma_wait(0, [warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)])
@@ -128,10 +128,10 @@ def _accumulate(part: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, 
         scale0 = s_smem.index(stage * HALVES).slice(part * 64, 64).load(rows)
         if TWO:
             scale1 = s_smem.index(stage * HALVES + 1).slice(part * 64, 64).load(rows)
-        product = _multiply(a, b_smem.index(stage * HALVES), layout)
+        product = multiply(a, b_smem.index(stage * HALVES), layout)
         if TWO:
             acc0 += product * gl.expand_dims(_power_of_two(scale0), 1)
-            product = _multiply(a, b_smem.index(stage * HALVES + 1), layout)
+            product = multiply(a, b_smem.index(stage * HALVES + 1), layout)
             mbarrier.arrive(empty.index(stage))
             acc1 += product * gl.expand_dims(_power_of_two(scale1), 1)
         else:
@@ -152,7 +152,7 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
     n_blocks = gl.cdiv(N, 128)
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = _tile_of(index, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
         row = row_tile * 128
         n_block = column_tile * HALVES
         acc0 = gl.zeros([64, 128], gl.float32, layout)

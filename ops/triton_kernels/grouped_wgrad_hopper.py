@@ -26,20 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ds_mxfp8_moe.mx import MXTensor
 
-from .grouped_gemm_hopper import descriptor, multiprocessors
+from .grouped_gemm_hopper import descriptor, multiply, multiprocessors, tile_of
 from .library import operator
 
 
 @gluon.jit
-def _tile_of(index, n_tiles, k_tiles, GROUP: gl.constexpr):
-    """Expert and tile of its gradient: experts in turn, each in strips of GROUP rows of tiles, column by column."""
-    expert = index // (n_tiles * k_tiles)
-    index = index % (n_tiles * k_tiles)
-    strip = index // (GROUP * k_tiles)
-    first = strip * GROUP
-    height = gl.minimum(n_tiles - first, GROUP)
-    within = index % (GROUP * k_tiles)
-    return expert, first + within % height, within // height
+def _expert_and_tile(index, n_tiles, k_tiles, GROUP: gl.constexpr):
+    """Expert and tile of its gradient: experts in turn."""
+    n_tile, k_tile = tile_of(index % (n_tiles * k_tiles), n_tiles, k_tiles, GROUP)
+    return index // (n_tiles * k_tiles), n_tile, k_tile
 
 
 @gluon.jit
@@ -64,7 +59,7 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
     k_256 = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
         first, end = _rows_of(expert, ends)
         n = n_tile * 128
         k = k_tile * 256
@@ -101,7 +96,7 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
         first, end = _rows_of(expert, ends)
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
@@ -110,10 +105,10 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             g = g_smem.index(stage * 2 + part)
             row_scale = gl.expand_dims(gs_smem.index(stage).slice(part * 64, 64).load(gl.SliceLayout(1, layout)), 1)
-            product = _multiply(g, a_smem.index(stage * 2), layout)
+            product = multiply(g, a_smem.index(stage * 2), layout)
             column_scale = as_smem.index(stage).slice(0, 128).load(columns)
             acc0 += product * gl.expand_dims(column_scale, 0) * row_scale
-            product = _multiply(g, a_smem.index(stage * 2 + 1), layout)
+            product = multiply(g, a_smem.index(stage * 2 + 1), layout)
             column_scale = as_smem.index(stage).slice(128, 128).load(columns)
             mbarrier.arrive(empty.index(stage))
             acc1 += product * gl.expand_dims(column_scale, 0) * row_scale
@@ -123,13 +118,6 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
         _write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, 128, BY_TMA, ADD, layout)
         _write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, 128, BY_TMA, ADD, layout)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _multiply(a, b, layout: gl.constexpr):
-    """a [64, 128] times b [128, 128]^T in float32."""
-    zeros = gl.zeros([64, 128], gl.float32, layout)
-    return warpgroup_mma_wait(0, [warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)])
 
 
 @gluon.jit
@@ -182,7 +170,7 @@ def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, n_tiles, k_
                STAGES: gl.constexpr):
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
         first, end = _rows_of(expert, ends)
         for row in range(first, end, 64):
             stage = step % STAGES
@@ -202,7 +190,7 @@ def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _tile_of(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
         first, end = _rows_of(expert, ends)
         acc = gl.zeros([64, 256], gl.float32, layout)
         for row in range(first, end, 64):
