@@ -28,6 +28,7 @@ Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract 
 The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from . import kernels
 from .activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
 from .config import Recipe
 from .experts import ROLES, ExpertFormula
-from .grouped_gemm import grouped_mm, grouped_mm_wgrad, plain
+from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad, plain
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Plan, Wire
@@ -51,6 +52,8 @@ class ExpertFFN:
     """What one layer's experts compute, in which recipe, over which transport.
 
     Attributes:
+        min_tokens_per_expert: below it, the mean over the group, the layer computes unquantised; None: below what is
+            faster quantised.
         timed: `timed("dispatch")` and `timed("combine")` give context managers around forward's exchanges.
     """
 
@@ -58,9 +61,18 @@ class ExpertFFN:
     recipe: Recipe
     transport: Any
     num_local_experts: int
-    min_tokens_per_expert: int = 0
+    min_tokens_per_expert: int | None = 0
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] = field(default=lambda phase: nullcontext())
+
+    def fewest_tokens(self, device: torch.device) -> float:
+        """Mean tokens of an expert from which on the layer runs its recipe; equal on all ranks."""
+        if self.min_tokens_per_expert is not None:
+            return self.min_tokens_per_expert
+        shapes = self.formula.shapes()
+        weights = sum(math.prod(shapes[role]) for role in ("gate", "up", "down") if role in shapes)
+        return kernels.fewest_tokens(self.formula.hidden_size, self.formula.ffn_size, weights,
+                                     self.num_local_experts, self.recipe.block_size, device)
 
     @torch.compiler.disable  # sizes come from the host: torch.compile breaks its graph here and goes on behind
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
@@ -149,25 +161,23 @@ class _Layer:
     def wgrad_quantized(self) -> bool:
         return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
 
-    def _weights(self, parts: list, transposed: bool) -> torch.Tensor:
-        """Stacked weights as the right operand of a GEMM that contracts over their last axis; `transposed`: the one
-        before it."""
-        if self.recipe.quantize_gemm:
-            mx = kernels.quantize_weights(parts, self.recipe.block_size, self.recipe.scaling_mode, transposed)
-            # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
-            return MXTensor(mx.qdata, mx.scale, mx.block_size, self.dtype, mx.tiled)
-        w_ENK = kernels.stacked(parts).to(self.dtype)
-        return w_ENK.transpose(1, 2) if transposed else w_ENK
-
     def forward_gemm(self, x_PK: torch.Tensor, parts: list) -> torch.Tensor:
-        return self._gemm(x_PK, self._weights(parts, transposed=False))
+        """Rows times the stacked weights: contracts over the weights' last axis."""
+        return self._gemm(x_PK, parts, transposed=False)
 
     def dgrad_gemm(self, g_PN: torch.Tensor, parts: list) -> torch.Tensor:
-        return self._gemm(g_PN, self._weights(parts, transposed=True))
+        """Contracts over the axis before it."""
+        return self._gemm(g_PN, parts, transposed=True)
 
-    def _gemm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
-        covered = self.plan.group_ends[-1] == self.plan.num_rows
-        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, covered)
+    def _gemm(self, x_PK: torch.Tensor, parts: list, transposed: bool) -> torch.Tensor:
+        plan, recipe = self.plan, self.recipe
+        covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
+        if not recipe.quantize_gemm:
+            return grouped_mm_parts(x_PK, parts, plan.group_ends_E, transposed, covered)
+        mx = kernels.quantize_weights(parts, recipe.block_size, recipe.scaling_mode, transposed)
+        # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
+        mx = MXTensor(mx.qdata, mx.scale, mx.block_size, self.dtype, mx.tiled)
+        return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
 
     def wgrad_gemm(self, g: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[E, N, K], from operands that `quantized_gradient` and `wgrad_operand` made."""
@@ -212,9 +222,10 @@ class _Function(torch.autograd.Function):
     def forward(ctx, ffn: ExpertFFN, layout, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts)
         recipe = ffn.recipe
-        if recipe.quantize_gemm and plan.tokens_per_expert < ffn.min_tokens_per_expert:
-            warning_once(f"{ffn.name}: some batches have fewer than min_tokens_per_expert = "
-                         f"{ffn.min_tokens_per_expert} tokens per expert; it runs the bf16 recipe on them")
+        fewest = ffn.fewest_tokens(x_TH.device) if recipe.quantize_gemm else 0
+        if plan.tokens_per_expert < fewest:
+            warning_once(f"{ffn.name}: some batches have fewer than min_tokens_per_expert = {fewest:.0f} tokens per "
+                         f"expert; it runs the bf16 recipe on them")
             recipe = _unquantized(recipe)
         layer = _Layer(ffn.formula, recipe, plan, _unflatten(layout, tensors), x_TH.dtype)
         with ffn.timed("dispatch"):

@@ -6,6 +6,8 @@ in bfloat16, and multiplied by torch._grouped_mm in the operands' dtype with acc
 P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from . import kernels
@@ -44,11 +46,14 @@ def _native(a: torch.Tensor, b: torch.Tensor) -> kernels.Gemms | None:
 
 
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
-               covered: bool = False) -> torch.Tensor:
+               covered: bool = False, aligned: bool = True) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
 
-    Rows at and past ends_E[-1] come back as zeros. Where both operands are MXFP8, groups and P are multiples of 128
-    rows; else of any size. `covered`: the caller knows that there are no rows past the last group, which saves a pass.
+    Rows at and past ends_E[-1] come back as zeros.
+
+    Args:
+        covered: the caller knows that there are no rows past the last group, which saves a pass.
+        aligned: groups and P are multiples of 128 rows. False, for plain operands alone: of any size.
     """
     out_dtype = out_dtype or a_PK.dtype
     native = _native(a_PK, b_ENK)
@@ -59,11 +64,31 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
     a, b = _operands(a_PK, b_ENK)
     if a.shape[0] == 0:
         return a.new_zeros((0, b.shape[1]), dtype=out_dtype)
+    transposed = b.stride(-1) != 1
+    parts = [b.transpose(1, 2) if transposed else b]
+    own = kernels.plain_gemm(a, parts) if aligned else None
+    if own is not None:
+        return own(a, parts, ends_E, out_dtype, transposed)
     out = torch._grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
     if covered:
         return out.to(out_dtype)
     beyond = torch.arange(a.shape[0], device=a.device) >= ends_E[-1]
     return out.masked_fill_(beyond.unsqueeze(-1), 0).to(out_dtype)
+
+
+def grouped_mm_parts(a_PK: torch.Tensor, parts: Sequence[torch.Tensor | Sequence[torch.Tensor]], ends_E: torch.Tensor,
+                     transposed: bool = False, covered: bool = False) -> torch.Tensor:
+    """`grouped_mm` of plain operands, in a's dtype, with the weights that `kernels.quantize_weights` describes.
+
+    They are read where they lie if the device has a kernel for it, else stacked first.
+    """
+    if kernels.first(parts[0]).dtype != a_PK.dtype:
+        parts = [kernels.stacked([part]).to(a_PK.dtype) for part in parts]
+    own = kernels.plain_gemm(a_PK, parts)
+    if own is not None:
+        return own(a_PK, parts, ends_E, a_PK.dtype, transposed)
+    b_ENK = kernels.stacked(parts)
+    return grouped_mm(a_PK, b_ENK.transpose(1, 2) if transposed else b_ENK, ends_E, covered=covered)
 
 
 def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
@@ -89,3 +114,26 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
     out = torch._grouped_mm(_strided(g).t(), _strided(a), offs=ends_E)
     empty = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
     return out.masked_fill_(empty.view(-1, 1, 1), 0).to(out_dtype)
+
+
+def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
+                          out_dtype: torch.dtype | None = None, scaling_mode: str | None = None,
+                          g_columns: bool = False) -> torch.Tensor:
+    """`grouped_mm_wgrad` of rows [P, N] and [P, K], groups multiples of 128 rows, P too.
+
+    Args:
+        scaling_mode: None: MXFP8 operands are dequantised, exactly. Else both are MXFP8 and multiplied as such,
+            re-scaled along the rows: in blocks in this mode or, by Hopper's kernel, in tiles of 128 x 128 to the
+            largest of the rows' scales, which is as near.
+        g_columns: g is in column form [N, P] already.
+    """
+    if scaling_mode is None:
+        own = kernels.plain_wgrad(g, a_PK)
+        if own is None or a_PK.shape[0] == 0:
+            return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype or g.dtype)
+        return own(g, a_PK, ends_E, out_dtype or g.dtype)
+    own = kernels.mxfp8_wgrad_of_rows(g, a_PK)
+    if own is not None:
+        return own(g, a_PK, ends_E, out_dtype or g.dtype, g_columns=g_columns)
+    g = g if g_columns else kernels.rescale_columns(g, scaling_mode)
+    return grouped_mm_wgrad(g, kernels.rescale_columns(a_PK, scaling_mode), ends_E, out_dtype)

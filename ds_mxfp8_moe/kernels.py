@@ -5,7 +5,7 @@
     casts, activations, exchanges     Triton, NVIDIA from sm_89 on (e4m3 casts)         plain torch, the reference
     GEMMs of MXFP8, blocks of 128     sm_90: FP8 tensor cores, Gluon; sm_100: below     dequantised, torch._grouped_mm
     GEMMs of MXFP8, blocks of 32      sm_100: scaled tensor cores, Triton               dequantised, torch._grouped_mm
-    weight gradient of bf16, fp16     sm_90: Gluon                                      torch._grouped_mm
+    GEMMs of bf16, fp16               sm_90: Gluon                                      torch._grouped_mm
 
 Blocks of 32 are dequantised on sm_90, once and outside the GEMM: its tensor cores cannot scale so often. The kernels'
 own files choose their tiles, from shapes alone: measured once on an H200, a timing on the user's machine would cost
@@ -14,6 +14,7 @@ more than it finds.
 The casts below take any shape and run on any device; their results are those of mx.py, to the byte.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
@@ -65,14 +66,65 @@ def mxfp8_gemms(device: torch.device, block_size: int) -> Gemms | None:
     return None
 
 
-def plain_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor) -> Callable | None:
-    """The kernel for weight gradients of 16-bit operands where it beats torch._grouped_mm, or None."""
-    if capability(g_PN.device) != (9, 0) or g_PN.dtype not in (torch.bfloat16, torch.float16):
+def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, block_size: int,
+                  device: torch.device) -> float:
+    """Tokens of an expert from which on a layer's MXFP8 recipes are as fast as its bf16 one, forward and backward.
+
+    Fitted to an H200's times of 114 cases (examples/benchmarks/expert_ffn.py; 4 shapes, 4 to 32 experts, 64 to 4096
+    tokens): what it selects has at least 0.987 of the faster recipe's speed there. 0 where nothing was measured.
+
+    Args:
+        hidden_size, ffn_size: of the experts.
+        weights: values in all matrices of one expert.
+        experts: of this rank.
+    """
+    if capability(device) != (9, 0) or block_size != TILE:
+        return 0
+    # Seconds that faster GEMMs save for each token, less those to cast its rows; seconds to cast an expert's weights,
+    # and its share of the launches.
+    saved = 2.12e-15 * weights - 3.45e-12 * hidden_size - 0.74e-12 * ffn_size
+    spent = 1.40e-12 * weights + 36e-6 / experts
+    return spent / saved if saved > 0 else math.inf
+
+
+def plain_gemm(x_PN: torch.Tensor, parts: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> Callable | None:
+    """grouped_mm_bf16, which reads 16-bit weights where they lie and beats torch._grouped_mm, or None.
+
+    Args:
+        parts: as for `quantize_weights`.
+    """
+    w = first(parts[0])
+    if capability(x_PN.device) != (9, 0) or x_PN.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x_PN.dtype:
         return None
-    if not (g_PN.is_contiguous() and a_PK.is_contiguous() and fused(g_PN) and fused(a_PK)):
+    if not (x_PN.is_contiguous() and fused(x_PN) and fused(w)) or w.shape[-2] % 32 or any(
+            first(part).shape != w.shape for part in parts):
+        return None
+    from .ops.triton_kernels.grouped_gemm_bf16_hopper import grouped_mm_bf16
+    return grouped_mm_bf16
+
+
+def plain_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor) -> Callable | None:
+    """The kernel for weight gradients of rows that beats torch._grouped_mm, or None: of bf16 or fp16, or of MXFP8,
+    which it dequantises on the way, with MXFP8 of the same block size or bf16."""
+    operands = g_PN, a_PK
+    blocks = {x.block_size for x in operands if isinstance(x, MXTensor)}
+    dtypes = {torch.bfloat16 if isinstance(x, MXTensor) else x.dtype for x in operands}
+    parts = [x.qdata if isinstance(x, MXTensor) else x for x in operands]
+    if capability(g_PN.device) != (9, 0) or dtypes not in ({torch.bfloat16}, {torch.float16}) or len(blocks) > 1:
+        return None
+    if not all(part.is_contiguous() and fused(part) for part in parts):
         return None
     from .ops.triton_kernels.grouped_wgrad_hopper import grouped_mm_wgrad_bf16
     return grouped_mm_wgrad_bf16
+
+
+def mxfp8_wgrad_of_rows(g: MXTensor, a_PK: MXTensor) -> Callable | None:
+    """The kernel for MXFP8 in blocks of 128 that re-scales rows along the contraction on the way, or None."""
+    blocks = g.block_size == TILE and a_PK.block_size == TILE
+    if capability(g.device) != (9, 0) or not blocks or not (g.qdata.is_contiguous() and a_PK.qdata.is_contiguous()):
+        return None
+    from .ops.triton_kernels.grouped_wgrad_rows_hopper import grouped_mm_wgrad_mxfp8_rows
+    return grouped_mm_wgrad_mxfp8_rows
 
 
 def _casts() -> ModuleType:

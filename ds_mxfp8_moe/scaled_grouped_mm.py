@@ -61,7 +61,8 @@ class _Recipe:
         """x w^T, or x w with `transposed`, where the weights' blocks lie along the contraction."""
         weights = kernels.quantize_weights([w_ENK], self.block_size, self.scaling_mode, transposed)
         if not self.native(x_MK.device):
-            return grouped_mm(*(kernels.dequantize(x, self.exact_dtype) for x in (x_MK, weights)), ends_E, out_dtype)
+            return grouped_mm(*(kernels.dequantize(x, self.exact_dtype) for x in (x_MK, weights)), ends_E, out_dtype,
+                              aligned=False)
         num_rows = x_MK.shape[0]
         row_P, aligned_ends_E = _aligned(ends_E, num_rows, ROW_ALIGNMENT)
         out_PN = grouped_mm(_place_rows(x_MK, row_P), weights, aligned_ends_E, out_dtype)

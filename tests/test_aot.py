@@ -111,7 +111,21 @@ def hopper_gemms():
     for dtype, into in ((BF16, None), (torch.float32, None), (None, torch.empty(E, F, H))):
         wgrad.grouped_mm_wgrad_mxfp8(g, a, ends(), dtype, into)
         wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), dtype, into)
+        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), mx(P, H), ends(), dtype, into)
+        rows = mx(P, F, block=128), mx(P, H, block=128, block_major=True)
+        wgrad.grouped_mm_wgrad_bf16(*rows, ends(), dtype, into)
+        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype, into)
+    module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(g, rows[1], ends(), BF16, g_columns=True)
 
+
+def hopper_bf16_gemms():
+    gemm = module("grouped_gemm_bf16_hopper")
+    stacks = torch.empty(2, E, H, 2 * H, dtype=BF16)
+    scattered = [[stacks[i, e * e % E] for e in range(E)] for i in range(2)]
+    for rows in (128, 256 * E, 128 * 132):  # narrow tiles; wide ones, for experts of few rows and of many
+        for parts, dtype in ((stacks.unbind(0), BF16), (scattered, BF16), (stacks.unbind(0), torch.float32)):
+            gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype)
+            gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype, transposed=True)
 
 
 CASES = {
@@ -119,6 +133,7 @@ CASES = {
     "blackwell_gemms": (blackwell_gemms, BOTH),
     "casts": (casts, BOTH),
     "exchanges": (exchanges, BOTH),
+    "hopper_bf16_gemms": (hopper_bf16_gemms, (HOPPER, )),
     "hopper_gemms": (hopper_gemms, (HOPPER, )),
 }
 

@@ -157,7 +157,7 @@ def plain_step(shape: Shape, case: Case) -> Step:
                 lambda grads: (grads[2].__getitem__, grads[3].__getitem__))
 
 
-def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int) -> Step:
+def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | None) -> Step:
     """The recipe `name`, with weights as parameters of each expert."""
     counts, E, F = case.counts(), case.experts, case.hidden
     x_TH, g_TH, weight_T = (padded_rows(x, counts) for x in (shape.x_PH, shape.g_PH, shape.weight_P))
@@ -269,7 +269,7 @@ def memory(step: Step) -> dict[str, int]:
     return {"held_bytes": held, "peak_bytes": accelerator.max_memory_allocated() - before}
 
 
-def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: int) -> list[dict]:
+def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: int | None) -> list[dict]:
     """The rows of one case."""
     steps = {PLAIN: plain_step(shape, case)}
     steps |= {name: our_step(shape, case, name, min_tokens_per_expert) for name in RECIPES}
@@ -280,7 +280,7 @@ def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: in
                        budget_s, UNTIMED)
 
 
-def run(cases: list[Case], budget_s: float, min_tokens_per_expert: int) -> Iterator[dict]:
+def run(cases: list[Case], budget_s: float, min_tokens_per_expert: int | None) -> Iterator[dict]:
     """The rows of all cases; a shape's buffers are freed before the next one's are made."""
     with tqdm(total=len(cases), unit="case") as progress:
         for _, group in groupby(cases, key=lambda case: (case.dim, case.hidden)):
@@ -298,7 +298,7 @@ def bytes_needed(case: Case) -> float:
     return 2 * case.rows() * (4 * case.dim + 11 * case.hidden) + 12 * case.experts * case.dim * case.hidden
 
 
-def first_step_s(case: Case, name: str, min_tokens_per_expert: int) -> float:
+def first_step_s(case: Case, name: str, min_tokens_per_expert: int | None) -> float:
     """Of this process: kernels are loaded, and compiled if they wait in no cache; imports are done before."""
     if on_gpu():
         from ds_mxfp8_moe.ops import triton_kernels
@@ -312,12 +312,13 @@ def first_step_s(case: Case, name: str, min_tokens_per_expert: int) -> float:
     return time.perf_counter() - begin
 
 
-def first_steps(case: Case, names: tuple, min_tokens_per_expert: int) -> Iterator[dict]:
+def first_steps(case: Case, names: tuple, min_tokens_per_expert: int | None) -> Iterator[dict]:
     """The first step of one fresh process for each recipe."""
     get_accelerator().empty_cache()  # the device's memory is theirs now
     for name in names:
-        command = [sys.executable, __file__, "--first", json.dumps(case.as_dict()), name,
-                   "--min-tokens-per-expert", str(min_tokens_per_expert)]
+        command = [sys.executable, __file__, "--first", json.dumps(case.as_dict()), name]
+        if min_tokens_per_expert is not None:
+            command += ["--min-tokens-per-expert", str(min_tokens_per_expert)]
         row = {"case": {"operation": "first step of a process", **case.as_dict()}, "contender": name}
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if ended.returncode:
@@ -329,8 +330,9 @@ def first_steps(case: Case, names: tuple, min_tokens_per_expert: int) -> Iterato
 def main() -> None:
     parser = options.parser(__doc__)
     options.add_shapes(parser)
-    parser.add_argument("--min-tokens-per-expert", type=int, default=MXFP8MoEConfig().min_tokens_per_expert,
-                        help="below it, the layer runs the bf16 recipe (default: the config's; 0: never)")
+    parser.add_argument("--min-tokens-per-expert", type=int,
+                        help="below it, the layer runs the bf16 recipe (default: what was measured for its shape; "
+                        "0: never)")
     parser.add_argument("--first", nargs=2, metavar=("CASE", "RECIPE"),
                         help="only print the seconds that this process takes for its first step")
     args = parser.parse_args()

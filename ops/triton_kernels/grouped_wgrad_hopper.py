@@ -3,7 +3,8 @@
 
     grouped_mm_wgrad_mxfp8    operands in column form [N, P] and [K, P]: FP8 wgmma reads along the contraction only;
                               scales for each column and 128 rows, a product of 128 rows scaled and added at a time
-    grouped_mm_wgrad_bf16     operands [P, N] and [P, K] as they lie, accumulated by the tensor cores
+    grouped_mm_wgrad_bf16     operands [P, N] and [P, K] as they lie, accumulated by the tensor cores; MXFP8 ones are
+                              dequantised by two more warps, while the others multiply (convert_rows_hopper.py)
 
 The design is that of grouped_gemm_hopper.py: a persistent program on each SM, tiles of 128 by 256, one warp that
 brings operands by TMA, two warpgroups that multiply 64 rows each. An empty group's gradient is zero.
@@ -26,29 +27,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ds_mxfp8_moe.mx import MXTensor
 
+from .convert_rows_hopper import (
+    allocate,
+    convert,
+    convertible,
+    counters,
+    not_converted,
+    power_of_two,
+    tiles_of,
+    wait_for_rows,
+)
 from .grouped_gemm_hopper import descriptor, multiply, multiprocessors, tile_of
 from .library import operator
 
 
 @gluon.jit
-def _expert_and_tile(index, n_tiles, k_tiles, GROUP: gl.constexpr):
+def expert_and_tile(index, n_tiles, k_tiles, GROUP: gl.constexpr):
     """Expert and tile of its gradient: experts in turn."""
     n_tile, k_tile = tile_of(index % (n_tiles * k_tiles), n_tiles, k_tiles, GROUP)
     return index // (n_tiles * k_tiles), n_tile, k_tile
 
 
 @gluon.jit
-def _rows_of(expert, ends):
+def rows_of(expert, ends):
     """First row and end of an expert's group."""
     first = gl.load(ends + gl.maximum(expert - 1, 0))
     return gl.where(expert == 0, 0, first), gl.load(ends + expert)
-
-
-@gluon.jit
-def _power_of_two(byte):
-    """float32 2^(byte - 127); NaN for 255."""
-    bits = gl.maximum(byte.to(gl.int32) << 23, 0x00400000)
-    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -59,8 +63,8 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
     k_256 = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
-        first, end = _rows_of(expert, ends)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        first, end = rows_of(expert, ends)
         n = n_tile * 128
         k = k_tile * 256
         # Columns beyond the last are never stored: their scale may be any.
@@ -79,8 +83,8 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
                 tma.async_copy_global_to_shared(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
             for half in gl.static_range(2):
                 tma.async_copy_global_to_shared(a_desc, [k + 128 * half, row], bar, a_smem.index(stage * 2 + half))
-            gs_smem.index(stage).store(_power_of_two(g_byte))
-            as_smem.index(stage).store(_power_of_two(a_byte))
+            gs_smem.index(stage).store(power_of_two(g_byte))
+            as_smem.index(stage).store(power_of_two(a_byte))
             mbarrier.arrive(bar)
             step += 1
             following = (gl.minimum(row + 128, last) // 128).to(gl.int64)
@@ -96,8 +100,8 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
-        first, end = _rows_of(expert, ends)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        first, end = rows_of(expert, ends)
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
         for _ in range(first, end, 128):
@@ -115,26 +119,26 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
             step += 1
         n = n_tile * 128 + part * 64
         k = k_tile * 256
-        _write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, 128, BY_TMA, ADD, layout)
-        _write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, 128, BY_TMA, ADD, layout)
+        write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA, ADD, layout)
+        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, BY_TMA, ADD, layout)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, N, K, WIDTH: gl.constexpr,
-           BY_TMA: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr):
-    """Stores [64, WIDTH] of an expert's gradient, or adds to what is there."""
+def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA: gl.constexpr,
+          ADD: gl.constexpr, layout: gl.constexpr):
+    """Stores [64, 128] of an expert's gradient, or adds to what is there."""
     if BY_TMA:
         buffer = out_smem.index(part)
         tma.store_wait(0)
-        buffer.reshape([64, WIDTH]).store(acc.to(out_desc.dtype))
+        buffer.reshape([64, 128]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [expert, n, k], buffer)
     else:
         n_64 = n + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        k_W = k + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        at = out + expert.to(gl.int64) * N * K + gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_W, 0)
-        inside = gl.expand_dims(n_64 < N, 1) & gl.expand_dims(k_W < K, 0)
+        k_128 = k + gl.arange(0, 128, gl.SliceLayout(0, layout))
+        at = out + expert.to(gl.int64) * N * K + gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_128, 0)
+        inside = gl.expand_dims(n_64 < N, 1) & gl.expand_dims(k_128 < K, 0)
         if ADD:
             acc += gl.load(at, inside, other=0)
         gl.store(at, acc, inside)
@@ -166,13 +170,16 @@ def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E,
 
 
 @gluon.jit
-def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, n_tiles, k_tiles, GROUP: gl.constexpr,
-               STAGES: gl.constexpr):
+def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, tiles,
+               GROUP: gl.constexpr, STAGES: gl.constexpr, B: gl.constexpr):
     step = 0
+    ready = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
-        first, end = _rows_of(expert, ends)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        first, end = rows_of(expert, ends)
         for row in range(first, end, 64):
+            if B:
+                ready = wait_for_rows(row, ready, done, P // 128, tiles)
             stage = step % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -188,10 +195,11 @@ def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, n_tiles, k_
 def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles,
                   k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = _expert_and_tile(index, n_tiles, k_tiles, GROUP)
-        first, end = _rows_of(expert, ends)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        first, end = rows_of(expert, ends)
         acc = gl.zeros([64, 256], gl.float32, layout)
         for row in range(first, end, 64):
             stage = step % STAGES
@@ -206,17 +214,24 @@ def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
         acc = warpgroup_mma_wait(0, [acc])
         if first < end:
             mbarrier.arrive(empty.index((step - 1) % STAGES))
-        _write(part, acc, out_desc, out_smem, out, expert, n_tile * 128 + part * 64, k_tile * 256, N, K, 256,
-               BY_TMA, ADD, layout)
+        n = n_tile * 128 + part * 64
+        k = k_tile * 256
+        acc0, acc1 = gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
+        acc0 = gl.convert_layout(acc0, half, assert_trivial=True)
+        acc1 = gl.convert_layout(acc1, half, assert_trivial=True)
+        write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA, ADD, half)
+        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, BY_TMA, ADD, half)
     tma.store_wait(0)
 
 
 @gluon.jit
-def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, N, K, GROUP: gl.constexpr, STAGES: gl.constexpr,
-                      BY_TMA: gl.constexpr, ADD: gl.constexpr):
+def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, mx_g_desc, mx_g, mx_a_desc, mx_a, tickets, done,
+                      B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+                      ADD: gl.constexpr):
+    """B: block size of the MXFP8 operands, which g_desc and a_desc are the dequantised ones of; 0: there are none."""
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, 256], a_desc.layout)
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 256], out_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -224,55 +239,82 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, N, K, GROUP: gl.co
         mbarrier.init(empty.index(i), count=2)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
-    gl.warp_specialize([
-        (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                         GROUP, STAGES, BY_TMA, ADD)),
-        (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                         GROUP, STAGES, BY_TMA, ADD)),
-        (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, n_tiles, k_tiles, GROUP, STAGES)),
-    ], [4, 1], [232, 40])
+    if B:
+        smem, scale_smem, landed = allocate(B)
+        gl.warp_specialize([
+            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                             GROUP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                             GROUP, STAGES, BY_TMA, ADD)),
+            (convert, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, P, smem, scale_smem, landed, tickets, done, B,
+                       False)),
+            (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
+                          tiles_of(mx_g, mx_a), GROUP, STAGES, B)),
+        ], [4, 2, 1], [208, 88, 88])
+    else:
+        gl.warp_specialize([
+            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                             GROUP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                             GROUP, STAGES, BY_TMA, ADD)),
+            (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, 0, GROUP,
+                          STAGES, B)),
+        ], [4, 1], [232, 40])
 
 
-def _nothing(*args):
+def nothing(*args):
     """The fake of an op that only writes into its argument."""
 
 
-@operator(_nothing, mutates_args=("out_ENK", ))
+@operator(nothing, mutates_args=("out_ENK", ))
 def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
                          ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
     E, N, K = out_ENK.shape
     if g_NP.shape[1] == 0:
-        return _without_rows(out_ENK, add)
+        return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
     with torch.cuda.device_of(out_ENK):
         wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK), tiles), )](
-            descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), _out_descriptor(out_ENK, [1, 64, 128], by_tma),
+            descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
             out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
-@operator(_nothing, mutates_args=("out_ENK", ))
-def _wgrad_bf16_hopper_(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor,
+@operator(nothing, mutates_args=("out_ENK", ))
+def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
+                        a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
                         add: bool) -> None:
+    """Operands with scales, of blocks of `block_size`, are MXFP8 rows."""
     E, N, K = out_ENK.shape
-    if g_PN.shape[0] == 0:
-        return _without_rows(out_ENK, add)
+    P = g_PN.shape[0]
+    if P == 0:
+        return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    plain, mx = [], []
+    for data, scale in ((g_PN, g_scale), (a_PK, a_scale)):
+        plain.append(data if scale is None else torch.empty(data.shape, dtype=torch.bfloat16, device=data.device))
+        mx.append(None if scale is None else convertible(data, scale, plain[-1]))
+    if block_size:
+        mx = [one or not_converted(other) for one, other in zip(mx, reversed(mx), strict=True)]
+        conversion = (*mx[0], *mx[1], *counters(P, g_PN.device))
+    else:
+        conversion = (None, ) * 6
     with torch.cuda.device_of(out_ENK):
         wgrad_bf16_kernel[(min(multiprocessors(out_ENK), tiles), )](
-            descriptor(g_PN, [64, 64]), descriptor(a_PK, [64, 256]), _out_descriptor(out_ENK, [1, 64, 256], by_tma),
-            out_ENK, ends_E, E, N, K, GROUP=16, STAGES=3 if by_tma else 4, BY_TMA=by_tma, ADD=add, num_warps=4)
+            descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
+            ends_E, E, P, N, K, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma else 4, BY_TMA=by_tma,
+            ADD=add, num_warps=4)
 
 
-def _without_rows(out_ENK: torch.Tensor, add: bool) -> None:
+def without_rows(out_ENK: torch.Tensor, add: bool) -> None:
     if not add:
         out_ENK.zero_()
 
 
-def _out_descriptor(out_ENK: torch.Tensor, block: list[int], by_tma: bool):
+def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
     """The result's; one of no use, with a small box, where it is not written by TMA."""
-    return descriptor(out_ENK, block if by_tma else [1, 64, 32])
+    return descriptor(out_ENK, [1, 64, 128 if by_tma else 32])
 
 
 def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
@@ -285,7 +327,7 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
 
     A product is scaled by a's scale first: above 2^103 it may overflow where the result would not. 255 gives NaN.
     """
-    out = _out(ends_E, g_NP.shape[0], a_KP.shape[0], out_dtype, accumulate_into)
+    out = output(ends_E, g_NP.shape[0], a_KP.shape[0], out_dtype, accumulate_into)
     _wgrad_mxfp8_hopper_(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(),
                          ends_E, out, accumulate_into is not None)
     return out
@@ -293,13 +335,19 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
                           accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
-    """The same from bf16 or fp16 operands [P, N] and [P, K], contiguous; groups are multiples of 64 rows."""
-    out = _out(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into)
-    _wgrad_bf16_hopper_(g_PN, a_PK, ends_E, out, accumulate_into is not None)
+    """The same from rows [P, N] and [P, K], contiguous: both bf16 or both fp16, in groups of multiples of 64.
+
+    Or one or both MXFP8, with blocks of one size, the other one bf16: dequantised to bf16 on the way, in groups of
+    multiples of 128.
+    """
+    out = output(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into)
+    (g, g_scale, g_block), (a, a_scale, a_block) = (
+        (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXTensor) else (x, None, 0) for x in (g_PN, a_PK))
+    _wgrad_bf16_hopper_(g, g_scale, a, a_scale, g_block or a_block, ends_E, out, accumulate_into is not None)
     return out
 
 
-def _out(ends_E, N, K, out_dtype, accumulate_into) -> torch.Tensor:
+def output(ends_E, N, K, out_dtype, accumulate_into) -> torch.Tensor:
     if accumulate_into is not None:
         if accumulate_into.dtype != torch.float32 or not accumulate_into.is_contiguous():
             raise ValueError(f"accumulate_into must be contiguous float32 [E, N, K]; got {accumulate_into.dtype}, "

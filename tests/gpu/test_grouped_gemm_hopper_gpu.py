@@ -20,6 +20,11 @@ def gemms():
     return grouped_gemm_hopper.grouped_mm_mxfp8, grouped_wgrad_hopper
 
 
+def wgrad_rows(*args, **kwargs):
+    from ds_mxfp8_moe.ops.triton_kernels.grouped_wgrad_rows_hopper import grouped_mm_wgrad_mxfp8_rows
+    return grouped_mm_wgrad_mxfp8_rows(*args, **kwargs)
+
+
 def rows_of(sizes, past=128):
     ends = torch.tensor(sizes).cumsum(0)
     return int(ends[-1]) + past, ends.to(torch.int32).cuda()
@@ -119,6 +124,62 @@ def test_wgrads(K, N, sizes):
             assert relative(into, main + expected) < bound
 
 
+def uneven(rows, columns, seed):
+    """Rows of sizes 2^-6 to 2^6."""
+    power = torch.randint(-6, 7, (rows, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    return data(rows, columns, seed=seed) * torch.exp2(power.float())
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("block_size", (32, 128))
+@pytest.mark.parametrize("K, N", SHAPES, ids=str)
+def test_wgrad_dequantises(K, N, block_size, sizes):
+    """MXFP8 rows give the bits that their dequantised ones do."""
+    rows, ends = rows_of(SIZES[sizes])
+    _, wgrads = gemms()
+    g, a = uneven(rows, N, 3).to(BF16), uneven(rows, K, 4).to(BF16)
+    g_mx, a_mx = k_major(quantize(g, block_size)), quantize(a, block_size)
+    a_mx.scale_bytes[0, 0], a_mx.scale_bytes[1, 0] = 255, 0
+    main = data(4, N, K, seed=5)
+    for operands in ((g_mx, a_mx), (g, a_mx), (g_mx, a)):
+        exact_ones = [x.dequantize(BF16) if isinstance(x, MXTensor) else x for x in operands]
+        for dtype, into in ((BF16, None), (F32, main)):
+            out, expected = (wgrads.grouped_mm_wgrad_bf16(*pair, ends, dtype, None if into is None else into.clone())
+                             for pair in (operands, exact_ones))
+            assert torch.equal(out.nan_to_num(1e30), expected.nan_to_num(1e30))
+
+
+def tiled_rows(x: MXTensor):
+    """float64 [P, K] of rows re-scaled as `grouped_mm_wgrad_mxfp8_rows` says."""
+    P, K = x.shape
+    scale = x.scale_bytes.view(P // 128, 128, -1).amax(1).repeat_interleave(128, 0)
+    factor = torch.exp2(scale.double() - 127).repeat_interleave(128, 1)[:, :K]
+    return (exact(x) / factor).float().to(torch.float8_e4m3fn).double() * factor
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("K, N", SHAPES, ids=str)
+def test_wgrad_rescales(K, N, sizes):
+    sizes = SIZES[sizes]
+    rows, ends = rows_of(sizes)
+    g, a = uneven(rows, N, 3), uneven(rows, K, 4)
+    g_columns, g, a = quantize(g.t(), 128), quantize(g, 128), k_major(quantize(a, 128))
+    main = data(4, N, K, seed=5)
+    for operand, columns, g_exact in ((g, False, tiled_rows(g)), (g_columns, True, exact(g_columns).t())):
+        a_exact = tiled_rows(a)
+        expected, start = torch.zeros(4, N, K, dtype=torch.float64, device="cuda"), 0
+        for e, size in enumerate(sizes):
+            expected[e] = g_exact[start:start + size].t() @ a_exact[start:start + size]
+            start += size
+        out = wgrad_rows(operand, a, ends, F32, g_columns=columns)
+        assert relative(out, expected) < 3e-4
+        assert torch.equal(out, wgrad_rows(operand, a, ends, F32, g_columns=columns))
+        assert relative(wgrad_rows(operand, a, ends, BF16, g_columns=columns), expected) < 3e-3
+        into = main.clone()
+        assert wgrad_rows(operand, a, ends, F32, into, columns) is into
+        assert relative(into, main + expected) < 3e-4
+
+
 def test_special_values():
     """NaN stays in its row or column; scales at both ends; a NaN scale with finite data is NaN."""
     grouped_mm, wgrads = gemms()
@@ -151,6 +212,10 @@ def test_special_values():
     g.scale_bytes[7] = 255
     out = wgrads.grouped_mm_wgrad_mxfp8(g, quantize(data(96, 128, seed=1), 128), ends, F32)
     assert out[0, 7].isnan().all() and out[0, torch.arange(160) != 7].isfinite().all()
+    g, x = quantize(data(128, 160), 128), quantize(data(128, 96, seed=1), 128)
+    g.scale_bytes[9, 1] = 255  # of columns 128 to 160
+    out = wgrad_rows(g, x, ends, F32)
+    assert out[0, 128:].isnan().all() and out[0, :128].isfinite().all()
 
 
 def test_beyond_two_to_the_31():

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight gradients in MXFP8 from rows, on Hopper in Gluon: out[e] = g[rows of e]^T a[rows of e].
+
+FP8 tensor cores read along the contraction alone, so rows are transposed and re-scaled along it, by two warps while
+the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale, so a product over 128 rows
+is scaled by its rows alone, as in the forward GEMM, whose loop this is. With a scale for each column of a, as in
+grouped_wgrad_hopper.py, scaling takes twice the instructions, and a GEMM of 1100 TFLOP/s is one of 850.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ds_mxfp8_moe.mx import MXTensor
+
+from .convert_rows_hopper import allocate, convert, convertible, counters, not_converted, tiles_of, wait_for_rows
+from .grouped_gemm_hopper import accumulate, add_exponents, descriptor, multiprocessors
+from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, rows_of, without_rows, write
+from .library import operator
+
+
+@gluon.jit
+def _scales(block, g_at, g_step, a_at, halves, k_blocks):
+    """Bytes for a block of 128 rows: of g's columns, and of a's one or two tiles. Past L1: others write them."""
+    g_byte = gl.load(g_at + block.to(gl.int64) * g_step, cache_modifier=".cg")
+    a_at += block.to(gl.int64) * k_blocks
+    return (g_byte, gl.load(a_at, cache_modifier=".cg"), gl.load(a_at + halves - 1, cache_modifier=".cg"))
+
+
+@gluon.jit
+def _feed(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K, n_tiles,
+          k_tiles, done, tiles, G_TILED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    """The producer: operands by TMA, and for each column of g and half the exponent of its product."""
+    n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    k_blocks = gl.cdiv(K, 128)
+    step = 0
+    ready = 0
+    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        first, end = rows_of(expert, ends)
+        n = n_tile * 128
+        k_block = k_tile * 2
+        halves = gl.minimum(k_blocks - k_block, 2)
+        # Columns beyond the last are never stored: their scale may be any.
+        g_at = g_scale + (n_128 * 0 + n_tile if G_TILED else gl.minimum(n + n_128, N - 1))
+        a_at = a_scale + k_block
+        if first < end:
+            ready = wait_for_rows(first, ready, done, P // 128, tiles)
+            g_byte, a_byte, a1_byte = _scales(first // 128, g_at, g_step, a_at, halves, k_blocks)
+            for row in range(first, end, 128):
+                stage = step % STAGES
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(bar, 3 * 128 * 128, pred=halves == 2)
+                mbarrier.expect(bar, 2 * 128 * 128, pred=halves < 2)
+                for half in gl.static_range(2):
+                    tma.async_copy_global_to_shared(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
+                for half in gl.static_range(2):
+                    tma.async_copy_global_to_shared(a_desc, [(k_block + half) * 128, row], bar,
+                                                    a_smem.index(stage * 2 + half), pred=half < halves)
+                s_smem.index(stage * 2).store(add_exponents(a_byte, g_byte))
+                s_smem.index(stage * 2 + 1).store(add_exponents(a1_byte, g_byte))
+                mbarrier.arrive(bar)
+                step += 1
+                # Loaded a step ahead: these come from memory, not through the ring of stages.
+                following = gl.minimum(row + 128, end - 128)
+                ready = wait_for_rows(following, ready, done, P // 128, tiles)
+                g_byte, a_byte, a1_byte = _scales(following // 128, g_at, g_step, a_at, halves, k_blocks)
+
+
+@gluon.jit
+def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles,
+             k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    step = 0
+    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        first, end = rows_of(expert, ends)
+        steps = (end - first) // 128
+        acc0 = gl.zeros([64, 128], gl.float32, layout)
+        acc1 = gl.zeros([64, 128], gl.float32, layout)
+        if k_tile * 2 + 2 > gl.cdiv(K, 128):
+            acc0, acc1, step = accumulate(part, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty, STAGES,
+                                          2, False, layout)
+        else:
+            acc0, acc1, step = accumulate(part, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty, STAGES,
+                                          2, True, layout)
+        n = n_tile * 128 + part * 64
+        k = k_tile * 256
+        write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA, ADD, layout)
+        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, BY_TMA, ADD, layout)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, mx_g_desc, mx_g,
+                      mx_a_desc, mx_a, tickets, done, G_TILED: gl.constexpr, GROUP: gl.constexpr,
+                      STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
+    s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    n_tiles = gl.cdiv(N, 128)
+    k_tiles = gl.cdiv(K, 256)
+    smem, scale_smem, landed = allocate(128)
+    gl.warp_specialize([
+        (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                    GROUP, STAGES, BY_TMA, ADD)),
+        (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
+                    GROUP, STAGES, BY_TMA, ADD)),
+        (convert, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, P, smem, scale_smem, landed, tickets, done, 128, True)),
+        (_feed, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
+                 n_tiles, k_tiles, done, tiles_of(mx_g, mx_a), G_TILED, GROUP, STAGES)),
+    ], [4, 2, 1], [208, 88, 88])
+
+
+@operator(nothing, mutates_args=("out_ENK", ))
+def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
+                        a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
+    E, N, K = out_ENK.shape
+    P = a_PK.shape[0]
+    if P == 0:
+        return without_rows(out_ENK, add)
+    by_tma = out_ENK.dtype != torch.float32
+    tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
+    g_NP, g_tile_scale, mx_g = (g, g_scale, not_converted(mx_a)) if g_columns else _transposed(g, g_scale)
+    with torch.cuda.device_of(out_ENK):
+        wgrad_rows_kernel[(min(multiprocessors(out_ENK), tiles), )](
+            descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
+            g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, *mx_g, *mx_a,
+            *counters(P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+            num_warps=4)
+
+
+def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
+    """Where the column form comes to lie, [K, P], its scales [P / 128, ceil(K / 128)], and what `convert` takes."""
+    P, K = data_PK.shape
+    data_KP = torch.empty(K, P, dtype=data_PK.dtype, device=data_PK.device)
+    tile_scale = torch.empty(P // 128, triton.cdiv(K, 128), dtype=torch.uint8, device=data_PK.device)
+    return data_KP, tile_scale, convertible(data_PK, scale, data_KP, tile_scale)
+
+
+def grouped_mm_wgrad_mxfp8_rows(g: MXTensor, a_PK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                                accumulate_into: torch.Tensor | None = None, g_columns: bool = False) -> torch.Tensor:
+    """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
+
+    Args:
+        g: rows [P, N] or, with `g_columns`, column form [N, P]; a_PK: rows. Blocks of 128, data contiguous.
+        ends_E: int32 ends of the groups on the device, multiples of 128.
+
+    Rows are re-scaled along the contraction: each tile of 128 x 128 values to the largest of its rows' scales, which
+    changes values that fall among e4m3's subnormals there. Scales whose product is 2^-127 or less count as nothing;
+    above 2^127 they are clamped; 255 gives NaN.
+    """
+    out = output(ends_E, g.shape[0 if g_columns else 1], a_PK.shape[1], out_dtype, accumulate_into)
+    g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes
+    _wgrad_rows_hopper_(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out,
+                        accumulate_into is not None)
+    return out
