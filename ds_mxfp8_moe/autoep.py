@@ -10,7 +10,6 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from .expert_ffn import ExpertFFN
 from .layer import LayerSettings
 from .routing import Routes, round_robin
-from .transport.collective import Collective
 from .transport.deadline import published
 
 
@@ -44,7 +43,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             counts_E = routes.counts_E()
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)
-        transport = Collective(self.ep_group if self.ep_size > 1 else None, settings.name)
+        transport = settings.exchange_over(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name)
         output = self.experts(x_TH, routes, ffn).reshape(hidden_states.shape)

@@ -41,10 +41,16 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         scaling_mode: how a block's scale is rounded, "rceil" or "floor".
         dispatch_fwd_dtype, combine_fwd_dtype, dispatch_bwd_dtype, combine_bwd_dtype: what travels between GPUs in
             each direction: "mxfp8", or "bf16" for unquantised, which is the tokens' own dtype.
-        transport: "collective" (NCCL or gloo through deepspeed.comm) or "nvlink". Left out: chosen for the machine.
+        transport: "collective" (NCCL or gloo through deepspeed.comm) or "nvlink" (kernels over the GPUs' peer memory,
+            inside a node). Left out: nvlink wherever it is possible.
+        nvlink_sms: multiprocessors that nvlink's kernels take. Left out: as its model of the links has it.
+        capacity_factor: nvlink's static mode: a rank has room for so many times its even share of the rows, decides
+            nothing on the host, and can be captured in a CUDA graph; more rows are an error on every rank. Left out:
+            exact, any routing fits.
         overlap: communication may run beside computation.
         preactivation_dtype: how the expert's pre-activation is kept for backward, "mxfp8" or "bf16".
-        min_tokens_per_expert: below this mean number of rows an expert, a layer computes unquantised.
+        min_tokens_per_expert: below this mean number of rows an expert, a layer computes unquantised. Left out:
+            below what was measured for its shape and the device (`kernels.fewest_tokens`).
         include, exclude: regular expressions over module names, each matched against the whole name. A layer is
             converted when one of `include` matches and none of `exclude` does.
         force_load_balance: experts are assigned round robin; the router's scores are kept. For benchmarks only.
@@ -63,9 +69,11 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     dispatch_bwd_dtype: Dtype = "bf16"
     combine_bwd_dtype: Dtype = "mxfp8"
     transport: Literal["collective", "nvlink"] | None = None
+    nvlink_sms: int | None = Field(default=None, ge=1)
+    capacity_factor: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     overlap: bool = True
     preactivation_dtype: Dtype = "mxfp8"
-    min_tokens_per_expert: int = Field(default=0, ge=0)
+    min_tokens_per_expert: int | None = Field(default=None, ge=0)
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
     force_load_balance: bool = False
@@ -247,9 +255,12 @@ def _value_problem(model: type[MXFP8MoEConfig], item: dict) -> str:
     key, given = item["loc"][0], item["input"]
     if item["type"] == "value_error":
         return f'"{key}" {item["ctx"]["error"]}'
-    annotation = model.model_fields[key].annotation
-    if annotation is int:
-        return f'"{key}" is {_text(given)}, expected a whole number of at least 0'
+    field = model.model_fields[key]
+    annotation = field.annotation
+    kinds = {annotation, *get_args(annotation)}
+    if kinds & {int, float}:
+        least = next(bound.ge for bound in field.metadata if hasattr(bound, "ge"))
+        return f'"{key}" is {_text(given)}, expected a {"whole " if int in kinds else ""}number of at least {least}'
     valid = [True, False] if annotation is bool else _literals(annotation)
     return f'"{key}" is {_text(given)}, which is not valid{_hint(given, valid)}'
 

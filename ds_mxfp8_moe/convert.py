@@ -95,7 +95,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
             reports.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
             continue
         layer_settings = LayerSettings(label, formula, recipe, settings.min_tokens_per_expert,
-                                       settings.force_load_balance)
+                                       settings.force_load_balance, settings.transport, settings.nvlink_sms,
+                                       settings.capacity_factor)
         if classic:
             module.__class__ = MoE
             module.deepspeed_moe.__class__ = MXFP8MOELayer
@@ -107,10 +108,21 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         reports.append(LayerReport(label, kind, True, _describe(formula, layer_settings)))
     report = ConversionReport(tuple(reports))
     if not dist.is_initialized() or dist.get_rank() == 0:
-        if enabled and settings.transport == "nvlink":
-            print("mxfp8_moe: transport nvlink is not in this version; tokens travel through collectives", flush=True)
         print(report, flush=True)
     return report
+
+
+def settle_transports(model: torch.nn.Module) -> None:
+    """Has every converted layer's group choose its transport now; collective over those groups.
+
+    Without this it happens in the layers' first forward. Groups that do not exist yet choose there.
+
+    Raises:
+        RuntimeError: nvlink is asked for and impossible.
+    """
+    for module in model.modules():
+        if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) and module.ep_size > 1:
+            module.mxfp8.exchange_over(module.ep_group)
 
 
 def _section(config) -> MXFP8MoEConfig:

@@ -15,7 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, convert
+from .convert import ConversionReport, convert, settle_transports
+from .transport.peer_memory import PeerMemory
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -118,6 +119,21 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         return
     engine._mxfp8_moe_config = config
     _agree(config, convert(engine, config) if config.enabled else ConversionReport(()))
+    if config.enabled:
+        settle_transports(engine.module)
+        _check_before_steps(engine)
+
+
+def _check_before_steps(engine: DeepSpeedEngine) -> None:
+    """What went wrong in an exchange that the host did not wait for is raised before the optimizer uses its result."""
+    plain = engine._take_model_step
+
+    @functools.wraps(plain)
+    def step(*args, **kwargs):
+        PeerMemory.settle_all()
+        return plain(*args, **kwargs)
+
+    engine._take_model_step = step
 
 
 def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> None:

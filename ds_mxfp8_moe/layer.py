@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -17,8 +18,10 @@ from .config import Recipe
 from .expert_ffn import ExpertFFN
 from .experts import ExpertFormula, expert_weights
 from .routing import Routes, round_robin
+from .transport.choose import choose
 from .transport.collective import Collective
 from .transport.deadline import published
+from .transport.nvlink import NVLink
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,15 @@ class LayerSettings:
     name: str
     formula: ExpertFormula
     recipe: Recipe
-    min_tokens_per_expert: int
+    min_tokens_per_expert: int | None
     force_load_balance: bool
+    transport: str | None
+    nvlink_sms: int | None
+    capacity_factor: float | None
+
+    def exchange_over(self, group: Any) -> Collective | NVLink:
+        """The layer's transport over its expert-parallel group; None: the layer is this rank's alone."""
+        return choose(group, self.name, self.transport, self.nvlink_sms, self.capacity_factor)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take."""
@@ -103,7 +113,7 @@ class MXFP8MOELayer(MOELayer):
 
     def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
         settings = self.mxfp8
-        transport = Collective(self.ep_group if self.ep_size > 1 else None, settings.name)
+        transport = settings.exchange_over(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name, self._timed_exchange)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)

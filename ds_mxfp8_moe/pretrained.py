@@ -19,6 +19,8 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
+from .transport.deadline import ranks_of
+
 CORRECTION_BIAS = "e_score_correction_bias"
 
 
@@ -160,7 +162,7 @@ def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | 
     local = _whole(weight).contiguous()
     if layer.ep_size == 1:
         return local.cpu() if dist.get_rank() == 0 else None
-    if 0 not in dist.get_all_ranks_from_group(layer.ep_group):  # a replica
+    if 0 not in ranks_of(layer.ep_group):  # a replica
         return None
     parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if dist.get_rank() == 0 else None
     dist.gather(local, parts, dst=0, group=layer.ep_group)

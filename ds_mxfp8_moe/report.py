@@ -6,7 +6,6 @@ Also `python -m ds_mxfp8_moe.report`. The form is ds_report's: names, dots, valu
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -27,6 +26,7 @@ from .config import WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, pars
 from .kernels import mxfp8_gemms
 from .mx import BLOCK_SIZES
 from .ops import op_builder
+from .ops.op_builder.nvlink import dotted, nvcc_version
 
 PACKAGE = "ds_mxfp8_moe"
 REPORTED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "mpi4py")
@@ -122,12 +122,12 @@ def device_lines() -> list[tuple[str, str]]:
 
 def transports() -> list[Transport]:
     """Every transport in order of preference, with the reasons that rule it out on this machine."""
-    return [_nvlink(), _collective()]
+    return [_nvlink(), _nvshmem(), _collective()]
 
 
 def _collective() -> Transport:
     backend = get_accelerator().communication_backend_name()
-    against = _not_in_this_version("collective")
+    against = []
     if not torch.distributed.is_available():
         against.append("torch is built without torch.distributed")
     elif not torch.distributed.is_backend_available(backend):
@@ -139,7 +139,8 @@ def _collective() -> Transport:
 
 
 def _nvlink() -> Transport:
-    against = _not_in_this_version("nvlink")
+    """Inside one host; whether ranks share one is known when they meet."""
+    against = []
     if get_accelerator().device_name() != "cuda":
         against.append("no CUDA device")
     else:
@@ -150,13 +151,20 @@ def _nvlink() -> Transport:
             against.append("fewer than two GPUs")
         if apart:
             against.append(f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}")
-    return Transport("nvlink", not against, "; ".join(against) or "every GPU reaches every other's memory")
+    builder = op_builder.NVLinkBuilder()
+    if not builder.is_compatible():
+        against.append(f"the extension cannot be built: {builder.error_log}")
+    elif builder.last_failure():
+        against.append(f"the extension was not built last time: {builder.last_failure()}")
+    if against:
+        return Transport("nvlink", False, "; ".join(against))
+    built = "is built" if builder.is_built() else f"is built at first use, by nvcc {dotted(nvcc_version())}"
+    return Transport("nvlink", True, f"every GPU reaches every other's memory; the extension {built}")
 
 
-def _not_in_this_version(transport: str) -> list[str]:
-    if importlib.util.find_spec(f"{PACKAGE}.transport.{transport}"):
-        return []
-    return ["not in this version of the package"]
+def _nvshmem() -> Transport:
+    return Transport("nvshmem", False, "not implemented: peer memory over InfiniBand or EFA has no provider yet, so "
+                     "ranks of several hosts take the collective transport")
 
 
 def section_lines(config: MXFP8MoEConfig, statuses: Sequence[Transport]) -> list[tuple[str, str]]:
@@ -193,7 +201,11 @@ def _origin(config: MXFP8MoEConfig, key: str, device_type: str, capability: tupl
             return "chosen for sm_90, whose FP8 tensor cores run at full speed with one scale per 128"
         return f"chosen for {_sm(capability) if capability else device_type}: the format's own granularity"
     if key == "transport":
-        return "chosen: the first that is available"
+        return "chosen: the first that is available, where the ranks of a layer share a host"
+    if key == "nvlink_sms":
+        return "chosen by a model of the links"
+    if key == "capacity_factor":
+        return "default: exact, any routing fits"
     if config.recipe == "bf16" and key in (*WIRE_KEYS, "preactivation_dtype"):
         return "recipe bf16 quantises nothing"
     return "default"
@@ -246,25 +258,12 @@ def _verdict(name: str, version: str | None, specifier: SpecifierSet, required: 
 
 
 def _print_ops() -> None:
-    from torch.utils.cpp_extension import is_ninja_available  # slow to import, and needed here alone
-
     _heading("ds_mxfp8_moe C++/CUDA extension op report")
-    builders = getattr(op_builder, "ALL_OPS", {})
-    if not builders:
-        print("this version has no extensions: nothing is compiled")
-        return
-    _line("ninja (builds at first use)", _mark("OKAY" if is_ninja_available() else "FAIL"))
-    _line("op name", "installed .. compatible")
-    for name, builder in builders.items():
-        installed = _mark("YES" if _is_prebuilt(builder) else "NO")
-        _line(name, f"{installed} ...... {_mark('OKAY' if probe_is_compatible(builder, verbose=True) else 'NO')}")
-
-
-def _is_prebuilt(builder) -> bool:
-    try:
-        return importlib.util.find_spec(builder.absolute_name()) is not None
-    except ModuleNotFoundError:  # the parent package is absent
-        return False
+    _line("op name", "built .. compatible (nvcc builds at first use)")
+    for name, builder in op_builder.ALL_OPS.items():
+        compatible = probe_is_compatible(builder, verbose=True)
+        built = _mark("YES" if compatible and builder.is_built() else "NO")
+        _line(name, f"{built} ..... {_mark('OKAY' if compatible else 'NO')}")
 
 
 def _sm(capability: tuple[int, int]) -> str:

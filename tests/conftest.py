@@ -9,6 +9,11 @@ import pytest  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--stress", type=int, default=20, help="repetitions of the NVLink transport's stress tests; 500 "
+                     "is what it has to stand")
+
+
 def _pool(world_size):
     pool = RankPool(world_size)
     yield pool

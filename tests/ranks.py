@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of ranks that lives as long as one test file: spawned once, used by every case in it. gloo on the CPU, NCCL
-on GPUs.
+on GPUs; gloo also where all ranks share one GPU, which NCCL refuses.
 
 A case hands the pool a top-level function; every rank runs it and its return values come back in rank order:
 
@@ -52,16 +52,21 @@ def reset_deepspeed_groups() -> None:
     groups.mpu = None
 
 
-def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str, conn) -> None:
+def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str, backend: str | None,
+            share_gpu: bool, conn) -> None:
     sys.path[:] = path
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world_size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR=accelerator)
+    local_rank = 0 if share_gpu else rank
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank),
+                      LOCAL_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      DS_ACCELERATOR=accelerator)
+    if share_gpu:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     if accelerator == "cuda":
-        get_accelerator().set_device(rank)
-    deepspeed.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
+        get_accelerator().set_device(local_rank)
+    deepspeed.init_distributed(backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
                                verbose=False)
     conn.send("ready")
     while True:
@@ -90,9 +95,12 @@ class RankFailure(AssertionError):
 
 class RankPool:
 
-    def __init__(self, world_size: int, accelerator: str = "cpu"):
+    def __init__(self, world_size: int, accelerator: str = "cpu", backend: str | None = None,
+                 share_gpu: bool = False):
+        """`backend`: None is the accelerator's own. `share_gpu`: every rank is on the first GPU."""
         self.world_size = world_size
         self.accelerator = accelerator
+        self._start_with = (backend, share_gpu)
         self._procs: list = []
         self._port = 0
 
@@ -122,7 +130,7 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             proc = context.Process(target=_worker, args=(rank, self.world_size, port, list(sys.path),
-                                                          self.accelerator, theirs))
+                                                          self.accelerator, *self._start_with, theirs))
             proc.start()
             theirs.close()
             self._conns.append(ours)

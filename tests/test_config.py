@@ -35,6 +35,8 @@ ALL_KEYS = {
     "dispatch_bwd_dtype": "mxfp8",
     "combine_bwd_dtype": "bf16",
     "transport": "nvlink",
+    "nvlink_sms": 24,
+    "capacity_factor": 1.5,
     "overlap": False,
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
@@ -151,6 +153,12 @@ def test_keys_that_pythons_call_syntax_would_swallow():
         ("min_tokens_per_expert", -1, "is -1, expected a whole number of at least 0"),
         ("min_tokens_per_expert", 2.5, "is 2.5, expected a whole number of at least 0"),
         ("min_tokens_per_expert", True, "is true, expected a whole number"),
+        ("nvlink_sms", 0, "is 0, expected a whole number of at least 1"),
+        ("nvlink_sms", "8", 'is "8", expected a whole number of at least 1'),
+        ("capacity_factor", 0.5, "is 0.5, expected a number of at least 1"),
+        ("capacity_factor", "2", 'is "2", expected a number of at least 1'),
+        ("capacity_factor", True, "is true, expected a number of at least 1"),
+        ("capacity_factor", float("inf"), "is Infinity, expected a number of at least 1"),
         ("include", ".*moe", 'is ".*moe", expected a list of regular expressions: write [".*moe"]'),
         ("include", [1], "is [1], expected a list of regular expressions"),
         ("exclude", ["h.0", "h[0"], 'has "h[0", which is no valid regular expression'),
@@ -273,6 +281,7 @@ def test_fingerprint_tells_sections_apart_and_nothing_else():
     changes = {"enabled": False, "recipe": "mxfp8_wgrad_with_hp", "scale_block_size": 32, "scaling_mode": "rceil"}
     changes |= {"dispatch_fwd_dtype": "mxfp8", "combine_fwd_dtype": "bf16", "dispatch_bwd_dtype": "bf16"}
     changes |= {"combine_bwd_dtype": "mxfp8", "transport": "collective", "overlap": True, "min_tokens_per_expert": 0}
+    changes |= {"nvlink_sms": None, "capacity_factor": None}
     changes |= {"preactivation_dtype": "mxfp8", "include": [], "exclude": [], "force_load_balance": False}
     assert set(changes) == set(ALL_KEYS)
     prints = {fingerprint(parse({"mxfp8_moe": ALL_KEYS | {key: value}})) for key, value in changes.items()}

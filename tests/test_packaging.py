@@ -77,6 +77,8 @@ def dist(copy, tmp_path_factory):
 def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
     wheel, = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
+    sources = [path for path in (ROOT / "ops/csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".cpp", ".h")]
+    assert {f"ds_mxfp8_moe/{path.relative_to(ROOT)}" for path in sources} <= set(names)
     assert "ds_mxfp8_moe/ops/csrc/probe/kernel.cuh" in names
     assert not [n for n in names if n.startswith(("ops/", "tests/", "examples/"))]
     site = tmp_path / "site"

@@ -44,6 +44,24 @@ class Builder(OpBuilder):
             raise self.compatible
         return self.compatible
 
+    def is_built(self):
+        return True
+
+
+class Extension:
+    """The builder of the NVLink transport's extension, as a machine may have it."""
+
+    compatible, error_log, built, failure = True, None, False, None
+
+    def is_compatible(self):
+        return self.compatible
+
+    def is_built(self):
+        return self.built
+
+    def last_failure(self):
+        return self.failure
+
 
 class Machine:
     """Stands in for DeepSpeed's accelerator and torch.cuda on a machine with the given GPUs."""
@@ -188,8 +206,9 @@ def test_why_the_cpu(monkeypatch):
 
 
 def test_transports_and_their_reasons(monkeypatch):
-    present = {"collective", "nvlink"}
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: name.rpartition(".")[2] in present or None)
+    builder = Extension()
+    monkeypatch.setattr(op_builder, "NVLinkBuilder", lambda: builder)
+    monkeypatch.setattr(report, "nvcc_version", lambda: (13, 0))
 
     def nvlink():
         return next(transport for transport in report.transports() if transport.name == "nvlink")
@@ -208,15 +227,21 @@ def test_transports_and_their_reasons(monkeypatch):
     Machine(monkeypatch, ("H", (9, 0)), ("H", (9, 0)), peers=False)
     assert nvlink() == ("nvlink", False, "GPU 0 cannot reach the memory of GPU 1")
     Machine(monkeypatch, ("H", (9, 0)), ("H", (9, 0)))
-    assert nvlink().available
+    start = "every GPU reaches every other's memory; the extension is built"
+    assert nvlink() == ("nvlink", True, f"{start} at first use, by nvcc 13.0")
+    builder.built = True
+    assert nvlink() == ("nvlink", True, start)
     assert '"nvlink" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
-    present.remove("nvlink")
-    assert nvlink() == ("nvlink", False, "not in this version of the package")
+    builder.failure = "error: no such thing"
+    assert nvlink() == ("nvlink", False, "the extension was not built last time: error: no such thing")
+    builder.compatible, builder.error_log = False, "nvcc is not there"
+    assert nvlink() == ("nvlink", False, "the extension cannot be built: nvcc is not there")
     assert '"collective" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
 
 
-def test_collective_transport_is_found_in_this_package():
-    assert next(transport for transport in report.transports() if transport.name == "collective").available
+def test_nvshmem_is_named_with_the_reason_for_its_absence():
+    nvshmem = next(transport for transport in report.transports() if transport.name == "nvshmem")
+    assert not nvshmem.available and "InfiniBand or EFA has no provider" in nvshmem.reason
 
 
 def test_recipe_bf16_shows_what_it_means():
@@ -259,16 +284,15 @@ def test_versions_in_a_checkout_that_is_not_installed(versions, monkeypatch):
 
 
 def test_ops_in_the_form_of_ds_report(monkeypatch, capsys):
-    monkeypatch.setattr(op_builder, "ALL_OPS", {}, raising=False)
     report.main([])
-    assert "this version has no extensions" in capsys.readouterr().out
+    assert "ds_mxfp8_moe_nvlink ......" in capsys.readouterr().out
     builders = [Builder("fits", True), Builder("fits_not", False), Builder("breaks", RuntimeError("no toolkit"))]
-    monkeypatch.setattr(op_builder, "ALL_OPS", {builder.name: builder for builder in builders}, raising=False)
+    monkeypatch.setattr(op_builder, "ALL_OPS", {builder.name: builder for builder in builders})
     report.main([])
     text = capsys.readouterr().out
-    assert "fits ..................... [NO] ...... [OKAY]" in text
-    assert "fits_not ................. [NO] ...... [NO]" in text
-    assert "breaks ................... [NO] ...... [NO]" in text and "no toolkit" in text
+    assert "fits ..................... [YES] ..... [OKAY]" in text
+    assert "fits_not ................. [NO] ..... [NO]" in text
+    assert "breaks ................... [NO] ..... [NO]" in text and "no toolkit" in text
 
 
 def test_colours_on_a_terminal_only(monkeypatch, capsys):

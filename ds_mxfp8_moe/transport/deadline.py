@@ -40,6 +40,11 @@ class PeerFailure(RuntimeError):
         self.missing = missing
 
 
+def ranks_of(group: Any) -> list:
+    """Global ranks of a group. deepspeed.comm's function for it never returns for the group of all ranks."""
+    return torch.distributed.get_process_group_ranks(group)
+
+
 def set_deadline(group: Any, device: torch.device) -> float:
     """Gives `group` the timeout of the default group, where that is shorter; returns it in seconds.
 
@@ -105,7 +110,7 @@ def wait_for_device(event: Any, group: Any, where: str, seconds: float) -> None:
 
 def peer_failure(group: Any, where: str) -> PeerFailure:
     """The error of this rank, which waited in vain in `where` for the peers of `group`. Takes up to GRACE_SECONDS."""
-    me, ranks = dist.get_rank(), dist.get_all_ranks_from_group(group=group)
+    me, ranks = dist.get_rank(), ranks_of(group)
     notes = _ask(lambda store: _notes(store, group, me, ranks, where))
     first = f"rank {me} waited in vain for its peers in {where}; the group's ranks are {ranks}."
     last = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed."
@@ -133,7 +138,7 @@ def _raised_key(rank: int) -> str:
 
 
 def _a_peer_gave_up(store: Any, group: Any) -> bool:
-    return any(store.check([_wait_key(group, rank)]) for rank in dist.get_all_ranks_from_group(group=group))
+    return any(store.check([_wait_key(group, rank)]) for rank in ranks_of(group))
 
 
 def _notes(store: Any, group: Any, me: int, ranks: list, where: str) -> tuple:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of every rank of a group that the kernels of all its ranks address: the NVLink transport's staging.
+
+Providers of it are interchangeable, since kernels see a pointer for each rank and offsets. `symmetric` is torch's
+symmetric memory over CUDA's peer access, inside one node; multicast is never used. The tests bring another, for ranks
+without GPUs.
+"""
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from .deadline import PeerFailure, peer_failure, ranks_of, set_deadline, wait_for_device
+
+FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
+SLACK = 1.25  # with which a half grows, since routing varies
+CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
+KINDS = ("", "counts", "places", "dispatch", "combine", "few_dispatch", "few_combine")  # kernels.h, Kind
+HISTORY = 64  # exchanges whose names are remembered
+
+# One staging serves all layers of a group. Keyed weakly: it goes when its process group goes.
+_OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def symmetric(size: int, group: Any, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """uint8 [size] that every rank of the group addresses, and each rank's address for this one. Collective."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+    staging = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(staging, group)
+    return staging, [int(pointer) for pointer in handle.buffer_ptrs]
+
+
+class PeerMemory:
+    """A group's staging on this rank's current device, its state, and what the host knows of its exchanges.
+
+    Args:
+        group: a process group of 2 to 8 ranks on one node. Collective.
+        extension: the loaded module of ops/csrc/nvlink.
+        first_epoch: of the first exchange; tests begin just below 2^32.
+        provide: as `symmetric`.
+    """
+
+    def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provide: Callable = symmetric):
+        self._group, self.extension, self._provide = ref(group), extension, provide
+        self.rank, self.world_size = dist.get_rank(group=group), dist.get_world_size(group=group)
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.epoch = first_epoch
+        self.seconds = set_deadline(group, self.device)
+        self.captured = False
+        self._where: dict = {}
+        self.state = torch.zeros(extension.STATE_WORDS, dtype=torch.int32, device=self.device)
+        self.state[0] = _signed(first_epoch)
+        pinned = self.device.type == "cuda"
+        self._failure = torch.zeros(8, dtype=torch.int32, pin_memory=pinned)
+        self._failed = self._failure.numpy()
+        self.host = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=pinned)
+        self.host_words = self.host.numpy()
+        self.serial = 0
+        self.host_waits = 0
+        self.generation = 0
+        self.unchecked = False  # an exchange was launched that no host has waited for, and counts may not have fit
+        extension.load()
+        self._allocate(FIRST_BYTES)
+
+    @property
+    def group(self) -> Any:
+        """The process group, which this does not keep alive."""
+        return self._group()
+
+    @staticmethod
+    def of(group: Any, extension: ModuleType) -> "PeerMemory":
+        """The group's; made at the first call, which is collective."""
+        if group not in _OF_GROUP:
+            _OF_GROUP[group] = PeerMemory(group, extension)
+        return _OF_GROUP[group]
+
+    @staticmethod
+    def settle_all() -> None:
+        """`settle` for every group of this process."""
+        for memory in list(_OF_GROUP.values()):
+            memory.settle()
+
+    def settle(self) -> None:
+        """Raises what went wrong so far; waits for exchanges whose counts the host does not know. Others were waited
+        for in their layer's forward."""
+        if self.unchecked and self.device.type == "cuda":
+            self.unchecked = False
+            self.host_waits += 1
+            done = get_accelerator().Event()
+            done.record()
+            wait_for_device(done, self.group, "the exchanges before an optimizer's step", self.seconds)
+        self.check()
+
+    def _allocate(self, half_bytes: int) -> None:
+        """New staging. Collective: whoever is still in an exchange is waited for."""
+        get_accelerator().synchronize()
+        self.check()
+        dist.barrier(group=self.group)
+        self.half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
+        self._staging = None  # before the new one is there
+        header = self.extension.HALVES_AT
+        self._staging, peers = self._provide(header + 2 * self.half_bytes, self.group, self.device)
+        # As if all had been through the exchange before this one.
+        self._staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
+        template = self.extension.Group()
+        template.set_peers(peers)
+        template.state, template.failure = self.state.data_ptr(), self._failure.data_ptr()
+        template.rank, template.world = self.rank, self.world_size
+        template.half_bytes = self.half_bytes
+        # Before NCCL's watchdog, which knows no phase, would end the process.
+        template.timeout_ns = int(max(self.seconds - min(10.0, self.seconds / 4), 0.1) * 1e9)
+        self._template = template
+        self.generation += 1
+        get_accelerator().synchronize()
+        dist.barrier(group=self.group)
+
+    def reserve(self, needed: int, where: str) -> None:
+        """Sees that a half holds so many bytes: a number that every rank comes to alike, for it may be collective."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.captured = True
+        if needed <= self.half_bytes:
+            return
+        if self.captured:
+            raise RuntimeError(f"{where} needs {needed} bytes of staging on every rank and has {self.half_bytes}, "
+                               "which cannot grow any more: a CUDA graph holds its address. Run the largest batch "
+                               "once before the capture")
+        self._allocate(int(needed * SLACK))
+
+    def stream(self) -> int:
+        """The current stream, as kernels are launched on it."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+
+    def group_for(self, signature: int):
+        """The kernels' Group for exchanges of one signature; as long as `generation` stays."""
+        group = self.extension.Group(self._template)
+        group.signature = signature
+        return group
+
+    def advance(self, where: str) -> None:
+        """Counts an exchange that is about to be launched."""
+        self._where[self.epoch] = where
+        self._where.pop(self.epoch - HISTORY, None)
+        self.epoch = self.epoch + 1 & 0xFFFFFFFF
+
+    def begin(self, signature: int, where: str):
+        """Both: the kernels' Group for the next exchange."""
+        self.advance(where)
+        return self.group_for(signature)
+
+    def next_serial(self) -> int:
+        """What `wait_for_counts` will wait for."""
+        self.serial = self.serial % 0x7FFFFFFF + 1
+        return self.serial
+
+    def wait_for_counts(self, where: str) -> None:
+        """The transport's only wait on the host: until `serial` stands in the first of `host_words`."""
+        self.host_waits += 1
+        start = time.monotonic()
+        if self.extension.wait_for_totals(self.host.data_ptr(), self.serial, self._failure.data_ptr(), self.seconds):
+            return
+        self.check()
+        raise peer_failure(self.group, f"'counts' of {where}, after {time.monotonic() - start:.0f} s on the host")
+
+    def check(self) -> None:
+        """Raises what a kernel recorded. Costs no synchronisation: it sees what has happened by now."""
+        if self._failed[0] == 0:
+            return
+        code, rank, peer, phase, epoch, detail = (int(word) & 0xFFFFFFFF for word in self._failed[:6])
+        ranks = ranks_of(self.group)
+        kind = KINDS[phase]
+        where = self._where.get(epoch, kind)
+        me, other = f"rank {ranks[rank]}", f"rank {ranks[peer]}"
+        place = f"exchange {epoch} over NVLink, {where}"
+        if CODES[code] == "overflow":
+            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity; nothing was "
+                              'computed from what does not fit. Raise "capacity_factor", or leave it out')
+        if CODES[code] == "mismatch":
+            theirs = KINDS[detail & 255]
+            why = "of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
+            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: all ranks of the group must make "
+                              "the same calls in the same order, with rows of the same width and dtype",
+                              (ranks[peer], ))
+        raise PeerFailure(f"{me} waited in vain for {other} in {place} (phase {kind}, epoch {epoch}): it hangs "
+                          "elsewhere, is late, or has died. The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= "
+                          "of deepspeed.init_distributed", (ranks[peer], ))
+
+
+def _signed(epoch: int) -> int:
+    """A u32 as torch's int32 holds it."""
+    epoch &= 0xFFFFFFFF
+    return epoch - (1 << 32) if epoch >> 31 else epoch

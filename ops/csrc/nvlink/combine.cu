@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// Expert-sorted rows back to their tokens: summed per token at the expert's rank in ascending choice, rounded once to
+// the wire, and summed at the owner in ascending rank; sums in float32.
+#include "rows.cuh"
+
+namespace nvlink {
+namespace {
+
+constexpr int ROWS_AHEAD = 4; // at the owner, rows whose loads are in flight together
+
+// Rows of T on the wire.
+template <class T> struct Plain {
+  static constexpr int VALUES = 8; // of a lane's piece
+  static constexpr int AHEAD = 2;  // pieces whose loads are in flight together
+  using Unit = T;
+  using Out = T;
+  int H;
+
+  __device__ __forceinline__ void encode(int, const float (&sum)[VALUES], Piece<Unit, VALUES> &out) { out.set(sum); }
+  __device__ __forceinline__ void flush(const RowsView &, int, int64_t, int, bool) {}
+  struct Loaded {
+    Piece<Unit, VALUES> data;
+  };
+  __device__ __forceinline__ void load(const RowsView &, int64_t, int, const Unit *from, Loaded &in) const {
+    in.data.load(from);
+  }
+  __device__ __forceinline__ void add(const Loaded &in, float (&sum)[VALUES]) const {
+    float values[VALUES];
+    in.data.floats(values);
+#pragma unroll
+    for (int i = 0; i < VALUES; i++)
+      sum[i] = __fadd_rn(sum[i], values[i]);
+  }
+};
+
+// MXFP8 rows on the wire; sums leave as OUT.
+template <class OUT, int BLOCK> struct Quantised {
+  static constexpr int VALUES = LANE_VALUES;
+  static constexpr int AHEAD = 1;
+  using Unit = uint8_t;
+  using Out = OUT;
+  int H;
+  bool floor;
+  ScaleWords<BLOCK> words;
+
+  __device__ __forceinline__ void encode(int piece, const float (&sum)[VALUES], Piece<Unit, VALUES> &out) {
+    words.add(piece, quantize<BLOCK>(sum, floor, out.raw[0]));
+  }
+  __device__ __forceinline__ void flush(const RowsView &v, int w, int64_t row, int piece, bool last) {
+    if (last || words.full(piece))
+      words.store(v.scales(w, row), piece);
+  }
+  struct Loaded {
+    Piece<Unit, VALUES> data;
+    uint8_t byte;
+  };
+  __device__ __forceinline__ void load(const RowsView &v, int64_t row, int value, const Unit *from, Loaded &in) const {
+    in.data.load(from);
+    in.byte = *static_cast<const volatile uint8_t *>(v.scales(v.rank(), row) + value / BLOCK);
+  }
+  __device__ __forceinline__ void add(const Loaded &in, float (&sum)[VALUES]) const {
+    const float scale = power_of_two(in.byte);
+    const int4 data = in.data.raw[0];
+    const uint32_t quads[4] = {uint32_t(data.x), uint32_t(data.y), uint32_t(data.z), uint32_t(data.w)};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float values[4];
+      from_e4m3x4(quads[i], values);
+      // Unfused: a product beyond float32's range is Inf before it is added.
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        sum[4 * i + j] = __fadd_rn(sum[4 * i + j], __fmul_rn(values[j], scale));
+    }
+  }
+};
+
+template <class In, class Wire> struct CombineWork {
+  static constexpr int VALUES = Wire::VALUES;
+  static constexpr int PIECE = 32 * VALUES;
+  static constexpr int AHEAD = Wire::AHEAD;
+  using Unit = typename Wire::Unit;
+  const Combine &a;
+  const RowsView v;
+  const Wire wire;
+
+  __device__ int owner(int i) const { return (i + v.rank() + 1) % v.world(); }
+  __device__ int chunk(int i) const { return i / v.world(); }
+
+  __device__ Unit *row_at(int w, int64_t row) const {
+    return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
+  }
+
+  // Item i: the rows of a chunk of their owner's tokens.
+  __device__ void send(int i) {
+    const int w = owner(i), c = chunk(i), H = a.rows.H, mine = v.lane() * VALUES;
+    if (c >= v.chunks_of(w))
+      return;
+    const int2 range = v.arriving(w, c);
+    // From where rows of w stand here to where they stand there.
+    const int64_t shift = int64_t(v.segment(PEER_SEND_BASE, w)) - v.segment(RECV_BASE, w);
+    const int64_t end = range.x + range.y;
+    int following = range.x + v.warp() < end ? v.place(range.x + v.warp()) : -1;
+    for (int64_t r = range.x + v.warp(); r < end; r += v.warps()) {
+      const int place = following;
+      if (r + v.warps() < end)
+        following = v.place(r + v.warps());
+      const uint32_t here = __ballot_sync(~0u, place >= 0);
+      Unit *to = row_at(w, r + shift) + mine;
+      Wire out = wire;
+      const int last = (H - 1) / PIECE;
+      for (int first = 0; first <= last; first += AHEAD) {
+        float sum[AHEAD][VALUES] = {};
+        for (uint32_t left = here; left;) {
+          Piece<In, VALUES> in[2][AHEAD];
+          bool there[2];
+#pragma unroll
+          for (int n = 0; n < 2; n++) { // two rows are in flight together
+            there[n] = left != 0;
+            const int64_t p = __shfl_sync(~0u, place, (__ffs(left) - 1) & 31);
+            left &= left - 1;
+            if (there[n])
+#pragma unroll
+              for (int j = 0; j < AHEAD; j++)
+                if ((first + j) * PIECE + mine < H)
+                  in[n][j].load(at<In>(a.y_PH) + p * H + (first + j) * PIECE + mine);
+          }
+#pragma unroll
+          for (int n = 0; n < 2; n++)
+            if (there[n])
+#pragma unroll
+              for (int j = 0; j < AHEAD; j++)
+                if ((first + j) * PIECE + mine < H) {
+                  float values[VALUES];
+                  in[n][j].floats(values);
+#pragma unroll
+                  for (int i = 0; i < VALUES; i++)
+                    sum[j][i] = __fadd_rn(sum[j][i], values[i]);
+                }
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+          const int piece = first + j;
+          if (piece > last)
+            break;
+          Piece<Unit, VALUES> data;
+          out.encode(piece, sum[j], data);
+          if (piece * PIECE + mine < H)
+            data.store(to + piece * PIECE);
+          out.flush(v, w, r + shift, piece, piece == last);
+        }
+      }
+      if (a.rows.weights && v.lane() < a.rows.K)
+        v.weights(w, r + shift)[v.lane()] = place >= 0 ? at<float>(a.weight_P)[place] : 0.0f;
+    }
+  }
+
+  __device__ void announce(int i) {
+    if (threadIdx.x == 0 && chunk(i) < v.chunks_of(owner(i)))
+      v.x.announce(owner(i), chunk(i));
+  }
+
+  // Item c: a chunk of this rank's tokens.
+  __device__ bool skip(int) const { return false; }
+  __device__ void await(int c) const {
+    for (int w = 0; w < v.world(); w++)
+      if (v.sent(w, c))
+        v.x.await(w, c);
+  }
+
+  __device__ void receive(int c) {
+    const int H = a.rows.H, mine = v.lane() * VALUES, fanout = a.rows.fanout;
+    for (int64_t t = v.token_begin(c) / fanout + v.warp(); t < v.token_end(c) / fanout; t += v.warps()) {
+      int own;
+      const int count = rows_back(t, own);
+      for (int first = 0; first < H; first += PIECE) {
+        const bool inside = first + mine < H;
+        float sum[VALUES] = {};
+        for (int n = 0; n < count; n += ROWS_AHEAD) {
+          typename Wire::Loaded in[ROWS_AHEAD];
+#pragma unroll
+          for (int i = 0; i < ROWS_AHEAD; i++) {
+            const int row = __shfl_sync(~0u, own, n + i);
+            if (n + i < count && inside)
+              wire.load(v, row, first + mine, row_at(v.rank(), row) + first + mine, in[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < ROWS_AHEAD; i++)
+            if (n + i < count && inside)
+              wire.add(in[i], sum);
+        }
+        if (inside) {
+          Piece<typename Wire::Out, VALUES> out;
+          out.set(sum);
+          out.store(at<typename Wire::Out>(a.out_TH) + t * H + first + mine);
+        }
+      }
+      if (a.rows.weights)
+        weights_back(t);
+    }
+  }
+
+  // Where a choice's token stands among the S as sent to rank w; -1: it was not.
+  __device__ int row_sent(int64_t t, int w) const {
+    const int slot = at<int>(a.rows.slot_WT)[w * a.rows.T + t];
+    return slot < 0 ? -1 : slot + v.segment(SEND_BASE, w);
+  }
+
+  // Lane n: the n-th of the rows that came back for a token, ascending by choice (with a fanout) and rank. How many.
+  __device__ int rows_back(int64_t t, int &row) const {
+    const int W = v.world(), candidates = a.rows.fanout * W;
+    int count = 0;
+    row = 0;
+    for (int c0 = 0; c0 < candidates; c0 += 32) {
+      const int c = c0 + v.lane();
+      const int own = c < candidates ? row_sent(t * a.rows.fanout + c / W, c % W) : -1;
+      const uint32_t valid = __ballot_sync(~0u, own >= 0);
+      const int nth = v.lane() - count;
+      const int from = nth >= 0 && nth < __popc(valid) ? __fns(valid, 0, nth + 1) : 0;
+      const int found = __shfl_sync(~0u, own, from);
+      if (nth >= 0 && nth < __popc(valid))
+        row = found;
+      count += __popc(valid);
+    }
+    return min(count, 32);
+  }
+
+  __device__ void weights_back(int64_t t) const {
+    const int K = a.rows.K, count = a.rows.fanout * K;
+    for (int i = v.lane(); i < count; i += 32) {
+      float sum = 0;
+      for (int w = 0; w < v.world(); w++)
+        if (const int row = row_sent(t * a.rows.fanout + i / K, w); row >= 0)
+          sum = __fadd_rn(sum, *static_cast<const volatile float *>(v.weights(v.rank(), row) + i % K));
+      at<float>(a.out_weight_TK)[t * count + i] = sum;
+    }
+  }
+};
+
+template <class In, class Wire>
+__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_PER_SM) combine(const __grid_constant__ Combine a, Wire wire) {
+  Exchange x(a.rows.group);
+  CombineWork<In, Wire> work{a, RowsView{a.rows, x}, wire};
+  const int sends = work.v.most_chunks() * work.v.world();
+  exchange(x, work, sends, a.rows.chunks);
+  x.finish();
+}
+
+template <class T> struct Type { using type = T; };
+
+template <class Action> int with_type(int dtype, Action action) {
+  return dtype == BF16 ? action(Type<__nv_bfloat16>()) : dtype == FP16 ? action(Type<__half>()) : action(Type<float>());
+}
+
+template <class Action> int with_wire(const Combine &a, Action action) {
+  const int H = a.rows.H;
+  const bool floor = a.rows.floor;
+  return with_type(a.out_dtype, [&](auto out) {
+    using Out = typename decltype(out)::type;
+    return a.rows.block == 32    ? action(Quantised<Out, 32>{H, floor, {}})
+           : a.rows.block == 128 ? action(Quantised<Out, 128>{H, floor, {}})
+                                 : action(Plain<Out>{H});
+  });
+}
+
+} // namespace
+
+int launch(const Combine &a, int sms, Address stream) {
+  return with_type(a.dtype, [&](auto in) {
+    return with_wire(a, [&](auto wire) {
+      using In = typename decltype(in)::type;
+      combine<In><<<sms * BLOCKS_PER_SM, ROW_THREADS, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
+      return int(cudaGetLastError());
+    });
+  });
+}
+
+int load_combine() {
+  for (int block : {0, 32, 128})
+    for (int in_dtype : {BF16, FP16, FP32})
+      for (int out_dtype : {BF16, FP16, FP32}) {
+        Combine a;
+        a.rows.block = block;
+        a.out_dtype = out_dtype;
+        const int error = with_type(in_dtype, [&](auto in) {
+          return with_wire(a, [&](auto wire) {
+            cudaFuncAttributes unused;
+            return int(cudaFuncGetAttributes(&unused, combine<typename decltype(in)::type, decltype(wire)>));
+          });
+        });
+        if (error)
+          return error;
+      }
+  return 0;
+}
+
+} // namespace nvlink

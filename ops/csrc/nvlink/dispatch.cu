@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tokens to the ranks of their experts, each read and quantised once and sent once to a rank; and what arrives into
+// expert-sorted, padded rows.
+#include "rows.cuh"
+
+namespace nvlink {
+namespace {
+
+constexpr int AHEAD = 4; // pieces whose loads are in flight together
+constexpr int AHEAD_QUANTISED = 2;
+
+// What a warp sends of a token: as it is.
+struct Plain {
+  int bytes; // of a row
+
+  __device__ __forceinline__ int row_bytes() const { return bytes; }
+
+  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS]) const {
+    const char *from = at<char>(x, source * bytes) + v.lane() * LANE_BYTES;
+    for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
+      int4 data[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (first + i * PIECE_BYTES + v.lane() * LANE_BYTES < bytes)
+          data[i] = load16(from + first + i * PIECE_BYTES);
+#pragma unroll
+      for (int w = 0; w < MAX_RANKS; w++)
+        if (row[w] >= 0) {
+          char *to = v.data(w, row[w], bytes) + v.lane() * LANE_BYTES + first;
+#pragma unroll
+          for (int i = 0; i < AHEAD; i++)
+            if (first + i * PIECE_BYTES + v.lane() * LANE_BYTES < bytes)
+              store16(to + i * PIECE_BYTES, data[i]);
+        }
+    }
+  }
+};
+
+// What a warp sends of a token: quantised to MXFP8.
+template <class T, int BLOCK> struct Quantised {
+  int H;
+  bool floor;
+
+  __device__ __forceinline__ int row_bytes() const { return H; }
+
+  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS]) const {
+    constexpr int PIECE = 32 * LANE_VALUES;
+    const int mine = v.lane() * LANE_VALUES;
+    const T *from = at<T>(x) + source * H + mine;
+    ScaleWords<BLOCK> words;
+    const int last = (H - 1) / PIECE;
+    for (int first = 0; first <= last; first += AHEAD_QUANTISED) {
+      Piece<T, LANE_VALUES> in[AHEAD_QUANTISED];
+#pragma unroll
+      for (int i = 0; i < AHEAD_QUANTISED; i++) {
+        if ((first + i) * PIECE + mine < H)
+          in[i].load(from + (first + i) * PIECE);
+        else
+          in[i].zero();
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD_QUANTISED; i++) {
+        const int piece = first + i;
+        if (piece > last)
+          break;
+        float values[LANE_VALUES];
+        in[i].floats(values);
+        int4 data;
+        words.add(piece, quantize<BLOCK>(values, floor, data));
+        const bool inside = piece * PIECE + mine < H, flush = words.full(piece) || piece == last;
+#pragma unroll
+        for (int w = 0; w < MAX_RANKS; w++)
+          if (row[w] >= 0) {
+            if (inside)
+              store16(v.data(w, row[w], H) + piece * PIECE + mine, data);
+            if (flush)
+              words.store(v.scales(w, row[w]), piece);
+          }
+      }
+    }
+  }
+};
+
+template <class Row> struct DispatchWork {
+  const Dispatch &a;
+  const RowsView v;
+  const Row wire;
+
+  __device__ void send(int c) {
+    const Rows &rows = a.rows;
+    for (int64_t t = v.token_begin(c) + v.warp(); t < v.token_end(c); t += v.warps()) {
+      int slot = -1;
+      if (v.lane() < v.world()) {
+        slot = at<int>(rows.slot_WT)[v.lane() * rows.T + t];
+        if (slot >= 0)
+          slot += v.segment(PEER_RECV_BASE, v.lane());
+      }
+      int row[MAX_RANKS];
+#pragma unroll
+      for (int w = 0; w < MAX_RANKS; w++)
+        row[w] = __shfl_sync(~0u, slot, w);
+      if (__ballot_sync(~0u, slot >= 0) == 0)
+        continue;
+      wire.send(v, a.x_TH, t / rows.fanout, row);
+      if (rows.weights && v.lane() < rows.K) {
+        const float weight = at<float>(a.weight_TK)[t * rows.K + v.lane()];
+#pragma unroll
+        for (int w = 0; w < MAX_RANKS; w++)
+          if (row[w] >= 0)
+            v.weights(w, row[w])[v.lane()] = weight;
+      }
+    }
+  }
+
+  __device__ void announce(int c) {
+    if (threadIdx.x < v.world())
+      v.x.announce(threadIdx.x, c);
+  }
+
+  __device__ int source(int i) const { return (i + v.rank()) % v.world(); }
+  __device__ int chunk(int i) const { return i / v.world(); }
+  __device__ bool skip(int i) const {
+    return chunk(i) >= v.chunks_of(source(i)) || v.arriving(source(i), chunk(i)).y == 0;
+  }
+  __device__ void await(int i) const { v.x.await(source(i), chunk(i)); }
+
+  __device__ void receive(int i) {
+    const Rows &rows = a.rows;
+    const int2 range = v.arriving(source(i), chunk(i));
+    const int bytes = wire.row_bytes(), mine = v.lane() * LANE_BYTES;
+    const int scale_count = rows.block ? (rows.H + rows.block - 1) / rows.block : 0;
+    const int64_t end = range.x + range.y;
+    int following = range.x + v.warp() < end ? v.place(range.x + v.warp()) : -1;
+    for (int64_t r = range.x + v.warp(); r < end; r += v.warps()) {
+      const int place = following;
+      if (r + v.warps() < end)
+        following = v.place(r + v.warps());
+      const uint32_t here = __ballot_sync(~0u, place >= 0);
+      // What is small, ahead of the data.
+      const volatile uint8_t *scales = v.scales(v.rank(), r);
+      uint8_t byte = v.lane() < scale_count ? scales[v.lane()] : 0;
+      const float weight = rows.weights && place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
+      const char *from = v.data(v.rank(), r, bytes) + mine;
+      for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
+        int4 data[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+          if (first + j * PIECE_BYTES + mine < bytes)
+            data[j] = load16(from + first + j * PIECE_BYTES);
+        for (uint32_t left = here; left; left &= left - 1) {
+          const int64_t p = __shfl_sync(~0u, place, __ffs(left) - 1);
+          char *to = at<char>(a.out_PH, p * bytes) + mine + first;
+#pragma unroll
+          for (int j = 0; j < AHEAD; j++)
+            if (first + j * PIECE_BYTES + mine < bytes)
+              store16(to + j * PIECE_BYTES, data[j]);
+        }
+      }
+      for (int b = v.lane(); b - v.lane() < scale_count; b += 32) {
+        if (b >= 32 && b < scale_count)
+          byte = scales[b];
+        for (uint32_t left = here; left; left &= left - 1) {
+          const int64_t p = __shfl_sync(~0u, place, __ffs(left) - 1);
+          if (b < scale_count)
+            at<uint8_t>(a.out_scale)[p * a.scale_stride_p + b * a.scale_stride_b] = byte;
+        }
+      }
+      if (rows.weights && place >= 0)
+        at<float>(a.out_weight_P)[place] = weight;
+    }
+  }
+
+  // Zeros in the rows that fill up a group; weights of 0 also behind the last group.
+  __device__ void pad() {
+    const Rows &rows = a.rows;
+    const int bytes = wire.row_bytes(), count = rows.block ? (rows.H + rows.block - 1) / rows.block : 0;
+    const int64_t warp = int64_t(blockIdx.x) * v.warps() + v.warp(), warps = int64_t(gridDim.x) * v.warps();
+    const int *ends = at<int>(a.group_ends_E), *sizes = at<int>(a.group_sizes_E);
+    for (int64_t i = warp; i < int64_t(a.local_experts) * ROW_ALIGNMENT; i += warps) {
+      const int e = int(i / ROW_ALIGNMENT), begin = e ? ends[e - 1] : 0;
+      const int64_t p = begin + sizes[e] + i % ROW_ALIGNMENT;
+      if (p >= ends[e] || p >= rows.P)
+        continue;
+      for (int byte = v.lane() * LANE_BYTES; byte < bytes; byte += PIECE_BYTES)
+        store16(at<char>(a.out_PH, p * bytes + byte), make_int4(0, 0, 0, 0));
+      for (int b = v.lane(); b < count; b += 32)
+        at<uint8_t>(a.out_scale)[p * a.scale_stride_p + b * a.scale_stride_b] = 0;
+      if (rows.weights && v.lane() == 0)
+        at<float>(a.out_weight_P)[p] = 0;
+    }
+    if (rows.weights)
+      for (int64_t p = ends[a.local_experts - 1] + warp * 32 + v.lane(); p < rows.P; p += warps * 32)
+        at<float>(a.out_weight_P)[p] = 0;
+  }
+};
+
+template <class Row> __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_PER_SM) dispatch(const __grid_constant__ Dispatch a, Row wire) {
+  Exchange x(a.rows.group);
+  DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
+  const int receives = work.v.most_chunks() * work.v.world();
+  exchange(x, work, a.rows.chunks, receives);
+  work.pad();
+  x.finish();
+}
+
+template <class Action> int with_wire(const Dispatch &a, Action action) {
+  const bool floor = a.rows.floor;
+  const int H = a.rows.H;
+  switch (a.rows.block * 4 + a.dtype) {
+  case 32 * 4 + BF16: return action(Quantised<__nv_bfloat16, 32>{H, floor});
+  case 32 * 4 + FP16: return action(Quantised<__half, 32>{H, floor});
+  case 32 * 4 + FP32: return action(Quantised<float, 32>{H, floor});
+  case 128 * 4 + BF16: return action(Quantised<__nv_bfloat16, 128>{H, floor});
+  case 128 * 4 + FP16: return action(Quantised<__half, 128>{H, floor});
+  case 128 * 4 + FP32: return action(Quantised<float, 128>{H, floor});
+  default: return action(Plain{H * (a.dtype == FP32 ? 4 : 2)});
+  }
+}
+
+} // namespace
+
+int launch(const Dispatch &a, int sms, Address stream) {
+  return with_wire(a, [&](auto wire) {
+    dispatch<<<sms * BLOCKS_PER_SM, ROW_THREADS, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
+    return int(cudaGetLastError());
+  });
+}
+
+int load_dispatch() {
+  for (int block : {0, 32, 128})
+    for (int dtype : {BF16, FP16, FP32}) {
+      Dispatch a;
+      a.rows.block = block;
+      a.dtype = dtype;
+      const int error = with_wire(a, [](auto wire) {
+        cudaFuncAttributes unused;
+        return int(cudaFuncGetAttributes(&unused, dispatch<decltype(wire)>));
+      });
+      if (error)
+        return error;
+    }
+  return 0;
+}
+
+} // namespace nvlink

@@ -1,0 +1,451 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dispatch and combine of few tokens at low latency. A token stands in its rank's part of the staging at its own
+// index, so nothing is counted before it is sent; with it travel the row that each choice takes among those of its
+// rank and expert. A token goes once to each rank, and to ranks that do not serve it only as an empty route. Rows of an
+// expert are in the order of (rank, token, choice). Combine sends a row for each choice: only the owner has the weights.
+#include "exchange.cuh"
+#include "mxfp8.cuh"
+
+namespace nvlink {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int COUNTS_FLAG = MAX_CHUNKS - 1; // behind the tokens' flags
+constexpr int AHEAD = 4;
+constexpr int MAX_SCALE_WORDS = 512; // of a row
+
+struct View {
+  const Few &a;
+  const Exchange &x;
+
+  __device__ int warp() const { return threadIdx.x / 32; }
+  __device__ int lane() const { return threadIdx.x % 32; }
+  __device__ int world() const { return a.group.world; }
+  __device__ int rank() const { return a.group.rank; }
+  __device__ int tokens() const { return a.bound ? min(int(*at<uint32_t>(a.bound)), a.T) : a.T; }
+  __device__ int expert(int i) const { // -1: dropped
+    const int64_t e = a.index_bytes == 4 ? at<int32_t>(a.index_TK)[i] : at<int64_t>(a.index_TK)[i];
+    return e >= 0 && e < a.experts ? int(e) : -1;
+  }
+  // Rank w's staging; token t of `source`.
+  __device__ char *data(int w, int source, int64_t row, int row_bytes) const {
+    return at<char>(x.half(w), a.data_at + (int64_t(source) * a.max_tokens + row) * row_bytes);
+  }
+  __device__ uint32_t *scales(int w, int source, int t, int scale_row) const {
+    return at<uint32_t>(x.half(w), a.scale_at + (int64_t(source) * a.max_tokens + t) * scale_row);
+  }
+  __device__ int *route(int w, int source, int t) const {
+    return at<int>(x.half(w), a.route_at) + (int64_t(source) * a.max_tokens + t) * a.K;
+  }
+  __device__ int *counts(int w, int source) const { // tokens, then choices for each of w's experts
+    return at<int>(x.half(w), a.count_at) + source * (1 + a.local_experts);
+  }
+  __device__ int *kept(int source, int t) const {
+    return at<int>(a.routes) + (int64_t(source) * a.max_tokens + t) * a.K;
+  }
+  __device__ int *kept_tokens() const { return at<int>(a.routes) + int64_t(world()) * a.max_tokens * a.K; }
+
+  // Warps that move a row together.
+  __device__ int teams() const { return gridDim.x * (WARPS / a.team); }
+  __device__ int team() const { return a.team == 1 ? blockIdx.x * WARPS + warp() : blockIdx.x; }
+  __device__ int member() const { return a.team == 1 ? 0 : warp(); }
+  __device__ void sync_team() const {
+    if (a.team == 1)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+// A row as it is, piece by piece; warps take turns at the pieces.
+struct Plain {
+  __device__ __forceinline__ void send(const View &v, const FewDispatch &a, int t, uint32_t ranks, uint32_t *) const {
+    const char *from = at<char>(a.x_TH, int64_t(t) * a.row_bytes);
+    for (int byte = threadIdx.x * 16; byte < a.row_bytes; byte += THREADS * 16) {
+      const int4 data = load16(from + byte);
+#pragma unroll
+      for (int w = 0; w < MAX_RANKS; w++)
+        if (ranks >> w & 1)
+          store16(v.data(w, v.rank(), t, a.row_bytes) + byte, data);
+    }
+  }
+};
+
+template <class T, int BLOCK> struct Quantised {
+  __device__ __forceinline__ void send(const View &v, const FewDispatch &a, int t, uint32_t ranks,
+                                       uint32_t *words) const {
+    constexpr int PIECE = 32 * LANE_VALUES, LANES = BLOCK / LANE_VALUES, WORDS = PIECE / BLOCK / 4;
+    const int H = v.a.H, mine = v.lane() * LANE_VALUES;
+    for (int piece = v.warp(); piece * PIECE < H; piece += WARPS) {
+      const bool inside = piece * PIECE + mine < H;
+      Piece<T, LANE_VALUES> in;
+      if (inside)
+        in.load(at<T>(a.x_TH) + int64_t(t) * H + piece * PIECE + mine);
+      else
+        in.zero();
+      float values[LANE_VALUES];
+      in.floats(values);
+      int4 data;
+      uint32_t word = quantize<BLOCK>(values, a.floor, data) << (8 * (v.lane() / LANES % 4));
+      word |= __shfl_xor_sync(~0u, word, LANES);
+      word |= __shfl_xor_sync(~0u, word, 2 * LANES);
+      if (v.lane() % (4 * LANES) == 0)
+        words[piece * WORDS + v.lane() / (4 * LANES)] = word;
+#pragma unroll
+      for (int w = 0; w < MAX_RANKS; w++)
+        if (inside && ranks >> w & 1)
+          store16(v.data(w, v.rank(), t, H) + piece * PIECE + mine, data);
+    }
+  }
+};
+
+// Tells rank w how many tokens this rank has, and how many choices for each of w's experts. One block.
+__device__ void send_counts(const View &v, const int *expert, int choices, int tokens, int w, int *counted) {
+  const int first = w * v.a.local_experts;
+  for (int e = threadIdx.x; e < v.a.local_experts; e += THREADS)
+    counted[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < choices; i += THREADS)
+    if (const int e = expert[i] - first; expert[i] >= 0 && e >= 0 && e < v.a.local_experts)
+      atomicAdd(&counted[e], 1);
+  __syncthreads();
+  int *to = v.counts(w, v.rank());
+  for (int e = threadIdx.x; e < v.a.local_experts; e += THREADS)
+    to[1 + e] = counted[e];
+  if (threadIdx.x == 0)
+    to[0] = tokens;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    v.x.announce(w, COUNTS_FLAG);
+}
+
+template <class Row> __device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row, int *shared) {
+  __shared__ uint32_t words[MAX_SCALE_WORDS];
+  __shared__ int slots[MAX_CHOICES], serving;
+  const int K = v.a.K, W = v.world(), tokens = v.tokens(), choices = tokens * K;
+  int *expert = shared; // [choices], and behind it [local_experts]
+  for (int i = threadIdx.x; i < choices; i += THREADS)
+    expert[i] = v.expert(i);
+  __syncthreads();
+  for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
+    if (threadIdx.x == 0)
+      serving = 0;
+    __syncthreads();
+    // How many of this rank's choices before it go to the same expert.
+    for (int k = v.warp(); k < K; k += WARPS) {
+      const int i = t * K + k, e = expert[i];
+      int before = 0;
+      for (int j = v.lane(); j < i; j += 32)
+        before += expert[j] == e;
+#pragma unroll
+      for (int by = 16; by; by /= 2)
+        before += __shfl_xor_sync(~0u, before, by);
+      if (v.lane() == 0) {
+        slots[k] = before;
+        if (e >= 0)
+          atomicOr(&serving, 1 << e / v.a.local_experts);
+      }
+    }
+    __syncthreads();
+    row.send(v, a, t, serving, words);
+    __syncthreads();
+    if (const int w = v.warp(); w < W) { // one warp for each rank: what is small, and the flag
+      for (int k = v.lane(); k < K; k += 32) {
+        const int e = expert[t * K + k];
+        v.route(w, v.rank(), t)[k] =
+            e >= 0 && e / v.a.local_experts == w ? e % v.a.local_experts << 16 | slots[k] : -1;
+      }
+      if (serving >> w & 1)
+        for (int i = v.lane(); i < a.scale_row / 4; i += 32)
+          v.scales(w, v.rank(), t, a.scale_row)[i] =
+              a.scale_in ? at<uint32_t>(a.scale_in, int64_t(t) * a.scale_row)[i] : words[i];
+      __syncwarp();
+      if (v.lane() == 0)
+        v.x.announce(w, t);
+    }
+    __syncthreads(); // before the next token overwrites what is shared
+  }
+  // The counts last: their blocks had no token, or few.
+  for (int w = gridDim.x - 1 - blockIdx.x; w < W; w += gridDim.x)
+    send_counts(v, expert, choices, tokens, w, expert + choices);
+}
+
+// One team: a row of `bytes` from staging to `count` places, given by the lanes of `here`.
+__device__ void copy_row(const View &v, const char *from, Address to, int bytes, int place, uint32_t here) {
+  const int step = v.a.team * 512, mine = v.member() * 512 + v.lane() * 16;
+  for (int first = 0; first < bytes; first += AHEAD * step) {
+    int4 data[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++)
+      if (first + j * step + mine < bytes)
+        data[j] = load16(from + first + j * step + mine);
+    for (uint32_t left = here; left; left &= left - 1) {
+      const int64_t p = __shfl_sync(~0u, place, __ffs(left) - 1);
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++)
+        if (first + j * step + mine < bytes)
+          store16(at<char>(to, p * bytes + first + j * step + mine), data[j]);
+    }
+  }
+}
+
+// values[w], without an index into registers.
+__device__ __forceinline__ int of_rank(const int (&values)[MAX_RANKS], int w) {
+  int value = 0;
+#pragma unroll
+  for (int i = 0; i < MAX_RANKS; i++)
+    value = i == w ? values[i] : value;
+  return value;
+}
+
+__device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared) {
+  const int W = v.world(), K = v.a.K, E = v.a.local_experts, rows = v.a.max_tokens * W;
+  int *before = shared; // [W, E]: rows of an expert that come from lower ranks
+  const bool counted = threadIdx.x >= W || v.x.await(threadIdx.x, COUNTS_FLAG);
+  if (__syncthreads_or(!counted))
+    return;
+  int tokens[MAX_RANKS], most_tokens = 0;
+#pragma unroll
+  for (int w = 0; w < MAX_RANKS; w++) {
+    tokens[w] = w < W ? *static_cast<volatile int *>(v.counts(v.rank(), w)) : 0;
+    most_tokens = max(most_tokens, tokens[w]);
+  }
+  for (int e = threadIdx.x; e < E; e += THREADS) {
+    int sum = 0;
+    for (int w = 0; w < W; w++) {
+      before[w * E + e] = sum;
+      sum += static_cast<volatile int *>(v.counts(v.rank(), w))[1 + e];
+    }
+    if (blockIdx.x == 0) {
+      at<int>(a.out_count_E)[e] = sum;
+      if (sum > rows)
+        v.x.fail(OVERFLOW, v.rank(), sum);
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x < W)
+    v.kept_tokens()[threadIdx.x] = *static_cast<volatile int *>(v.counts(v.rank(), threadIdx.x));
+  __syncthreads();
+
+  for (int i = v.team(); i < most_tokens * W; i += v.teams()) {
+    const int w = (i + v.rank()) % W, t = i / W;
+    if (t >= of_rank(tokens, w))
+      continue;
+    const bool there = v.x.await(w, t); // every lane for itself
+    v.sync_team();
+    int place = -1;
+    if (there && v.lane() < K) {
+      const int route = static_cast<volatile int *>(v.route(v.rank(), w, t))[v.lane()];
+      if (route >= 0) {
+        const int e = route >> 16, row = before[w * E + e] + (route & 0xFFFF);
+        if (row < rows) // else it was told as an overflow
+          place = e * rows + row;
+      }
+      if (v.member() == 0)
+        v.kept(w, t)[v.lane()] = place;
+    }
+    const uint32_t here = __ballot_sync(~0u, place >= 0);
+    if (here == 0)
+      continue;
+    copy_row(v, v.data(v.rank(), w, t, a.row_bytes), a.out_ERH, a.row_bytes, place, here);
+    if (a.out_scale == 0 || v.member() != 0)
+      continue;
+    const volatile uint32_t *words = v.scales(v.rank(), w, t, a.scale_row);
+    for (int b = v.lane(); b - v.lane() < a.scales; b += 32) {
+      const bool inside = b < a.scales;
+      const uint32_t word = inside ? words[a.scale_kind == WORDS ? b : b / 4] : 0, byte = word >> (8 * (b % 4)) & 255;
+      for (uint32_t left = here; left; left &= left - 1) {
+        const int p = __shfl_sync(~0u, place, __ffs(left) - 1);
+        if (!inside)
+          continue;
+        const Address to = a.out_scale + p / rows * a.scale_strides[0] + p % rows * a.scale_strides[1] +
+                           b * a.scale_strides[2];
+        if (a.scale_kind == WORDS)
+          *at<uint32_t>(to) = word;
+        else if (a.scale_kind == BYTES_TO_FLOATS)
+          *at<float>(to) = power_of_two(byte);
+        else
+          *at<uint8_t>(to) = uint8_t(byte);
+      }
+    }
+  }
+}
+
+template <class Row>
+__global__ void __launch_bounds__(THREADS) few_dispatch(const __grid_constant__ FewDispatch a, Row row) {
+  extern __shared__ int shared[];
+  Exchange x(a.few.group);
+  const View v{a.few, x};
+  if (a.few.send && x.live)
+    send_tokens(v, a, row, shared);
+  __syncthreads();
+  if (a.few.receive && x.live)
+    receive_tokens(v, a, shared);
+  x.finish(a.few.receive);
+}
+
+__device__ __forceinline__ Address row_of_choice(const View &v, int w, int64_t row, int row_bytes) {
+  return v.x.half(w) + v.a.data_at + row * row_bytes;
+}
+
+// Rows of y back to their tokens' ranks: the staging there has a row for each choice.
+template <class In, class Out> __device__ void send_rows(const View &v, const FewCombine &a) {
+  const int W = v.world(), K = v.a.K, H = v.a.H, step = v.a.team * 256;
+  const int mine = v.member() * 256 + v.lane() * 8;
+  int tokens[MAX_RANKS], most_tokens = 0;
+#pragma unroll
+  for (int w = 0; w < MAX_RANKS; w++) {
+    tokens[w] = w < W ? v.kept_tokens()[w] : 0;
+    most_tokens = max(most_tokens, tokens[w]);
+  }
+  for (int i = v.team(); i < most_tokens * W; i += v.teams()) {
+    const int w = (i + v.rank() + 1) % W, t = i / W;
+    if (t >= of_rank(tokens, w))
+      continue;
+    const int place = v.lane() < K ? v.kept(w, t)[v.lane()] : -1;
+    const uint32_t here = __ballot_sync(~0u, place >= 0);
+    if (here == 0)
+      continue;
+    for (uint32_t left = here; left; left &= left - 1) {
+      const int k = __ffs(left) - 1;
+      const int64_t p = __shfl_sync(~0u, place, k);
+      const In *from = at<In>(a.y_ERH) + p * H;
+      Out *to = at<Out>(row_of_choice(v, w, t * K + k, H * int(sizeof(Out))));
+      for (int first = 0; first < H; first += AHEAD * step) {
+        Piece<In, 8> in[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+          if (first + j * step + mine < H)
+            in[j].load(from + first + j * step + mine);
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+          if (first + j * step + mine < H) {
+            float values[8];
+            in[j].floats(values);
+            Piece<Out, 8> out;
+            out.set(values);
+            out.store(to + first + j * step + mine);
+          }
+      }
+    }
+    v.sync_team();
+    if (v.lane() == 0 && v.member() == 0)
+      v.x.announce(w, t);
+  }
+}
+
+// Weighted sums, in ascending choice. A block for each token.
+template <class Out> __device__ void sum_rows(const View &v, const FewCombine &a) {
+  const int K = v.a.K, H = v.a.H, tokens = v.tokens();
+  for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
+    for (int k = threadIdx.x; k < K; k += THREADS)
+      if (const int e = v.expert(t * K + k); e >= 0)
+        v.x.await(e / v.a.local_experts, t);
+    __syncthreads();
+    for (int first = threadIdx.x * 8; first < H; first += THREADS * 8) {
+      float sum[8] = {};
+      for (int k0 = 0; k0 < K; k0 += AHEAD) {
+        Piece<Out, 8> in[AHEAD];
+        bool there[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+          there[j] = k0 + j < K && v.expert(t * K + k0 + j) >= 0;
+          if (there[j])
+            in[j].load(at<Out>(row_of_choice(v, v.rank(), t * K + k0 + j, H * int(sizeof(Out)))) + first);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+          if (there[j]) {
+            const float weight = at<float>(a.weight_TK)[t * K + k0 + j];
+            float values[8];
+            in[j].floats(values);
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+              sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, values[i]));
+          }
+      }
+      Piece<Out, 8> out;
+      out.set(sum);
+      out.store(at<Out>(a.out_TH) + int64_t(t) * H + first);
+    }
+  }
+}
+
+template <class In, class Out>
+__global__ void __launch_bounds__(THREADS) few_combine(const __grid_constant__ FewCombine a) {
+  Exchange x(a.few.group);
+  const View v{a.few, x};
+  if (a.few.send && x.live)
+    send_rows<In, Out>(v, a);
+  __syncthreads();
+  if (a.few.receive && x.live)
+    sum_rows<Out>(v, a);
+  x.finish(a.few.receive);
+}
+
+template <class Action> int with_row(const FewDispatch &a, Action action) {
+  switch (a.block * 4 + a.dtype) {
+  case 32 * 4 + BF16: return action(Quantised<__nv_bfloat16, 32>());
+  case 32 * 4 + FP16: return action(Quantised<__half, 32>());
+  case 128 * 4 + BF16: return action(Quantised<__nv_bfloat16, 128>());
+  case 128 * 4 + FP16: return action(Quantised<__half, 128>());
+  default: return action(Plain());
+  }
+}
+
+template <class T> struct Type { using type = T; };
+
+template <class Action> int with_types(const FewCombine &a, Action action) {
+  const auto with_out = [&](auto in) {
+    return a.out_dtype == FP16 ? action(in, Type<__half>()) : action(in, Type<__nv_bfloat16>());
+  };
+  return a.dtype == BF16   ? with_out(Type<__nv_bfloat16>())
+         : a.dtype == FP16 ? with_out(Type<__half>())
+                           : with_out(Type<float>());
+}
+
+int shared_bytes(const Few &a) {
+  return max(a.T * a.K + a.local_experts, a.group.world * a.local_experts) * int(sizeof(int));
+}
+
+} // namespace
+
+int launch(const FewDispatch &a, int sms, Address stream) {
+  return with_row(a, [&](auto row) {
+    few_dispatch<<<sms, THREADS, shared_bytes(a.few), reinterpret_cast<cudaStream_t>(stream)>>>(a, row);
+    return int(cudaGetLastError());
+  });
+}
+
+int launch(const FewCombine &a, int sms, Address stream) {
+  return with_types(a, [&](auto in, auto out) {
+    few_combine<typename decltype(in)::type, typename decltype(out)::type>
+        <<<sms, THREADS, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a);
+    return int(cudaGetLastError());
+  });
+}
+
+int load_few() {
+  cudaFuncAttributes unused;
+  for (int block : {0, 32, 128})
+    for (int dtype : {BF16, FP16}) {
+      FewDispatch a;
+      a.block = block;
+      a.dtype = dtype;
+      if (int error = with_row(a, [&](auto row) { return int(cudaFuncGetAttributes(&unused, few_dispatch<decltype(row)>)); }))
+        return error;
+    }
+  for (int dtype : {BF16, FP16, FP32})
+    for (int out_dtype : {BF16, FP16}) {
+      FewCombine a;
+      a.dtype = dtype;
+      a.out_dtype = out_dtype;
+      if (int error = with_types(a, [&](auto in, auto out) {
+            return int(cudaFuncGetAttributes(&unused, few_combine<typename decltype(in)::type, typename decltype(out)::type>));
+          }))
+        return error;
+    }
+  return 0;
+}
+
+} // namespace nvlink

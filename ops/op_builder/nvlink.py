@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the NVLink transport's kernels (csrc/nvlink) with nvcc at their first use, and keeps the result on disk.
+
+The sources know neither torch's headers nor its libraries, so nvcc alone compiles and links them, all files at once.
+The result lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR) under a key of everything that it was made of:
+an edited source, another nvcc, torch or Python, or another kind of GPU builds anew. Ranks of a node take turns by a
+lock that the operating system releases when its holder dies.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc" / "nvlink"
+BOTH = ((9, 0), (10, 0))
+OLDEST_NVCC = {9: (12, 0), 10: (12, 8)}  # that knows the architecture of this major number
+COMMAND_SECONDS = 600
+LINES_OF_ERROR = 20
+
+
+class NVLinkBuilder(CUDAOpBuilder):
+    """The op `ds_mxfp8_moe_nvlink`: every .cu and .cpp file of a folder.
+
+    Args:
+        source_folder: holds the sources and their headers.
+        capabilities: compute capabilities to compile for. None: that of the current GPU; without one, all that are
+            supported.
+    """
+
+    BUILD_VAR = "DS_BUILD_MXFP8_MOE_NVLINK"
+    NAME = "ds_mxfp8_moe_nvlink"
+
+    def __init__(self, source_folder: Path = CSRC, capabilities: tuple | None = None):
+        super().__init__(self.NAME)
+        self.source_folder = source_folder
+        self._capabilities = capabilities
+
+    def absolute_name(self) -> str:
+        return f"ds_mxfp8_moe.ops.{self.NAME}_op"
+
+    def sources(self) -> list[str]:
+        return sorted(str(path) for path in self.source_folder.iterdir() if path.suffix in (".cu", ".cpp"))
+
+    def include_paths(self) -> list[str]:
+        # pybind11's headers are among torch's; of torch's own none is used.
+        return [str(Path(torch.__file__).parent / "include"), sysconfig.get_paths()["include"]]
+
+    def compute_capability_args(self, cross_compile_archs=None) -> list[str]:
+        """nvcc's -gencode flags. The base class cannot read names such as 9.0a."""
+        names = [f"{major}{minor}a" for major, minor in self.capabilities()]
+        return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
+
+    def cxx_args(self) -> list[str]:
+        return ["-O2", "-std=c++20"]
+
+    def nvcc_args(self) -> list[str]:
+        """Without the base class's --use_fast_math, which flushes the smallest scales to zero."""
+        return ["-O3", "-std=c++20", "-lineinfo", "--threads=0", *self.compute_capability_args()]
+
+    def capabilities(self) -> tuple:
+        if self._capabilities is not None:
+            return self._capabilities
+        return (torch.cuda.get_device_capability(), ) if torch.cuda.is_available() else BOTH
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        self.error_log = self._obstacle()
+        if self.error_log and verbose:
+            self.warning(f"{self.NAME}: {self.error_log}")
+        return self.error_log is None
+
+    def is_built(self) -> bool:
+        """Whether `load` finds a build of these sources and compiles nothing; compatible builders only."""
+        return self._library().exists()
+
+    def last_failure(self) -> str | None:
+        """What the compiler said where the last attempt to build these sources failed; the next load tries again."""
+        failed = self._library().with_name("failed")
+        return failed.read_text() if failed.exists() and not self.is_built() else None
+
+    def jit_load(self, verbose: bool = True) -> ModuleType:
+        """Builds where need be, and imports.
+
+        Raises:
+            RuntimeError: this machine cannot build it, or the build failed; with the last lines of the compiler.
+            OSError: the folder cannot be written.
+        """
+        import fcntl  # not on Windows, where the report imports this file
+        if not self.is_compatible():
+            raise RuntimeError(self.error_log)
+        library = self._library()
+        library.parent.mkdir(parents=True, exist_ok=True)
+        failed = library.with_name("failed")
+        before = _stamp(failed)
+        with open(library.with_name("lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                if _stamp(failed) != before:  # while this rank waited for another to build
+                    raise RuntimeError(failed.read_text())
+                try:
+                    self._build(library)
+                except RuntimeError as error:
+                    failed.write_text(str(error))
+                    raise
+        spec = importlib.util.spec_from_file_location(self.NAME, library)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def _obstacle(self) -> str | None:
+        if sys.platform != "linux" or torch.version.hip is not None:
+            return "it is for NVIDIA GPUs under Linux"
+        for major, minor in self.capabilities():
+            if major not in OLDEST_NVCC:
+                return f"its kernels are for compute capability 9 and 10, and this GPU has {major}.{minor}"
+        nvcc = _nvcc()
+        if nvcc is None:
+            return "nvcc is not there: install the CUDA toolkit, and set CUDA_HOME where it is not on PATH"
+        version = nvcc_version()
+        oldest = max(OLDEST_NVCC[major] for major, _ in self.capabilities())
+        if version < oldest:
+            return f"{nvcc} is of CUDA {dotted(version)}, older than {dotted(oldest)}"
+        if torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) != version[0]:
+            return f"{nvcc} is of CUDA {dotted(version)}, and torch is built for {torch.version.cuda}"
+        if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+            return f"Python's headers are not there ({sysconfig.get_paths()['include']}/Python.h)"
+        return None
+
+    def _flags(self, source: str) -> list[str]:
+        args = self.nvcc_args() if source.endswith(".cu") else self.cxx_args()
+        return [*args, f"-DTORCH_EXTENSION_NAME={self.NAME}", "-Xcompiler=-fPIC,-fvisibility=hidden",
+                *(f"-I{path}" for path in self.include_paths())]
+
+    def _library(self) -> Path:
+        """Where the build of these sources, by these tools, lies."""
+        from torch.utils.cpp_extension import get_default_build_root  # slow to import
+        key = hashlib.sha256()
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        for part in (_nvcc_says(), torch.__version__, suffix, *map(str, map(self._flags, self.sources()))):
+            key.update(part.encode() + b"\0")
+        for path in sorted(self.source_folder.iterdir()):
+            key.update(path.name.encode() + b"\0" + path.read_bytes())
+        root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+        return Path(root) / f"{self.NAME}_{key.hexdigest()[:16]}" / f"{self.NAME}{suffix}"
+
+    def _build(self, library: Path) -> None:
+        objects = {source: str(library.with_name(Path(source).name + ".o")) for source in self.sources()}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
+        half_done = str(library.with_name("linked"))
+        # torch has loaded this CUDA's runtime: the linker takes that one, and both speak of the same device.
+        _run("-shared", "--cudart=shared", *objects.values(), "-o", half_done)
+        os.replace(half_done, library)
+
+
+@cache
+def try_load() -> tuple[ModuleType | None, str]:
+    """The extension's module and "", or None and why there is none. One attempt a process, which never raises."""
+    try:
+        return NVLinkBuilder().load(verbose=False), ""
+    except Exception as error:  # whatever goes wrong here, training goes on without the extension
+        return None, f"the extension cannot be built: {error}"
+
+
+def nvcc_version() -> tuple[int, int]:
+    """Of the nvcc that is there, as (major, minor)."""
+    major, minor = re.search(r"release (\d+)\.(\d+)", _nvcc_says()).groups()
+    return int(major), int(minor)
+
+
+def dotted(version: tuple) -> str:
+    return ".".join(map(str, version))
+
+
+def _nvcc() -> str | None:
+    from torch.utils.cpp_extension import CUDA_HOME  # None where torch is built without CUDA
+    return (CUDA_HOME and shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin"))) or shutil.which("nvcc")
+
+
+@cache
+def _nvcc_says() -> str:
+    return subprocess.run([_nvcc(), "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def _run(*args: str) -> str:
+    """nvcc with these arguments; returns what it says."""
+    command = [_nvcc(), *args]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, errors="replace", timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {COMMAND_SECONDS} s: {' '.join(command)}") from None
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-LINES_OF_ERROR:])
+        raise RuntimeError(f"{' '.join(command)}\n{last}")
+    return done.stdout
+
+
+def _stamp(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None

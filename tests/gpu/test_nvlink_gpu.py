@@ -1,0 +1,562 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVLink transport gives the collective transport's bits: ranks that share one GPU, and one rank to a GPU.
+
+The oracle is the collective transport's plain path, on the CPU, over gloo. What a stalled or confused peer does to the
+others ends in an error that names it, and in a GPU that still works.
+"""
+
+import dataclasses
+import random
+import time
+from datetime import timedelta
+from functools import cache
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.distributed
+from permute_cases import bits, poisoned
+from ranks import RankPool
+from test_expert_ffn import RECIPES, formula
+from test_expert_ffn import problem as ffn_problem
+from test_transport import Problem
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
+from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport.choose import choose
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.nvlink import NVLink
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+GPUS = torch.cuda.device_count()
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN, MX32, MX128, FLOOR = Wire(False), Wire(True), Wire(True, 128), Wire(True, 128, "floor")
+TOKENS = (37, 13, 0, 129, 5, 64, 1, 70)
+FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
+DEADLINE = timedelta(seconds=8)
+SECONDS = 240.0  # of a case: the first one builds the extension
+CYCLES_PER_MS = 2_000_000
+
+POOLS = {"2 ranks on one GPU": (2, True), "4 ranks on one GPU": (4, True), "2 GPUs": (2, False), "4 GPUs": (4, False),
+         "8 GPUs": (8, False)}
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def pool(request):
+    world, share = POOLS[request.param]
+    if GPUS < (1 if share else world):
+        pytest.skip(f"needs {1 if share else world} GPUs, and {GPUS} are visible")
+    pool = RankPool(world, accelerator="cuda", backend="gloo", share_gpu=share)
+    yield pool
+    pool.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Problem):
+    """An exchange of rows of all magnitudes, some of them not finite."""
+
+    tokens: tuple = TOKENS
+    y_dtype: torch.dtype | None = None
+
+    def inputs(self, world: int) -> list:
+        generator = torch.Generator().manual_seed(self.seed)
+        ranks = []
+        for expert, x, weight in super().inputs(world):
+            x = x * torch.exp2(torch.randint(-9, 9, x.shape, generator=generator)).to(x.dtype)
+            x[1:2, :32] = 0
+            if x.shape[0] > 5:
+                x[3, 1], x[5, 0], x[5, -1] = float("nan"), float("inf"), float("-inf")
+            if not self.contiguous:
+                x = torch.stack([x, x], dim=2)[..., 0]
+            ranks.append((expert, x, weight))
+        return ranks
+
+
+CASES = {
+    "random": Case(),
+    "mxfp8": Case(wire=MX128),
+    "mxfp8, blocks of 32": Case(wire=MX32),
+    "floor": Case(wire=FLOOR),
+    "floor, blocks of 32": Case(wire=Wire(True, 32, "floor")),
+    "skewed": Case(routing="skewed", wire=MX128, top_k=3),
+    "dropped": Case(routing="dropped", wire=MX32, top_k=4),
+    "dropped, plain": Case(routing="dropped", top_k=4),
+    "one expert": Case(routing="one expert", wire=MX128),
+    "one rank": Case(routing="one rank", wire=MX32),
+    "nowhere": Case(routing="nowhere", wire=MX128),
+    "nobody has tokens": Case(tokens=(0, ) * 8, wire=MX128),
+    "one rank has tokens": Case(tokens=(0, 77, 0, 0, 0, 0, 0, 0), top_k=3),
+    "one token each": Case(tokens=(1, ) * 8, top_k=1, local_experts=1, wire=MX32),
+    "more choices than experts": Case(top_k=8, local_experts=1, wire=MX128),
+    "more rows than a tile": Case(tokens=(300, 1, 2, 280, 0, 0, 9, 150), local_experts=1, wire=MX128),
+    "many experts": Case(local_experts=32, top_k=8, hidden=256, wire=MX128),
+    "one block of 32": Case(hidden=32, wire=MX128),
+    "short last block": Case(hidden=160, wire=MX128),
+    "odd count of blocks": Case(hidden=32 * 11, wire=MX32),
+    "hidden 2048": Case(hidden=2048, top_k=6, local_experts=8, wire=MX128),
+    "hidden 7168": Case(hidden=7168, top_k=8, local_experts=8, wire=MX128),
+    "hidden 7168, plain": Case(hidden=7168, top_k=8, local_experts=8),
+    "float32 answers": Case(y_dtype=FP32, top_k=4),
+    "float32 answers, mxfp8": Case(y_dtype=FP32, top_k=4, wire=MX128),
+    "not contiguous": Case(contiguous=False, wire=MX128),
+    "not contiguous, plain": Case(contiguous=False),
+    "staging grows": Case(tokens=(900, 1100, 700, 1000, 500, 600, 800, 400), hidden=2080, dtype=FP32, top_k=6),
+    "many chunks": Case(tokens=(4097, 3000, 0, 5003, 100, 2000, 900, 4096), hidden=64, top_k=2, wire=MX128),
+}
+CASES |= {f"top_k {k}": Case(top_k=k, wire=MX128 if k % 2 else PLAIN) for k in range(1, 9)}
+CASES |= {f"{dtype}, {'plain' if not wire.mxfp8 else wire.block_size}": Case(dtype=dtype, wire=wire, hidden=288)
+          for dtype in (BF16, FP16, FP32) for wire in (PLAIN, MX32, MX128)}
+
+
+@cache
+def memory() -> PeerMemory:
+    """The staging of all cases of this process, over a group of its own."""
+    return new_memory(torch.distributed.new_group(), FIRST_EPOCH)
+
+
+def new_memory(group, first_epoch: int = 1) -> PeerMemory:
+    module, reason = try_load()
+    assert module is not None, reason
+    return PeerMemory(group, module, first_epoch)
+
+
+def nvlink() -> NVLink:
+    return NVLink(memory(), "block.3.moe")
+
+
+def oracle() -> Collective:
+    return Collective(memory().group, "the oracle")
+
+
+def answers(case: Case, plan) -> tuple:
+    """What this rank's experts answer over the oracle's plan: rows and a number for each, NaN in the padding."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    y_PH = torch.randn(plan.num_rows, case.hidden, generator=generator)
+    y_PH *= torch.exp2(torch.randint(-9, 9, (plan.num_rows, 1), generator=generator))
+    number_P = torch.randn(plan.num_rows, generator=generator)
+    padding = plan.source_P == plan.slot_RK.numel()
+    y_PH[padding], number_P[padding] = float("nan"), float("nan")
+    return y_PH.to(case.y_dtype or case.dtype), number_P
+
+
+def expected(case: Case) -> dict:
+    """This rank's inputs and the oracle's results."""
+    exchange, (expert_TK, x_TH, weight_TK) = oracle(), case.inputs(dist.get_world_size())[dist.get_rank()]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+    y_PH, number_P = answers(case, plan)
+    y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+    return {"inputs": (expert_TK, x_TH, weight_TK), "answers": (y_PH, number_P), "plan": plan,
+            "x": x_PH, "weight": weight_P, "y": y_TH, "number": number_TK}
+
+
+def same(name: str, want, got) -> None:
+    assert (type(want), want.shape, want.dtype) == (type(got), got.shape, got.dtype), name
+    a, b = bits(want), bits(got).cpu()
+    if not torch.equal(a, b):
+        wrong = (a != b).nonzero()
+        raise AssertionError(f"{name}: {len(wrong)} of {a.numel()} bytes differ, first at {wrong[:4].tolist()}")
+
+
+def same_plan(want, got) -> None:
+    for key in ("num_tokens", "top_k", "group_ends", "num_rows"):
+        assert getattr(got, key) == getattr(want, key), key
+    assert got.tokens_per_expert == pytest.approx(want.tokens_per_expert)
+    assert got.group_ends_E.dtype == torch.int32
+    assert tuple(got.group_ends_E.tolist()) == want.group_ends
+
+
+def on_device(tensors: tuple) -> tuple:
+    """Copies with the same strides."""
+    return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t) for t in tensors)
+
+
+def check_case(case: Case, times: int = 2, mine: PeerMemory | None = None) -> None:
+    mine = mine or memory()
+    exchange, want = NVLink(mine, "block.3.moe"), expected(case)
+    inputs, (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
+    before = [t.clone() for t in (*inputs, y_PH, number_P)]
+    expert_TK, x_TH, weight_TK = inputs
+    with poisoned():
+        for _ in range(times):
+            plan = exchange.plan(expert_TK, case.local_experts)
+            same_plan(want["plan"], plan)
+            x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+            same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+            bare_PH, none = exchange.dispatch(plan, x_TH, case.wire)
+            same("x without weights", want["x"], bare_PH)
+            assert none is None
+            y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+            same("y", want["y"], y_TH), same("number", want["number"], number_TK)
+            bare_TH, none = exchange.combine(plan, y_PH, case.wire, case.dtype)
+            same("y without numbers", want["y"], bare_TH)
+            assert none is None
+        apart = exchange.plan(expert_TK, case.local_experts, dedup=False)
+        same("x without deduplication", want["x"], exchange.dispatch(apart, x_TH, case.wire)[0])
+    torch.cuda.synchronize()
+    mine.check()
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits(pool, name):
+    pool.run(check_case, CASES[name], seconds=SECONDS)
+
+
+def check_two_in_flight(reverse: bool) -> None:
+    """Two layers whose exchanges interleave, as a backward does that recomputes."""
+    exchange, cases = nvlink(), (Case(wire=MX128, top_k=3), Case(routing="skewed", hidden=160, seed=8))
+    wanted = [expected(case) for case in cases]
+    inputs = [on_device(want["inputs"]) for want in wanted]
+    outputs = [on_device(want["answers"]) for want in wanted]
+    plans = [exchange.plan(i[0], case.local_experts) for i, case in zip(inputs, cases, strict=True)]
+    order = (1, 0) if reverse else (0, 1)
+    for i in (0, 1):
+        x_PH, weight_P = exchange.dispatch(plans[i], inputs[i][1], cases[i].wire, inputs[i][2])
+        same("x", wanted[i]["x"], x_PH), same("weight", wanted[i]["weight"], weight_P)
+    for i in order:
+        y_TH, number_TK = exchange.combine(plans[i], outputs[i][0], cases[i].wire, cases[i].dtype, outputs[i][1])
+        same("y", wanted[i]["y"], y_TH), same("number", wanted[i]["number"], number_TK)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_two_plans_in_flight(pool, reverse):
+    pool.run(check_two_in_flight, reverse, seconds=SECONDS)
+
+
+def grow() -> tuple:
+    mine = new_memory(torch.distributed.new_group())
+    small, hidden = mine.half_bytes, 2048
+    tokens = small // (4 * hidden) + 1  # at least so many rows, of float32, reach some rank
+    check_case(Case(tokens=(tokens, ) * 8, hidden=hidden, dtype=FP32, top_k=1), 1, mine)
+    big = mine.half_bytes
+    check_case(Case(), 1, mine)
+    return small, big, mine.half_bytes
+
+
+def test_staging_grows_alike_and_keeps_its_size(pool):
+    sizes = pool.run(grow, seconds=SECONDS)
+    assert len(set(sizes)) == 1
+    small, big, after = sizes[0]
+    assert small < big == after
+
+
+def epochs() -> tuple:
+    mine = new_memory(torch.distributed.new_group(), 2**32 - 7)
+    exchange = NVLink(mine, "moe")
+    case = Case(wire=MX128)
+    want = expected(case)
+    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
+    for _ in range(4):  # four exchanges each
+        plan = exchange.plan(expert_TK, case.local_experts)
+        same("x", want["x"], exchange.dispatch(plan, x_TH, case.wire, weight_TK)[0])
+        same("y", want["y"], exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)[0])
+    return mine.epoch
+
+
+def test_epochs_pass_zero(pool):
+    assert pool.run(epochs, seconds=SECONDS) == [9] * pool.world_size
+
+
+# ---------------------------------------------------------------- random delays
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed(NVLink):
+    """Keeps the device busy for up to 5 ms before each phase."""
+
+    delays: random.Random = dataclasses.field(default_factory=random.Random, compare=False)
+
+    def _wait(self):
+        torch.cuda._sleep(int(self.delays.choice((0, 0.1, 1, 5)) * self.delays.random() * CYCLES_PER_MS))
+
+    def plan(self, *args, **kwargs):
+        self._wait()
+        return super().plan(*args, **kwargs)
+
+    def dispatch(self, *args, **kwargs):
+        self._wait()
+        return super().dispatch(*args, **kwargs)
+
+    def combine(self, *args, **kwargs):
+        self._wait()
+        return super().combine(*args, **kwargs)
+
+
+STRESSED = [Case(wire=MX128, top_k=4), Case(), Case(routing="skewed", wire=MX32, hidden=160),
+            Case(routing="dropped", hidden=2048, top_k=6, wire=MX128), Case(tokens=(0, 9, 1, 0, 3, 0, 0, 2), top_k=1),
+            Case(tokens=(1300, 700, 90, 2000, 0, 400, 4, 900), hidden=512, top_k=3, local_experts=8, wire=MX128)]
+
+
+def stress(repetitions: int) -> None:
+    """Forward, then backward's exchanges (unquantised out, quantised back) over the same plan, in any order of cases.
+
+    Differences are counted on the device, so that the host runs ahead and phases of repetitions meet.
+    """
+    rank = dist.get_rank()
+    exchange = Delayed(memory(), "stress", delays=random.Random(rank))
+    wanted = [{**expected(case), "case": case} for case in STRESSED]
+    for want in wanted:
+        case, plan = want["case"], want["plan"]
+        _, x_TH, weight_TK = want["inputs"]
+        g_PH, number_P = want["answers"]
+        back, on = dataclasses.replace(case.wire, mxfp8=not case.wire.mxfp8), oracle()
+        want["g"] = on.dispatch(plan, x_TH, back)[0]
+        want["grad"], want["grad_number"] = on.combine(plan, g_PH, back, case.dtype, number_P)
+        want["on_device"] = on_device(want["inputs"]) + on_device(want["answers"])
+        want["bits"] = {key: device_bits(want[key]) for key in ("x", "weight", "y", "number", "g", "grad",
+                                                                "grad_number")}
+    wrong = {key: torch.zeros((), dtype=torch.int64, device="cuda") for key in wanted[0]["bits"]}
+    order = random.Random(7)  # alike on all ranks
+    for _ in range(repetitions):
+        want = order.choice(wanted)
+        case, (expert_TK, x_TH, weight_TK, y_PH, number_P) = want["case"], want["on_device"]
+        back = dataclasses.replace(case.wire, mxfp8=not case.wire.mxfp8)
+        plan, got = exchange.plan(expert_TK, case.local_experts), {}
+        got["x"], got["weight"] = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        got["y"], got["number"] = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+        got["g"], _ = exchange.dispatch(plan, x_TH, back)
+        got["grad"], got["grad_number"] = exchange.combine(plan, y_PH, back, case.dtype, number_P)
+        for key, value in got.items():
+            wrong[key] += (device_bits(value) != want["bits"][key]).sum()
+    assert {key: count.item() for key, count in wrong.items()} == dict.fromkeys(wrong, 0)
+    memory().check()
+
+
+def device_bits(x) -> torch.Tensor:
+    """`bits`, on the GPU."""
+    if hasattr(x, "qdata"):
+        return torch.cat([x.qdata.cuda().view(torch.uint8), x.scale_bytes.cuda()], dim=1)
+    x = x.cuda()
+    return torch.where(x.isnan(), float("nan"), x).contiguous().view(torch.uint8)
+
+
+def test_random_delays(pool, request):
+    repetitions = request.config.getoption("--stress")
+    pool.run(stress, repetitions, seconds=SECONDS + repetitions)
+
+
+def under_load(repetitions: int) -> None:
+    """Exchanges beside products that fill the GPU, on another stream."""
+    a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    for _ in range(repetitions):
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                torch.mm(a, a)
+            done.record()
+        check_case(Case(wire=MX128, top_k=4), times=1)
+    done.synchronize()
+
+
+def test_beside_products_that_fill_the_gpu(pool):
+    pool.run(under_load, 3, seconds=SECONDS)
+
+
+# ---------------------------------------------------------------- peers that fail
+
+
+def failing(phase: str, late: int = 1) -> tuple | None:
+    """All ranks but `late` come to `phase`: what they raise, after how long, in which epoch; and work goes on."""
+    rank, group = dist.get_rank(), group_with_deadline()
+    mine = new_memory(group)
+    exchange, case = NVLink(mine, "block.3.moe"), Case(tokens=(40, ) * 8)
+    expert_TK, x_TH, _ = on_device(case.inputs(dist.get_world_size())[rank])
+    told = None
+    if phase != "counts" or rank != late:
+        plan = None if phase == "counts" else exchange.plan(expert_TK, case.local_experts)
+        y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.wire)[0]
+        torch.cuda.synchronize()
+        if rank != late:
+            start, epoch = time.monotonic(), mine.epoch
+            with pytest.raises(PeerFailure) as caught:
+                if phase == "counts":
+                    exchange.plan(expert_TK, case.local_experts)
+                elif phase == "dispatch":
+                    exchange.dispatch(plan, x_TH, case.wire)
+                else:
+                    exchange.combine(plan, y_PH, case.wire, case.dtype)
+                torch.cuda.synchronize()
+                mine.check()
+            told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
+            with pytest.raises(PeerFailure):  # the group stays failed, at once
+                exchange.plan(expert_TK, case.local_experts)
+    torch.cuda.synchronize()
+    dist.barrier()
+    assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
+    check_case(Case(wire=MX128), times=1)  # over the group of all cases
+    return told
+
+
+def group_with_deadline():
+    """A new group with DEADLINE; the default group keeps its own."""
+    default, group = c10d._get_default_group(), torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    assert default is not group
+    return group
+
+
+@pytest.mark.parametrize("phase", ["counts", "dispatch", "combine"])
+def test_a_stalled_peer_is_named_in_time(pool, phase):
+    for rank, told in enumerate(pool.run(failing, phase, seconds=SECONDS)):
+        if rank == 1:
+            assert told is None
+            continue
+        missing, text, seconds, epoch = told
+        assert missing == (1, ), text
+        for part in (f"rank {rank} ", "rank 1", f"'{phase}' of block.3.moe", f"epoch {epoch}"):
+            assert part in text, text
+        assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS + 5
+
+
+def confused(how: str) -> tuple:
+    """Rank 0 makes another call than the others."""
+    rank, mine = dist.get_rank(), new_memory(group_with_deadline())
+    exchange, case = NVLink(mine, "block.3.moe"), Case(tokens=(40, ) * 8)
+    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[rank])
+    plan = exchange.plan(expert_TK, case.local_experts)
+    y_PH = torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype, device="cuda")
+    torch.cuda.synchronize()
+    text = None
+    try:
+        if rank != 0:
+            exchange.dispatch(plan, x_TH, PLAIN)
+        elif how == "order":
+            exchange.combine(plan, y_PH, PLAIN, case.dtype)
+        elif how == "width":
+            exchange.dispatch(plan, x_TH[:, :64].contiguous(), PLAIN)
+        elif how == "dtype":
+            exchange.dispatch(plan, x_TH.float(), PLAIN)
+        elif how == "weights":
+            exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
+        else:
+            exchange.plan(expert_TK, case.local_experts)
+        torch.cuda.synchronize()
+        mine.check()
+    except PeerFailure as failure:
+        text = str(failure)
+    torch.cuda.synchronize()
+    dist.barrier()
+    check_case(Case(wire=MX128), times=1)
+    return text
+
+
+@pytest.mark.parametrize("how", ["order", "width", "dtype", "weights", "another plan"])
+def test_ranks_in_different_calls_raise(pool, how):
+    texts = pool.run(confused, how, seconds=SECONDS)
+    for rank, text in enumerate(texts):
+        assert text is not None, f"rank {rank} noticed nothing: {texts}"
+        assert f"rank {rank}" in text and "block.3.moe" in text
+    assert any("the same calls in the same order" in text for text in texts), texts
+
+
+# ---------------------------------------------------------------- whole layers, and the choice
+
+
+class OnHost(Collective):
+    """The collective transport for GPU tensors over gloo: kernels on the device, messages by way of the host."""
+
+    def _exchange(self, x, send_splits, recv_splits, phase):
+        return super()._exchange(x.cpu(), send_splits, recv_splits, phase).to(x.device)
+
+
+def layer(transport, recipe, name="swiglu", calls: int = 1, **kwargs) -> dict:
+    """A layer's output and every gradient of this rank; `calls` forwards, of which the last is differentiated."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
+                                             **{"tokens": TOKENS} | kwargs)
+    weights = {role: [e[role].cuda().requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
+    x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
+    expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
+    ffn = ExpertFFN(formula(name), recipe, transport, 2)
+    for _ in range(calls):
+        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
+    y.backward(grad)
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
+            **{f"{role} {e}": value.grad for role, values in weights.items() for e, value in enumerate(values)}}
+
+
+def check_layer(recipe, **kwargs) -> None:
+    want, got = (layer(exchange, recipe, **kwargs) for exchange in (OnHost(memory().group, "oracle"), nvlink()))
+    for key, value in want.items():
+        same(key, value, got[key])
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_a_layer_computes_the_same_bits(pool, recipe_name):
+    pool.run(check_layer, RECIPES[recipe_name], seconds=SECONDS)
+
+
+@pytest.mark.parametrize("change", [{"routing": "dropped"}, {"routing": "one-expert"}, {"routing": "nowhere"},
+                                    {"tokens": (0, 20, 3, 7, 0, 1, 50, 2)}, {"tokens": (0, ) * 8}, {"top_k": 3},
+                                    {"calls": 2}, {"name": "linear"}], ids=str)
+def test_a_layer_of_another_kind(pool, change):
+    pool.run(check_layer, RECIPES["hp-128"], bias=True, **change, seconds=SECONDS)
+
+
+def stress_layer(repetitions: int) -> None:
+    for recipe_name in ("hp-128", "mxfp8-32", "bf16"):
+        recipe = RECIPES[recipe_name]
+        want = layer(OnHost(memory().group, "oracle"), recipe)
+        exchange = Delayed(memory(), "stress", delays=random.Random(dist.get_rank()))
+        for repetition in range(max(1, repetitions // 3)):
+            for key, value in layer(exchange, recipe).items():
+                same(f"{recipe_name}, repetition {repetition}, {key}", want[key], value)
+
+
+def test_random_delays_around_layers(pool, request):
+    repetitions = request.config.getoption("--stress")
+    pool.run(stress_layer, repetitions, seconds=SECONDS + 2 * repetitions)
+
+
+def waits(recipe) -> tuple:
+    """Host waits of one forward and backward, counted, with CUDA's own check for any that is not."""
+    exchange = nvlink()
+    layer(exchange, recipe)  # sets up what is set up once
+    world, rank = dist.get_world_size(), dist.get_rank()
+    experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=TOKENS)
+    weights = {role: [e[role].cuda().requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
+    x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
+    expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
+    ffn = ExpertFFN(formula("swiglu"), recipe, exchange, 2)
+    before = memory().host_waits
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
+        forward = memory().host_waits - before
+        y.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return forward, memory().host_waits - before
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
+def test_the_host_waits_once(pool, recipe_name):
+    assert pool.run(waits, RECIPES[recipe_name], seconds=SECONDS) == [(1, 1)] * pool.world_size
+
+
+def chosen() -> tuple:
+    group = memory().group
+    return tuple(type(choose(group, "moe", requested)).__name__ for requested in (None, "nvlink", "collective"))
+
+
+def test_chosen_where_the_gpus_reach_each_other(pool):
+    assert pool.run(chosen, seconds=SECONDS) == [("NVLink", "NVLink", "Collective")] * pool.world_size
+
+
+def over_nccl(recipe) -> None:
+    """As users have it: NCCL for everything else, and the transport that is chosen."""
+    group = torch.distributed.new_group()
+    want, got = (layer(choose(group, "moe", requested), recipe) for requested in ("collective", "nvlink"))
+    for key, value in want.items():
+        same(key, value, got[key])
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
+def test_the_same_bits_as_nccl(gpu_ranks, recipe_name):
+    gpu_ranks.run(over_nccl, RECIPES[recipe_name], seconds=SECONDS)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA sources, compiled once for Hopper and Blackwell as users' machines compile them: what the compiler made."""
+
+import re
+
+import pytest
+
+from ds_mxfp8_moe.ops.op_builder import nvlink
+from ds_mxfp8_moe.ops.op_builder.nvlink import BOTH, CSRC, NVLinkBuilder
+
+KERNEL_FILES = sorted(path.name for path in CSRC.glob("*.cu"))
+# Of one kernel, stored or loaded: some registers saved around a wait are no loss, a loop that spills is one.
+SPILL_BYTES = 128
+
+pytestmark = pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
+                                reason=str(NVLinkBuilder(capabilities=BOTH)._obstacle()))
+
+
+class TalkativeBuilder(NVLinkBuilder):
+    """Also has ptxas tell what every kernel uses, and keeps the PTX in `folder`."""
+
+    def __init__(self, folder):
+        super().__init__(capabilities=BOTH)
+        self.folder = folder
+
+    def nvcc_args(self):
+        return [*super().nvcc_args(), "-Xptxas=-v", "--keep", f"--keep-dir={self.folder}"]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """The module; what nvcc said of each source, by file name; the folder with the PTX."""
+    run, said, folder = nvlink._run, {}, tmp_path_factory.mktemp("ptx")
+
+    def record(*args):
+        output = run(*args)
+        if args[0] == "-c":
+            said[args[1].rpartition("/")[2]] = output
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        patch.setattr(nvlink, "_run", record)
+        yield TalkativeBuilder(folder).jit_load(), said, folder
+
+
+def test_the_bindings_import_without_a_gpu(build):
+    module, said, _ = build
+    assert set(KERNEL_FILES) < set(said)
+    for name in ("Totals", "Dispatch", "Combine"):  # structs: every field has a default
+        assert getattr(module, name)()
+
+
+@pytest.mark.parametrize("name", KERNEL_FILES)
+def test_kernels_keep_to_their_registers(build, name):
+    said = build[1][name]
+    assert "warning" not in said, said
+    kernels = re.findall(r"Compiling entry function '(\w+)' for '(sm_\w+)'", said)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert {architecture for _, architecture in kernels} == {"sm_90a", "sm_100a"}
+    assert len(spills) == len(kernels)
+    too_much = [(*kernel, *spill) for kernel, spill in zip(kernels, spills, strict=True)
+                if max(map(int, spill)) > SPILL_BYTES]
+    assert not too_much
+
+
+@pytest.mark.parametrize("name", KERNEL_FILES)
+def test_no_read_through_the_read_only_cache(build, name):
+    """Peers write into staging while kernels run, which ld.global.nc must not meet."""
+    files = [path for path in build[2].glob("*.ptx") if path.name.startswith(name.removesuffix(".cu"))]
+    assert len(files) == len(BOTH), sorted(path.name for path in build[2].iterdir())
+    for path in files:
+        text = path.read_text()
+        assert ".entry" in text
+        assert not re.findall(r"ld\.global[.\w]*\.nc\b|ldu\.", text), path.name

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The builder of the CUDA extension, on an extension of a few lines: when it builds, where from, and what it says."""
+
+import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ds_mxfp8_moe.ops.op_builder import ALL_OPS, nvlink
+from ds_mxfp8_moe.ops.op_builder.nvlink import BOTH, CSRC, NVLinkBuilder
+
+KERNEL = """\
+__global__ void nothing() {}
+int launch() { nothing<<<1, 1>>>(); return 0; }
+"""
+BINDINGS = """\
+#include <Python.h>
+#include "answer.h"
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
+PyMODINIT_FUNC JOIN(PyInit_, TORCH_EXTENSION_NAME)() {
+  PyObject *m = PyModule_Create(&module);
+  PyModule_AddIntConstant(m, "answer", ANSWER);
+  return m;
+}
+"""
+
+needs_nvcc = pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
+                                reason=str(ALL_OPS[NVLinkBuilder.NAME]._obstacle()))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The sources of a tiny extension; builds go to a folder of the test's own."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "kernel.cu").write_text(KERNEL)
+    (sources / "bindings.cpp").write_text(BINDINGS)
+    (sources / "answer.h").write_text("#define ANSWER 42\n")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    nvlink.try_load.cache_clear()
+    yield sources
+    nvlink.try_load.cache_clear()
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Every call of nvcc, as it happens."""
+    run, calls = nvlink._run, []
+
+    def record(*args):
+        calls.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(nvlink, "_run", record)
+    return calls
+
+
+def test_flags_are_our_own(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")  # which DeepSpeed's own parser stumbles over
+    args = NVLinkBuilder(capabilities=((9, 0), (10, 0), (10, 3))).nvcc_args()
+    assert [arg for arg in args if "arch" in arg] == [
+        f"-gencode=arch=compute_{name},code=sm_{name}" for name in ("90a", "100a", "103a")]
+    assert "-std=c++20" in args and not any("fast" in arg for arg in args)
+    assert NVLinkBuilder().sources() and all(path.startswith(str(CSRC)) for path in NVLinkBuilder().sources())
+
+
+def test_compiles_for_the_gpu_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert NVLinkBuilder().capabilities() == BOTH
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert NVLinkBuilder().capabilities() == ((9, 0), )
+
+
+def test_says_why_it_cannot_build(monkeypatch, capsys):
+    for capability in ((8, 0), (12, 0)):
+        builder = NVLinkBuilder(capabilities=(capability, ))
+        assert not builder.is_compatible() and "compute capability 9 and 10" in builder.error_log
+    monkeypatch.setattr(nvlink, "_nvcc_says", lambda: "Cuda compilation tools, release 12.4, V12.4.131")
+    monkeypatch.setattr(nvlink, "_nvcc", lambda: "/opt/nvcc")
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    assert NVLinkBuilder(capabilities=((9, 0), )).is_compatible()
+    builder = NVLinkBuilder(capabilities=BOTH)
+    assert not builder.is_compatible() and builder.error_log == "/opt/nvcc is of CUDA 12.4, older than 12.8"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    builder = NVLinkBuilder(capabilities=((9, 0), ))
+    assert not builder.is_compatible() and "and torch is built for 13.0" in builder.error_log
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(nvlink, "_nvcc", lambda: None)
+    assert not builder.is_compatible(verbose=True) and "install the CUDA toolkit" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="nvcc is not there"):
+        builder.jit_load()
+
+
+@needs_nvcc
+def test_builds_once_and_anew_after_an_edit(folder, commands):
+    builder = NVLinkBuilder(folder)
+    assert not builder.is_built()
+    assert builder.jit_load().answer == 42 and builder.is_built()
+    assert len(commands) == 3  # two files and the linker
+    assert NVLinkBuilder(folder).jit_load().answer == 42 and len(commands) == 3
+    (folder / "answer.h").write_text("#define ANSWER 43\n")
+    assert not builder.is_built() and builder.jit_load().answer == 43
+    assert len(commands) == 6
+    assert not NVLinkBuilder(folder, capabilities=((9, 0), )).is_built()
+
+
+@needs_nvcc
+def test_a_failed_build_is_a_reason(folder, monkeypatch):
+    (folder / "kernel.cu").write_text("int launch() { return not_declared; }\n")
+    monkeypatch.setattr(nvlink, "CSRC", folder)
+    monkeypatch.setattr(nvlink, "NVLinkBuilder", lambda: NVLinkBuilder(folder))
+    module, reason = nvlink.try_load()
+    assert module is None
+    assert reason.startswith("the extension cannot be built:")
+    assert "kernel.cu" in reason and "not_declared" in reason and len(reason.splitlines()) < 25
+    assert nvlink.try_load() == (None, reason)
+    # What is mended is built, also where an attempt to build it failed before.
+    (folder / "kernel.cu").write_text(KERNEL)
+    assert NVLinkBuilder(folder).jit_load().answer == 42
+
+
+def test_no_error_leaves_try_load(folder, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/dev/null/nowhere")
+    monkeypatch.setattr(nvlink, "NVLinkBuilder", lambda: NVLinkBuilder(folder))
+    module, reason = nvlink.try_load()
+    assert module is None and reason.startswith("the extension cannot be built:")
+
+
+@needs_nvcc
+def test_ranks_take_turns(folder, commands):
+    """Threads stand in for ranks: the lock belongs to an open file, whoever opened it."""
+    with ThreadPoolExecutor(3) as ranks:
+        modules = [rank.result() for rank in [ranks.submit(NVLinkBuilder(folder).jit_load) for _ in range(3)]]
+    assert [module.answer for module in modules] == [42] * 3
+    assert len(commands) == 3  # of the one that built
+
+
+@needs_nvcc
+def test_ranks_share_a_failure(folder, commands, monkeypatch):
+    builder = NVLinkBuilder(folder)
+    failed = builder._library().with_name("failed")
+    failed.parent.mkdir(parents=True)
+    failed.write_text("what nvcc said")
+    assert builder.last_failure() == "what nvcc said"
+    stamps = iter([1, 2])  # before and after waiting for the rank that built
+    monkeypatch.setattr(nvlink, "_stamp", lambda path: next(stamps))
+    with pytest.raises(RuntimeError, match="what nvcc said"):
+        builder.jit_load()
+    assert not commands
+    monkeypatch.setattr(nvlink, "_stamp", lambda path: 2)  # a failure of an earlier run
+    assert builder.jit_load().answer == 42 and builder.last_failure() is None
+
+
+def _build_forever(folder, building) -> None:
+    nvlink._run = lambda *args: (building.set(), time.sleep(600))
+    NVLinkBuilder(folder).jit_load()
+
+
+@needs_nvcc
+def test_a_killed_build_leaves_no_lock(folder):
+    library, context = NVLinkBuilder(folder)._library(), multiprocessing.get_context("fork")
+    building = context.Event()
+    killed = context.Process(target=_build_forever, args=(folder, building))
+    killed.start()
+    assert building.wait(100)
+    killed.kill()
+    killed.join()
+    library.with_name("linked").write_text("half of a library")
+    assert NVLinkBuilder(folder).jit_load().answer == 42
