@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of one GPU have in common: their arguments, kernels compiled beforehand, and result files."""
+"""What the benchmarks have in common: their arguments, kernels compiled beforehand, and result files."""
 
 import argparse
 import subprocess
@@ -16,15 +16,17 @@ BYTES_AT_MOST = 100e9  # cases that need more are left out
 SECONDS_BETWEEN_WRITES = 15
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str, jobs: bool = True) -> argparse.ArgumentParser:
+    """`jobs`: with the arguments of `compile_beforehand`."""
     out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("--cases", choices=("short", "full"), default="full")
     out.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each contender of a case")
     out.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
     out.add_argument("--commit", help="the commit measured, where the repository is not at hand")
-    out.add_argument("--jobs", type=int, default=8, help="processes that compile kernels beforehand; 0: none do")
-    out.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
     out.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
+    if jobs:
+        out.add_argument("--jobs", type=int, default=8, help="processes that compile kernels beforehand; 0: none do")
+        out.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
     return out
 
 

@@ -3,6 +3,7 @@
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,6 +36,11 @@ def commit() -> str | None:
     return head + ("+" if changed.strip() else "")
 
 
+def _launcher() -> list[str]:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") if dist.is_torchelastic_launched() else None
+    return ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
+
+
 def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None = None) -> None:
     """Writes one run's rows with the machine, versions, commit, command and date.
 
@@ -50,7 +57,7 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
         | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
         "commit": of_commit or commit(),
         # Without the folders of the machine that ran it.
-        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in ("python", *sys.argv)),
+        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in (*_launcher(), *sys.argv)),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of the benchmarks of one GPU, out of their result files.
+"""Tables and plots of the benchmarks, out of their result files; show_ranks.py has those of several GPUs.
 
     python examples/benchmarks/show.py FILE...     # prints each file's tables and draws its plot beside it
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 import shapes
+import show_ranks
+from tables import Group, bar, bars, groups, legends, speedup
 
 WGRAD_FROM_MXFP8 = "ours, bf16 from MXFP8"
 GEMMS = ("torch._grouped_mm", "cuBLAS loop", "torch rowwise fp8", "ours, bf16", WGRAD_FROM_MXFP8, "ours, MXFP8")
@@ -20,38 +22,6 @@ PLAIN, HP, KEPT_IN_BF16 = "plain torch", "mxfp8_wgrad_with_hp", "mxfp8_wgrad_wit
 COLORS = {"torch._grouped_mm": "tab:gray", "cuBLAS loop": "black", "torch rowwise fp8": "tab:olive",
           "ours, bf16": "tab:blue", WGRAD_FROM_MXFP8: "tab:orange", "ours, MXFP8": "tab:red", "floor": "tab:green",
           PLAIN: "tab:gray", "bf16": "tab:blue", HP: "tab:orange", KEPT_IN_BF16: "tab:purple", "mxfp8": "tab:red"}
-
-
-class Group:
-    """The rows of one case by contender; those that failed or are wrong are left out."""
-
-    def __init__(self, case: dict, rows: Iterable[dict]):
-        self.case = case
-        self.rows = {row["contender"]: row for row in rows if row["correct"]}
-
-    def figure(self, contender: str, name: str = "median_ms") -> float | None:
-        return self.rows.get(contender, {}).get(name)
-
-    def ratio(self, over: str, contender: str, name: str = "median_ms") -> float | None:
-        """How much larger the figure of `over` is: a speedup, where it is a time."""
-        above, below = self.figure(over, name), self.figure(contender, name)
-        return above / below if above is not None and below else None
-
-    def tflops(self, contender: str) -> float | None:
-        ms = self.figure(contender)
-        return self.case["flops"] / ms / 1e9 if ms else None
-
-    def fastest(self, contenders: Iterable[str]) -> str:
-        return min((c for c in contenders if self.figure(c)), key=self.figure, default="")
-
-
-def groups(result: dict, *operations: str) -> list[Group]:
-    """In the order of the file; with `operations` only those."""
-    found: dict = {}
-    for row in result["rows"]:
-        if not operations or row["case"].get("operation") in operations:
-            found.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
-    return [Group(rows[0]["case"], rows) for rows in found.values()]
 
 
 def rates(result: dict) -> tuple[float, float]:
@@ -74,24 +44,10 @@ def _shape(case: dict) -> list:
 SHAPE_HEADERS = ["dim x hidden", "experts", "tokens\neach", "split"]
 
 
-def _x(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}x"
-
-
 def _bar(what: str, found: Iterable[tuple[float | None, dict]], least: float, aim: float, most: bool = False) -> list:
-    """A line about the worst case of `found`; with `most`, the larger the worse."""
-    known = [(value, case) for value, case in found if value is not None]
-    if not known:
-        return [what, "", "", least, aim, "not measured"]
-    value, case = (max if most else min)(known, key=lambda pair: pair[0])
-    reached = [value <= bar if most else value >= bar for bar in (least, aim)]
-    where = ", ".join(map(str, _shape(case) if "dim" in case else (case["kernel"], case["shape"])))
-    return [what, round(value, 3), where, least, aim,
-            "aim" if all(reached) else "bar" if reached[0] else "MISSED"]
-
-
-def _bars(lines: list) -> str:
-    return tabulate(lines, ["what", "worst", "where", "must reach", "aim", "reached"])
+    """tables.bar with cases in place of their descriptions."""
+    return bar(what, ((value, ", ".join(map(str, _shape(case) if "dim" in case else (case["kernel"], case["shape"]))))
+                      for value, case in found), least, aim, most)
 
 
 # ---- grouped_gemm -------------------------------------------------------------------------------------------------
@@ -106,8 +62,8 @@ def gemm_tables(result: dict) -> list[str]:
         floor = floor_ms(group.case, *per_ms)
         ours = group.figure("ours, MXFP8")
         lines.append([group.case["operation"], *_shape(group.case), *rows, group.case["flops"] / floor / 1e9,
-                      ours, _x(group.ratio("torch._grouped_mm", "ours, MXFP8")),
-                      _x(group.ratio(group.fastest(BF16_GEMMS), "ours, MXFP8")),
+                      ours, speedup(group.ratio("torch._grouped_mm", "ours, MXFP8")),
+                      speedup(group.ratio(group.fastest(BF16_GEMMS), "ours, MXFP8")),
                       f"{floor / ours:.0%}" if ours else ""])
     table = tabulate(lines, ["TFLOP/s of", *SHAPE_HEADERS, "torch", "cuBLAS\nloop", "rowwise\nfp8", "our\nbf16",
                              "bf16 from\nMXFP8", "MXFP8", "floor", "MXFP8\nms", "over\ntorch", "over best\nbf16",
@@ -121,7 +77,7 @@ def gemm_tables(result: dict) -> list[str]:
         return _bar(what, ((g.ratio(over(g), contender), g.case) for g in seeds(*operations)), least, aim)
 
     products, name = ("forward", "dgrad"), "16384 tokens each, seed shapes: "
-    return [table, _bars([
+    return [table, bars([
         worst(name + "forward, dgrad over torch", products, lambda g: "torch._grouped_mm", "ours, MXFP8", 1.55, 1.75),
         worst(name + "the same over the fastest bf16", products, lambda g: g.fastest(BF16_GEMMS), "ours, MXFP8", 1.3,
               1.5),
@@ -150,7 +106,7 @@ def gemm_plot(result: dict, pyplot) -> None:
         axis.set(ylabel="TFLOP/s")
     for axis in axes[-1]:
         axis.set(xlabel="tokens per expert")
-    _legends(axes[:, 0])
+    legends(axes[:, 0])
 
 
 def _most_alike(found: list[Group]) -> list[Group]:
@@ -164,12 +120,6 @@ def _line(axis, found: list[Group], figure: Callable, name: str, **style) -> Non
     points = [(g.case["tokens_per_expert"], figure(g)) for g in found if figure(g) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), label=name, color=COLORS[name], marker=".", **style)
-
-
-def _legends(axes) -> None:
-    for axis in axes:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
 
 
 # ---- quantize -----------------------------------------------------------------------------------------------------
@@ -190,7 +140,7 @@ def cast_tables(result: dict) -> list[str]:
     return [tabulate(lines, ["kernel", "shape", "dtype", "block", "MiB moved", "ms", "TB/s", "of copy"],
                      floatfmt=("", "", "", "d", ".0f", ".3f", ".2f", ".1%"))
             + f"\ndevice copy: {bytes_per_ms / 1e9:.2f} TB/s",
-            _bars([_bar(f"{what}, of the copy's bandwidth",
+            bars([_bar(f"{what}, of the copy's bandwidth",
                         [found for found in _cast_shares(result) if ("SwiGLU" in found[1]["kernel"]) == fused], 0.85,
                         0.95) for what, fused in (("casts", False), ("SwiGLU with its casts", True))])]
 
@@ -200,8 +150,8 @@ def cast_plot(result: dict, pyplot) -> None:
     names = [f"{case['kernel']}, {case['shape']}, {case['dtype']}, {case['block_size']}" for _, case in shares]
     _, axis = pyplot.subplots(figsize=(9, 1 + 0.22 * len(names)))
     axis.barh(names[::-1], [share for share, _ in shares][::-1], color="tab:red")
-    for bar in (0.85, 0.95):
-        axis.axvline(bar, color="black", linewidth=0.7, linestyle=":")
+    for share in (0.85, 0.95):
+        axis.axvline(share, color="black", linewidth=0.7, linestyle=":")
     axis.set(xlabel="bytes that must move / time, of the device copy's bandwidth")
     axis.tick_params(labelsize=7)
 
@@ -212,9 +162,10 @@ def cast_plot(result: dict, pyplot) -> None:
 def ffn_tables(result: dict) -> list[str]:
     found = groups(result, "forward and backward")
     lines = [[*_shape(g.case), *(g.figure(c) for c in (PLAIN, "bf16", HP, "mxfp8")),
-              *(_x(g.ratio(over, c)) for over, c in ((PLAIN, "bf16"), ("bf16", HP), ("bf16", "mxfp8"))),
-              *(_x(g.ratio(c, "bf16", "held_bytes")) for c in (HP, KEPT_IN_BF16)),
-              *(_x(g.ratio(c, "bf16", "peak_bytes")) for c in (HP, "mxfp8")), g.figure(HP, "host_ms")] for g in found]
+              *(speedup(g.ratio(over, c)) for over, c in ((PLAIN, "bf16"), ("bf16", HP), ("bf16", "mxfp8"))),
+              *(speedup(g.ratio(c, "bf16", "held_bytes")) for c in (HP, KEPT_IN_BF16)),
+              *(speedup(g.ratio(c, "bf16", "peak_bytes")) for c in (HP, "mxfp8")), g.figure(HP, "host_ms")]
+             for g in found]
     table = tabulate(lines, [*SHAPE_HEADERS, "plain\nms", "bf16\nms", "hp\nms", "mxfp8\nms", "bf16\nover plain",
                              "hp\nover bf16", "mxfp8\nover bf16", "held\nhp", "held\npre bf16", "peak\nhp",
                              "peak\nmxfp8", "host ms\nhp"],
@@ -237,7 +188,7 @@ def ffn_tables(result: dict) -> list[str]:
         return case["tokens_per_expert"] == 16384 and dims(case) in ((8192, 5120), (7168, 2048))
 
     both = (HP, "mxfp8")
-    return [table, *([first_table] if firsts else []), _bars([
+    return [table, *([first_table] if firsts else []), bars([
         worst("8192x5120, 7168x2048, 16384 tokens each: seeds' recipe over bf16", (HP, ), big, 1.2, 1.35),
         worst("the same: all MXFP8", ("mxfp8", ), big, 1.35, 1.6),
         worst("other shapes from 2048 tokens each: both", both, lambda case: case["tokens_per_expert"] >= 2048
@@ -267,11 +218,11 @@ def ffn_plot(result: dict, pyplot) -> None:
             axis.axhline(1, color=COLORS["bf16"], linewidth=0.7)
     axes[0, 0].set(ylabel="speed over our bf16")
     axes[1, 0].set(ylabel="bytes held, over our bf16")
-    _legends(axes[:, 0])
+    legends(axes[:, 0])
 
 
 SHOWN = {"grouped_gemm": (gemm_tables, gemm_plot), "quantize": (cast_tables, cast_plot),
-         "expert_ffn": (ffn_tables, ffn_plot)}
+         "expert_ffn": (ffn_tables, ffn_plot), **show_ranks.SHOWN}
 
 
 def show(path: Path) -> bool:

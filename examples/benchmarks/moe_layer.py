@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One MoE layer, router to output, SwiGLU experts, forward and backward: DeepSpeed's classic MoE and AutoEP in bf16
+beside ours in every recipe, over every transport that the machine has.
+
+Each contender is a layer of a DeepSpeed engine of its own (ZeRO-1), as users make it: ours by the section "mxfp8_moe".
+Gradients of the tokens and of every parameter of the layer. Also peak memory beyond the weights, and how often the
+host waits for the device in one forward and backward.
+
+    torchrun --nproc-per-node 8 examples/benchmarks/moe_layer.py      # run, write a result file, print its table
+    python examples/benchmarks/moe_layer.py --show FILE               # table and plot of a result file
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+import ds_mxfp8_moe
+import world
+from ds_mxfp8_moe.config import WIRE_KEYS
+from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.transport import collective
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC
+from timing import device, on_gpu, poisoned
+from world import BF16, Contender
+
+RECIPES = {"bf16": {"recipe": "bf16"}, "mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"},
+           "mxfp8": {"recipe": "mxfp8", **dict.fromkeys(WIRE_KEYS, "mxfp8")}}
+STATIC = {**RECIPES["mxfp8_wgrad_with_hp"], "transport": "nvlink", "capacity_factor": 2.0}
+# Against DeepSpeed's layer in bf16 with the same weights.
+LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 35, 17
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int = 8192
+    dim: int = 2048
+    hidden: int = 1408
+    experts: int = 64
+    top_k: int = 6
+
+
+class SwiGLU(nn.Module):
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(NamedTuple):
+    """A layer of an engine.
+
+    Attributes:
+        inner: the part of it that a conversion settles.
+        outputs: what of its result gets a gradient, the tokens first.
+    """
+
+    engine: nn.Module
+    module: nn.Module
+    inner: nn.Module
+    outputs: Callable[[object], tuple]
+
+    def staging_bytes(self) -> int:
+        """Of the peer memory that its transport shares with all others."""
+        settings = getattr(self.inner, "mxfp8", None)
+        memory = getattr(settings and settings.exchange_over(self.inner.ep_group), "memory", None)
+        return 0 if memory is None else 2 * memory.half_bytes
+
+
+def _engine(model: nn.Module, section: dict | None, **config) -> nn.Module:
+    config |= {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+               "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    if section is not None:
+        config["mxfp8_moe"] = {"enabled": True, **section}
+    return ds_mxfp8_moe.initialize(model=model, config=config)[0]
+
+
+def classic(case: Case, drop: bool, section: dict | None = None) -> Layer:
+    """deepspeed.moe.layer.MoE, with experts that all differ."""
+    torch.manual_seed(0)
+    with torch.device(device()):
+        expert = SwiGLU(case.dim, case.hidden)
+        layer = MoE(case.dim, expert, case.experts, world.size(), k=case.top_k, capacity_factor=1.0, drop_tokens=drop)
+        torch.manual_seed(1 + world.rank())
+        for parameter in layer.deepspeed_moe.experts.parameters():
+            nn.init.normal_(parameter, std=parameter.shape[1]**-0.5)
+    engine = _engine(nn.Sequential(layer), section)
+    moe = engine.module[0]
+    return Layer(engine, moe, moe.deepspeed_moe, lambda out: out[:2])  # with the auxiliary loss
+
+
+def autoep(case: Case, section: dict | None = None) -> Layer:
+    """What AutoEP makes of a Qwen3-MoE's layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=case.dim, intermediate_size=case.dim, moe_intermediate_size=case.hidden,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts=case.experts,
+        num_experts_per_tok=case.top_k, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+        initializer_range=case.dim**-0.5)
+    torch.manual_seed(0)  # the same weights everywhere
+    with torch.device(device()):
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=BF16)
+    engine = _engine(model, section, expert_parallel={"enabled": True, "autoep_size": world.size(),
+                                                      "preset_model": "qwen3_moe"})
+    moe = engine.module.model.layers[0].mlp
+    return Layer(engine, moe, moe, lambda out: (out[0] if isinstance(out, tuple) else out, ))
+
+
+class Way:
+    """One contender: a layer on a rank's tokens, with gradients g of its output."""
+
+    def __init__(self, layer: Layer, x: torch.Tensor, g: torch.Tensor):
+        self.layer, self.x, self.g = layer, x.clone().requires_grad_(), g
+        self.parameters = [p for p in layer.module.parameters() if p.requires_grad]
+        self.stages = {"forward": self.forward, "backward": self.backward}
+
+    def forward(self) -> tuple:
+        return self.layer.outputs(self.layer.module(self.x))
+
+    def backward(self, outputs: tuple) -> tuple:
+        """The output and the gradients of tokens and parameters."""
+        loss_grads = [self.g, *(torch.ones_like(loss) for loss in outputs[1:])]
+        return outputs[0].detach(), *torch.autograd.grad(outputs, (self.x, *self.parameters), loss_grads)
+
+
+def seeded(way: Way) -> tuple:
+    """Its results with the same random numbers each time: DeepSpeed's top-2 gate draws some."""
+    torch.manual_seed(world.rank())
+    return world.run(way.stages)
+
+
+def check(way: Way, reference: Way | None, twin: Way | None, least_db: float) -> dict:
+    """Runs it once on poisoned memory, and once more to see what it takes.
+
+    Args:
+        reference: the same layer on DeepSpeed's path, to which results must come close.
+        twin: the same recipe over the collective transport, whose bits they must be.
+    """
+    found = {}
+    with poisoned():
+        results = seeded(way)
+        right = all(bool(part.isfinite().all()) for part in results)
+        if reference is not None:
+            sqnr = [sqnr_db(a, b) for a, b in zip(seeded(reference), results, strict=True)]
+            found["sqnr_db"] = round(min(sqnr), 1)
+            right &= min(sqnr) >= least_db
+        if twin is not None:
+            right &= all(torch.equal(a, b) for a, b in zip(seeded(twin), results, strict=True))
+    del results
+    return {"correct": right, **found, **memory(way), **waits(way)}
+
+
+def memory(way: Way) -> dict[str, int]:
+    """Bytes at most beyond the weights in one forward and backward; the staging of peer memory apart."""
+    if not on_gpu():
+        return {}
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    accelerator.reset_peak_memory_stats()
+    before = accelerator.memory_allocated()
+    world.run(way.stages)
+    accelerator.synchronize()
+    return {"peak_bytes": accelerator.max_memory_allocated() - before, "staging_bytes": way.layer.staging_bytes()}
+
+
+def waits(way: Way) -> dict[str, int]:
+    """Of one forward and backward: CUDA calls that wait for the device, copies to the host, and waits in the one
+    function of each transport that does."""
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu()
+    get_accelerator().synchronize()
+    with (mock.patch.object(collective, "wait_for_device", wraps=collective.wait_for_device) as over_nccl,
+          mock.patch.object(PeerMemory, "wait_for_counts", autospec=True,
+                            side_effect=PeerMemory.wait_for_counts) as over_nvlink,
+          torch.profiler.profile(activities=kinds) as profile):
+        with torch.profiler.record_function("one step"):
+            world.run(way.stages)
+        get_accelerator().synchronize()
+    found = synchronisations([(event.name, event.time_range.start, event.time_range.end)
+                              for event in profile.events()])
+    return found | {"counted_waits": over_nccl.call_count + over_nvlink.call_count}
+
+
+def synchronisations(events: list[tuple[str, float, float]]) -> dict[str, int]:
+    """Out of a profile's (name, start, end): calls that begin within "one step" on the host, which the device's own
+    mark of that name follows, and copies whenever the device comes to them."""
+    start, end = min(times for name, *times in events if name == "one step")
+    return {"synchronising_calls": sum(name in WAITS and start <= begin <= end for name, begin, _ in events),
+            "copies_to_host": sum(name.startswith("Memcpy DtoH") for name, *_ in events)}
+
+
+def contenders(case: Case) -> dict[str, Contender]:
+    x, g = (world.randn(1, case.tokens, case.dim) for _ in range(2))
+
+    def way(layer: Layer) -> Way:
+        return Way(layer, x, g)
+
+    ways = {AUTOEP: way(autoep(case)), CLASSIC: way(classic(case, drop=True)),
+            DROPLESS: way(classic(case, drop=False))}
+    checks = {name: partial(check, one, None, None, 0) for name, one in ways.items()}
+    for recipe, keys in RECIPES.items():
+        least_db = LEAST_SQNR_DB if recipe == "bf16" else LEAST_SQNR_MXFP8_DB
+        for transport in world.transports():
+            name = f"{transport}, {recipe}"
+            twin = ways.get(f"collective, {recipe}")
+            ways[name] = way(autoep(case, {**keys, "transport": transport}))
+            checks[name] = partial(check, ways[name], ways[AUTOEP], twin, least_db)
+    if "nvlink" in world.transports():
+        ways[HP_STATIC] = way(autoep(case, STATIC))
+        checks[HP_STATIC] = partial(check, ways[HP_STATIC], ways[AUTOEP], None, LEAST_SQNR_MXFP8_DB)
+    name = f"{world.name_of(world.transport())}, mxfp8_wgrad_with_hp, classic"
+    ways[name] = way(classic(case, False, {"transport": world.name_of(world.transport())}))
+    checks[name] = partial(check, ways[name], ways[DROPLESS], None, LEAST_SQNR_MXFP8_DB)
+    return {name: Contender(one.stages, checks[name]) for name, one in ways.items()}
+
+
+def run(case: Case, budget_s: float) -> Iterator[dict]:
+    yield from world.rows(asdict(case), contenders(case), budget_s)
+
+
+def main() -> None:
+    parser = world.parser(__doc__)
+    for field, value in asdict(Case()).items():
+        parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=value)
+    args = parser.parse_args()
+    case = Case(args.tokens, args.dim, args.hidden, args.experts, args.top_k)
+    world.main("moe_layer", args, lambda: run(case, args.budget))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks of several GPUs have in common: start-up under torchrun, contenders timed side by side on all
+ranks, agreement on what is correct, result files.
+
+A time is the slowest rank's, sample by sample. Every rank runs the same calls in the same order; rank 0 writes.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import options
+import results_file
+import show
+from ds_mxfp8_moe.transport.choose import choose
+from timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu
+
+BF16 = torch.bfloat16
+TIMEOUT = timedelta(minutes=3)
+TOTAL = "total"
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    out = options.parser(doc, jobs=False)
+    out.set_defaults(budget=1.0)
+    out.add_argument("--transport", choices=("collective", "nvlink"), help="ours (default: chosen for the machine)")
+    return out
+
+
+def main(benchmark: str, args: argparse.Namespace, rows: Callable[[], Iterable[dict]]) -> None:
+    """Shows `--show FILE`, or starts this rank, runs the benchmark by taking its rows, and writes and shows them."""
+    if args.show:
+        show.show(args.show)
+        return
+    start()
+    try:
+        if rank() == 0:
+            args.out = args.out or results_file.RESULTS / f"{benchmark}_{size()}ranks.json"
+            options.finish(benchmark, rows(), args)
+        else:
+            for _ in rows():
+                pass
+    finally:
+        dist.destroy_process_group()
+
+
+def start() -> None:
+    """Device, process group and random numbers of this rank, by torchrun's environment."""
+    accelerator = get_accelerator()
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(accelerator.communication_backend_name(), timeout=TIMEOUT,
+                            device_id=device() if on_gpu() else None)
+    deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False)
+    torch.manual_seed(rank())
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def group() -> dist.ProcessGroup:
+    return dist.group.WORLD
+
+
+def say(line: str) -> None:
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def transport(requested: str | None = None):
+    """What a layer over all ranks takes."""
+    return choose(group(), "the benchmark", requested)
+
+
+def name_of(some_transport) -> str:
+    return type(some_transport).__name__.lower()
+
+
+def transports() -> dict:
+    """All that this machine has, by name."""
+    found = (transport("collective"), transport())
+    return {name_of(one): one for one in found}
+
+
+def randn(*shape: int) -> torch.Tensor:
+    """bf16 of this rank's own, on the device."""
+    return torch.randn(*shape, dtype=BF16, device=device())
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """[W, ...], every rank's x; of one shape on all of them."""
+    message = x.contiguous().view(-1).view(torch.uint8)  # gloo does not know every dtype
+    parts = [torch.empty_like(message) for _ in range(size())]
+    dist.all_gather(parts, message)
+    return torch.cat(parts).view(x.dtype).view(size(), *x.shape)
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """Over ranks, element by element; on the host."""
+    x = x.to(device())
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.cpu()
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in place."""
+    dist.all_reduce(x)
+    return x
+
+
+# ---- times --------------------------------------------------------------------------------------------------------
+
+
+class Contender(NamedTuple):
+    """One way to do what a case asks for.
+
+    Attributes:
+        stages: calls in their order; each takes what the one before returned, the first takes nothing.
+        check: runs them once; {"correct": bool, ...}.
+        about: what else its rows say.
+    """
+
+    stages: dict[str, Callable]
+    check: Callable[[], dict]
+    about: dict = {}
+
+
+def run(stages: dict[str, Callable], mark: Callable[[], None] = lambda: None):
+    """What the last stage returns; `mark` is called after each of them."""
+    result = ()
+    for call in stages.values():
+        result = (call(*result), )
+        mark()
+    return result[0]
+
+
+def _first(stages: dict[str, Callable]) -> tuple[float, float]:
+    """Seconds of one run: until the host is through, and until the device is."""
+    get_accelerator().synchronize()
+    dist.barrier()
+    begin = time.perf_counter()
+    run(stages)
+    issued = time.perf_counter() - begin
+    get_accelerator().synchronize()
+    return issued, time.perf_counter() - begin
+
+
+def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
+    dist.barrier()
+    at = [time.perf_counter()]
+    run(stages, lambda: at.append(time.perf_counter()))
+    times = [(b - a) * 1e3 for a, b in zip(at, at[1:], strict=False)]
+    return lambda: [*times, sum(times), sum(times)]
+
+
+def _sample_on_device(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
+                      token: torch.Tensor) -> Callable[[], list]:
+    """Issues one run behind `busy_s` seconds of waiting, in which the host gets ahead; the ranks' devices then meet
+    and begin together. Returns what reads milliseconds of each stage, of all, and of the host."""
+    events = [torch.cuda.Event(enable_timing=True)]
+    flushed.sum()
+    torch.cuda._sleep(int(CLOCK_HZ * min(busy_s, LONGEST_SLEEP_S)))
+    dist.all_reduce(token)
+    events[0].record()
+
+    def mark():
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+
+    begin = time.perf_counter()
+    run(stages, mark)
+    host_ms = (time.perf_counter() - begin) * 1e3
+    return lambda: [*(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)),
+                    events[0].elapsed_time(events[-1]), host_ms]
+
+
+def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeats: int = 30, least: int = 5,
+             cold: bool = True) -> dict[str, dict[str, dict]]:
+    """Times contenders that have each run once already: in turn, so that heat and clocks meet all of them alike.
+
+    Args:
+        contenders: for each name its stages.
+        budget_s: a contender's share; fewer than `repeats`, but `least`, where it would take longer.
+        cold: L2 is flushed before each run.
+
+    Returns:
+        For each contender and stage, and for `TOTAL` where there are several: median_ms, p10_ms, p90_ms, repeats, of
+        the slowest rank in each sample; and host_ms of the whole run, the median of issuing it.
+    """
+    first = {name: _first(stages) for name, stages in contenders.items()}
+    issued_s = dict(zip(first, largest(torch.tensor([s for s, _ in first.values()])).tolist(), strict=True))
+    mean_s = largest(torch.tensor([sum(s for _, s in first.values()) / len(first)])).item()
+    count = max(least, min(repeats, int(budget_s / mean_s)))
+    if on_gpu():
+        flushed = torch.ones(FLUSHED_BYTES // 4 if cold else 1, device=device())
+        token = torch.zeros(1, device=device())
+    samples: dict = {name: [] for name in contenders}
+    for _ in range(count):
+        running = []
+        for name, stages in contenders.items():
+            running.append(_sample_on_device(stages, 1.5 * issued_s[name] + 1e-4, flushed, token) if on_gpu()
+                           else _sample_on_host(stages))
+        get_accelerator().synchronize()
+        for name, read in zip(contenders, running, strict=True):
+            samples[name].append(read())
+    return {name: _quantiles(list(stages), largest(torch.tensor(samples[name], dtype=torch.float64)))
+            for name, stages in contenders.items()}
+
+
+def _quantiles(stages: list[str], samples: torch.Tensor) -> dict[str, dict]:
+    """Of [samples, stages + their sum + host]."""
+    low, middle, high = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), dim=0).tolist()
+    names = [*stages, TOTAL] if len(stages) > 1 else stages
+    return {name: {"median_ms": round(middle[i], 5), "p10_ms": round(low[i], 5), "p90_ms": round(high[i], 5),
+                   "host_ms": round(middle[-1], 5), "repeats": len(samples)} for i, name in enumerate(names)}
+
+
+def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int) -> Iterator[dict]:
+    """The rows of one case in a result file, one for each contender and stage; "operation" in the case is the stage.
+
+    A contender that is wrong or raises on any rank is so for all. `how`: as `times_ms` takes it.
+    """
+    checked = {name: _checked(contender) for name, contender in contenders.items()}
+    timed = {name: contender.stages for name, contender in contenders.items() if "failure" not in checked[name]}
+    times = times_ms(timed, budget_s, **how) if timed else {}
+    for name, contender in contenders.items():
+        for operation in times.get(name) or [*contender.stages, *([TOTAL] if len(contender.stages) > 1 else [])]:
+            yield {"case": {"operation": operation, "ranks": size(), **case}, "contender": name,
+                   **times.get(name, {}).get(operation, {}), **contender.about, **checked[name]}
+
+
+def _checked(contender: Contender) -> dict:
+    try:
+        found = contender.check()
+    except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
+        found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
+    found_by: list = [None] * size()
+    dist.all_gather_object(found_by, found)
+    failures = [f"rank {r}: {one['failure']}" for r, one in enumerate(found_by) if "failure" in one]
+    return {**found_by[0], "correct": all(one["correct"] for one in found_by),
+            **({"failure": failures[0]} if failures else {})}
