@@ -96,7 +96,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
             continue
         layer_settings = LayerSettings(label, formula, recipe, settings.min_tokens_per_expert,
                                        settings.force_load_balance, settings.transport, settings.nvlink_sms,
-                                       settings.capacity_factor)
+                                       settings.capacity_factor, settings.overlap)
         if classic:
             module.__class__ = MoE
             module.deepspeed_moe.__class__ = MXFP8MOELayer

@@ -32,6 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +42,10 @@ from . import kernels
 from .activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
 from .config import Recipe
 from .experts import ROLES, ExpertFormula
-from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad, plain
+from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad_rows
 from .mx import MXTensor
 from .routing import Routes
-from .transport import Plan, Wire
+from .transport import Pending, Plan, Transport, Wire
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class ExpertFFN:
 
     formula: ExpertFormula
     recipe: Recipe
-    transport: Any
+    transport: Transport
     num_local_experts: int
     min_tokens_per_expert: int | None = 0
     name: str = "MoE layer"
@@ -143,19 +144,15 @@ class _Layer:
         return kernels.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
     def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
-        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient: the table above."""
-        recipe = self.recipe
-        if wgrad and self.wgrad_quantized and not isinstance(g_PN, MXTensor):
-            return kernels.quantize_both(g_PN, recipe.block_size, recipe.scaling_mode)
-        return self.quantized(g_PN), self.wgrad_operand(g_PN) if wgrad else None
+        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient, the latter's in
+        column form where the table above has it quantised along the rows."""
+        if wgrad and self.quantizes_columns(g_PN):
+            return kernels.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode)
+        return self.quantized(g_PN), g_PN
 
-    def wgrad_operand(self, x_PN: torch.Tensor) -> torch.Tensor:
-        """What the weight gradient's GEMM reads of an activation that was kept, or of a gradient."""
-        if not self.wgrad_quantized:
-            return plain(x_PN)
-        if isinstance(x_PN, MXTensor):
-            return kernels.rescale_columns(x_PN, self.recipe.scaling_mode)
-        return kernels.quantize_columns(x_PN, self.recipe.block_size, self.recipe.scaling_mode)
+    def quantizes_columns(self, g_PN: torch.Tensor) -> bool:
+        """Whether the weight gradient's GEMM reads the column form of a gradient."""
+        return self.wgrad_quantized and not isinstance(g_PN, MXTensor)
 
     @property
     def wgrad_quantized(self) -> bool:
@@ -179,9 +176,13 @@ class _Layer:
         mx = MXTensor(mx.qdata, mx.scale, mx.block_size, self.dtype, mx.tiled)
         return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
 
-    def wgrad_gemm(self, g: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[E, N, K], from operands that `quantized_gradient` and `wgrad_operand` made."""
-        return grouped_mm_wgrad(g, a, self.plan.group_ends_E, dtype)
+    def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool,
+                   beside: int = 0) -> torch.Tensor:
+        """[E, N, K]. MXFP8 rows are dequantised or re-scaled on the way, as the recipe has it. `beside`:
+        multiprocessors that it leaves to an exchange."""
+        mode = self.recipe.scaling_mode if self.wgrad_quantized else None
+        sms = kernels.multiprocessors(a_PK.device) - beside if beside else 0
+        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms)
 
     def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
         return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
@@ -261,10 +262,11 @@ class _Function(torch.autograd.Function):
             g_PH, _ = ffn.transport.dispatch(plan, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd),
                                              phase="dispatch of the gradient")
             needs = _unflatten(layout, ctx.needs_input_grad[6:])
-            grads = _backward_rows(layer, g_PH, x_PH, pre_PG, h_PF, weight_P, weights, needs)
             # Whoever needs it or not: what one rank needs must not decide what all of them exchange.
-            x_grad, weight_grad = ffn.transport.combine(plan, grads["x"], _wire(recipe, recipe.dispatch_bwd), dtype,
-                                                        grads["weight"], phase="combine of the gradient")
+            back = partial(ffn.transport.start_combine, plan, wire=_wire(recipe, recipe.dispatch_bwd), dtype=dtype,
+                           phase="combine of the gradient")
+            grads, (x_grad, weight_grad) = _backward_rows(layer, ffn.transport, back, g_PH, x_PH, pre_PG, h_PF,
+                                                          weight_P, weights, needs)
             flat = []
             for role, size in layout:
                 grad = grads.get(role)
@@ -298,8 +300,10 @@ class _Kept:
         return *values, saved[0], saved[1:]
 
 
-def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: dict, needs: dict) -> dict:
-    """Everything between the two exchanges of backward: role -> stacked gradient, "x" [P, H], "weight" [P]."""
+def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pending], g_PH, x_PH, kept_PG, h_PF,
+                   weight_P, weights: dict, needs: dict) -> tuple[dict, tuple]:
+    """Everything behind the first exchange of backward: role -> stacked gradient, and what `back`, given the gradients
+    of x_PH and weight_P, brings to the tokens."""
     grads = {}
 
     def needed(role):
@@ -316,21 +320,24 @@ def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: 
         weight = (t_PH * plain_x.float()).sum(-1)
         weighted_g = (plain_g.float() * weight_P.unsqueeze(1)).to(layer.dtype)
         if needed("up"):
-            grads["up"] = layer.wgrad_gemm(layer.wgrad_operand(weighted_g), layer.wgrad_operand(x_PH), dtype_of("up"))
+            columns, recipe = layer.quantizes_columns(weighted_g), layer.recipe
+            g = kernels.quantize_columns(weighted_g, recipe.block_size, recipe.scaling_mode) if columns else weighted_g
+            grads["up"] = layer.wgrad_gemm(g, x_PH, dtype_of("up"), columns)
         if layer.up_bias_EG is not None:
             weight += (plain_g.float() * layer.bias_rows(layer.up_bias_EG)).sum(-1)
             grads["up_bias"] = layer.group_sums(weighted_g).to(dtype_of("up_bias"))
-        return {**grads, "x": t_PH * weight_P.unsqueeze(1), "weight": weight}
+        return grads, back(t_PH * weight_P.unsqueeze(1), weight_P=weight).result()
 
     if layer.down_bias_EH is not None:
         plain_g = kernels.dequantize(g_PH, torch.float32) if isinstance(g_PH, MXTensor) else g_PH
         down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g
+    columns = layer.quantizes_columns(g_PH)
     g_PH, g_wgrad = layer.quantized_gradient(g_PH, needed("down"))
     t_PF = layer.dgrad_gemm(g_PH, layer.down)
     if needed("down"):
-        grads["down"] = layer.wgrad_gemm(g_wgrad, layer.wgrad_operand(h_PF), dtype_of("down"))
+        grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)
     del g_PH, g_wgrad, h_PF
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
@@ -339,18 +346,27 @@ def _backward_rows(layer: _Layer, g_PH, x_PH, kept_PG, h_PF, weight_P, weights: 
     dpre = activate_backward(t_PF, kept_PG, weight_P, plain=wants_plain, rows=recipe.quantize_gemm, columns=columns,
                              **layer.activation())
     del t_PF, kept_PG
-    grads["weight"] = dpre.dweight_P
-    if layer.down_bias_EH is not None:
-        grads["weight"] = dpre.dweight_P + down_bias_weight
-    # The weight gradient first: the large operands that it alone reads are gone before dx is there.
-    if wants_ups:
-        both = layer.wgrad_gemm(dpre.columns if columns else dpre.plain, layer.wgrad_operand(x_PH), dtype_of("up"))
-        grads.update(zip(roles, both.chunk(len(roles), dim=1), strict=True))
+    weight = dpre.dweight_P if layer.down_bias_EH is None else dpre.dweight_P + down_bias_weight
     if layer.up_bias_EG is not None:
         for role, half in zip(roles, layer.group_sums(dpre.plain).chunk(len(roles), dim=1), strict=True):
             if f"{role}_bias" in weights:
                 grads[f"{role}_bias"] = half.to(dtype_of(f"{role}_bias"))
-    g_rows = dpre.rows if recipe.quantize_gemm else dpre.plain
+    g_rows, g_wgrad = dpre.rows if recipe.quantize_gemm else dpre.plain, dpre.columns if columns else dpre.plain
     del dpre
-    grads["x"] = layer.dgrad_gemm(g_rows, layer.ups)
-    return grads
+
+    def ups_wgrad(beside: int = 0) -> None:
+        both = layer.wgrad_gemm(g_wgrad, x_PH, dtype_of("up"), columns, beside)
+        grads.update(zip(roles, both.chunk(len(roles), dim=1), strict=True))
+
+    beside = 0
+    if wants_ups:
+        flops = 2 * math.prod(x_PH.shape) * g_rows.shape[1]
+        beside = transport.sms_beside(layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),
+                                      kernels.wgrad_seconds(flops, layer.wgrad_quantized, x_PH.device))
+    if wants_ups and not beside:  # first: the large operands that it alone reads are gone before dx is there
+        ups_wgrad()
+        del g_wgrad, x_PH
+    pending = back(layer.dgrad_gemm(g_rows, layer.ups), weight_P=weight, sms=beside)
+    if beside:
+        ups_wgrad(beside)
+    return grads, pending.result()

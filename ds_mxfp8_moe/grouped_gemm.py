@@ -118,7 +118,7 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
 
 def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
                           out_dtype: torch.dtype | None = None, scaling_mode: str | None = None,
-                          g_columns: bool = False) -> torch.Tensor:
+                          g_columns: bool = False, sms: int = 0) -> torch.Tensor:
     """`grouped_mm_wgrad` of rows [P, N] and [P, K], groups multiples of 128 rows, P too.
 
     Args:
@@ -126,14 +126,15 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
             re-scaled along the rows: in blocks in this mode or, by Hopper's kernel, in tiles of 128 x 128 to the
             largest of the rows' scales, which is as near.
         g_columns: g is in column form [N, P] already.
+        sms: multiprocessors that Hopper's kernels take at most, for what runs beside them; 0: all.
     """
     if scaling_mode is None:
         own = kernels.plain_wgrad(g, a_PK)
         if own is None or a_PK.shape[0] == 0:
             return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype or g.dtype)
-        return own(g, a_PK, ends_E, out_dtype or g.dtype)
+        return own(g, a_PK, ends_E, out_dtype or g.dtype, sms=sms)
     own = kernels.mxfp8_wgrad_of_rows(g, a_PK)
     if own is not None:
-        return own(g, a_PK, ends_E, out_dtype or g.dtype, g_columns=g_columns)
+        return own(g, a_PK, ends_E, out_dtype or g.dtype, g_columns=g_columns, sms=sms)
     g = g if g_columns else kernels.rescale_columns(g, scaling_mode)
     return grouped_mm_wgrad(g, kernels.rescale_columns(a_PK, scaling_mode), ends_E, out_dtype)

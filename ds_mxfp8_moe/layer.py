@@ -36,10 +36,12 @@ class LayerSettings:
     transport: str | None
     nvlink_sms: int | None
     capacity_factor: float | None
+    overlap: bool
 
     def exchange_over(self, group: Any) -> Collective | NVLink:
         """The layer's transport over its expert-parallel group; None: the layer is this rank's alone."""
-        return choose(group, self.name, self.transport, self.nvlink_sms, self.capacity_factor)
+        return choose(group, self.name, self.transport, self.nvlink_sms, self.capacity_factor,
+                      self.overlap)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take."""

@@ -162,7 +162,8 @@ def bits(x: torch.Tensor | None) -> torch.Tensor | None:
         return torch.cat([x.qdata.view(torch.uint8), x.scale_bytes], dim=1).cpu()
     if x is None or not x.dtype.is_floating_point:
         return x
-    return torch.where(x.isnan(), float("nan"), x).cpu().contiguous().view(torch.uint8)
+    x = torch.where(x.isnan(), float("nan"), x).cpu()
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # strides of 1 where a size is 1, too
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def machine(**changes):
         patch.setattr(module, "_place", counted("place", place(rank, **changes)))
         patch.setattr(module.extension, "try_load", counted("build", (None if build else "the extension", build)))
         patch.setattr(module, "PeerMemory", Memory)
-        patch.setattr(module, "NVLink", lambda *args, **options: SimpleNamespace(args=args, options=options))
+        patch.setattr(module, "NVLink", lambda *args: SimpleNamespace(args=args))
         yield asked
 
 
@@ -77,25 +77,25 @@ def choices(requested, changes_of_rank_1, times=1, **options):
             except RuntimeError as error:
                 got.append(str(error))
             else:
-                got.append(type(chosen).__name__ if isinstance(chosen, Collective) else (chosen.args, chosen.options))
+                got.append(type(chosen).__name__ if isinstance(chosen, Collective) else chosen.args)
     module._OF_GROUP.pop(group, None)
     return got, out.getvalue(), dict(asked)
 
 
-NVLINK = ("staging made by the extension", "block.3.moe")
+NVLINK = ("staging made by the extension", "block.3.moe", None, None, True)
 
 
 def test_nvlink_where_it_is_possible_and_the_question_asked_once(ranks2):
     zero, one = ranks2.run(choices, None, {}, times=3)
-    assert zero[0] == one[0] == [(NVLINK, {})] * 3
+    assert zero[0] == one[0] == [NVLINK] * 3
     assert zero[1] == f"mxfp8_moe: transport nvlink between ranks [0, 1]: {GOOD}\n" and one[1] == ""
     for _, _, asked in (zero, one):
         assert asked["obstacle"] == asked["place"] == 1
 
 
 def test_options_reach_the_transport(ranks2):
-    for got, _, _ in ranks2.run(choices, "nvlink", {}, sms=24, capacity_factor=1.5):
-        assert got == [(NVLINK, {"sms": 24, "capacity_factor": 1.5})]
+    for got, _, _ in ranks2.run(choices, "nvlink", {}, sms=24, capacity_factor=1.5, overlap=False):
+        assert got == [(*NVLINK[:2], 24, 1.5, False)]
 
 
 REASONS = [

@@ -3,7 +3,8 @@
 
 A transport has three methods. `plan(expert_TK, num_local_experts)` turns one forward's routing into an immutable Plan;
 `dispatch` brings every token to the ranks of its experts and lays it out in expert-sorted, padded rows; `combine`
-brings rows back and adds them up. Dispatch and combine are each other's gradient over the same plan.
+brings rows back and adds them up. Dispatch and combine are each other's gradient over the same plan. `start_combine`
+is the first half of a combine, beside which a GEMM may run.
 
 Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
 expert's rank an fp32 partial per token in ascending choice, of rows as the last GEMM rounds them; one rounding to the
@@ -14,8 +15,10 @@ S rows this rank sends, R rows it receives, P expert-sorted rows with their padd
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 ROW_ALIGNMENT = 128
 
@@ -61,3 +64,38 @@ class Plan:
     def num_rows(self) -> int:
         """P: expert-sorted rows on this rank, padding included."""
         return self.source_P.shape[0]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An exchange that may still be under way, on a stream of its own.
+
+    Attributes:
+        sms: multiprocessors that it takes; 0: none beside the current stream's work.
+        done: event of its end. kept: what it reads, which must not be freed before.
+    """
+
+    results: tuple
+    sms: int = 0
+    done: Any = None
+    kept: tuple = ()
+
+    def result(self) -> tuple:
+        """What the exchange returns; the current stream waits for it, the host does not."""
+        if self.done is not None:
+            get_accelerator().current_stream().wait_event(self.done)
+        return self.results
+
+
+class Transport:
+    """What transports have in common that run nothing beside a GEMM."""
+
+    def sms_beside(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float) -> int:
+        """Multiprocessors that a combine of rows of `dtype` takes best beside a GEMM of so many seconds; 0: none,
+        it runs before or after."""
+        return 0
+
+    def start_combine(self, *args, sms: int = 0, **kwargs) -> Pending:
+        """`combine` on `sms` multiprocessors, beside what the caller launches next; 0: not beside anything. Its
+        result is taken before the group's next exchange."""
+        return Pending(self.combine(*args, **kwargs))

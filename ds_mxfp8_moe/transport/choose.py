@@ -52,14 +52,14 @@ _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def choose(group: Any, name: str, requested: str | None = None, sms: int | None = None,
-           capacity_factor: float | None = None) -> Collective | NVLink:
+           capacity_factor: float | None = None, overlap: bool = True) -> Collective | NVLink:
     """The transport of one layer. Collective over the group at its first choice, unless "collective" is requested.
 
     Args:
         group: the layer's expert-parallel process group. None, or of one rank: nothing travels.
         name: the layer's, for errors.
         requested: "collective"; "nvlink"; or None, for nvlink wherever it is possible.
-        sms, capacity_factor: NVLink's `nvlink_sms` and `capacity_factor`, as in the config.
+        sms, capacity_factor, overlap: NVLink's, as in the config (`nvlink_sms`).
 
     Raises:
         RuntimeError: nvlink is requested and impossible; on every rank of the group alike.
@@ -72,9 +72,7 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         _tell(group, _OF_GROUP[group])
     verdict = _OF_GROUP[group]
     if verdict.nvlink:
-        options = {"sms": sms, "capacity_factor": capacity_factor}
-        memory = PeerMemory.of(group, extension.try_load()[0])
-        return NVLink(memory, name, **{key: value for key, value in options.items() if value is not None})
+        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap)
     if requested == "nvlink":
         raise RuntimeError(f'{name}: "transport" is "nvlink", which cannot be used here: {verdict.reason}. Mend that, '
                            'or write "transport": "collective", or leave the key out to have it chosen')

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from .. import kernels
 from ..mx import MXTensor
 from ..routing import count
-from . import ROW_ALIGNMENT, Plan, Wire
+from . import ROW_ALIGNMENT, Plan, Transport, Wire
 from .deadline import all_to_all, set_deadline, wait_for_device
 
 
@@ -51,7 +51,7 @@ def _kernels(x: torch.Tensor) -> ModuleType | None:
 
 
 @dataclass(frozen=True)
-class Collective:
+class Collective(Transport):
     """Expert-parallel exchange over the process group `group`; None means a group of this rank alone.
 
     Waits for peers end at the group's timeout with a PeerFailure (deadline.py); `name`, a layer's, says in it where.

@@ -16,9 +16,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
-from . import ROW_ALIGNMENT, Wire
+from . import ROW_ALIGNMENT, Pending, Transport, Wire
+from . import overlap as model
 from .peer_memory import KINDS, PeerMemory
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
@@ -37,6 +39,7 @@ class NVLinkPlan:
         group_ends_E: int32, end of each local expert's rows among the P, on the device.
         group_ends: the same on the host; None where the host does not know it.
         num_rows: P. More than the last group's end where the host does not know that.
+        received: rows that arrive here; a bound where the host does not know it.
         most_rows: the most rows that any rank receives, or sends; equal on all ranks.
     """
 
@@ -46,6 +49,7 @@ class NVLinkPlan:
     group_ends: tuple | None
     group_ends_E: torch.Tensor
     num_rows: int
+    received: int
     most_rows: int
     rows: Any = field(repr=False)  # the extension's Rows
     tables: tuple = field(repr=False)  # tensors that `rows` points into
@@ -102,7 +106,7 @@ def _parts(most_rows: int, *row_bytes: int) -> list:
 
 
 @dataclass(frozen=True)
-class NVLink:
+class NVLink(Transport):
     """Expert-parallel exchange between 2 to 8 ranks of one node over peer memory.
 
     Attributes:
@@ -112,17 +116,23 @@ class NVLink:
             rank has room for so many times its even share of rows, the host waits for nothing, and calls may be
             captured in a CUDA graph. Ranks then bring equally many tokens. What does not fit is an error on every
             rank, at its next call or check, and before the optimizer's step.
-        sms: multiprocessors that move rows; others stay free for what runs beside it.
+        sms: multiprocessors that move rows; None: as overlap.py has it.
+        overlap: a combine may run beside a GEMM.
     """
 
     memory: PeerMemory
     name: str = "an expert-parallel exchange"
-    sms: int = 96
+    sms: int | None = None
     capacity_factor: float | None = None
+    overlap: bool = True
 
     @property
     def world_size(self) -> int:
         return self.memory.world_size
+
+    @property
+    def _alone(self) -> int:
+        return min(self.sms or model.ALONE, self.memory.multiprocessors)
 
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"
@@ -162,8 +172,8 @@ class NVLink:
         self._place(rows, expert_TK, E, place_base, sizes)
         return NVLinkPlan(num_tokens=T // fanout, top_k=K * fanout, tokens_per_expert=sizes.tokens * K / (W * E),
                           group_ends=sizes.group_ends, group_ends_E=ends_E, num_rows=sizes.rows,
-                          most_rows=sizes.most_rows, rows=rows, tables=(first, slot_WT, place_RK, arriving_WC),
-                          group_sizes_E=sizes_E)
+                          received=sizes.received, most_rows=sizes.most_rows, rows=rows,
+                          tables=(first, slot_WT, place_RK, arriving_WC), group_sizes_E=sizes_E)
 
     def _count(self, rows: Any, expert_TK: torch.Tensor, E: int, place_base: torch.Tensor, ends_E: torch.Tensor,
                sizes_E: torch.Tensor) -> "_Sizes":
@@ -212,7 +222,7 @@ class NVLink:
         places.T, places.K, places.experts, places.local_experts = rows.T, rows.K, rows.experts, E
         places.chunk, places.chunks, places.stride = rows.chunk, rows.chunks, rows.stride
         places.ranges_at, places.most_rows = ranges_at, sizes.limit
-        ext.places(places, self.sms, memory.stream())
+        ext.places(places, self._alone, memory.stream())
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
         """The kernels' Rows for one exchange."""
@@ -256,7 +266,7 @@ class NVLink:
         args.out_PH = out_PH.data_ptr()
         args.group_ends_E, args.group_sizes_E = plan.group_ends_E.data_ptr(), plan.group_sizes_E.data_ptr()
         args.local_experts = plan.group_ends_E.shape[0]
-        self.memory.extension.dispatch(args, self.sms, self.memory.stream())
+        self.memory.extension.dispatch(args, self._alone, self.memory.stream())
         if wire.mxfp8:
             out_PH = MXTensor(out_PH, scale.view(torch.float8_e8m0fnu), rows.block, x_TH.dtype)
         return out_PH, weight_P
@@ -264,9 +274,24 @@ class NVLink:
     def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         """As Collective.combine."""
+        return self.start_combine(plan, y_PH, wire, dtype, weight_P, phase).result()
+
+    def sms_beside(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire,
+                   gemm_seconds: float) -> int:
+        W, total = self.world_size, self.memory.multiprocessors
+        if not self.overlap or self.memory.side is None:
+            return 0
+        row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
+        moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
+        best = model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8, gemm_seconds)
+        return best and min(self.sms or best, total // 2)
+
+    def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
+        memory = self.memory
         y_PH = _dense(y_PH.detach())
         H, device = y_PH.shape[1], y_PH.device
-        args = self.memory.extension.Combine()
+        args = memory.extension.Combine()
         args.rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
         args.y_PH, args.dtype, args.out_dtype = y_PH.data_ptr(), DTYPES[y_PH.dtype], DTYPES[dtype]
         out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
@@ -276,8 +301,15 @@ class NVLink:
             weight_P = weight_P.detach().contiguous()
             weight_TK = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=device)
             args.weight_P, args.out_weight_TK = weight_P.data_ptr(), weight_TK.data_ptr()
-        self.memory.extension.combine(args, self.sms, self.memory.stream())
-        return out_TH, weight_TK
+        if not sms or memory.side is None:
+            memory.extension.combine(args, self._alone, memory.stream())
+            return Pending((out_TH, weight_TK))
+        # All memory is the current stream's: the other one is joined before any of it is freed.
+        memory.side.wait_stream(get_accelerator().current_stream())
+        memory.extension.combine(args, sms, memory.side.cuda_stream)
+        done = get_accelerator().Event()
+        done.record(memory.side)
+        return Pending((out_TH, weight_TK), sms, done, (y_PH, weight_P))
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

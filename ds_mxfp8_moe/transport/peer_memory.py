@@ -57,6 +57,9 @@ class PeerMemory:
         self.state = torch.zeros(extension.STATE_WORDS, dtype=torch.int32, device=self.device)
         self.state[0] = _signed(first_epoch)
         pinned = self.device.type == "cuda"
+        # For exchanges beside GEMMs: first where a multiprocessor becomes free.
+        self.side = get_accelerator().Stream(priority=-1) if pinned else None
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if pinned else 8
         self._failure = torch.zeros(8, dtype=torch.int32, pin_memory=pinned)
         self._failed = self._failure.numpy()
         self.host = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=pinned)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 import shapes
 import world
@@ -26,7 +25,7 @@ from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.config import WIRE_KEYS, MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.expert_ffn import _Layer, _wire
 from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad
+from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_rows
 from ds_mxfp8_moe.mx import sqnr_db
 from show_ranks import HP, MXFP8, NCCL_BF16, NCCL_MXFP8_GEMM, OURS_BF16
 from timing import device, poisoned
@@ -59,6 +58,10 @@ class Case:
         self.per = rows // (world.size() * experts)  # tokens of a rank for an expert
         self.expert_TK = torch.arange(rows, device=device()).div(self.per, rounding_mode="floor").view(-1, 1)
 
+    def ends_E(self) -> torch.Tensor:
+        """int32, on the device: where each expert's rows end on every rank."""
+        return torch.arange(1, self.experts + 1, device=device(), dtype=torch.int32) * (self.rows // self.experts)
+
     def described(self) -> dict:
         return {"dim": self.dim, "hidden": self.hidden, "rows": self.rows, "experts_per_rank": self.experts,
                 "flops": 2 * self.rows * self.dim * self.hidden, "block_size": recipe().block_size}
@@ -79,21 +82,35 @@ class _Permute(torch.autograd.Function):
         return g.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+class _AllToAll(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x):
+        return _exchanged(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return _exchanged(g)
+
+
+def _exchanged(x: torch.Tensor) -> torch.Tensor:
+    """Equal shares of rows, by NCCL or gloo."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
 def over_nccl(case: Case) -> Callable[[], torch.Tensor]:
     """The pipeline in bf16: all-to-all, index_select, torch._grouped_mm, index_select, all-to-all."""
     W, E, T = world.size(), case.experts, case.rows
     order = torch.arange(T, device=device()).view(W, E, case.per).transpose(0, 1).reshape(-1).contiguous()
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(T, device=device()))
-    ends_E = torch.arange(1, E + 1, device=device(), dtype=torch.int32) * (T // E)
-    splits = [T // W] * W
-
-    def exchanged(x):
-        return wait_tensor(all_to_all_single_autograd(x, splits, splits, world.group()))
+    ends_E = case.ends_E()
 
     def forward():
-        x = _Permute.apply(exchanged(case.x_TD), order, inverse)
+        x = _Permute.apply(_AllToAll.apply(case.x_TD), order, inverse)
         y = torch._grouped_mm(x, case.w_EHD.transpose(-2, -1), offs=ends_E)
-        return exchanged(_Permute.apply(y, inverse, order))
+        return _AllToAll.apply(_Permute.apply(y, inverse, order))
 
     return forward
 
@@ -115,9 +132,9 @@ class _Pipeline(torch.autograd.Function):
         (transport, layer, w_EHD), x_PD = ctx.call, ctx.kept
         plan, recipe = layer.plan, layer.recipe
         g_PH, _ = transport.dispatch(plan, g_TH, _wire(recipe, recipe.combine_bwd))
-        g_rows, g_wgrad = layer.quantized_gradient(g_PH, wgrad=True)
-        dx_PD = layer.dgrad_gemm(g_rows, [w_EHD])
-        dw_EHD = layer.wgrad_gemm(g_wgrad, layer.wgrad_operand(x_PD), w_EHD.dtype)
+        dx_PD = layer.dgrad_gemm(layer.quantized(g_PH), [w_EHD])
+        dw_EHD = grouped_mm_wgrad_rows(g_PH, x_PD, plan.group_ends_E, w_EHD.dtype,
+                                       recipe.scaling_mode if layer.wgrad_quantized else None)
         dx_TD, _ = transport.combine(plan, dx_PD, _wire(recipe, recipe.dispatch_bwd), BF16)
         return None, None, dx_TD, dw_EHD
 
@@ -191,25 +208,29 @@ def contenders(case: Case, transport: Any) -> dict[str, Contender]:
     return found
 
 
-def rate_rows(case: Case, budget_s: float) -> Iterator[dict]:
+def rate_rows(case: Case, budget_s: float) -> list[dict]:
     """Rows of a result file: an all-to-all of the tokens in bf16, and every GEMM of the pipeline in bf16 and MXFP8."""
-    x, out = case.x_TD.detach(), torch.empty_like(case.x_TD)
+    x, g, w, out = case.x_TD.detach(), case.g_TH, case.w_EHD.detach(), torch.empty_like(case.x_TD)
     bytes_off_rank = x.nbytes * (world.size() - 1) // world.size()
     exchange = {NCCL_BF16: _unchecked("all-to-all", lambda: dist.all_to_all_single(out, x))}
-    yield from world.rows(case.described() | {"bytes": bytes_off_rank}, exchange, budget_s)
-    chosen, E = recipe(), case.experts
-    ends_E = torch.arange(1, E + 1, device=device(), dtype=torch.int32) * (case.rows // E)
-    g, w = case.g_TH, case.w_EHD.detach()
-    cast, cast_columns = (partial(of, block_size=chosen.block_size, scaling_mode=chosen.scaling_mode)
-                          for of in (kernels.quantize, kernels.quantize_columns))
-    operands = {"forward GEMM": ((x, w), (cast(x, scale_k_major=True), _weights(w, chosen, False))),
-                "dgrad GEMM": ((g, w.transpose(1, 2)), (cast(g, scale_k_major=True), _weights(w, chosen, True))),
-                "wgrad GEMM": ((g, x), (cast_columns(g), cast_columns(x)))}
+    rows = world.rows(case.described() | {"bytes": bytes_off_rank}, exchange, budget_s)
+    chosen, ends_E = recipe(), case.ends_E()
+    cast = partial(kernels.quantize, block_size=chosen.block_size, scaling_mode=chosen.scaling_mode,
+                   scale_k_major=True)
+    mx_x, mx_g = cast(x), cast(g)
+    operands = {"forward GEMM": ((x, w), (mx_x, _weights(w, chosen, False))),
+                "dgrad GEMM": ((g, w.transpose(1, 2)), (mx_g, _weights(w, chosen, True)))}
     for operation, pairs in operands.items():
-        multiply = grouped_mm_wgrad if operation == "wgrad GEMM" else partial(grouped_mm, covered=True)
-        ways = {name: _unchecked(operation, partial(multiply, *pair, ends_E))
+        ways = {name: _unchecked(operation, partial(grouped_mm, *pair, ends_E, covered=True))
                 for name, pair in zip(("bf16", "mxfp8"), pairs, strict=True)}
-        yield from world.rows(case.described(), ways, budget_s)
+        rows += world.rows(case.described(), ways, budget_s)
+    columns = [kernels.quantize_columns(t, chosen.block_size, chosen.scaling_mode) for t in (g, x)]
+    calls = {"bf16": partial(grouped_mm_wgrad_rows, g, x, ends_E, BF16),
+             "mxfp8": partial(grouped_mm_wgrad, *columns, ends_E, BF16),
+             "bf16 of mxfp8 rows": partial(grouped_mm_wgrad_rows, mx_g, mx_x, ends_E, BF16),
+             "mxfp8 of rows": partial(grouped_mm_wgrad_rows, mx_g, mx_x, ends_E, BF16, chosen.scaling_mode)}
+    ways = {name: _unchecked("wgrad GEMM", call) for name, call in calls.items()}
+    return rows + world.rows(case.described(), ways, budget_s)
 
 
 def _unchecked(operation: str, call: Callable) -> Contender:
@@ -226,25 +247,27 @@ def _weights(w_ENK: torch.Tensor, chosen: Recipe, transposed: bool) -> torch.Ten
     return kernels.quantize_weights([w_ENK], chosen.block_size, chosen.scaling_mode, transposed)
 
 
-def run(cases: list[tuple], rows: int, experts: int, budget_s: float, requested: str | None) -> Iterator[dict]:
-    for dim, hidden in cases:
-        world.say(f"{dim}x{hidden}")
+def run(cases: list[tuple], rows: int, experts: int, budget_s: float, seconds: float,
+        requested: str | None) -> Iterator[list[dict]]:
+    for dim, hidden in world.in_time(cases, seconds):
         case = Case(rows, dim, hidden, experts)
-        yield from rate_rows(case, budget_s / 4)
-        yield from world.rows(case.described(), contenders(case, world.transport(requested)), budget_s)
+        yield world.rows(case.described(), contenders(case, world.transport(requested)), budget_s)
+        yield rate_rows(case, budget_s / 4)
         del case
         get_accelerator().empty_cache()
 
 
 def main() -> None:
-    parser = world.parser(__doc__)
+    parser = world.parser(__doc__, budget=1.0, seconds=95)
+    parser.add_argument("--transport", choices=("collective", "nvlink"), help="ours (default: chosen for the machine)")
     parser.add_argument("--shapes", nargs="+", metavar="DIMxHIDDEN", help="other shapes")
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a rank")
     parser.add_argument("--experts", type=int, default=EXPERTS, help="experts of a rank")
     args: argparse.Namespace = parser.parse_args()
     cases = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()]
     cases = cases or list(shapes.SEED_SHAPES[:1] if args.cases == "short" else shapes.SEED_SHAPES)
-    world.main("ep_pipeline", args, lambda: run(cases, args.rows, args.experts, args.budget, args.transport))
+    world.main("ep_pipeline", args, lambda: run(cases, args.rows, args.experts, args.budget,
+                                                args.seconds - world.ENDING_S, args.transport))
 
 
 if __name__ == "__main__":

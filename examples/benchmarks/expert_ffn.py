@@ -34,7 +34,7 @@ from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.routing import Routes
-from ds_mxfp8_moe.transport import Plan, Wire
+from ds_mxfp8_moe.transport import Plan, Transport, Wire
 from shapes import TILE, Case, ends, padded, padded_rows, starts
 from timing import device, on_gpu, poisoned
 
@@ -55,7 +55,7 @@ LEAST_SQNR_MXFP8_DB = 18
 
 
 @dataclass(frozen=True)
-class InPlace:
+class InPlace(Transport):
     """The transport of one rank whose tokens stand expert-sorted and padded already: dispatch quantises, no more.
 
     Attributes:

@@ -192,11 +192,9 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
             Contender("ours, bf16", lambda: ours.grouped_mm_wgrad(padded_g, padded_x, rows_E), padded_g, padded_x,
                       *rows),
             Contender("ours, bf16 from MXFP8",
-                      lambda: ours.grouped_mm_wgrad(kernels.dequantize(mx_g, BF16), kernels.dequantize(mx_x, BF16),
-                                                    rows_E), mx_g, mx_x, *rows),
+                      lambda: ours.grouped_mm_wgrad_rows(mx_g, mx_x, rows_E, BF16), mx_g, mx_x, *rows),
             Contender("ours, MXFP8",
-                      lambda: ours.grouped_mm_wgrad(kernels.rescale_columns(mx_g, MODE),
-                                                    kernels.rescale_columns(mx_x, MODE), rows_E), mx_g, mx_x, *rows)],
+                      lambda: ours.grouped_mm_wgrad_rows(mx_g, mx_x, rows_E, BF16, MODE), mx_g, mx_x, *rows)],
     }
 
 

@@ -283,7 +283,7 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
 @operator(nothing, mutates_args=("out_ENK", ))
 def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
                         a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
-                        add: bool) -> None:
+                        add: bool, sms: int) -> None:
     """Operands with scales, of blocks of `block_size`, are MXFP8 rows."""
     E, N, K = out_ENK.shape
     P = g_PN.shape[0]
@@ -301,7 +301,7 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
     else:
         conversion = (None, ) * 6
     with torch.cuda.device_of(out_ENK):
-        wgrad_bf16_kernel[(min(multiprocessors(out_ENK), tiles), )](
+        wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
             descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
             ends_E, E, P, N, K, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma else 4, BY_TMA=by_tma,
             ADD=add, num_warps=4)
@@ -334,16 +334,16 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
 
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                          accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
+                          accumulate_into: torch.Tensor | None = None, sms: int = 0) -> torch.Tensor:
     """The same from rows [P, N] and [P, K], contiguous: both bf16 or both fp16, in groups of multiples of 64.
 
     Or one or both MXFP8, with blocks of one size, the other one bf16: dequantised to bf16 on the way, in groups of
-    multiples of 128.
+    multiples of 128. `sms`: multiprocessors that it takes at most; 0: all.
     """
     out = output(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into)
     (g, g_scale, g_block), (a, a_scale, a_block) = (
         (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXTensor) else (x, None, 0) for x in (g_PN, a_PK))
-    _wgrad_bf16_hopper_(g, g_scale, a, a_scale, g_block or a_block, ends_E, out, accumulate_into is not None)
+    _wgrad_bf16_hopper_(g, g_scale, a, a_scale, g_block or a_block, ends_E, out, accumulate_into is not None, sms)
     return out
 
 

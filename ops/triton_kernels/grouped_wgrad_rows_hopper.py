@@ -123,7 +123,8 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
 
 @operator(nothing, mutates_args=("out_ENK", ))
 def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
-                        a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
+                        a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool,
+                        sms: int) -> None:
     E, N, K = out_ENK.shape
     P = a_PK.shape[0]
     if P == 0:
@@ -133,7 +134,7 @@ def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool,
     a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
     g_NP, g_tile_scale, mx_g = (g, g_scale, not_converted(mx_a)) if g_columns else _transposed(g, g_scale)
     with torch.cuda.device_of(out_ENK):
-        wgrad_rows_kernel[(min(multiprocessors(out_ENK), tiles), )](
+        wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
             g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, *mx_g, *mx_a,
             *counters(P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
@@ -149,12 +150,14 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def grouped_mm_wgrad_mxfp8_rows(g: MXTensor, a_PK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                accumulate_into: torch.Tensor | None = None, g_columns: bool = False) -> torch.Tensor:
+                                accumulate_into: torch.Tensor | None = None, g_columns: bool = False,
+                                sms: int = 0) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
     Args:
         g: rows [P, N] or, with `g_columns`, column form [N, P]; a_PK: rows. Blocks of 128, data contiguous.
         ends_E: int32 ends of the groups on the device, multiples of 128.
+        sms: multiprocessors that it takes at most; 0: all.
 
     Rows are re-scaled along the contraction: each tile of 128 x 128 values to the largest of its rows' scales, which
     changes values that fall among e4m3's subnormals there. Scales whose product is 2^-127 or less count as nothing;
@@ -163,5 +166,5 @@ def grouped_mm_wgrad_mxfp8_rows(g: MXTensor, a_PK: MXTensor, ends_E: torch.Tenso
     out = output(ends_E, g.shape[0 if g_columns else 1], a_PK.shape[1], out_dtype, accumulate_into)
     g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes
     _wgrad_rows_hopper_(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out,
-                        accumulate_into is not None)
+                        accumulate_into is not None, sms)
     return out

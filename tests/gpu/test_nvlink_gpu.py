@@ -41,8 +41,8 @@ DEADLINE = timedelta(seconds=8)
 SECONDS = 240.0  # of a case: the first one builds the extension
 CYCLES_PER_MS = 2_000_000
 
-POOLS = {"2 ranks on one GPU": (2, True), "4 ranks on one GPU": (4, True), "2 GPUs": (2, False), "4 GPUs": (4, False),
-         "8 GPUs": (8, False)}
+POOLS = {"2-sharing": (2, True), "4-sharing": (4, True), "2-gpus": (2, False), "4-gpus": (4, False),
+         "8-gpus": (8, False)}
 
 
 @pytest.fixture(scope="module", params=POOLS)
@@ -332,7 +332,7 @@ def device_bits(x) -> torch.Tensor:
     if hasattr(x, "qdata"):
         return torch.cat([x.qdata.cuda().view(torch.uint8), x.scale_bytes.cuda()], dim=1)
     x = x.cuda()
-    return torch.where(x.isnan(), float("nan"), x).contiguous().view(torch.uint8)
+    return torch.where(x.isnan(), float("nan"), x).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def test_random_delays(pool, request):
