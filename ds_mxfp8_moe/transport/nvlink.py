@@ -283,7 +283,7 @@ class NVLink(Transport):
             return 0
         row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
         moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
-        best = model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8, gemm_seconds)
+        best = model.share(total, row * plan.received * (W - 1) // W, moved, gemm_seconds)
         return best and min(self.sms or best, total // 2)
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,

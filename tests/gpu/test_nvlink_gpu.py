@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from permute_cases import bits, poisoned
 from ranks import RankPool
-from test_expert_ffn import RECIPES, formula
+from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
 from test_transport import Problem
 from torch.distributed import distributed_c10d as c10d
@@ -537,6 +537,161 @@ def waits(recipe) -> tuple:
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
 def test_the_host_waits_once(pool, recipe_name):
     assert pool.run(waits, RECIPES[recipe_name], seconds=SECONDS) == [(1, 1)] * pool.world_size
+
+
+# ---------------------------------------------------------------- static: nothing waits, graphs can be captured
+
+
+def static(factor: float = 3.0) -> NVLink:
+    return dataclasses.replace(nvlink(), capacity_factor=factor)
+
+
+def check_static(case: Case) -> None:
+    """The oracle's bits in the rows that the oracle has, weights of 0 behind them."""
+    exchange, want = static(dist.get_world_size()), expected(case)
+    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
+    waited = memory().host_waits
+    with poisoned():
+        plan = exchange.plan(expert_TK, case.local_experts)
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        rows = want["plan"].num_rows
+        y_all = torch.full((plan.num_rows, case.hidden), float("nan"), dtype=y_PH.dtype, device="cuda")
+        number_all = torch.full((plan.num_rows, ), float("nan"), device="cuda")
+        y_all[:rows], number_all[:rows] = y_PH, number_P
+        y_TH, number_TK = exchange.combine(plan, y_all, case.wire, case.dtype, number_all)
+    assert memory().host_waits == waited and plan.group_ends is None and plan.num_rows >= rows
+    assert tuple(plan.group_ends_E.tolist()) == want["plan"].group_ends
+    same("x", want["x"], x_PH[:rows]), same("weight", want["weight"], weight_P[:rows])
+    assert not weight_P[rows:].any()
+    same("y", want["y"], y_TH), same("number", want["number"], number_TK)
+    memory().settle()
+
+
+@pytest.mark.parametrize("change", [{}, {"wire": MX128, "top_k": 4}, {"routing": "skewed", "wire": MX32},
+                                    {"routing": "dropped", "top_k": 4}, {"routing": "one expert", "wire": MX128},
+                                    {"routing": "one rank"}, {"routing": "nowhere"}, {"tokens": (0, ) * 8}], ids=str)
+def test_static_gives_the_same_bits(pool, change):
+    pool.run(check_static, Case(**{"tokens": (45, ) * 8} | change), seconds=SECONDS)
+
+
+def overflow() -> tuple:
+    mine = new_memory(torch.distributed.new_group())
+    exchange, case = NVLink(mine, "block.3.moe", capacity_factor=1.0), Case(tokens=(600, ) * 8, routing="one rank")
+    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
+    with pytest.raises(PeerFailure) as caught:  # at whichever call the host sees it first
+        plan = exchange.plan(expert_TK, case.local_experts)
+        x_PH, _ = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        exchange.combine(plan, x_PH, case.wire, case.dtype)
+        mine.settle()
+    dist.barrier()
+    check_case(Case(wire=MX128), times=1)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_raises_on_every_rank(pool):
+    for text in pool.run(overflow, seconds=SECONDS):
+        assert "more than its capacity" in text and "capacity_factor" in text and "block.3.moe" in text
+
+
+def replayed(recipe) -> int:
+    """A layer's forward and backward in a graph, replayed over other tokens, weights and routes, among them dropped
+    ones; and the same eagerly. How often the host waited."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ffn = ExpertFFN(formula("swiglu"), recipe, static(), 2)
+    experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
+    inputs = [(xs[rank], grads[rank], *routes[rank])]
+    for routing in ("dropped", "random", "nowhere"):
+        torch.manual_seed(len(inputs) * world + rank)
+        x, grad = (torch.randn(45, xs[0].shape[1]).to(BF16) for _ in range(2))
+        inputs.append((x, grad, *make_routes(routing, 45, 2, 2 * world)))
+    inputs = [on_device(values) for values in inputs]
+    weights = {role: [e[role].cuda().requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
+    leaves = [w for ws in weights.values() for w in ws]
+    x, grad, expert_TK, weight = (t.clone() for t in inputs[0])
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+
+    def step():
+        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
+        return y, *torch.autograd.grad(y, (x, weight, *leaves), grad)
+
+    def load(values):
+        with torch.no_grad():
+            for t, value in zip((x, grad, expert_TK, weight), values, strict=True):
+                t.copy_(value)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize(), dist.barrier()
+    waited = memory().host_waits
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for values in inputs + inputs[::-1]:
+        load(values)
+        graph.replay()
+        got = [t.clone() for t in captured]
+        want = step()
+        for i, (a, b) in enumerate(zip(want, got, strict=True)):
+            same(f"result {i}", a.detach().cpu(), b.detach())
+    waits = memory().host_waits - waited
+    memory().settle()
+    torch.cuda.synchronize(), dist.barrier()  # before the graph's memory goes
+    return waits
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
+def test_graphs_replay_with_other_routes(pool, recipe_name):
+    assert pool.run(replayed, RECIPES[recipe_name], seconds=SECONDS) == [0] * pool.world_size
+
+
+# ---------------------------------------------------------------- beside the weight gradients' GEMM
+
+
+def check_beside(repetitions: int) -> None:
+    """A combine on a stream of its own gives the same bits, whatever runs beside it."""
+    exchange, case = nvlink(), Case(tokens=(700, ) * 8, hidden=512, top_k=3, wire=MX128)
+    want = expected(case)
+    (expert_TK, _, _), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
+    a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    y, number = device_bits(want["y"]), device_bits(want["number"])
+    for repetition in range(repetitions):
+        plan = exchange.plan(expert_TK, case.local_experts)
+        rows = y_PH.clone()
+        pending = exchange.start_combine(plan, rows, case.wire, case.dtype, number_P, sms=8 + 8 * (repetition % 8))
+        assert pending.sms and pending.done is not None
+        del rows
+        torch.mm(a, a), torch.full_like(y_PH, float("nan"))  # on the current stream: not into memory still read
+        y_TH, number_TK = pending.result()
+        del pending
+        wrong += (device_bits(y_TH) != y).sum() + (device_bits(number_TK) != number).sum()
+    assert wrong.item() == 0
+    memory().check()
+
+
+def test_combine_beside_other_work(pool):
+    pool.run(check_beside, 20, seconds=SECONDS)
+
+
+class Beside(NVLink):
+    """Takes the gradient's way back beside the GEMM however little it gains."""
+
+    def sms_beside(self, *args):
+        return 24
+
+
+def check_layer_beside(recipe) -> None:
+    mine = nvlink()
+    want, got = (layer(exchange, recipe, tokens=(300, ) * 8) for exchange in (mine, Beside(mine.memory, mine.name)))
+    for key, value in want.items():
+        same(key, value.cpu(), got[key])
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16", "hp-32"])
+def test_a_layer_beside_its_gemm_computes_the_same_bits(pool, recipe_name):
+    pool.run(check_layer_beside, RECIPES[recipe_name], seconds=SECONDS)
 
 
 def chosen() -> tuple:
