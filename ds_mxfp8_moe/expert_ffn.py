@@ -22,8 +22,8 @@ Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract 
     operand                 wgrad "hp"            wgrad "mxfp8"
     x, h                    dequantised MXFP8     MXFP8 re-scaled along the rows
     g that came as MXFP8    dequantised MXFP8     MXFP8 re-scaled along the rows
-    g that came unquantised as it came            quantised along the rows
-    dpre, linear's w * g    in the tokens' dtype  quantised along the rows
+    g that came unquantised as it came            quantised along the rows; on Hopper, in blocks of 128, the MXFP8
+    dpre, linear's w * g    in the tokens' dtype  form that dgrad reads, re-scaled
 
 The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
@@ -144,15 +144,16 @@ class _Layer:
         return kernels.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
     def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
-        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient, the latter's in
-        column form where the table above has it quantised along the rows."""
-        if wgrad and self.quantizes_columns(g_PN):
+        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient: the table above."""
+        if wgrad and self.reads_columns(g_PN):
             return kernels.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode)
-        return self.quantized(g_PN), g_PN
+        rows = self.quantized(g_PN)
+        return rows, rows if self.wgrad_quantized else g_PN
 
-    def quantizes_columns(self, g_PN: torch.Tensor) -> bool:
-        """Whether the weight gradient's GEMM reads the column form of a gradient."""
-        return self.wgrad_quantized and not isinstance(g_PN, MXTensor)
+    def reads_columns(self, g_PN: torch.Tensor) -> bool:
+        """Whether the weight gradient's GEMM reads a gradient in column form, quantised along the rows."""
+        return self.wgrad_quantized and not isinstance(g_PN, MXTensor) and not kernels.rescales_rows(
+            g_PN.device, self.recipe.block_size)
 
     @property
     def wgrad_quantized(self) -> bool:
@@ -320,9 +321,8 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         weight = (t_PH * plain_x.float()).sum(-1)
         weighted_g = (plain_g.float() * weight_P.unsqueeze(1)).to(layer.dtype)
         if needed("up"):
-            columns, recipe = layer.quantizes_columns(weighted_g), layer.recipe
-            g = kernels.quantize_columns(weighted_g, recipe.block_size, recipe.scaling_mode) if columns else weighted_g
-            grads["up"] = layer.wgrad_gemm(g, x_PH, dtype_of("up"), columns)
+            columns, (_, g_wgrad) = layer.reads_columns(weighted_g), layer.quantized_gradient(weighted_g, wgrad=True)
+            grads["up"] = layer.wgrad_gemm(g_wgrad, x_PH, dtype_of("up"), columns)
         if layer.up_bias_EG is not None:
             weight += (plain_g.float() * layer.bias_rows(layer.up_bias_EG)).sum(-1)
             grads["up_bias"] = layer.group_sums(weighted_g).to(dtype_of("up_bias"))
@@ -333,7 +333,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g
-    columns = layer.quantizes_columns(g_PH)
+    columns = layer.reads_columns(g_PH)
     g_PH, g_wgrad = layer.quantized_gradient(g_PH, needed("down"))
     t_PF = layer.dgrad_gemm(g_PH, layer.down)
     if needed("down"):
@@ -341,8 +341,9 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
     del g_PH, g_wgrad, h_PF
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
-    columns = layer.wgrad_quantized and wants_ups
-    wants_plain = not recipe.quantize_gemm or layer.up_bias_EG is not None or (wants_ups and not columns)
+    columns = wants_ups and layer.reads_columns(t_PF)
+    wants_plain = not recipe.quantize_gemm or layer.up_bias_EG is not None or (
+        wants_ups and not layer.wgrad_quantized)
     dpre = activate_backward(t_PF, kept_PG, weight_P, plain=wants_plain, rows=recipe.quantize_gemm, columns=columns,
                              **layer.activation())
     del t_PF, kept_PG
@@ -351,7 +352,8 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         for role, half in zip(roles, layer.group_sums(dpre.plain).chunk(len(roles), dim=1), strict=True):
             if f"{role}_bias" in weights:
                 grads[f"{role}_bias"] = half.to(dtype_of(f"{role}_bias"))
-    g_rows, g_wgrad = dpre.rows if recipe.quantize_gemm else dpre.plain, dpre.columns if columns else dpre.plain
+    g_rows = dpre.rows if recipe.quantize_gemm else dpre.plain
+    g_wgrad = dpre.columns if columns else g_rows if layer.wgrad_quantized else dpre.plain
     del dpre
 
     def ups_wgrad(beside: int = 0) -> None:
@@ -363,10 +365,13 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         flops = 2 * math.prod(x_PH.shape) * g_rows.shape[1]
         beside = transport.sms_beside(layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),
                                       kernels.wgrad_seconds(flops, layer.wgrad_quantized, x_PH.device))
-    if wants_ups and not beside:  # first: the large operands that it alone reads are gone before dx is there
+    # Alone, in the order that takes less memory: the operands of one are gone before the other's result is there, be
+    # it the rows or the quantised weights.
+    first = wants_ups and not beside and layer.plan.num_rows > len(layer.plan.group_ends_E) * layer.formula.ffn_size
+    if first:
         ups_wgrad()
         del g_wgrad, x_PH
     pending = back(layer.dgrad_gemm(g_rows, layer.ups), weight_P=weight, sms=beside)
-    if beside:
+    if wants_ups and not first:
         ups_wgrad(beside)
     return grads, pending.result()

@@ -75,8 +75,8 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
                   device: torch.device) -> float:
     """Tokens of an expert from which on a layer's MXFP8 recipes are as fast as its bf16 one, forward and backward.
 
-    Fitted to an H200's times of 114 cases (examples/benchmarks/expert_ffn.py; 4 shapes, 4 to 32 experts, 64 to 4096
-    tokens): what it selects has at least 0.987 of the faster recipe's speed there. 0 where nothing was measured.
+    Fitted to an H200's times of 75 cases (examples/benchmarks/expert_ffn.py; 5 shapes, 4 to 32 experts, 64 to 4096
+    tokens): what it selects has at least 0.995 of the bf16 recipe's speed there. 0 where nothing was measured.
 
     Args:
         hidden_size, ffn_size: of the experts.
@@ -87,8 +87,8 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
         return 0
     # Seconds that faster GEMMs save for each token, less those to cast its rows; seconds to cast an expert's weights,
     # and its share of the launches.
-    saved = 2.12e-15 * weights - 3.45e-12 * hidden_size - 0.74e-12 * ffn_size
-    spent = 1.40e-12 * weights + 36e-6 / experts
+    saved = 1.95e-15 * weights - 2.68e-12 * hidden_size - 0.44e-12 * ffn_size
+    spent = 1.17e-12 * weights + 47e-6 / experts
     return spent / saved if saved > 0 else math.inf
 
 
@@ -129,10 +129,15 @@ def plain_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor) -> Callable | None:
     return grouped_mm_wgrad_bf16
 
 
+def rescales_rows(device: torch.device, block_size: int) -> bool:
+    """Whether a kernel for weight gradients takes MXFP8 rows and re-scales them along the contraction on the way."""
+    return capability(device) == (9, 0) and block_size == TILE
+
+
 def mxfp8_wgrad_of_rows(g: MXTensor, a_PK: MXTensor) -> Callable | None:
-    """The kernel for MXFP8 in blocks of 128 that re-scales rows along the contraction on the way, or None."""
-    blocks = g.block_size == TILE and a_PK.block_size == TILE
-    if capability(g.device) != (9, 0) or not blocks or not (g.qdata.is_contiguous() and a_PK.qdata.is_contiguous()):
+    """The kernel that `rescales_rows` speaks of, or None."""
+    if g.block_size != a_PK.block_size or not rescales_rows(g.device, g.block_size) or not (
+            g.qdata.is_contiguous() and a_PK.qdata.is_contiguous()):
         return None
     from .ops.triton_kernels.grouped_wgrad_rows_hopper import grouped_mm_wgrad_mxfp8_rows
     return grouped_mm_wgrad_mxfp8_rows

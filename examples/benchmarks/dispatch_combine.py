@@ -107,7 +107,7 @@ def check(batch: Batch, calls: dict[str, Callable], wire: Wire, collective: Call
     return {"correct": right, "sqnr_db": round(db, 1)}
 
 
-def measure(case: Case, budget_s: float) -> Iterator[dict]:
+def measure(case: Case, budget_s: float) -> list[dict]:
     """The rows of one case."""
     batch, transports = Batch(case), world.transports()
     described, plan_of = asdict(case), partial(Today.plan, batch.today, batch.expert_TK, batch.local)
@@ -118,46 +118,49 @@ def measure(case: Case, budget_s: float) -> Iterator[dict]:
     for name, transport in transports.items():
         for dedup in (True, False) if name == "nvlink" else (True, ):
             keys = {} if dedup else {"dedup": False}
-            planners[name + ("" if dedup else ", no dedup")] = partial(transport.plan, batch.expert_TK, batch.local,
-                                                                       **keys)
-            plan = transport.plan(batch.expert_TK, batch.local, **keys)
+            planner = partial(transport.plan, batch.expert_TK, batch.local, **keys)
+            if dedup:
+                planners[name] = planner
+            plan = planner()
             for dtype, wire in batch.wires.items():
                 calls = stages(batch, transport, plan, wire)
                 same = exchanges[f"collective, {dtype}"].stages["combine"] if name != "collective" and dedup else None
                 exchanges[f"{name}, {dtype}" + ("" if dedup else ", no dedup")] = Contender(
                     calls, partial(check, batch, calls, wire, same), {"bytes": batch.bytes_on_links(wire, dedup)})
-    yield from world.rows(described, exchanges, budget_s)
-    yield from world.rows(described, {name: Contender({"plan": call}, partial(_planned, call))
-                                      for name, call in planners.items()}, budget_s / 4)
+    return world.rows(described, exchanges, budget_s) + world.rows(
+        described, {name: Contender({"plan": call}, partial(_planned, call)) for name, call in planners.items()},
+        budget_s / 4)
 
 
 def _planned(call: Callable) -> dict:
     return {"correct": call().num_rows > 0}
 
 
-def run(cases: list[Case], budget_s: float) -> Iterator[dict]:
-    for case in cases:
-        world.say(str(case))
-        yield from measure(case, budget_s)
+def run(cases: list[Case], budget_s: float, seconds: float) -> Iterator[list[dict]]:
+    for case in world.in_time(cases, seconds):
+        yield measure(case, budget_s)
         get_accelerator().empty_cache()
 
 
 def cases(which: str) -> list[Case]:
-    if which == "short":
-        return [BIG_CASE, Case(4096, 2048, 6, 64, "random"), Case(16384, 7168, 8, 256, "skewed")]
-    return [Case(*values) for values in product(TOKENS, HIDDEN, TOP_K, EXPERTS, ROUTINGS)]
+    """Those of "short", what the bars speak of and its neighbours, and then of "full" the rest."""
+    short = [BIG_CASE, Case(16384, 7168, 8, 256, "skewed"), Case(4096, 2048, 6, 64, "random")]
+    # By what kernels are compiled for.
+    full = [Case(tokens, hidden, top_k, *rest) for hidden, top_k, tokens, *rest in product(
+        reversed(HIDDEN), reversed(TOP_K), reversed(TOKENS), reversed(EXPERTS), ROUTINGS)]
+    return short if which == "short" else list(dict.fromkeys(short + full))
 
 
 BIG_CASE = Case(**BIG)
 
 
 def main() -> None:
-    parser = world.parser(__doc__)
+    parser = world.parser(__doc__, budget=0.15, seconds=85)
     parser.add_argument("--case", nargs=5, metavar=("TOKENS", "HIDDEN", "TOP_K", "EXPERTS", "ROUTING"),
                         help="only this one; ROUTING is random or skewed")
     args = parser.parse_args()
     chosen = [Case(*map(int, args.case[:4]), args.case[4])] if args.case else cases(args.cases)
-    world.main("dispatch_combine", args, lambda: run(chosen, args.budget))
+    world.main("dispatch_combine", args, lambda: run(chosen, args.budget, args.seconds - world.ENDING_S))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def over_nccl(case: Case) -> Callable[[], torch.Tensor]:
 
 
 class _Pipeline(torch.autograd.Function):
-    """Dispatch, GEMM, combine over a transport. Kept for backward: rows as they arrived, MXFP8 where they came so."""
+    """Dispatch, GEMM, combine over a transport; backward overlaps as ExpertFFN's does. Kept for it: rows as they
+    arrived, MXFP8 where they came so."""
 
     @staticmethod
     def forward(ctx, transport, layer: _Layer, x_TD, w_EHD):
@@ -132,10 +133,15 @@ class _Pipeline(torch.autograd.Function):
         (transport, layer, w_EHD), x_PD = ctx.call, ctx.kept
         plan, recipe = layer.plan, layer.recipe
         g_PH, _ = transport.dispatch(plan, g_TH, _wire(recipe, recipe.combine_bwd))
-        dx_PD = layer.dgrad_gemm(layer.quantized(g_PH), [w_EHD])
-        dw_EHD = grouped_mm_wgrad_rows(g_PH, x_PD, plan.group_ends_E, w_EHD.dtype,
-                                       recipe.scaling_mode if layer.wgrad_quantized else None)
-        dx_TD, _ = transport.combine(plan, dx_PD, _wire(recipe, recipe.dispatch_bwd), BF16)
+        columns = layer.reads_columns(g_PH)
+        g_rows, g_wgrad = layer.quantized_gradient(g_PH, wgrad=True)
+        dx_PD = layer.dgrad_gemm(g_rows, [w_EHD])
+        wire, flops = _wire(recipe, recipe.dispatch_bwd), 2 * dx_PD.numel() * g_TH.shape[1]
+        beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire,
+                                      kernels.wgrad_seconds(flops, layer.wgrad_quantized, dx_PD.device))
+        back = transport.start_combine(plan, dx_PD, wire, BF16, sms=beside)
+        dw_EHD = layer.wgrad_gemm(g_wgrad, x_PD, w_EHD.dtype, columns, beside)
+        dx_TD, _ = back.result()
         return None, None, dx_TD, dw_EHD
 
 
@@ -155,7 +161,7 @@ class Expected(NamedTuple):
     values: dict
 
     @staticmethod
-    def of(case: Case, tokens: int = 2, columns: int = 16) -> "Expected":
+    def of(case: Case, tokens: int = 16, columns: int = 16) -> "Expected":
         W, E, me = world.size(), case.experts, world.rank()
         of_each = torch.linspace(0, case.per - 1, min(tokens, case.per), device=device()).long()
         tokens_C = (torch.arange(W * E, device=device()).unsqueeze(1) * case.per + of_each).view(-1)
@@ -189,7 +195,8 @@ def check(name: str, stages: dict[str, Callable], expected: Expected, collective
     return {"correct": correct, "sqnr_db": {key: round(value, 1) for key, value in sqnr.items() if value == value}}
 
 
-def contenders(case: Case, transport: Any) -> dict[str, Contender]:
+def contenders(case: Case, transport: Any, bits: bool) -> dict[str, Contender]:
+    """`bits`: ours must give the bits that they give over the collective transport."""
     expected = Expected.of(case)
 
     def contender(name, forward, collective=None, **about):
@@ -201,7 +208,7 @@ def contenders(case: Case, transport: Any) -> dict[str, Contender]:
              NCCL_MXFP8_GEMM: contender(NCCL_MXFP8_GEMM, over(Today(world.group()), case, recipe(**ALL_BF16)))}
     for name, keys in OURS.items():
         collective = None
-        if world.name_of(transport) != "collective":
+        if bits and world.name_of(transport) != "collective":
             collective = over(world.transport("collective"), case, recipe(**keys))
         found[name] = contender(name, over(transport, case, recipe(**keys)), collective,
                                 transport=world.name_of(transport))
@@ -247,11 +254,11 @@ def _weights(w_ENK: torch.Tensor, chosen: Recipe, transposed: bool) -> torch.Ten
     return kernels.quantize_weights([w_ENK], chosen.block_size, chosen.scaling_mode, transposed)
 
 
-def run(cases: list[tuple], rows: int, experts: int, budget_s: float, seconds: float,
-        requested: str | None) -> Iterator[list[dict]]:
+def run(cases: list[tuple], rows: int, experts: int, budget_s: float, seconds: float, requested: str | None = None,
+        bits: bool = False) -> Iterator[list[dict]]:
     for dim, hidden in world.in_time(cases, seconds):
         case = Case(rows, dim, hidden, experts)
-        yield world.rows(case.described(), contenders(case, world.transport(requested)), budget_s)
+        yield world.rows(case.described(), contenders(case, world.transport(requested), bits), budget_s)
         yield rate_rows(case, budget_s / 4)
         del case
         get_accelerator().empty_cache()
@@ -260,6 +267,7 @@ def run(cases: list[tuple], rows: int, experts: int, budget_s: float, seconds: f
 def main() -> None:
     parser = world.parser(__doc__, budget=1.0, seconds=95)
     parser.add_argument("--transport", choices=("collective", "nvlink"), help="ours (default: chosen for the machine)")
+    parser.add_argument("--bits", action="store_true", help="compare ours with those over the collective transport")
     parser.add_argument("--shapes", nargs="+", metavar="DIMxHIDDEN", help="other shapes")
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a rank")
     parser.add_argument("--experts", type=int, default=EXPERTS, help="experts of a rank")
@@ -267,7 +275,7 @@ def main() -> None:
     cases = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()]
     cases = cases or list(shapes.SEED_SHAPES[:1] if args.cases == "short" else shapes.SEED_SHAPES)
     world.main("ep_pipeline", args, lambda: run(cases, args.rows, args.experts, args.budget,
-                                                args.seconds - world.ENDING_S, args.transport))
+                                                args.seconds - world.ENDING_S, args.transport, args.bits))
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ PIPELINE_BARS = {(8192, 5120): ((1.43, 1.65), (1.6, 1.9), (1.2, 1.35)),
 
 def pipeline_floor_ms(result: dict, case: dict, contender: str) -> dict[str, float]:
     """Of forward, backward and their total: bytes at the rate of the all-to-all, FLOPs at the GEMMs' own, perfectly
-    overlapped, neither cast nor padding counted. Empty where a rate is missing."""
+    overlapped, neither cast nor padding counted. Empty where a rate is missing, or links."""
     dims = {"dim": case["dim"], "hidden": case["hidden"]}
     wgrad = "mxfp8" if contender == MXFP8 else "bf16"
     link = _found(result, "all-to-all", **dims)
     gemm_ms = [_found(result, f"{name} GEMM", **dims).figure(dtype)
                for name, dtype in (("forward", "mxfp8"), ("dgrad", "mxfp8"), ("wgrad", wgrad))]
-    if link.figure(NCCL_BF16) is None or None in gemm_ms:
+    if link.figure(NCCL_BF16) is None or None in gemm_ms or case["ranks"] == 1:
         return {}
     # Bytes a value: dispatch, combine, its gradient's way out, the way home.
     mxfp8 = 1 + 1 / case["block_size"]

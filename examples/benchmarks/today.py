@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class TodayPlan:
 
 
 @dataclass(frozen=True)
-class Today:
+class Today(Transport):
     """Over torch.distributed's group; every choice must have an expert, and rows travel unquantised."""
 
     group: dist.ProcessGroup

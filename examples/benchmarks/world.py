@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of several GPUs have in common: start-up under torchrun, contenders timed side by side on all
-ranks, agreement on what is correct, result files.
+"""What the benchmarks of several GPUs have in common: start-up under torchrun or the deepspeed launcher, contenders
+timed side by side on all ranks, agreement on what is correct, result files, an end in time.
 
 A time is the slowest rank's, sample by sample. Every rank runs the same calls in the same order; rank 0 writes.
 """
@@ -9,11 +9,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
-import deepspeed.comm
+import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -25,41 +26,53 @@ from ds_mxfp8_moe.transport.choose import choose
 from timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu
 
 BF16 = torch.bfloat16
-TIMEOUT = timedelta(minutes=3)
+TIMEOUT = timedelta(minutes=1)
 TOTAL = "total"
+STARTED = psutil.Process().create_time()
+ENDING_S = 6.0  # of a run's time, for its tables and its plot
+SLOW_S = 1.0
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str, budget: float, seconds: float) -> argparse.ArgumentParser:
+    """Arguments with these defaults: seconds for each contender of a case, and for the whole run."""
     out = options.parser(doc, jobs=False)
-    out.set_defaults(budget=1.0)
-    out.add_argument("--transport", choices=("collective", "nvlink"), help="ours (default: chosen for the machine)")
+    out.set_defaults(budget=budget)
+    out.add_argument("--seconds", type=float, default=seconds,
+                     help="for the whole run with its start (default: %(default)s): what does not fit is left out")
+    out.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, which sets LOCAL_RANK too
     return out
 
 
-def main(benchmark: str, args: argparse.Namespace, rows: Callable[[], Iterable[dict]]) -> None:
-    """Shows `--show FILE`, or starts this rank, runs the benchmark by taking its rows, and writes and shows them."""
+def main(benchmark: str, args: argparse.Namespace, batches: Callable[[], Iterable[list[dict]]]) -> None:
+    """Shows `--show FILE`, or starts this rank, runs the benchmark by taking its rows, and writes and shows them.
+
+    The file is written after every batch, should the run be cut short. Exits with 1 if any row was wrong. A rank that
+    fails ends at once, and its launcher ends the others.
+    """
     if args.show:
         show.show(args.show)
         return
     start()
-    try:
-        if rank() == 0:
-            args.out = args.out or results_file.RESULTS / f"{benchmark}_{size()}ranks.json"
-            options.finish(benchmark, rows(), args)
-        else:
-            for _ in rows():
-                pass
-    finally:
-        dist.destroy_process_group()
+    writes = rank() == 0
+    path = args.out or results_file.RESULTS / f"{benchmark}_{size()}ranks.json"
+    commit = args.commit or results_file.commit()
+    taken: list[dict] = []
+    for rows_of_batch in batches():
+        taken += rows_of_batch
+        if writes:
+            results_file.write(benchmark, taken, path, of_commit=commit)
+    say("measured")
+    dist.destroy_process_group()
+    if writes and not (taken and show.show(path)):
+        sys.exit("some results were wrong" if taken else "there was no time for any case")
 
 
 def start() -> None:
-    """Device, process group and random numbers of this rank, by torchrun's environment."""
+    """Device, process group and random numbers of this rank, by the launcher's environment."""
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(accelerator.communication_backend_name(), timeout=TIMEOUT,
-                            device_id=device() if on_gpu() else None)
-    deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False,
+                               timeout=TIMEOUT)
     torch.manual_seed(rank())
 
 
@@ -77,7 +90,19 @@ def group() -> dist.ProcessGroup:
 
 def say(line: str) -> None:
     if rank() == 0:
-        print(line, file=sys.stderr, flush=True)
+        print(f"{time.time() - STARTED:5.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+def in_time(items: Collection, seconds: float) -> Iterator:
+    """Of `items`, each announced, as many as end before this process is so old, by the time that the last one took."""
+    left = seconds
+    for i, item in enumerate(items):
+        before, left = left, seconds - largest(torch.tensor([time.time() - STARTED])).item()
+        if left < (before - left if i else 0):
+            say(f"no time for {len(items) - i} of {len(items)}, beginning with {item}")
+            return
+        say(f"{i + 1}/{len(items)}: {item}")
+        yield item
 
 
 def transport(requested: str | None = None):
@@ -228,27 +253,35 @@ def _quantiles(stages: list[str], samples: torch.Tensor) -> dict[str, dict]:
                    "host_ms": round(middle[-1], 5), "repeats": len(samples)} for i, name in enumerate(names)}
 
 
-def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int) -> Iterator[dict]:
+def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int) -> list[dict]:
     """The rows of one case in a result file, one for each contender and stage; "operation" in the case is the stage.
 
     A contender that is wrong or raises on any rank is so for all. `how`: as `times_ms` takes it.
     """
-    checked = {name: _checked(contender) for name, contender in contenders.items()}
+    checked = {}
+    for name, contender in contenders.items():
+        begin = time.monotonic()
+        checked[name] = everywhere(contender.check)
+        if not checked[name]["correct"] or time.monotonic() - begin > SLOW_S:  # it compiles: no sign of a hang
+            say(f"{name}: {checked[name]}")
     timed = {name: contender.stages for name, contender in contenders.items() if "failure" not in checked[name]}
     times = times_ms(timed, budget_s, **how) if timed else {}
+    out = []
     for name, contender in contenders.items():
         for operation in times.get(name) or [*contender.stages, *([TOTAL] if len(contender.stages) > 1 else [])]:
-            yield {"case": {"operation": operation, "ranks": size(), **case}, "contender": name,
-                   **times.get(name, {}).get(operation, {}), **contender.about, **checked[name]}
+            out.append({"case": {"operation": operation, "ranks": size(), **case}, "contender": name,
+                        **times.get(name, {}).get(operation, {}), **contender.about, **checked[name]})
+    return out
 
 
-def _checked(contender: Contender) -> dict:
+def everywhere(call: Callable[[], dict]) -> dict:
+    """What it returns on rank 0; "correct" where no rank raises or says otherwise, else with the first "failure"."""
     try:
-        found = contender.check()
+        found = call()
     except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
         found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
     found_by: list = [None] * size()
     dist.all_gather_object(found_by, found)
     failures = [f"rank {r}: {one['failure']}" for r, one in enumerate(found_by) if "failure" in one]
-    return {**found_by[0], "correct": all(one["correct"] for one in found_by),
+    return {**found_by[0], "correct": all(one.get("correct", True) for one in found_by),
             **({"failure": failures[0]} if failures else {})}

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of several GPUs on two gloo ranks: tiny sizes, checks that notice wrong results, tables and plots.
+
+NVLink is played by the collective transport under its name.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+
+import dispatch_combine  # noqa: E402
+import ep_pipeline  # noqa: E402
+import moe_layer  # noqa: E402
+import results_file  # noqa: E402
+import show  # noqa: E402
+import show_ranks  # noqa: E402
+import world  # noqa: E402
+from ds_mxfp8_moe.mx import MXTensor  # noqa: E402
+from ds_mxfp8_moe.transport.collective import Collective  # noqa: E402
+from today import Today  # noqa: E402
+from world import Contender  # noqa: E402
+
+BF16 = torch.bfloat16
+NO_END = float("inf")
+
+
+class NVLink(Collective):
+    """The collective transport with what NVLink has besides: plans without deduplication."""
+
+    def plan(self, expert_TK, num_local_experts, dedup=True):
+        plan = super().plan(expert_TK if dedup else expert_TK.view(-1, 1), num_local_experts)
+        object.__setattr__(plan, "copies", 1 if dedup else expert_TK.shape[1])
+        return plan
+
+    def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
+        weight_TK = weight_TK if plan.copies == 1 else weight_TK.view(-1, 1)
+        return super().dispatch(plan, x_TH.repeat_interleave(plan.copies, 0), wire, weight_TK, phase)
+
+    def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
+        y_TH, weight_TK = super().combine(plan, y_PH, wire, dtype, weight_P, phase)
+        return y_TH.view(-1, plan.copies, y_TH.shape[1]).sum(1), weight_TK
+
+
+def nvlink_played(spoilt=None):
+    """While it lasts, the machine has NVLink: the one above, or `spoilt` under its name."""
+    nvlink = type("NVLink", (spoilt or NVLink, ), {})
+
+    def choose(group, name, requested):
+        return (Collective if requested == "collective" else nvlink)(group, name)
+
+    return mock.patch.object(world, "choose", choose)
+
+
+def flat(batches) -> list[dict]:
+    return [row for rows in batches for row in rows]
+
+
+def correct(results) -> list[dict]:
+    """Rank 0's rows, all of them correct."""
+    assert all(row["correct"] for row in results[0]), [row for row in results[0] if not row["correct"]]
+    assert [[row["contender"] for row in rows] for rows in results] == [[row["contender"] for row in results[0]]] * 2
+    return results[0]
+
+
+# ---- world --------------------------------------------------------------------------------------------------------
+
+
+def _agree():
+    def fails():
+        if world.rank() == 1:
+            raise ValueError("no such size")
+        return {"correct": True}
+
+    stages = {"first": lambda: 3, "second": lambda value: value + 1}
+    assert world.run(stages) == 4
+    contenders = {"good": Contender(stages, lambda: {"correct": True}, {"bytes": 7}),
+                  "bad": Contender(stages, lambda: {"correct": world.rank() == 0}),
+                  "failing": Contender({"only": lambda: None}, fails)}
+    return world.rows({"n": 1}, contenders, 0.001)
+
+
+def test_a_row_for_each_stage_and_what_one_rank_finds_wrong_is_wrong(ranks2):
+    rows = ranks2.run(_agree)[0]
+    assert [(row["contender"], row["case"]["operation"], row["correct"]) for row in rows] == [
+        *(("good", name, True) for name in ("first", "second", "total")),
+        *(("bad", name, False) for name in ("first", "second", "total")), ("failing", "only", False)]
+    assert all(row["bytes"] == 7 and row["repeats"] >= 5 for row in rows[:3])
+    assert rows[0]["case"] == {"operation": "first", "ranks": 2, "n": 1}
+    assert rows[2]["p10_ms"] <= rows[2]["median_ms"] <= rows[2]["p90_ms"]
+    assert "rank 1: ValueError: no such size" in rows[-1]["failure"] and "median_ms" not in rows[-1]
+
+
+def _slowest():
+    rows = world._quantiles(["a", "b"], world.largest(torch.tensor([[1.0 + world.rank(), 2 - world.rank(), 3, 4]] * 5,
+                                                                  dtype=torch.float64)))
+    return rows["a"]["median_ms"], rows["b"]["median_ms"], rows["total"]["median_ms"], rows["a"]["host_ms"]
+
+
+def test_times_are_the_slowest_rank_s(ranks2):
+    assert ranks2.run(_slowest) == [(2, 2, 3, 4)] * 2
+
+
+class Event:
+    """A device's event, of a device that is the host; sleeping, it says how long."""
+
+    def __init__(self, enable_timing):
+        self.at = None
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+def _on_device():
+    slept = []
+    stages = {"first": lambda: time.sleep(2e-3), "second": lambda _: time.sleep(4e-3)}
+    with mock.patch.object(world, "on_gpu", lambda: True), mock.patch.object(world, "FLUSHED_BYTES", 64), \
+            mock.patch.object(torch.cuda, "Event", Event), mock.patch.object(torch.cuda, "_sleep", slept.append):
+        times = world.times_ms({"one": stages, "other": {"only": stages["first"]}}, 0.1)
+    return times, slept
+
+
+def test_times_on_a_device_begin_behind_a_pause_in_which_the_host_gets_ahead(ranks2):
+    (times, slept), _ = ranks2.run(_on_device)
+    assert list(times["one"]) == ["first", "second", "total"] and list(times["other"]) == ["only"]
+    first, second, total = (times["one"][stage]["median_ms"] for stage in times["one"])
+    assert 2 <= first < second < total < 60 and total >= 6
+    assert len(slept) == 2 * times["one"]["first"]["repeats"] and min(slept) >= 2e9 * 1.5 * 2e-3
+
+
+def _in_time():
+    shown = []
+    for item in world.in_time(range(5), time.time() - world.STARTED + 1):
+        shown.append(item)
+        time.sleep(0.4 * world.rank())
+    return shown
+
+
+def test_what_the_slowest_rank_has_no_time_for_is_left_out(ranks2):
+    assert ranks2.run(_in_time) == [[0, 1]] * 2
+
+
+def _main(path):
+    args = world.parser("", 0.001, 9).parse_args(["--out", str(path), "--commit", "abc", "--local_rank=0"])
+    contenders = {"one": Contender({"total": lambda: None}, lambda: {"correct": True})}
+    case = {"dim": 7168, "hidden": 2048, "rows": 1, "block_size": 32}
+
+    def batches():
+        yield world.rows(case, contenders, 0.001)
+        if world.rank() == 0:
+            seen.append(json.loads(path.read_text()))
+        yield world.rows(case, contenders, 0.001)
+
+    seen = []
+    with mock.patch.object(world, "start"), mock.patch.object(torch.distributed, "destroy_process_group"):
+        world.main("ep_pipeline", args, batches)
+    return seen
+
+
+def test_every_batch_is_written_by_rank_0(ranks2, tmp_path):
+    path = tmp_path / "results.json"
+    (first, ), nothing = ranks2.run(_main, path)
+    result = json.loads(path.read_text())
+    assert not nothing and first["rows"] == result["rows"][:1] and len(result["rows"]) == 2
+    assert result["commit"] == "abc" and path.with_suffix(".png").exists()
+
+
+# ---- ep_pipeline --------------------------------------------------------------------------------------------------
+
+
+def _pipeline(spoilt=None):
+    with nvlink_played(spoilt):
+        return flat(ep_pipeline.run([(128, 64)], 1024, 2, 0.001, NO_END, bits=True))
+
+
+def test_pipelines_are_correct_by_their_own_check(ranks2):
+    rows = correct(ranks2.run(_pipeline))
+    total = [row for row in rows if row["case"]["operation"] == "total"]
+    assert [row["contender"] for row in total] == list(show_ranks.PIPELINES)
+    assert [row.get("transport") for row in total] == [None, None, "nvlink", "nvlink", "nvlink"]
+    assert {row["case"]["operation"] for row in rows} == {"all-to-all", "forward GEMM", "dgrad GEMM", "wgrad GEMM",
+                                                         "forward", "backward", "total"}
+    # Only what is quantised is far from float32, and each further wire adds its noise.
+    noise = {row["contender"]: row["sqnr_db"]["y"] for row in total}
+    assert noise["ours, mxfp8"] < noise["ours, mxfp8_wgrad_with_hp"] < 35 < 45 < noise["NCCL bf16"]
+
+
+class Shifted(NVLink):
+
+    def combine(self, *args, **kwargs):
+        y_TH, weight_TK = super().combine(*args, **kwargs)
+        return y_TH.roll(world.rank(), 0), weight_TK
+
+
+def test_a_pipeline_that_mixes_rows_up_is_noticed(ranks2):
+    rows = [row for row in ranks2.run(_pipeline, Shifted)[0] if row["case"]["operation"] == "total"]
+    assert [row["correct"] for row in rows] == [True, True, False, False, False]
+
+
+# ---- dispatch_combine ---------------------------------------------------------------------------------------------
+
+
+def _exchanges(case, spoilt=None):
+    with nvlink_played(spoilt):
+        return flat(dispatch_combine.run([case], 0.001, NO_END))
+
+
+@pytest.mark.parametrize("routing", dispatch_combine.ROUTINGS)
+def test_exchanges_are_correct_by_their_own_check(ranks2, routing):
+    case = dispatch_combine.Case(96, 128, 2, 8, routing)
+    rows = correct(ranks2.run(_exchanges, case))
+    names = [row["contender"] for row in rows if row["case"]["operation"] == "dispatch"]
+    assert sorted(names) == sorted(show_ranks.EXCHANGES)
+    assert [row["contender"] for row in rows if row["case"]["operation"] == "plan"] == list(show_ranks.PLANS)
+    moved = {row["contender"]: row["bytes"] for row in rows if row["case"]["operation"] == "combine"}
+    assert moved[show_ranks.TODAY] == moved["nvlink, bf16, no dedup"] > moved["nvlink, bf16"]
+    assert moved["nvlink, bf16"] * (128 + 4) == moved["nvlink, mxfp8"] * 256
+
+
+class Rounded(NVLink):
+
+    def dispatch(self, *args, **kwargs):
+        x_PH, weight_P = super().dispatch(*args, **kwargs)
+        if isinstance(x_PH, MXTensor):
+            x_PH.qdata.view(torch.uint8)[0, 0] ^= 1
+        return x_PH, weight_P
+
+
+def test_an_exchange_that_rounds_otherwise_is_noticed(ranks2):
+    rows = ranks2.run(_exchanges, dispatch_combine.Case(96, 128, 2, 8, "random"), Rounded)[0]
+    wrong = {row["contender"] for row in rows if not row["correct"]}
+    assert wrong == {"nvlink, mxfp8", "nvlink, mxfp8, no dedup"}
+
+
+def test_the_cases_are_what_was_asked_for():
+    full = dispatch_combine.cases("full")
+    assert len(set(full)) == 2 * 3 * 2 * 2 * 2 and set(dispatch_combine.cases("short")) <= set(full)
+    assert asdict(dispatch_combine.BIG_CASE) == show_ranks.BIG
+
+
+def _popularity():
+    case = dispatch_combine.Case(2048, 32, 4, 16, "skewed")
+    expert_TK = case.expert_TK()
+    assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
+    return torch.bincount(expert_TK.flatten(), minlength=16).tolist()
+
+
+def test_skewed_routing_favours_the_same_experts_everywhere(ranks2):
+    counts = ranks2.run(_popularity)
+    favourites = [sorted(range(16), key=lambda e: -count[e])[:3] for count in counts]
+    assert set(favourites[0]) & set(favourites[1]) and max(counts[0]) > 4 * min(counts[0])
+
+
+def _today(tokens, top_k):
+    x, expert_TK = world.randn(tokens, 64), torch.rand(tokens, 8).topk(top_k).indices
+    today, collective = Today(world.group()), Collective(world.group())
+    plan, other = today.plan(expert_TK, 4), collective.plan(expert_TK, 4)
+    rows, _ = today.dispatch(plan, x)
+    assert plan.group_ends == other.group_ends and plan.group_ends_E.tolist() == other.group_ends_E.tolist()
+    assert torch.equal(rows, collective.dispatch(other, x, dispatch_combine.Wire(False))[0])
+    y, _ = today.combine(plan, rows)
+    return torch.equal(y, (x.float() * top_k).to(BF16))
+
+
+@pytest.mark.parametrize("tokens, top_k", [(50, 3), (64, 1), (1, 2)])
+def test_todays_exchange_gives_the_collective_transport_s_rows(ranks2, tokens, top_k):
+    assert ranks2.run(_today, tokens, top_k) == [True, True]
+
+
+# ---- moe_layer ----------------------------------------------------------------------------------------------------
+
+
+def _layers():
+    case = moe_layer.Case(tokens=64, dim=64, hidden=96, experts=8, top_k=2)
+    return flat(moe_layer.run(case, 0.001, NO_END))
+
+
+def test_layers_are_correct_by_their_own_check(ranks2):
+    rows = correct(ranks2.run(_layers))
+    totals = {row["contender"]: row for row in rows if row["case"]["operation"] == "total"}
+    assert set(totals) == {show_ranks.AUTOEP, show_ranks.CLASSIC, show_ranks.DROPLESS,
+                           *(f"collective, {recipe}" for recipe in moe_layer.RECIPES),
+                           "collective, mxfp8_wgrad_with_hp, classic"}
+    assert all({"synchronising_calls", "copies_to_host", "counted_waits"} <= row.keys() for row in totals.values())
+    assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
+
+
+def test_only_what_begins_within_the_step_counts_as_a_wait():
+    events = [("one step", 4, 9), ("cudaStreamSynchronize", 0, 1), ("one step", 2, 10), ("aten::mm", 4, 5),
+              ("cudaStreamSynchronize", 3, 4), ("Memcpy DtoH (Device -> Pageable)", 11, 12),
+              ("cudaEventSynchronize", 9, 12), ("cudaDeviceSynchronize", 11, 12)]
+    assert moe_layer.synchronisations(events) == {"synchronising_calls": 2, "copies_to_host": 1}
+
+
+# ---- tables and plots ---------------------------------------------------------------------------------------------
+
+
+def shown(benchmark, rows, path, capsys, expected=True) -> dict[str, str]:
+    """How the lines end that a stored file prints, by their beginnings; its plot is drawn."""
+    results_file.write(benchmark, rows, path, of_commit="abc")
+    assert json.loads(path.read_text())["rows"] == rows
+    assert show.show(path) == expected and path.with_suffix(".png").stat().st_size > 5000
+    return {line.split("  ")[0].strip(): line.split()[-1] for line in capsys.readouterr().out.splitlines() if line}
+
+
+def row(operation, contender, ms, case, **figures):
+    return {"case": {"operation": operation, "ranks": 8, **case}, "contender": contender, "median_ms": ms,
+            "p90_ms": ms, "host_ms": 1.0, "correct": True, **figures}
+
+
+def test_tables_of_pipelines(tmp_path, capsys):
+    case = {"dim": 7168, "hidden": 2048, "rows": 131072, "experts_per_rank": 8, "flops": 1, "block_size": 128}
+    ms = dict(zip(show_ranks.PIPELINES, (31.0, 25.0, 28.0, 20.0, 14.0), strict=True))
+    rows = [row(part, name, value * share, case) for part, share in (("forward", 0.4), ("backward", 0.6), ("total", 1))
+            for name, value in ms.items()]
+    rows += [row("all-to-all", "NCCL bf16", 4.84, {**case, "bytes": 131072 * 7168 * 2 * 7 // 8})]
+    rows += [row(f"{name} GEMM", dtype, value, case) for name in ("forward", "dgrad", "wgrad")
+             for dtype, value in (("bf16", 5.7), ("mxfp8", 3.3))]
+    path = tmp_path / "ep_pipeline.json"
+    lines = shown("ep_pipeline", rows, path, capsys)
+    assert lines["7168x2048: seeds' recipe over NCCL bf16"] == "bar"
+    assert lines["7168x2048: all MXFP8 over NCCL bf16"] == "aim"
+    assert lines["7168x2048: seeds' recipe over bf16 all-to-all and MXFP8 GEMM"] == "MISSED"
+    floor = show_ranks.pipeline_floor_ms(json.loads(path.read_text()), {**case, "ranks": 8}, show_ranks.HP)
+    # Forward is bound by what moves: 7168 values in MXFP8 and 2048 in bf16. Backward by its GEMMs.
+    assert floor["forward"] == pytest.approx(4.84 / 2 * (1 + 1 / 128 + 2 * 2048 / 7168))
+    assert floor["backward"] == pytest.approx(3.3 + 5.7)
+    assert show_ranks.pipeline_floor_ms({"rows": rows[:15]}, {**case, "ranks": 8}, show_ranks.HP) == {}
+
+
+def test_tables_of_latencies(tmp_path, capsys):
+    case = {"experts": 256, "top_k": 8, "hidden": 7168}
+    rows = [row(part, name, 0.02 if name in (show_ranks.A2A_E4M3, show_ranks.A2A_BF16) else 0.1,
+                {**case, "tokens": tokens, "launch": launch})
+            for part in ("dispatch", "combine") for name in show_ranks.LATENCIES for tokens in (1, 4, 128)
+            for launch in ("eager", "graph")]
+    rows += [row("send, GEMM, receive", name, ms, {**case, "tokens": 128, "launch": "eager"}) for name, ms in (
+        (show_ranks.A2A_E4M3, 0.06), (show_ranks.GEMM_ALONE, 0.1), (show_ranks.GEMM_BETWEEN, 0.115))]
+    lines = shown("latency", rows, tmp_path / "latency.json", capsys)
+    assert lines["AllToAll, bf16 in, graph: of pplx-kernels' time"] == "bar"
+    assert "75%" in lines.values()
+
+
+def test_tables_of_exchanges(tmp_path, capsys):
+    rows = [row(part, name, 6.6 if name == show_ranks.TODAY else 2.0, show_ranks.BIG,
+                bytes=int(0.65e9 if "no dedup" in name else 0.4e9))
+            for part in ("dispatch", "combine") for name in show_ranks.EXCHANGES]
+    rows += [row("plan", name, 0.1, show_ranks.BIG) for name in show_ranks.PLANS]
+    lines = shown("dispatch_combine", rows, tmp_path / "dispatch_combine.json", capsys)
+    assert lines["dispatch, nvlink MXFP8 over today's NCCL bf16"] == "bar"
+    assert lines["link-real GB/s without deduplication"] == "bar"
+
+
+def test_tables_of_layers(tmp_path, capsys):
+    ms = {show_ranks.AUTOEP: 12.0, show_ranks.DROPLESS: 16.0, show_ranks.HP_EXACT: 7.0, show_ranks.HP_STATIC: 6.0}
+    rows = [row(part, name, value * share, show_ranks.LAYER_BAR_CASE, peak_bytes=1 << 30, staging_bytes=0,
+                counted_waits=int(name == show_ranks.HP_EXACT), synchronising_calls=0, copies_to_host=0)
+            for part, share in (("forward", 0.4), ("backward", 0.6), ("total", 1)) for name, value in ms.items()]
+    rows.append({**row("total", show_ranks.CLASSIC, 1.0, show_ranks.LAYER_BAR_CASE), "correct": False})
+    lines = shown("moe_layer", rows, tmp_path / "moe_layer.json", capsys, expected=False)
+    assert lines["nvlink, seeds' recipe over AutoEP bf16"] == "bar"
+    assert lines["the same over dropless classic bf16"] == "bar"
+    assert lines["host waits, exact"] == lines["host waits, static"] == "aim"
+    assert lines["synchronising CUDA calls of both"] == "aim"
