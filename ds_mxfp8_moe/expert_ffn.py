@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from deepspeed.utils.logging import warning_once

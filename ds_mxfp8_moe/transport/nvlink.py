@@ -151,7 +151,7 @@ class NVLink(Transport):
         if K > ext.MAX_CHOICES:
             raise ValueError(f"{self.name}: {K} choices a token, and the nvlink transport takes {ext.MAX_CHOICES} at "
                              'most: write "transport": "collective"')
-        chunk = _chunk(T)
+        chunk = -(-_chunk(T) // fanout) * fanout  # no token's rows in two chunks
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
         width = 2 + W + W * E

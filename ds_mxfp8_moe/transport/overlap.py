@@ -17,7 +17,7 @@ SHARES = range(8, 68, 4)
 
 @lru_cache(maxsize=4096)
 def share(total: int, link_bytes: int, moved_bytes: int, gemm_seconds: float) -> int:
-    """Multiprocessors of `total` for an exchange beside a GEMM of so many seconds; 0: one after the other is faster."""
+    """Multiprocessors of `total` for an exchange beside a GEMM of so many seconds; 0: one by one is faster."""
     if gemm_seconds <= 0:
         return 0
 

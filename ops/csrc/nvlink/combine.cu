@@ -237,7 +237,7 @@ template <class In, class Wire> struct CombineWork {
 };
 
 template <class In, class Wire>
-__global__ void __launch_bounds__(ROW_THREADS, BLOCKS_PER_SM) combine(const __grid_constant__ Combine a, Wire wire) {
+__global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_constant__ Combine a, Wire wire) {
   Exchange x(a.rows.group);
   CombineWork<In, Wire> work{a, RowsView{a.rows, x}, wire};
   const int sends = work.v.most_chunks() * work.v.world();
@@ -268,7 +268,7 @@ int launch(const Combine &a, int sms, Address stream) {
   return with_type(a.dtype, [&](auto in) {
     return with_wire(a, [&](auto wire) {
       using In = typename decltype(in)::type;
-      combine<In><<<sms * BLOCKS_PER_SM, ROW_THREADS, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
+      combine<In><<<sms, dim3(TEAM_THREADS, TEAMS), 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
       return int(cudaGetLastError());
     });
   });

@@ -174,7 +174,7 @@ template <class Row> struct DispatchWork {
   __device__ void pad() {
     const Rows &rows = a.rows;
     const int bytes = wire.row_bytes(), count = rows.block ? (rows.H + rows.block - 1) / rows.block : 0;
-    const int64_t warp = int64_t(blockIdx.x) * v.warps() + v.warp(), warps = int64_t(gridDim.x) * v.warps();
+    const int64_t warp = int64_t(team()) * v.warps() + v.warp(), warps = int64_t(teams()) * v.warps();
     const int *ends = at<int>(a.group_ends_E), *sizes = at<int>(a.group_sizes_E);
     for (int64_t i = warp; i < int64_t(a.local_experts) * ROW_ALIGNMENT; i += warps) {
       const int e = int(i / ROW_ALIGNMENT), begin = e ? ends[e - 1] : 0;
@@ -194,7 +194,7 @@ template <class Row> struct DispatchWork {
   }
 };
 
-template <class Row> __global__ void __launch_bounds__(ROW_THREADS, BLOCKS_PER_SM) dispatch(const __grid_constant__ Dispatch a, Row wire) {
+template <class Row> __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_constant__ Dispatch a, Row wire) {
   Exchange x(a.rows.group);
   DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
   const int receives = work.v.most_chunks() * work.v.world();
@@ -221,7 +221,7 @@ template <class Action> int with_wire(const Dispatch &a, Action action) {
 
 int launch(const Dispatch &a, int sms, Address stream) {
   return with_wire(a, [&](auto wire) {
-    dispatch<<<sms * BLOCKS_PER_SM, ROW_THREADS, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
+    dispatch<<<sms, dim3(TEAM_THREADS, TEAMS), 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
     return int(cudaGetLastError());
   });
 }

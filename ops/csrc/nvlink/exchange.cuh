@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One exchange, as every kernel of the transport makes it: send, announce, wait, acknowledge.
 //
-// Stores to peers are plain 16-byte stores. A block announces a chunk once all its threads have stored their part of
+// What works together is a team: the threads of one y of a block. A block of several teams fills a multiprocessor, so
+// that as many blocks as an exchange has multiprocessors leave all others to whatever else runs.
+//
+// Stores to peers are plain 16-byte stores. A team announces a chunk once all its threads have stored their part of
 // it: a barrier, then st.release.sys of the epoch into the peer's flag. Whoever reads the chunk does ld.acquire.sys of
 // that flag, then a barrier. The halves of the staging serve exchanges in turn, so exchange n overwrites what peers
-// read in n-2: before it sends, a block sees that they have acknowledged that. What is sent never waits for anything of
-// the same exchange, and is sent by whichever blocks the device has room for: no two ranks wait in a ring, whatever
+// read in n-2: before it sends, a team sees that they have acknowledged that. What is sent never waits for anything of
+// the same exchange, and is sent by whichever teams the device has room for: no two ranks wait in a ring, whatever
 // else runs on their devices.
 //
 // A wait that lasts too long, or a peer that makes another call, ends with a record in host memory. Every wait and
@@ -21,20 +24,25 @@ template <class T> __device__ __forceinline__ T *at(Address base, int64_t byte =
   return reinterpret_cast<T *>(base + byte);
 }
 
+constexpr int MAX_TEAMS = 4; // of a block
+
+__device__ __forceinline__ int team() { return blockIdx.x * blockDim.y + threadIdx.y; }
+__device__ __forceinline__ int teams() { return gridDim.x * blockDim.y; }
+
 class Exchange {
 public:
-  // Called by all threads of the block. Afterwards it may send, if `live`.
+  // Called by all threads. Afterwards it may send, if `live`.
   __device__ explicit Exchange(const Group &group) : g(group) {
     epoch = *static_cast<volatile uint32_t *>(&at<State>(g.state)->epoch);
     bool ok = threadIdx.x != 0 || !failed();
     if (threadIdx.x < g.world) {
       const int peer = threadIdx.x;
-      if (blockIdx.x == 0)
+      if (team() == 0)
         store_release(at<uint64_t>(g.peer[peer], Staging::CALLS) + (epoch & 1) * MAX_RANKS + g.rank, call());
       const uint32_t *ack = at<uint32_t>(g.peer[g.rank], Staging::ACKS) + peer;
       ok &= wait(peer, [&] { return reached(load_acquire(ack), epoch - 2); });
     }
-    live = !__syncthreads_or(!ok);
+    live = !any_of_team(!ok);
   }
 
   __device__ bool failed() const { return *static_cast<volatile uint32_t *>(&at<State>(g.state)->failed) != 0; }
@@ -57,15 +65,16 @@ public:
     });
   }
 
-  // All threads, at their end: once every block is here, tells the peers that this rank has read what they sent.
+  // All threads, at their end: once every team is here, tells the peers that this rank has read what they sent.
   // Not `complete`: the exchange goes on in another kernel.
   __device__ void finish(bool complete = true) const {
-    __shared__ bool last;
+    __shared__ bool last_of[MAX_TEAMS];
+    bool &last = last_of[threadIdx.y];
     State *state = at<State>(g.state);
-    __syncthreads();
+    sync_team();
     if (threadIdx.x == 0) {
       __threadfence();
-      last = atomicAdd(&state->finished, 1) == gridDim.x - 1;
+      last = atomicAdd(&state->finished, 1) == teams() - 1;
       __threadfence();
       if (last) {
         state->finished = 0;
@@ -73,7 +82,7 @@ public:
         state->epoch = epoch + complete;
       }
     }
-    __syncthreads();
+    sync_team();
     if (last && complete && threadIdx.x < g.world)
       store_release(at<uint32_t>(g.peer[threadIdx.x], Staging::ACKS) + g.rank, epoch);
   }
@@ -94,7 +103,7 @@ public:
 
   const Group &g;
   uint32_t epoch;
-  bool live; // no exchange has failed; the same for all threads of a block
+  bool live; // no exchange has failed; the same for all threads of a team
 
 private:
   static __device__ bool reached(uint32_t value, uint32_t wanted) { return int32_t(value - wanted) >= 0; }
@@ -124,21 +133,22 @@ private:
   }
 };
 
-// Runs the `sends` items of an exchange and its `receives`. The last third of the blocks receives from the start, so
-// that what arrives is read while the rest is sent; the others send first. Blocks claim items one by one: which block
-// has which changes nothing in the result, and whichever blocks the device has room for send all that there is.
+// Runs the `sends` items of an exchange and its `receives`. The last third of the teams receives from the start, so
+// that what arrives is read while the rest is sent; the others send first. Teams claim items one by one: which team
+// has which changes nothing in the result, and whichever teams the device has room for send all that there is.
 // Work has
 //   send(i)        all threads: stores item i to the peers
 //   announce(i)    all threads, after a barrier: tells the peers that it is complete
 //   skip(i)        one thread: nothing to receive;  await(i): waits for all that item i reads
 //   receive(i)     all threads
 template <class Work> __device__ void exchange(const Exchange &x, Work &work, int sends, int receives) {
-  __shared__ int claimed[2];
+  __shared__ int claimed_of[MAX_TEAMS][2];
+  int(&claimed)[2] = claimed_of[threadIdx.y];
   State *state = at<State>(x.g.state);
-  if (blockIdx.x < gridDim.x - gridDim.x / 3) {
+  if (team() < teams() - teams() / 3) {
     if (threadIdx.x == 0)
       claimed[0] = x.live ? atomicAdd(&state->sent, 1) : sends;
-    __syncthreads();
+    sync_team();
     for (int turn = 0;; turn ^= 1) {
       const int i = claimed[turn];
       if (i >= sends)
@@ -146,12 +156,12 @@ template <class Work> __device__ void exchange(const Exchange &x, Work &work, in
       if (threadIdx.x == 0)
         claimed[turn ^ 1] = atomicAdd(&state->sent, 1); // while the item is sent
       work.send(i);
-      __syncthreads();
+      sync_team();
       work.announce(i); // without a barrier behind: only the threads that announce wait until their stores are done
     }
   }
   while (true) {
-    __syncthreads();
+    sync_team();
     if (threadIdx.x == 0) {
       int i;
       do
@@ -161,7 +171,7 @@ template <class Work> __device__ void exchange(const Exchange &x, Work &work, in
         work.await(i);
       claimed[0] = x.failed() ? receives : i;
     }
-    __syncthreads();
+    sync_team();
     const int i = claimed[0];
     if (i >= receives)
       return;

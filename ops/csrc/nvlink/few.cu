@@ -14,6 +14,7 @@ constexpr int WARPS = THREADS / 32;
 constexpr int COUNTS_FLAG = MAX_CHUNKS - 1; // behind the tokens' flags
 constexpr int AHEAD = 4;
 constexpr int MAX_SCALE_WORDS = 512; // of a row
+constexpr int MOST_SHARED_BYTES = 160 << 10; // for the most choices and experts that AllToAll takes
 
 struct View {
   const Few &a;
@@ -46,9 +47,9 @@ struct View {
   }
   __device__ int *kept_tokens() const { return at<int>(a.routes) + int64_t(world()) * a.max_tokens * a.K; }
 
-  // Warps that move a row together.
+  // Warps that move a row together, of the teams that a grid has.
   __device__ int teams() const { return gridDim.x * (WARPS / a.team); }
-  __device__ int team() const { return a.team == 1 ? blockIdx.x * WARPS + warp() : blockIdx.x; }
+  __device__ int team(int block) const { return a.team == 1 ? block * WARPS + warp() : block; }
   __device__ int member() const { return a.team == 1 ? 0 : warp(); }
   __device__ void sync_team() const {
     if (a.team == 1)
@@ -56,6 +57,36 @@ struct View {
     else
       __syncthreads();
   }
+};
+
+// Sends the share of each block of the grid. Blocks claim shares: the first ones also send those of blocks that the
+// device has no room for yet, and which would otherwise wait for this one, which waits for peers in the same position.
+class Shares {
+public:
+  // One claim is on its way while the exchange begins, the next one while a share is sent.
+  __device__ explicit Shares(const Few &few) : state(at<State>(few.group.state)) {
+    if (few.send && threadIdx.x == 0)
+      next = atomicAdd(&state->sent, 1);
+  }
+  // All threads. send(share): all threads.
+  template <class Send> __device__ void send(Send send) {
+    __shared__ int claimed;
+    while (true) {
+      __syncthreads(); // all have read the share before
+      if (threadIdx.x == 0)
+        claimed = next;
+      __syncthreads();
+      if (claimed >= gridDim.x)
+        return;
+      if (threadIdx.x == 0)
+        next = atomicAdd(&state->sent, 1);
+      send(claimed);
+    }
+  }
+
+private:
+  State *state;
+  int next = 0; // of the first thread
 };
 
 // A row as it is, piece by piece; warps take turns at the pieces.
@@ -120,15 +151,19 @@ __device__ void send_counts(const View &v, const int *expert, int choices, int t
     v.x.announce(w, COUNTS_FLAG);
 }
 
-template <class Row> __device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row, int *shared) {
+// Loads the experts of all choices, which every share reads.
+__device__ void load_experts(const View &v, int *expert) {
+  const int choices = v.tokens() * v.a.K;
+  for (int i = threadIdx.x; i < choices; i += THREADS)
+    expert[i] = v.expert(i);
+}
+
+template <class Row>
+__device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row, int share, int *expert) {
   __shared__ uint32_t words[MAX_SCALE_WORDS];
   __shared__ int slots[MAX_CHOICES], serving;
   const int K = v.a.K, W = v.world(), tokens = v.tokens(), choices = tokens * K;
-  int *expert = shared; // [choices], and behind it [local_experts]
-  for (int i = threadIdx.x; i < choices; i += THREADS)
-    expert[i] = v.expert(i);
-  __syncthreads();
-  for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
+  for (int t = share; t < tokens; t += gridDim.x) {
     if (threadIdx.x == 0)
       serving = 0;
     __syncthreads();
@@ -166,8 +201,8 @@ template <class Row> __device__ void send_tokens(const View &v, const FewDispatc
     }
     __syncthreads(); // before the next token overwrites what is shared
   }
-  // The counts last: their blocks had no token, or few.
-  for (int w = gridDim.x - 1 - blockIdx.x; w < W; w += gridDim.x)
+  // The counts last: their shares had no token, or few.
+  for (int w = gridDim.x - 1 - share; w < W; w += gridDim.x)
     send_counts(v, expert, choices, tokens, w, expert + choices);
 }
 
@@ -227,7 +262,7 @@ __device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared)
     v.kept_tokens()[threadIdx.x] = *static_cast<volatile int *>(v.counts(v.rank(), threadIdx.x));
   __syncthreads();
 
-  for (int i = v.team(); i < most_tokens * W; i += v.teams()) {
+  for (int i = v.team(blockIdx.x); i < most_tokens * W; i += v.teams()) {
     const int w = (i + v.rank()) % W, t = i / W;
     if (t >= of_rank(tokens, w))
       continue;
@@ -273,11 +308,14 @@ __device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared)
 
 template <class Row>
 __global__ void __launch_bounds__(THREADS) few_dispatch(const __grid_constant__ FewDispatch a, Row row) {
-  extern __shared__ int shared[];
+  extern __shared__ int shared[]; // the experts of all choices, then a number for each local expert
+  Shares shares(a.few);
   Exchange x(a.few.group);
   const View v{a.few, x};
-  if (a.few.send && x.live)
-    send_tokens(v, a, row, shared);
+  if (a.few.send && x.live) {
+    load_experts(v, shared);
+    shares.send([&](int share) { send_tokens(v, a, row, share, shared); });
+  }
   __syncthreads();
   if (a.few.receive && x.live)
     receive_tokens(v, a, shared);
@@ -289,7 +327,7 @@ __device__ __forceinline__ Address row_of_choice(const View &v, int w, int64_t r
 }
 
 // Rows of y back to their tokens' ranks: the staging there has a row for each choice.
-template <class In, class Out> __device__ void send_rows(const View &v, const FewCombine &a) {
+template <class In, class Out> __device__ void send_rows(const View &v, const FewCombine &a, int share) {
   const int W = v.world(), K = v.a.K, H = v.a.H, step = v.a.team * 256;
   const int mine = v.member() * 256 + v.lane() * 8;
   int tokens[MAX_RANKS], most_tokens = 0;
@@ -298,7 +336,7 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
     tokens[w] = w < W ? v.kept_tokens()[w] : 0;
     most_tokens = max(most_tokens, tokens[w]);
   }
-  for (int i = v.team(); i < most_tokens * W; i += v.teams()) {
+  for (int i = v.team(share); i < most_tokens * W; i += v.teams()) {
     const int w = (i + v.rank() + 1) % W, t = i / W;
     if (t >= of_rank(tokens, w))
       continue;
@@ -373,10 +411,11 @@ template <class Out> __device__ void sum_rows(const View &v, const FewCombine &a
 
 template <class In, class Out>
 __global__ void __launch_bounds__(THREADS) few_combine(const __grid_constant__ FewCombine a) {
+  Shares shares(a.few);
   Exchange x(a.few.group);
   const View v{a.few, x};
   if (a.few.send && x.live)
-    send_rows<In, Out>(v, a);
+    shares.send([&](int share) { send_rows<In, Out>(v, a, share); });
   __syncthreads();
   if (a.few.receive && x.live)
     sum_rows<Out>(v, a);
@@ -426,13 +465,18 @@ int launch(const FewCombine &a, int sms, Address stream) {
 }
 
 int load_few() {
-  cudaFuncAttributes unused;
+  const auto load = [](auto *kernel, int most_shared_bytes) {
+    if (const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes))
+      return error;
+    cudaFuncAttributes unused;
+    return int(cudaFuncGetAttributes(&unused, kernel));
+  };
   for (int block : {0, 32, 128})
     for (int dtype : {BF16, FP16}) {
       FewDispatch a;
       a.block = block;
       a.dtype = dtype;
-      if (int error = with_row(a, [&](auto row) { return int(cudaFuncGetAttributes(&unused, few_dispatch<decltype(row)>)); }))
+      if (int error = with_row(a, [&](auto row) { return load(few_dispatch<decltype(row)>, MOST_SHARED_BYTES); }))
         return error;
     }
   for (int dtype : {BF16, FP16, FP32})
@@ -441,7 +485,7 @@ int load_few() {
       a.dtype = dtype;
       a.out_dtype = out_dtype;
       if (int error = with_types(a, [&](auto in, auto out) {
-            return int(cudaFuncGetAttributes(&unused, few_combine<typename decltype(in)::type, typename decltype(out)::type>));
+            return load(few_combine<typename decltype(in)::type, typename decltype(out)::type>, 0);
           }))
         return error;
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Accesses to memory that several GPUs share, in PTX, and the device's clock. The tests' emulator has its own.
+// In PTX: accesses to memory that several GPUs share, the device's clock, barriers of some of a block's threads. The
+// tests' emulator has its own.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -44,6 +45,25 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
+}
+
+// Threads of one y of the block: a barrier, and whether any of them says so.
+__device__ __forceinline__ void sync_team() {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+}
+
+__device__ __forceinline__ bool any_of_team(bool one) {
+  int any;
+  asm volatile("{\n"
+               ".reg .pred one, any;\n"
+               "setp.ne.s32 one, %1, 0;\n"
+               "barrier.cta.red.or.pred any, %2, %3, one;\n"
+               "selp.s32 %0, 1, 0, any;\n"
+               "}"
+               : "=r"(any)
+               : "r"(int(one)), "r"(threadIdx.y + 1), "r"(blockDim.x)
+               : "memory");
+  return any;
 }
 
 } // namespace nvlink

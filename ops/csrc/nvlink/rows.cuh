@@ -6,8 +6,8 @@
 
 namespace nvlink {
 
-constexpr int ROW_THREADS = 256;
-constexpr int BLOCKS_PER_SM = 3; // while some wait at a barrier or for stores to arrive, others move rows
+constexpr int TEAM_THREADS = 256;
+constexpr int TEAMS = 3; // while one waits at a barrier or for stores to arrive, others move rows
 constexpr int LANE_BYTES = 16;
 constexpr int PIECE_BYTES = 32 * LANE_BYTES; // what a warp moves at a time
 

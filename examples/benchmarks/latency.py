@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine of a few tokens, by the method of pplx-kernels' table: e4m3 rows with one float32 scale for 128
+values go out, bf16 rows come back; random experts; no pause between dispatch and combine.
+
+`AllToAll` with rows that come in e4m3, and with bf16 rows that it quantises itself, launched one by one and from CUDA
+graphs. Beside it bare NCCL all-to-alls without any permute: of exactly the rows that must move, one for each choice,
+and of pplx-kernels' padded layout. Also how much of a dispatch a GEMM between its send and its receive hides.
+
+    torchrun --nproc-per-node 8 examples/benchmarks/latency.py      # run, write a result file, print its table
+    python examples/benchmarks/latency.py --show FILE               # table and plot of a result file
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import world
+from ds_mxfp8_moe import kernels
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.mx import sqnr_db
+from show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED
+from timing import device, on_gpu
+from world import BF16, Contender
+
+CONFIGS = ((256, 8, 7168), (64, 6, 2048))  # experts, top-k, hidden
+TOKENS = (1, 4, 8, 16, 32, 64, 128)
+SHORT_TOKENS = (1, 8, 32, 128)
+BLOCK = 128
+HOW = {"repeats": 200, "cold": False}
+LEAST_SQNR_DB = 38  # of rows that were added in float32 and rounded to bf16
+GEMM = 4096  # rows, columns; 2048 deep: about as long as a dispatch of 128 tokens
+
+
+class Size(NamedTuple):
+    """Tokens are of one rank."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    tokens: int
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a row."""
+        return 4 * -(-self.hidden // BLOCK)
+
+    def exchange(self) -> AllToAll:
+        return AllToAll.intranode(
+            max_num_tokens=self.tokens, num_experts=self.experts, experts_per_token=self.top_k, rank=world.rank(),
+            world_size=world.size(), dp_size=1, hidden_dim=self.hidden, hidden_dim_bytes=self.hidden,
+            hidden_dim_scale_bytes=self.scale_bytes, group=world.group())
+
+    def case(self, launch: str) -> dict:
+        return {"launch": launch, **self._asdict()}
+
+
+class Batch:
+    """One rank's tokens.
+
+    Attributes:
+        x_TH, mx_TH: bf16, and quantised; scale_TB: its scales as float32.
+        expert_TK, weight_TK: routing.
+        everywhere: expert_TK of all ranks, [W, T, K].
+    """
+
+    def __init__(self, size: Size):
+        self.size, self.local = size, size.experts // world.size()
+        self.x_TH = world.randn(size.tokens, size.hidden)
+        self.mx_TH = kernels.quantize(self.x_TH, BLOCK, "rceil")
+        self.scale_TB = self.mx_TH.scale.float()
+        self.expert_TK = torch.rand(size.tokens, size.experts, device=device()).topk(size.top_k).indices
+        self.weight_TK = torch.rand(size.tokens, size.top_k, device=device())
+        self.everywhere = world.gathered(self.expert_TK)
+
+    def rows_of_experts(self) -> list[torch.Tensor]:
+        """For each local expert the bytes of its rows, data and scales, in the order of (rank, token)."""
+        rows_WTX = world.gathered(_bytes(self.mx_TH.qdata, self.scale_TB))
+        first = world.rank() * self.local
+        return [rows_WTX[(self.everywhere == e).any(-1)] for e in range(first, first + self.local)]
+
+
+def _bytes(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Rows of data beside their scales, as uint8."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in (data, scale)], dim=-1)
+
+
+class Ours:
+    """`AllToAll` with its buffers; `quantizes`: rows come in bf16."""
+
+    def __init__(self, batch: Batch, quantizes: bool):
+        size, rows = batch.size, batch.size.tokens * world.size()
+        self.batch, self.exchange = batch, size.exchange()
+        self.x = (batch.x_TH, None) if quantizes else (batch.mx_TH.qdata, batch.scale_TB)
+        self.indices = batch.expert_TK.to(torch.uint32)
+        self.bound = torch.tensor([size.tokens], device=device()).to(torch.uint32)
+        self.counts_E = torch.empty(batch.local, dtype=torch.int32, device=device())
+        self.rows = torch.empty(batch.local, rows, size.hidden, dtype=torch.float8_e4m3fn, device=device())
+        self.scales = torch.empty(batch.local, rows, size.scale_bytes // 4, device=device())
+        self.y = torch.empty(batch.local, rows, size.hidden, dtype=BF16, device=device())
+        self.out_TH = torch.empty_like(batch.x_TH)
+        # Each expert multiplies by a number of its own.
+        self.factors = 1 + torch.arange(size.experts, device=device()) / size.experts
+
+    def dispatch(self, **part: bool) -> None:
+        self.exchange.dispatch(self.counts_E, self.rows, self.scales, *self.x, self.indices, self.bound, **part)
+
+    def combine(self, _=None) -> None:
+        self.exchange.combine(self.out_TH, self.indices, self.batch.weight_TK, self.y, self.bound)
+
+    def stages(self) -> dict[str, Callable]:
+        return {"dispatch": self.dispatch, "combine": self.combine}
+
+    def check(self, stages: dict[str, Callable]) -> dict:
+        for out in (self.counts_E, self.rows.view(torch.uint8), self.scales, self.out_TH):
+            out.fill_(77)
+        stages["dispatch"]()
+        expected = self.batch.rows_of_experts()
+        right = self.counts_E.tolist() == [len(rows) for rows in expected]
+        for e, rows in enumerate(expected):
+            right &= torch.equal(_bytes(self.rows[e, :len(rows)], self.scales[e, :len(rows)]), rows)
+        first = world.rank() * self.batch.local
+        factor = self.factors[first:first + self.batch.local].view(-1, 1, 1)
+        self.y.copy_(self.rows.float() * self.scales.repeat_interleave(BLOCK, 2)[..., :self.rows.shape[2]] * factor)
+        stages["combine"](None)
+        x_TH, weight_TK = self.batch.mx_TH.dequantize(torch.float32), self.batch.weight_TK
+        wanted = x_TH * (weight_TK * self.factors[self.batch.expert_TK]).sum(1, keepdim=True)
+        db = sqnr_db(wanted, self.out_TH)
+        return {"correct": right and db >= LEAST_SQNR_DB, "sqnr_db": round(db, 1)}
+
+
+class Nccl:
+    """One all-to-all each way, into buffers that are there: of the rows of the choices, or of whole padded layouts."""
+
+    def __init__(self, batch: Batch, padded: bool):
+        size, W = batch.size, world.size()
+        if padded:
+            self.sent = self.arriving = [batch.local * size.tokens] * W  # rows to and from each rank
+        else:
+            rows_WW = torch.stack([torch.bincount(ids.flatten() // batch.local, minlength=W)
+                                   for ids in batch.everywhere])
+            self.sent, self.arriving = rows_WW[world.rank()].tolist(), rows_WW[:, world.rank()].tolist()
+
+        def rows(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((count, width), world.rank(), dtype=dtype, device=device())
+
+        row_bytes = size.hidden + size.scale_bytes
+        self.out, self.arrived = (rows(sum(n), row_bytes, torch.uint8) for n in (self.sent, self.arriving))
+        self.y, self.back = (rows(sum(n), size.hidden, BF16) for n in (self.arriving, self.sent))
+
+    def dispatch(self) -> None:
+        dist.all_to_all_single(self.arrived, self.out, self.arriving, self.sent)
+
+    def combine(self, _=None) -> None:
+        dist.all_to_all_single(self.back, self.y, self.sent, self.arriving)
+
+    def stages(self) -> dict[str, Callable]:
+        return {"dispatch": self.dispatch, "combine": self.combine}
+
+    def check(self, stages: dict[str, Callable]) -> dict:
+        """Every row holds the number of the rank that it came from."""
+        world.run(stages)
+        ranks = torch.arange(world.size())
+        return {"correct": all(torch.equal(got[:, 0].long().cpu(), ranks.repeat_interleave(torch.tensor(splits)))
+                               for got, splits in ((self.arrived, self.arriving), (self.back, self.sent)))}
+
+
+class Graphed:
+    """Each stage captured in a CUDA graph of its own, when it is first called."""
+
+    def __init__(self, way: Ours | Nccl):
+        self.way = way
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+    def stages(self) -> dict[str, Callable]:
+        return {name: partial(self._replay, name, call) for name, call in self.way.stages().items()}
+
+    def _replay(self, name: str, call: Callable, _=None) -> None:
+        if name not in self.graphs:
+            self.graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[name], capture_error_mode="thread_local"):
+                call()
+        self.graphs[name].replay()
+
+    def check(self, stages: dict[str, Callable]) -> dict:
+        return self.way.check(stages)
+
+
+def _contender(way) -> Contender:
+    stages = way.stages()
+    return Contender(stages, partial(way.check, stages))
+
+
+def available() -> bool:
+    return "nvlink" in world.transports()
+
+
+def hidden_rows(ours: Ours, budget_s: float) -> list[dict]:
+    """Dispatch alone, a GEMM alone, and the GEMM between send and receive."""
+    a, b = world.randn(GEMM, GEMM // 2), world.randn(GEMM // 2, GEMM)
+    out = torch.empty(GEMM, GEMM, dtype=BF16, device=device())
+
+    def gemm():
+        torch.mm(a, b, out=out)
+
+    def between():
+        ours.dispatch(do_recv=False)
+        gemm()
+        ours.dispatch(do_send=False)
+
+    def right():
+        gemm()
+        return {"correct": sqnr_db(a.float() @ b.float(), out) >= LEAST_SQNR_DB}
+
+    calls = {A2A_E4M3: ours.dispatch, GEMM_ALONE: gemm, GEMM_BETWEEN: between}
+    checks = {name: partial(ours.check, {"dispatch": call, "combine": ours.combine}) for name, call in calls.items()}
+    checks[GEMM_ALONE] = right
+    return world.rows(ours.batch.size.case("eager"), {name: Contender({"send, GEMM, receive": call}, checks[name])
+                                                      for name, call in calls.items()}, budget_s, **HOW)
+
+
+def measure(size: Size, budget_s: float, overlap: bool) -> list[dict]:
+    """The rows of one size; `overlap`: with those of the GEMM."""
+    batch = Batch(size)
+    ways: dict = {NCCL_EXACT: Nccl(batch, padded=False), NCCL_PADDED: Nccl(batch, padded=True)}
+    if available():
+        ways |= {A2A_E4M3: Ours(batch, quantizes=False), A2A_BF16: Ours(batch, quantizes=True)}
+    launches = {"eager": ways}
+    if on_gpu():
+        launches["graph"] = {name: Graphed(way) for name, way in ways.items()}
+    rows = []
+    for launch, these in launches.items():
+        rows += world.rows(size.case(launch), {name: _contender(way) for name, way in these.items()}, budget_s, **HOW)
+    if overlap and available():
+        rows += hidden_rows(ways[A2A_E4M3], budget_s)
+    return rows
+
+
+def run(sizes: list[Size], budget_s: float, seconds: float) -> Iterator[list[dict]]:
+    if available():
+        for size in reversed(sizes):  # the staging cannot grow once a graph holds it
+            size.exchange()
+    else:
+        world.say("AllToAll is left out: it needs the nvlink transport")
+    most = max(size.tokens for size in sizes)
+    for size in world.in_time(sizes, seconds):
+        yield measure(size, budget_s, overlap=size.tokens == most)
+
+
+def main() -> None:
+    parser = world.parser(__doc__, budget=0.1, seconds=85)
+    parser.add_argument("--config", nargs=3, type=int, metavar=("EXPERTS", "TOP_K", "HIDDEN"), help="only this one")
+    parser.add_argument("--tokens", nargs="+", type=int, help="of a rank")
+    args = parser.parse_args()
+    tokens = args.tokens or (SHORT_TOKENS if args.cases == "short" else TOKENS)
+    sizes = [Size(*config, count) for config in ([args.config] if args.config else CONFIGS) for count in tokens]
+    world.main("latency", args, lambda: run(sizes, args.budget, args.seconds - world.ENDING_S))
+
+
+if __name__ == "__main__":
+    main()

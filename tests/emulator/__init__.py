@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ops/csrc/nvlink for CPUs: the same sources and bindings over a small emulator of CUDA (cuda_emulator.h).
+
+`load(rank)` gives the Python module, `provide` the staging of ranks that are processes of one machine:
+
+    PeerMemory(group, emulator.load(rank), provide=emulator.provide)
+"""
+
+import ctypes
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+
+from ds_mxfp8_moe.ops.op_builder import nvlink
+
+HERE = Path(__file__).resolve().parent
+POISON = 0x5A  # of new staging
+
+
+class EmulatorBuilder(nvlink.NVLinkBuilder):
+    """nvcc brings CUDA's headers and calls the host's compiler on what it takes for plain C++."""
+
+    NAME = "ds_mxfp8_moe_nvlink_emulator"
+
+    def __init__(self, source_folder: Path):
+        super().__init__(source_folder, capabilities=((9, 0), ))
+
+    def _flags(self, source: str) -> list[str]:
+        # Without fused multiplies, which these kernels never ask for.
+        host = "-fPIC,-fvisibility=hidden,-pthread,-ffp-contract=off,-U_FORTIFY_SOURCE"
+        optimized = "-O0" if source.endswith("bindings.cpp") else "-O1"  # pybind11's templates compile for minutes
+        return ["-x", "c++", optimized, "-std=c++20", f"-DTORCH_EXTENSION_NAME={self.NAME}", f"-Xcompiler={host}",
+                *(f"-I{path}" for path in self.include_paths())]
+
+    def _build(self, library: Path) -> None:
+        objects = {source: str(library.with_name(Path(source).name + ".o")) for source in self.sources()}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda item: nvlink._run("-c", item[0], "-o", item[1], *self._flags(item[0])),
+                          objects.items()))
+        half_done = str(library.with_name("linked"))
+        nvlink._run("-shared", "--cudart=none", *objects.values(), "-o", half_done)
+        os.replace(half_done, library)
+
+
+def obstacle() -> str | None:
+    """Why the emulator cannot be built here; None where it can."""
+    return EmulatorBuilder(nvlink.CSRC)._obstacle()
+
+
+def build(csrc: Path = nvlink.CSRC) -> ModuleType:
+    """The extension's module over the emulator, for the sources in `csrc`; compiled where need be."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in csrc.iterdir():
+            (Path(folder) / path.name).write_text(_rewritten(path))
+        for name in ("cuda_emulator.h", "emulator.cpp", "memory.cuh"):
+            shutil.copy(HERE / name, folder)
+        return EmulatorBuilder(Path(folder)).jit_load()
+
+
+def load(rank: int) -> ModuleType:
+    """As `build`, for one of several ranks, which differ in the order in which things happen."""
+    module = build()
+    ctypes.CDLL(module.__file__).emulator_seed(ctypes.c_uint64(rank + 1))
+    return module
+
+
+def provide(size: int, group: Any, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """As peer_memory.symmetric, between processes of this machine, in memory that vanishes with the last of them."""
+    own = os.memfd_create("nvlink staging")
+    os.ftruncate(own, size)
+    files = [None] * dist.get_world_size(group=group)
+    dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{own}", group=group)
+    parts = []
+    for file in files:
+        with open(file, "r+b") as opened:
+            parts.append(torch.frombuffer(mmap.mmap(opened.fileno(), size), dtype=torch.uint8))
+    dist.barrier(group=group)  # all have opened all
+    os.close(own)
+    staging = parts[dist.get_rank(group=group)]
+    staging.fill_(POISON)
+    staging.peers = parts  # lives as long as the tensor
+    return staging, [part.data_ptr() for part in parts]
+
+
+def _rewritten(path: Path) -> str:
+    """A source with shared memory and launches in plain C++, line by line what it was."""
+    text = path.read_text()
+    text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1 *const \2 = emulator::dynamic_shared<\1>();", text)
+    text = re.sub(r"__shared__ (\w+) ([^;]+);", _shared, text)
+    return re.sub(r"(\w+(?:<[^;{}]*?>)?)(\s*)<<<([^;]*)>>>(\([^;]*\));",
+                  r"emulator::launch(\3, \2[=] { \1\4; });", text)
+
+
+def _shared(declaration: re.Match) -> str:
+    kind, text = declaration[1], ""
+    for name, size in re.findall(r"(\w+)((?:\[\w+\])*)(?:, |$)", declaration[2]):
+        text += (f"static thread_local emulator::Shared<{kind}{size}> {name}_of_block; "
+                 f"auto &{name} = {name}_of_block.value; ")
+    return text

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AllToAll against plain torch: ranks that share one GPU, and one rank to a GPU."""
+
+import random
+from functools import cache
+
+import all_to_all_cases as cases
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.distributed
+from all_to_all_cases import BF16, CASES, FP16, FP32, Call, Case
+from ranks import RankPool
+
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+GPUS = torch.cuda.device_count()
+FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
+SECONDS = 240.0  # of a case: the first one builds the extension
+CYCLES_PER_MS = 2_000_000
+TURNS = 3
+
+POOLS = {"2-sharing": (2, True), "4-sharing": (4, True), "2-gpus": (2, False), "4-gpus": (4, False),
+         "8-gpus": (8, False)}
+
+BIG_CASES = {
+    "DeepSeek-V3": Case(max_tokens=128, local_experts=32, top_k=8, hidden=7168, rows="quantize", float_scales=True,
+                        bound=True, index_dtype=torch.uint32),
+    "DeepSeek-V3, e4m3": Case(max_tokens=32, local_experts=32, top_k=8, hidden=7168, rows="e4m3", float_scales=True),
+    "DeepSeek-V2-Lite": Case(max_tokens=128, local_experts=8, top_k=6, hidden=2048, rows="quantize", block=32),
+    "most tokens": Case(max_tokens=1023, local_experts=4, top_k=8, hidden=256, out_dtype=FP16),
+    "most choices": Case(max_tokens=600, local_experts=32, top_k=32, hidden=32),
+}
+REPLAYED = {
+    "plain": Case(bound=True, max_tokens=33, top_k=4, hidden=512),
+    "e4m3": Case(bound=True, rows="e4m3", float_scales=True, hidden=256, max_tokens=9),
+    "quantize": Case(bound=True, rows="quantize", hidden=2048, top_k=6, local_experts=8, max_tokens=64),
+    "ranks without tokens": Case(bound=True, routing="ranks without tokens", rows="quantize", block=32),
+    "dropped": Case(bound=True, routing="dropped", top_k=4, local_experts=4),
+    "send apart from receive": Case(bound=True, split=True, rows="quantize", hidden=544),
+}
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def pool(request):
+    world, share = POOLS[request.param]
+    if GPUS < (1 if share else world):
+        pytest.skip(f"needs {1 if share else world} GPUs, and {GPUS} are visible")
+    pool = RankPool(world, accelerator="cuda", backend="gloo", share_gpu=share)
+    yield pool
+    pool.close()
+
+
+@cache
+def memory() -> PeerMemory:
+    """The staging of all cases of this process, over a group of its own. As large as they need, since it cannot grow
+    once a graph holds it."""
+    module, reason = try_load()
+    assert module is not None, reason
+    memory = PeerMemory(torch.distributed.new_group(), module, FIRST_EPOCH)
+    memory.reserve(64 << 20, "all cases")
+    return memory
+
+
+def make(case: Case) -> tuple[AllToAll, Call]:
+    return cases.make(case, memory()), Call(case, torch.device("cuda", torch.cuda.current_device()))
+
+
+def run(case: Case, between=None) -> list[str]:
+    a2a, call = make(case)
+    return [wrong for turn in range(TURNS) for wrong in cases.check(call, a2a, turn, *([between] if between else []))]
+
+
+def none_wrong(pool, *args) -> None:
+    assert pool.run(*args, seconds=SECONDS) == [[] for _ in range(pool.world_size)]
+
+
+@pytest.mark.parametrize("name", [*CASES, *BIG_CASES])
+def test_rows_reach_their_experts_and_come_back(pool, name):
+    none_wrong(pool, run, (CASES | BIG_CASES)[name])
+
+
+def gemm() -> None:
+    a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    a @ a
+
+
+@pytest.mark.parametrize("change", [{}, {"rows": "e4m3", "block": 32}, {"rows": "quantize", "y_dtype": FP32}], ids=str)
+def test_a_gemm_between_send_and_receive(pool, change):
+    none_wrong(pool, run, Case(**{"split": True, "hidden": 1024, "max_tokens": 100, "top_k": 4} | change), gemm)
+
+
+def repeated(case: Case, repetitions: int) -> list[str]:
+    """Compared on the device, so that the host runs ahead and repetitions of different ranks meet."""
+    (a2a, call), delays = make(case), random.Random(dist.get_rank())
+    wrong = cases.check(call, a2a, 0)
+    outputs = [x for x in (call.counts, call.out.view(torch.uint8), call.scales, call.given["out_tokens"])
+               if x is not None]
+    first, differing = [x.clone() for x in outputs], torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(repetitions):
+        for x in outputs:
+            x.fill_(cases.POISON)
+        for exchange in (call.dispatch, call.combine):
+            torch.cuda._sleep(int(delays.choice((0, 0.05, 1)) * delays.random() * CYCLES_PER_MS))
+            exchange(a2a)
+        differing += sum((x != before).sum() for x, before in zip(outputs, first, strict=True))
+    a2a.check()
+    return wrong + ([f"{differing.item()} elements differ"] if differing.item() else [])
+
+
+@pytest.mark.parametrize("name", ["quantize, float scales, bound", "ranks without tokens", "DeepSeek-V2-Lite"])
+def test_the_same_bits_again_and_again(pool, name, request):
+    none_wrong(pool, repeated, (CASES | BIG_CASES)[name], 5 * request.config.getoption("--stress"))
+
+
+def replayed(case: Case) -> list[str]:
+    """A graph for each way, replayed over other tokens, numbers of tokens and routes."""
+    a2a, call = make(case)
+    wrong = cases.check(call, a2a, 0)  # sets up what is set up once
+    parts = ({"do_recv": False}, {"do_send": False}) if case.split else ({}, )
+    torch.cuda.synchronize(), dist.barrier()
+    graphs = []
+    for exchange in (call.dispatch, call.combine):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for part in parts:
+                exchange(a2a, **part)
+                gemm()
+    for turn in range(6):
+        call.bring(turn)
+        graphs[0].replay()
+        wrong += call.wrong_rows()
+        call.answer()
+        graphs[1].replay()
+        wrong += call.wrong_tokens()
+    wrong += cases.check(call, a2a, 7)  # and without a graph again
+    a2a.check()
+    torch.cuda.synchronize(), dist.barrier()  # before the graphs' memory goes
+    return wrong
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_graphs_replay_with_other_tokens_and_routes(pool, name):
+    none_wrong(pool, replayed, REPLAYED[name])
+
+
+def compiled(case: Case) -> list[str]:
+    a2a, call = make(case)
+    plain_dispatch, plain_combine = a2a.dispatch, a2a.combine
+    a2a.dispatch = torch.compile(plain_dispatch, fullgraph=True)
+    a2a.combine = torch.compile(plain_combine, fullgraph=True)
+    return [wrong for turn in range(2) for wrong in cases.check(call, a2a, turn)]
+
+
+def test_torch_compile_takes_the_ops(pool):
+    none_wrong(pool, compiled, REPLAYED["quantize"])
+
+
+def refused() -> list[str]:
+    """Nothing that raises disturbs what follows."""
+    a2a, call = make(Case())
+    for bad_call in cases.bad_calls(a2a, call.device):
+        with pytest.raises(ValueError, match="AllToAll"):
+            bad_call()
+    return cases.check(call, a2a, 0)
+
+
+def test_calls_that_do_not_fit_raise_on_every_rank(pool):
+    none_wrong(pool, refused)
+
+
+def intranode() -> list[str]:
+    """As users make it."""
+    case, world = CASES["quantize"], dist.get_world_size()
+    sizes = {"max_num_tokens": case.max_tokens, "num_experts": world * case.local_experts,
+             "experts_per_token": case.top_k, "rank": dist.get_rank(), "world_size": world, "dp_size": 1,
+             "hidden_dim": case.hidden, "hidden_dim_bytes": case.hidden, "hidden_dim_scale_bytes": case.scale_bytes}
+    with pytest.raises(ValueError, match="dp_size is 2"):
+        AllToAll.intranode(**sizes | {"dp_size": 2})
+    call = Call(case, torch.device("cuda", torch.cuda.current_device()))
+    return cases.check(call, AllToAll.intranode(**sizes), 0)
+
+
+def test_made_as_by_users(pool):
+    none_wrong(pool, intranode)

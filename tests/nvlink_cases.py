@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges of the NVLink transport against the collective transport's plain path, on whatever device it runs.
+
+Every function here runs on a rank. Each makes the whole exchange by both transports and compares their bits.
+"""
+
+import dataclasses
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from permute_cases import bits as bits_of_rows
+from permute_cases import poisoned
+from test_transport import Problem
+
+from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.nvlink import NVLink
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PLAIN, MX32, MX128 = Wire(False), Wire(True), Wire(True, 128)
+FLOOR32, FLOOR128 = Wire(True, 32, "floor"), Wire(True, 128, "floor")
+TOKENS = (37, 13, 0, 50)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Problem):
+    """An exchange of rows of all magnitudes, some of them zero, subnormal or not finite."""
+
+    tokens: tuple = TOKENS
+    y_dtype: torch.dtype | None = None
+    weights: bool = True
+
+    def inputs(self, world: int) -> list:
+        generator = torch.Generator().manual_seed(self.seed)
+        ranks = []
+        for expert, x, weight in super().inputs(world):
+            x = (x.float() * torch.exp2(torch.randint(-9, 9, x.shape, generator=generator))).to(x.dtype)
+            x[1:2, :32] = 0
+            if x.shape[0] > 6:
+                x[3, 1], x[5, 0], x[5, -1] = float("nan"), float("inf"), float("-inf")
+                x[4] = (torch.randn(x.shape[1], generator=generator) * torch.finfo(x.dtype).tiny / 3).to(x.dtype)
+                x[6, ::3] = torch.finfo(x.dtype).max
+            if not self.contiguous:
+                x = torch.stack([x, x], dim=2)[..., 0]
+            ranks.append((expert, x, weight))
+        return ranks
+
+
+CASES = {
+    "random": Case(),
+    "mxfp8": Case(wire=MX32, top_k=3),
+    "blocks of 128": Case(wire=MX128, top_k=3),
+    "floor": Case(wire=FLOOR32, hidden=64, dtype=FP16),
+    "floor, blocks of 128": Case(wire=FLOOR128, hidden=544, dtype=FP32, y_dtype=BF16),
+    "skewed": Case(routing="skewed", wire=MX128, top_k=3, hidden=160),
+    "dropped": Case(routing="dropped", wire=MX32, top_k=5, hidden=512),
+    "dropped, plain": Case(routing="dropped", top_k=4, hidden=1056),
+    "one expert": Case(routing="one expert", wire=MX128, hidden=32),
+    "one rank": Case(routing="one rank", wire=MX32),
+    "nowhere": Case(routing="nowhere", wire=MX128),
+    "nobody has tokens": Case(tokens=(0, ) * 4, wire=MX128),
+    "one rank has tokens": Case(tokens=(0, 77, 0, 0), top_k=2),
+    "one token each": Case(tokens=(1, ) * 4, top_k=1, local_experts=1, wire=MX32),
+    "more choices than experts": Case(top_k=8, local_experts=1, wire=MX128, hidden=64),
+    "more rows than a tile": Case(tokens=(150, 1, 2, 140), local_experts=1, wire=MX128, hidden=32, top_k=2),
+    "many experts": Case(local_experts=40, top_k=8, hidden=64),
+    "many scales": Case(wire=MX32, hidden=1056, tokens=(9, 4, 3, 2), top_k=6, dtype=FP16),
+    "many scales, blocks of 128": Case(wire=MX128, hidden=4640, tokens=(3, 4, 1, 0), top_k=7),
+    "float32": Case(dtype=FP32, hidden=544),
+    "float16": Case(dtype=FP16, top_k=1),
+    "float32 answers": Case(y_dtype=FP32, top_k=4, weights=False),
+    "float32 answers, mxfp8": Case(y_dtype=FP32, top_k=4, wire=MX128, weights=False),
+    "not contiguous": Case(contiguous=False, wire=MX128, tokens=(9, 5, 0, 3)),
+    "not contiguous, plain": Case(contiguous=False, tokens=(9, 5, 0, 3)),
+}
+
+
+def answers(case: Case, plan) -> tuple:
+    """What this rank's experts answer over the collective transport's plan, a number beside each row; NaN in the
+    padding."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    y_PH = torch.randn(plan.num_rows, case.hidden, generator=generator)
+    y_PH *= torch.exp2(torch.randint(-9, 9, (plan.num_rows, 1), generator=generator))
+    number_P = torch.randn(plan.num_rows, generator=generator)
+    padding = plan.source_P == plan.slot_RK.numel()
+    y_PH[padding], number_P[padding] = float("nan"), float("nan")
+    return y_PH.to(case.y_dtype or case.dtype), number_P
+
+
+def expected(case: Case, group) -> dict:
+    """This rank's inputs, and what the collective transport makes of them."""
+    exchange = Collective(group, "the oracle")
+    expert_TK, x_TH, weight_TK = case.inputs(dist.get_world_size(group))[dist.get_rank(group)]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+    y_PH, number_P = answers(case, plan)
+    y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+    return {"inputs": (expert_TK, x_TH, weight_TK), "answers": (y_PH, number_P), "plan": plan,
+            "x": x_PH, "weight": weight_P, "y": y_TH, "number": number_TK}
+
+
+def bits(x) -> torch.Tensor:
+    """As permute_cases.bits; strides of empty tensors are anything, which view(dtype) refuses."""
+    return bits_of_rows(x) if x.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def same(name: str, want, got) -> None:
+    assert (type(want), want.shape, want.dtype) == (type(got), got.shape, got.dtype), name
+    a, b = bits(want), bits(got).cpu()
+    if not torch.equal(a, b):
+        wrong = (a != b).nonzero()
+        raise AssertionError(f"{name}: {len(wrong)} of {a.numel()} bytes differ, first at {wrong[:4].tolist()}")
+
+
+def same_plan(want, got) -> None:
+    for key in ("num_tokens", "top_k", "group_ends", "num_rows"):
+        assert getattr(got, key) == getattr(want, key), key
+    assert got.tokens_per_expert == pytest.approx(want.tokens_per_expert)
+    assert got.group_ends_E.dtype == torch.int32
+    assert tuple(got.group_ends_E.tolist()) == want.group_ends
+
+
+def on_device(tensors: tuple, device: torch.device) -> tuple:
+    """Copies with the same strides."""
+    return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in tensors)
+
+
+def check(case: Case, exchange: NVLink, times: int = 1) -> None:
+    """`exchange` gives the collective transport's bits, so many times over; and leaves its inputs alone."""
+    device, want = exchange.memory.device, expected(case, exchange.memory.group)
+    inputs, (y_PH, number_P) = on_device(want["inputs"], device), on_device(want["answers"], device)
+    before = [t.clone() for t in (*inputs, y_PH, number_P)]
+    expert_TK, x_TH, weight_TK = inputs
+    with poisoned():
+        for _ in range(times):
+            plan = exchange.plan(expert_TK, case.local_experts)
+            same_plan(want["plan"], plan)
+            x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK if case.weights else None)
+            y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P if case.weights else None)
+            same("x", want["x"], x_PH), same("y", want["y"], y_TH)
+            if case.weights:
+                same("weight", want["weight"], weight_P), same("number", want["number"], number_TK)
+            else:
+                assert weight_P is None and number_TK is None
+    exchange.memory.check()
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
+
+
+def check_without_deduplication(case: Case, exchange: NVLink) -> None:
+    """A row for each choice: as if each choice were a token of its own, and a token the sum of those."""
+    device, group, K = exchange.memory.device, exchange.memory.group, case.top_k
+    want = expected(case, group)
+    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
+    alone, oracle = FP32 if case.wire.mxfp8 else case.dtype, Collective(group, "the oracle")
+    lone_plan = oracle.plan(want["inputs"][0].reshape(-1, 1), case.local_experts)
+    y_of_choice, _ = oracle.combine(lone_plan, want["answers"][0], case.wire, alone)
+    y_TH = torch.zeros_like(want["y"], dtype=FP32)
+    for choice in y_of_choice.view(-1, K, case.hidden).unbind(1):
+        y_TH += choice
+    with poisoned():
+        plan = exchange.plan(expert_TK, case.local_experts, dedup=False)
+        same_plan(want["plan"], plan)
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        got_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+    same("y", y_TH.to(case.dtype), got_TH), same("number", want["number"], number_TK)
+    exchange.memory.check()
+
+
+def check_static(case: Case, exchange: NVLink) -> None:
+    """With a capacity: the same rows in front, weights of 0 in all others, and no wait on the host."""
+    device, want, waits = exchange.memory.device, expected(case, exchange.memory.group), exchange.memory.host_waits
+    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
+    P = want["plan"].num_rows
+    with poisoned():
+        plan = exchange.plan(expert_TK, case.local_experts)
+        assert plan.group_ends is None and plan.num_rows >= P
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        more = plan.num_rows - P
+        y_PH = torch.cat([y_PH, y_PH.new_full((more, case.hidden), float("nan"))])
+        number_P = torch.cat([number_P, number_P.new_full((more, ), float("nan"))])
+        y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+    exchange.memory.check()
+    assert exchange.memory.host_waits == waits
+    assert tuple(plan.group_ends_E.tolist()) == want["plan"].group_ends
+    same("x", want["x"], MXTensor(x_PH.qdata[:P], x_PH.scale[:P], x_PH.block_size, x_PH.dtype)
+         if case.wire.mxfp8 else x_PH[:P])
+    same("weight", want["weight"], weight_P[:P])
+    assert not weight_P[P:].any()
+    same("y", want["y"], y_TH), same("number", want["number"], number_TK)
+
+
+def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
+    """Plans in flight together, as of layers whose backward recomputes."""
+    device, group = exchange.memory.device, exchange.memory.group
+    wanted = [expected(case, group) for case in cases]
+    inputs, outputs = ([on_device(want[key], device) for want in wanted] for key in ("inputs", "answers"))
+    with poisoned():
+        plans = [exchange.plan(i[0], case.local_experts) for i, case in zip(inputs, cases, strict=True)]
+        order = range(len(cases))
+        for i in order:
+            x_PH, weight_P = exchange.dispatch(plans[i], inputs[i][1], cases[i].wire, inputs[i][2])
+            same("x", wanted[i]["x"], x_PH), same("weight", wanted[i]["weight"], weight_P)
+        for i in reversed(order) if reverse else order:
+            y_TH, number_TK = exchange.combine(plans[i], outputs[i][0], cases[i].wire, cases[i].dtype, outputs[i][1])
+            same("y", wanted[i]["y"], y_TH), same("number", wanted[i]["number"], number_TK)
+    exchange.memory.check()

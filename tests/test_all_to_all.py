@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AllToAll on ranks without GPUs, over the emulator of CUDA; the cases are those of the GPU tests."""
+
+from datetime import timedelta
+
+import all_to_all_cases as cases
+import deepspeed.comm as dist
+import emulator
+import pytest
+import torch
+import torch.distributed
+from all_to_all_cases import CASES, Call, Case
+from ranks import RankPool
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+CPU = torch.device("cpu")
+SMS = 3  # blocks, of which the emulator may run one at a time
+DEADLINE = timedelta(seconds=4)
+
+needs_nvcc = pytest.mark.skipif(emulator.obstacle() is not None,
+                                reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+
+
+@pytest.fixture(scope="module")
+def ranks3():
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    """Once, before ranks wait for each other."""
+    if emulator.obstacle() is None:
+        emulator.build()
+
+
+def make(case: Case, first_epoch: int = 1, sms: int = SMS, group=None) -> AllToAll:
+    memory = PeerMemory(group or dist.get_world_group(), emulator.load(dist.get_rank()), first_epoch, emulator.provide)
+    return cases.make(case, memory, sms=sms)
+
+
+def run(case: Case, turns: int = 2, **kwargs) -> list[str]:
+    a2a, call = make(case, **kwargs), Call(case, CPU)
+    return [wrong for turn in range(turns) for wrong in cases.check(call, a2a, turn)]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", CASES)
+def test_rows_reach_their_experts_and_come_back(ranks2, name):
+    assert ranks2.run(run, CASES[name]) == [[], []]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["quantize", "one rank", "ranks without tokens"])
+def test_three_ranks(ranks3, name):
+    assert ranks3.run(run, CASES[name]) == [[], [], []]
+
+
+@needs_nvcc
+def test_a_block_for_each_row(ranks2):
+    """Where there are enough of them, all warps of a block move a row together."""
+    assert ranks2.run(run, Case(max_tokens=2, rows="quantize", hidden=160), sms=5) == [[], []]
+
+
+@needs_nvcc
+def test_epochs_pass_zero(ranks2):
+    assert ranks2.run(run, Case(), turns=4, first_epoch=0xFFFFFFFC) == [[], []]
+
+
+def compiled(case: Case) -> list[str]:
+    a2a, call = make(case), Call(case, CPU)
+    plain_dispatch, plain_combine = a2a.dispatch, a2a.combine
+    a2a.dispatch = torch.compile(plain_dispatch, fullgraph=True, backend="aot_eager")
+    a2a.combine = torch.compile(plain_combine, fullgraph=True, backend="aot_eager")
+    return [wrong for turn in range(2) for wrong in cases.check(call, a2a, turn)]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["plain", "quantize, float scales, bound"])
+def test_torch_compile_traces_the_ops(ranks2, name):
+    assert ranks2.run(compiled, CASES[name]) == [[], []]
+
+
+def failing(which: str) -> str | None:
+    """What this rank raises where rank 1 does not come, or is of other sizes."""
+    group, rank, text = torch.distributed.new_group(), dist.get_rank(), None
+    c10d._set_pg_timeout(DEADLINE, group)
+    case = Case(max_tokens=7 + rank) if which == "sizes" else Case()
+    a2a, call = make(case, group=group), Call(case, CPU)
+    call.bring(0)
+    if which == "sizes" or rank != 1:
+        with pytest.raises(PeerFailure) as caught:
+            call.dispatch(a2a)
+            a2a.check()
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+@needs_nvcc
+def test_ranks_of_other_sizes_raise(ranks2):
+    assert all("the same calls in the same order" in text for text in ranks2.run(failing, "sizes"))
+
+
+@needs_nvcc
+def test_a_rank_that_does_not_come_is_named(ranks2):
+    text, nothing = ranks2.run(failing, "late")
+    assert nothing is None and "rank 0 waited in vain for rank 1" in text and "AllToAll.dispatch" in text
+
+
+@needs_nvcc
+def test_calls_that_do_not_fit_say_what_was_expected(ranks2):
+    for told in ranks2.run(bad_calls):
+        assert all("AllToAll" in text for text in told) and len(set(told)) == len(told)
+
+
+def bad_calls() -> list[str]:
+    a2a = make(Case())
+    told = []
+    for call in cases.bad_calls(a2a, CPU):
+        with pytest.raises(ValueError) as error:
+            call()
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("change", [
+    {"world_size": 3}, {"dp_size": 2}, {"num_experts": 3}, {"max_num_tokens": 1024}, {"experts_per_token": 33},
+    {"hidden_dim": 40}, {"hidden_dim_bytes": 100}, {"hidden_dim_scale_bytes": 4096}], ids=str)
+def test_sizes_are_checked_before_anything_is_made(ranks2, change):
+    (name, value), = change.items()
+    for told in ranks2.run(refused, change):
+        assert name in told and str(value) in told
+
+
+def refused(change: dict) -> str:
+    sizes = {"max_num_tokens": 4, "num_experts": 4, "experts_per_token": 2, "rank": dist.get_rank(), "world_size": 2,
+             "dp_size": 1, "hidden_dim": 64, "hidden_dim_bytes": 128, "hidden_dim_scale_bytes": 0}
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        AllToAll.intranode(**sizes | change)
+    return str(error.value)
+
+
+def test_without_gpus_it_says_why_not(ranks2):
+    for told in ranks2.run(refused, {}):
+        assert "AllToAll" in told and "no CUDA device" in told

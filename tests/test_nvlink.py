@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVLink transport on ranks without GPUs, over the emulator of CUDA: the collective transport's bits, and what is
+said of peers that fail."""
+
+import time
+from datetime import timedelta
+from functools import cache
+from unittest import mock
+
+import deepspeed.comm as dist
+import emulator
+import nvlink_cases as cases
+import pytest
+import torch
+import torch.distributed
+from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, same
+from ranks import RankPool
+from test_expert_ffn import RECIPES, formula
+from test_expert_ffn import problem as ffn_problem
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.transport import peer_memory
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.nvlink import NVLink
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
+DEADLINE = timedelta(seconds=4)  # of which the kernels take three quarters
+SPARE_SECONDS = 15  # for a busy machine
+NAME = "block.3.moe"
+
+REASON = emulator.obstacle()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
+
+
+@pytest.fixture(scope="module")
+def ranks3():
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    """Once, before ranks look for it with a deadline in their backs."""
+    emulator.build()
+
+
+class Watched(PeerMemory):
+    """Staging of which every byte that no exchange may use is known."""
+
+    def __init__(self, group, first_epoch: int = 1):
+        with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
+            super().__init__(group, emulator.load(dist.get_rank()), first_epoch, emulator.provide)
+
+    def _allocate(self, half_bytes):
+        self.used = 0
+        super()._allocate(half_bytes)
+
+    def reserve(self, needed, where):
+        super().reserve(needed, where)
+        self.used = max(self.used, needed)
+
+    def begin_case(self) -> None:
+        dist.barrier(group=self.group)
+        self._staging[self.extension.HALVES_AT:].fill_(emulator.POISON)
+        self.used = 0
+        dist.barrier(group=self.group)
+
+    def end_case(self) -> None:
+        """No rank wrote behind what exchanges of this case reserved in a half."""
+        dist.barrier(group=self.group)
+        for half in self._staging[self.extension.HALVES_AT:].view(2, -1):
+            assert (half[self.used:] == emulator.POISON).all()
+
+
+@cache
+def memory_of_all_cases() -> Watched:
+    return Watched(torch.distributed.new_group(), FIRST_EPOCH)
+
+
+def nvlink(memory: PeerMemory, **keys) -> NVLink:
+    """Few blocks, for few cores: of one multiprocessor, or two."""
+    return NVLink(memory, NAME, **{"sms": 1 + memory.epoch // 4 % 2} | keys)
+
+
+def in_case(check, *args, **keys) -> None:
+    memory = memory_of_all_cases()
+    memory.begin_case()
+    check(*args, nvlink(memory, **keys))
+    memory.end_case()
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_same_bits_on_two_ranks(ranks2, name):
+    ranks2.run(in_case, cases.check, cases.CASES[name])
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "skewed", "dropped, plain", "more choices than experts"])
+def test_same_bits_on_three_ranks(ranks3, name):
+    ranks3.run(in_case, cases.check, cases.CASES[name])
+
+
+@pytest.mark.parametrize("name", ["random", "one rank", "one rank has tokens", "dropped", "many experts"])
+def test_same_bits_on_four_ranks(ranks4, name):
+    ranks4.run(in_case, cases.check, cases.CASES[name])
+
+
+@pytest.mark.parametrize("change", [{}, {"wire": MX32}, {"routing": "dropped", "wire": MX128}, {"top_k": 8}], ids=str)
+def test_without_deduplication(ranks2, change):
+    ranks2.run(in_case, cases.check_without_deduplication, Case(**{"top_k": 3} | change))
+
+
+@pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
+                         ids=str)
+def test_with_a_capacity(ranks2, change):
+    ranks2.run(in_case, cases.check_static, Case(**{"tokens": (25, 25)} | change), capacity_factor=2.0)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_plans_in_flight(ranks2, reverse):
+    ranks2.run(in_case, check_interleaved, reverse)
+
+
+def check_interleaved(reverse: bool, exchange: NVLink) -> None:
+    cases.check_interleaved((Case(wire=MX128, top_k=3), Case(routing="skewed", hidden=160, seed=8)), exchange, reverse)
+
+
+def many_chunks(exchange: NVLink) -> int:
+    """More chunks than blocks, and more rows than the staging had room for."""
+    before = exchange.memory.half_bytes
+    cases.check(Case(tokens=(530, 390, 0, 0), hidden=512, wire=PLAIN, dtype=torch.float32), exchange)
+    grown = exchange.memory.half_bytes
+    cases.check(Case(), exchange)
+    assert before <= grown == exchange.memory.half_bytes >= 2 << 20
+    return grown
+
+
+def test_many_chunks_and_a_staging_that_grows(ranks2):
+    ranks2.run(in_case, many_chunks)
+
+
+# ---------------------------------------------------------------- peers that fail
+
+
+def new_memory() -> Watched:
+    """Over a new group with DEADLINE."""
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    return Watched(group)
+
+
+def failing(phase: str, late: int = 1) -> tuple | None:
+    """All ranks but `late` come to `phase`: what they raise, after how long, and in which epoch."""
+    rank, memory = dist.get_rank(), new_memory()
+    exchange, case, told = nvlink(memory), Case(tokens=(20, ) * 4), None
+    expert_TK, x_TH, _ = case.inputs(dist.get_world_size())[rank]
+    plan = None if phase == "counts" else exchange.plan(expert_TK, case.local_experts)
+    y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.wire)[0]
+    if rank != late:
+        start, epoch = time.monotonic(), memory.epoch
+        with pytest.raises(PeerFailure) as caught:
+            if phase == "counts":
+                exchange.plan(expert_TK, case.local_experts)
+            elif phase == "dispatch":
+                exchange.dispatch(plan, x_TH, case.wire)
+            else:
+                exchange.combine(plan, y_PH, case.wire, case.dtype)
+            memory.check()
+        told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
+        with pytest.raises(PeerFailure):  # the group stays failed, at once
+            exchange.plan(expert_TK, case.local_experts)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("phase", ["counts", "dispatch", "combine"])
+def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
+    for rank, told in enumerate(ranks3.run(failing, phase)):
+        if rank == 1:
+            assert told is None
+            continue
+        missing, text, seconds, epoch = told
+        assert missing == (1, ), text
+        for part in (f"rank {rank} ", "rank 1", f"'{phase}' of {NAME}", f"phase {phase}, epoch {epoch}"):
+            assert part in text, text
+        assert 0.7 * DEADLINE.total_seconds() < seconds < DEADLINE.total_seconds() + SPARE_SECONDS
+
+
+def confused(how: str) -> tuple:
+    """Rank 0 makes another call than the others."""
+    rank, memory = dist.get_rank(), new_memory()
+    exchange, case, text = nvlink(memory), Case(tokens=(20, ) * 4), None
+    expert_TK, x_TH, weight_TK = case.inputs(dist.get_world_size())[rank]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    y_PH = torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype)
+    try:
+        if rank != 0:
+            exchange.dispatch(plan, x_TH, PLAIN)
+        elif how == "order":
+            exchange.combine(plan, y_PH, PLAIN, case.dtype)
+        elif how == "width":
+            exchange.dispatch(plan, x_TH[:, :64].contiguous(), PLAIN)
+        elif how == "dtype":
+            exchange.dispatch(plan, x_TH.float(), PLAIN)
+        elif how == "weights":
+            exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
+        else:
+            exchange.plan(expert_TK, case.local_experts)
+        memory.check()
+    except PeerFailure as failure:
+        text = str(failure)
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize("how", ["order", "width", "dtype", "weights", "another plan"])
+def test_ranks_in_different_calls_raise(ranks3, how):
+    texts = ranks3.run(confused, how)
+    for rank, text in enumerate(texts):
+        assert text is not None, f"rank {rank} noticed nothing: {texts}"
+        assert f"rank {rank}" in text and NAME in text
+    assert any("the same calls in the same order" in text for text in texts), texts
+
+
+def overflowing() -> str:
+    memory = new_memory()
+    exchange, case = nvlink(memory, capacity_factor=1.0), Case(tokens=(600, ) * 4, routing="one expert")
+    expert_TK, x_TH, _ = case.inputs(dist.get_world_size())[dist.get_rank()]
+    with pytest.raises(PeerFailure) as caught:
+        exchange.dispatch(exchange.plan(expert_TK, case.local_experts), x_TH, MX32)
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_too_many_rows_for_a_capacity(ranks2):
+    for text in ranks2.run(overflowing):
+        assert "more than its capacity" in text and "rank 1 would get" in text and NAME in text, text
+
+
+# ---------------------------------------------------------------- whole layers
+
+
+def layer(transport, recipe, **kwargs) -> dict:
+    """A layer's output and every gradient of this rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16,
+                                             **{"tokens": (9, 14, 0, 5)} | kwargs)
+    weights = {role: [e[role].requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
+    x, weight = xs[rank].requires_grad_(), routes[rank][1].requires_grad_()
+    ffn = ExpertFFN(formula("swiglu"), recipe, transport, 2)
+    y = ffn(x, Routes(expert_TK=routes[rank][0], weight_TK=weight, num_experts=2 * world), weights)
+    y.backward(grads[rank])
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
+            **{f"{role} {e}": value.grad for role, values in weights.items() for e, value in enumerate(values)}}
+
+
+def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
+    want, got = (layer(transport, recipe, **kwargs)
+                 for transport in (Collective(exchange.memory.group, "the oracle"), exchange))
+    for key, value in want.items():
+        same(key, value, got[key])
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_a_layer_computes_the_same_bits(ranks2, recipe_name):
+    ranks2.run(in_case, check_layer, RECIPES[recipe_name], {})
+
+
+@pytest.mark.parametrize("change", [{"routing": "dropped"}, {"routing": "nowhere"}, {"tokens": (0, 20)}], ids=str)
+def test_a_layer_of_another_kind(ranks2, change):
+    ranks2.run(in_case, check_layer, RECIPES["hp-128"], {"bias": True} | change)
