@@ -56,9 +56,9 @@ class Watched(PeerMemory):
         with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
             super().__init__(group, emulator.load(dist.get_rank()), first_epoch, emulator.provide)
 
-    def _allocate(self, half_bytes):
+    def _allocate(self, half_bytes, where):
         self.used = 0
-        super()._allocate(half_bytes)
+        super()._allocate(half_bytes, where)
 
     def reserve(self, needed, where):
         super().reserve(needed, where)
@@ -141,6 +141,21 @@ def many_chunks(exchange: NVLink) -> int:
 
 def test_many_chunks_and_a_staging_that_grows(ranks2):
     ranks2.run(in_case, many_chunks)
+
+
+def grow_apart() -> None:
+    memory = new_memory()
+    before = memory.half_bytes
+    text = r"rank 0 \d+ bytes for 'dispatch' of a, rank 1 \d+ bytes for 'dispatch' of b"
+    with pytest.raises(RuntimeError, match=text):
+        memory.reserve(before + 1 + (dist.get_rank() << 22), f"'dispatch' of {'ab'[dist.get_rank()]}")
+    assert memory.half_bytes == before
+    memory.reserve(before + 1, "'dispatch' of a")
+    cases.check(Case(), nvlink(memory))
+
+
+def test_a_staging_that_is_to_grow_differently_raises_on_every_rank(ranks2):
+    ranks2.run(grow_apart)
 
 
 # ---------------------------------------------------------------- peers that fail

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..ops.op_builder import nvlink as extension
 from .collective import Collective
-from .deadline import peer_failure, ranks_of, set_deadline
+from .deadline import answers_of_all, ranks_of
 from .nvlink import NVLink
 from .peer_memory import PeerMemory
 
@@ -85,13 +85,13 @@ def _settle(group: Any, name: str) -> Verdict:
     if reason:
         return Verdict(False, reason)
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
-    reason = _apart(ranks, _ask(group, _place(), where))
+    reason = _apart(ranks, answers_of_all(group, _place(), where))
     if reason:
         return Verdict(False, reason)
     module, failure = extension.try_load()
-    failures = _ask(group, failure, where)
+    failures = answers_of_all(group, failure, where)
     if not any(failures):
-        failures = _ask(group, _trial(group, module), where)
+        failures = answers_of_all(group, _trial(group, module), where)
     for rank, failure in zip(ranks, failures, strict=True):
         if failure:
             return Verdict(False, f"rank {rank}: {failure}", broken=True)
@@ -139,17 +139,6 @@ def _trial(group: Any, module: Any) -> str:
     except Exception as error:  # whatever the driver or the container refuses: the collective transport serves
         return f"peer memory cannot be set up: {type(error).__name__}: {error}"
     return ""
-
-
-def _ask(group: Any, answer: Any, where: str) -> list:
-    """Every rank's answer."""
-    set_deadline(group, torch.device(get_accelerator().current_device_name()))
-    answers = [None] * dist.get_world_size(group=group)
-    try:
-        dist.all_gather_object(answers, answer, group=group)
-    except RuntimeError as error:
-        raise peer_failure(group, where) from error
-    return answers
 
 
 def _tell(group: Any, verdict: Verdict) -> None:

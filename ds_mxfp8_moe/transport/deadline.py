@@ -20,6 +20,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d as c10d
 
 GRACE_SECONDS = 2.0  # for peers to notice and say so as well
@@ -71,6 +72,17 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
         dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
     except RuntimeError as error:
         raise peer_failure(group, where) from error
+
+
+def answers_of_all(group: Any, answer: Any, where: str) -> list:
+    """Every rank's answer, in rank order. Raises PeerFailure where one does not come."""
+    set_deadline(group, torch.device(get_accelerator().current_device_name()))
+    answers = [None] * dist.get_world_size(group=group)
+    try:
+        dist.all_gather_object(answers, answer, group=group)
+    except RuntimeError as error:
+        raise peer_failure(group, where) from error
+    return answers
 
 
 def published(check: Callable) -> Callable:

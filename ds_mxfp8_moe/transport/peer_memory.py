@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .deadline import PeerFailure, peer_failure, ranks_of, set_deadline, wait_for_device
+from .deadline import PeerFailure, answers_of_all, peer_failure, ranks_of, set_deadline, wait_for_device
 
 FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
 SLACK = 1.25  # with which a half grows, since routing varies
@@ -69,7 +69,7 @@ class PeerMemory:
         self.generation = 0
         self.unchecked = False  # an exchange was launched that no host has waited for, and counts may not have fit
         extension.load()
-        self._allocate(FIRST_BYTES)
+        self._allocate(FIRST_BYTES, "the first exchange")
 
     @property
     def group(self) -> Any:
@@ -100,12 +100,18 @@ class PeerMemory:
             wait_for_device(done, self.group, "the exchanges before an optimizer's step", self.seconds)
         self.check()
 
-    def _allocate(self, half_bytes: int) -> None:
+    def _allocate(self, half_bytes: int, where: str) -> None:
         """New staging. Collective: whoever is still in an exchange is waited for."""
         get_accelerator().synchronize()
         self.check()
-        dist.barrier(group=self.group)
-        self.half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
+        half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
+        told = answers_of_all(self.group, (half_bytes, where), f"growth of the staging for {where}")
+        if len(set(told)) > 1:
+            each = ", ".join(f"rank {rank} {size} bytes for {what}"
+                             for rank, (size, what) in zip(ranks_of(self.group), told, strict=True))
+            raise RuntimeError(f"the ranks' staging is to grow differently: {each}. All ranks of the group must make "
+                               "the same calls in the same order, with rows of the same width and dtype")
+        self.half_bytes = half_bytes
         self._staging = None  # before the new one is there
         header = self.extension.HALVES_AT
         self._staging, peers = self._provide(header + 2 * self.half_bytes, self.group, self.device)
@@ -133,7 +139,7 @@ class PeerMemory:
             raise RuntimeError(f"{where} needs {needed} bytes of staging on every rank and has {self.half_bytes}, "
                                "which cannot grow any more: a CUDA graph holds its address. Run the largest batch "
                                "once before the capture")
-        self._allocate(int(needed * SLACK))
+        self._allocate(int(needed * SLACK), where)
 
     def stream(self) -> int:
         """The current stream, as kernels are launched on it."""

@@ -719,3 +719,22 @@ def over_nccl(recipe) -> None:
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
 def test_the_same_bits_as_nccl(gpu_ranks, recipe_name):
     gpu_ranks.run(over_nccl, RECIPES[recipe_name], seconds=SECONDS)
+
+
+def beside_nccl(recipe, repetitions: int) -> None:
+    """As ZeRO's overlap_comm has it: gradients are reduced while layers exchange."""
+    group = torch.distributed.new_group()
+    collective, exchange = (choose(group, "moe", requested) for requested in ("collective", "nvlink"))
+    want = layer(collective, recipe, tokens=(300, ) * 8)
+    traffic = torch.zeros(32 << 20, device="cuda", dtype=BF16)
+    for _ in range(repetitions):
+        reductions = [dist.all_reduce(traffic, async_op=True) for _ in range(4)]
+        for key, value in layer(exchange, recipe, tokens=(300, ) * 8).items():
+            same(key, want[key], value)
+        for reduction in reductions:
+            reduction.wait()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_beside_nccl(gpu_ranks):
+    gpu_ranks.run(beside_nccl, RECIPES["hp-128"], 20, seconds=SECONDS)
