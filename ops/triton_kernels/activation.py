@@ -24,7 +24,7 @@ import triton.language as tl
 from ds_mxfp8_moe.mx import MXTensor
 
 from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
-from .library import operator
+from .library import cdiv, next_power_of_2, operator
 from .quantize import quantize_columns, quantize_rows
 
 
@@ -314,13 +314,13 @@ def _optional(x: torch.Tensor, wanted: bool) -> torch.Tensor | None:
 
 def _num_experts(bias_EN: torch.Tensor | None) -> dict:
     E = 1 if bias_EN is None else bias_EN.shape[0]
-    return {"E": E, "E_PAD": triton.next_power_of_2(E)}
+    return {"E": E, "E_PAD": next_power_of_2(E)}
 
 
 def _forward_outputs(pre_PG, layout, block, quantize, keep) -> list[torch.Tensor]:
     P, G = pre_PG.shape
     F = G if layout == "mlp" else G // 2
-    blocks = triton.cdiv(F, block)
+    blocks = cdiv(F, block)
     h_PF = _bytes(pre_PG, True, P, F) if quantize else pre_PG.new_empty(P, F)
     return [h_PF, _bytes(pre_PG, quantize, blocks, P), _bytes(pre_PG, keep, P, G),
             _bytes(pre_PG, keep, G // F * blocks, P)]
@@ -341,7 +341,7 @@ def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tenso
         return out
     _, gate_at, up_at = _places(layout, F)
     with torch.cuda.device_of(pre_PG):
-        _forward_kernel[(P // tile.rows * triton.cdiv(F, tile.columns), )](
+        _forward_kernel[(P // tile.rows * cdiv(F, tile.columns), )](
             pre_PG, bias_EG, ends_E, weight_P, h_PF, _optional(h_scale, quantize), _optional(kept_PG, keep),
             _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
             B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
@@ -387,7 +387,7 @@ def _backward_outputs(t_PF, pre_PG, block, plain, rows) -> list[torch.Tensor]:
     rows = rows and not across
     return [t_PF.new_empty(P, dtype=torch.float32),
             t_PF.new_empty((P, G) if plain or across else (0, ), dtype=torch.float32 if across else t_PF.dtype),
-            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, triton.cdiv(G, block), P)]
+            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, cdiv(G, block), P)]
 
 
 def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
@@ -406,7 +406,7 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
     if P == 0:
         return out
     dweight_P, *forms = out
-    tiles = triton.cdiv(F, tile.columns)
+    tiles = cdiv(F, tile.columns)
     shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
     _, gate_at, up_at = _places(layout, F)
     with torch.cuda.device_of(t_PF):
@@ -468,8 +468,8 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     out = x_PN.new_empty(E, N, dtype=torch.float32)
     with torch.cuda.device_of(x_PN):
         if P:
-            _block_sums_kernel[(P // R * triton.cdiv(N, C), )](x_PN, weight_P, sums, N, R, C, num_warps=8)
-        _group_sums_kernel[(E * triton.cdiv(N, 64), )](sums, ends_E, out, N, R, 32, 64, num_warps=4)
+            _block_sums_kernel[(P // R * cdiv(N, C), )](x_PN, weight_P, sums, N, R, C, num_warps=8)
+        _group_sums_kernel[(E * cdiv(N, 64), )](sums, ends_E, out, N, R, 32, 64, num_warps=4)
     return out
 
 
@@ -485,7 +485,7 @@ def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch
     out = torch.empty_like(y_PN, dtype=out_dtype)
     if P:
         with torch.cuda.device_of(y_PN):
-            _weighted_bias_kernel[(P // 32 * triton.cdiv(N, 128), )](
+            _weighted_bias_kernel[(P // 32 * cdiv(N, 128), )](
                 y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,
                 enable_fp_fusion=False)
     return out

@@ -27,7 +27,6 @@ memory on their way out 2% faster than 4 stages and halves for many rows, 6% slo
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,21 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .grouped_gemm_hopper import multiprocessors, tile_of
+from .grouped_gemm_hopper import descriptor, group_of, multiprocessors, tile_of
 from .library import operator
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
 MOST_PLACES = 2**31  # coordinates are int32
-
-
-@gluon.jit
-def _group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
-    """The group that holds `row`: how many ends lie at or before it; E for rows past the last."""
-    e = gl.arange(0, E_PAD, layout)
-    end = gl.load(ends + e, e < E, other=0x7FFFFFFF)
-    return gl.sum((end <= row).to(gl.int32), 0)
 
 
 @gluon.jit
@@ -82,7 +72,7 @@ def _feed(a_desc, w_desc, a_smem, w_smem, full, empty, ends, places, spacings, E
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
         row = row_tile * 128
-        group = _group_of(row, ends, E, E_PAD, layout)
+        group = group_of(row, ends, E, E_PAD, layout)
         if group < E:
             block = column_tile * HALVES
             halves = gl.minimum(blocks - block, HALVES)
@@ -242,15 +232,6 @@ def _placed(weights: Sequence[torch.Tensor], experts: int) -> _Placed | None:
                    tuple(spacing // unit for spacing in spacings), count, unit)
 
 
-@lru_cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float32 if dtype == torch.float32 else gl.bfloat16)
-
-
-def _descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: tuple[int, ...]) -> TensorDescriptor:
-    return TensorDescriptor(x, shape, strides, list(block), _layout(block, x.dtype))
-
-
 def _result(a_PK, weights, ends_E, out_dtype, transposed):
     N, K = weights[0].shape[-2:]
     parts = len(weights) if weights[0].dim() == 3 else len(weights) // ends_E.shape[0]
@@ -274,7 +255,7 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
     a_parts, out_parts = (parts, 1) if transposed else (1, parts)
     depth, width = (N, K) if transposed else (K, N)  # of one part
     first = min(weights, key=torch.Tensor.data_ptr)
-    block = (1, 64, 128) if transposed else (1, 128, 64)
+    block = [1, 64, 128] if transposed else [1, 128, 64]
     part_blocks, part_steps = -(-width // 128), -(-depth // 64)
     blocks = part_blocks * out_parts
     row_tiles, sms = P // 128, multiprocessors(a_PK)
@@ -284,9 +265,9 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
     buffers = 1 if halves == 1 or P <= 256 * E else 2
     with torch.cuda.device_of(a_PK):
         grouped_mm_bf16_kernel[(min(sms, row_tiles * -(-blocks // halves)), )](
-            _descriptor(a_PK, [P, a_parts, depth], [a_parts * depth, depth, 1], (64, 1, 64)),
-            _descriptor(first, [placed.count, N, K], [placed.unit // 2, first.stride(-2), 1], block),
-            _descriptor(out, [P, out_parts, width], [out_parts * width, width, 1], (64, 1, 128)),
+            descriptor(a_PK, [64, 1, 64], [P, a_parts, depth], [a_parts * depth, depth, 1]),
+            descriptor(first, block, [placed.count, N, K], [placed.unit // 2, first.stride(-2), 1]),
+            descriptor(out, [64, 1, 128], [P, out_parts, width], [out_parts * width, width, 1]),
             ends_E, placed.places, placed.spacings, E, row_tiles, part_blocks, part_steps,
             E_PAD=max(32, 1 << (E - 1).bit_length()), GROUP=8, STAGES=5 if halves == 1 else 5 - buffers,
             HALVES=halves, BUFFERS=buffers, TRANSPOSED=transposed, num_warps=4)

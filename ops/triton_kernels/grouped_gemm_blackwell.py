@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
-from .library import operator
+from .library import cdiv, next_power_of_2, operator
 
 STRIP = 16  # tiles of rows that run at a time and share their columns in L2
 CHUNKS = 8  # of 128 values, whose scales one program packs
@@ -109,9 +109,9 @@ def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_des
 def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_per_scale: int = 1) -> torch.Tensor:
     """Scales [(E,) rows / rows_per_scale, ceil(depth / block)] of any strides in the tensor cores' order."""
     scale = scale if scale.dim() == 3 else scale.unsqueeze(0)
-    groups, tiles, chunks = scale.shape[0], triton.cdiv(rows, TILE), triton.cdiv(depth, TILE)
+    groups, tiles, chunks = scale.shape[0], cdiv(rows, TILE), cdiv(depth, TILE)
     packed = scale.new_empty((groups * tiles, chunks, 2, 256))
-    _pack_scales_kernel[(triton.cdiv(chunks, CHUNKS), tiles, groups)](packed, scale, rows, scale.shape[2], chunks,
+    _pack_scales_kernel[(cdiv(chunks, CHUNKS), tiles, groups)](packed, scale, rows, scale.shape[2], chunks,
                                                                       *scale.stride(), block, rows_per_scale, CHUNKS)
     return packed
 
@@ -142,9 +142,9 @@ def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block:
     with torch.cuda.device_of(a):
         a_packed = _pack_scales(a_scale, P, K, a_block)
         b_packed = _pack_scales(b_scale, N, K, b_block, TILE if b_tiled else 1)
-        _grouped_mm_kernel[(triton.cdiv(P, TILE) * triton.cdiv(N, columns), )](
+        _grouped_mm_kernel[(cdiv(P, TILE) * cdiv(N, columns), )](
             TensorDescriptor.from_tensor(out, [TILE, columns]), *_descriptors(a, a_packed, TILE),
-            *_descriptors(b.view(E * N, K), b_packed, columns), ends, E, P, N, K, triton.next_power_of_2(E), STRIP,
+            *_descriptors(b.view(E * N, K), b_packed, columns), ends, E, P, N, K, next_power_of_2(E), STRIP,
             **GEMM_OPTIONS)
     return out
 
@@ -154,7 +154,7 @@ def _wgrad_into(out: torch.Tensor, g, g_scale, g_block, a, a_scale, a_block, end
     columns = _columns(K)
     with torch.cuda.device_of(g):
         g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
-        _grouped_mm_wgrad_kernel[(triton.cdiv(N, TILE) * triton.cdiv(K, columns), ends.shape[0])](
+        _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), ends.shape[0])](
             TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
             *_descriptors(a, a_packed, columns), ends, N, K, accumulate, STRIP, **GEMM_OPTIONS)
 

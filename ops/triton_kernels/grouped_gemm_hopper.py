@@ -13,8 +13,9 @@ where the bf16 weight gradient gets 9.
 Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows: a tile never straddles two.
 """
 
+from functools import lru_cache
+
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ds_mxfp8_moe.mx import MXTensor
 
-from .library import operator
+from .library import cdiv, next_power_of_2, operator
 
 
 @gluon.jit
@@ -55,7 +56,7 @@ def tile_of(index, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
+def group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
     """The group that holds `row`: how many ends lie at or before it; E for rows past the last."""
     e = gl.arange(0, E_PAD, layout)
     end = gl.load(ends + e, e < E, other=0x7FFFFFFF)
@@ -74,7 +75,7 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
         row = row_tile * 128
-        group = _group_of(row, ends, E, E_PAD, ends_layout)
+        group = group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
             n_block = column_tile * HALVES
             halves = gl.minimum(n_blocks - n_block, HALVES)
@@ -157,7 +158,7 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
         n_block = column_tile * HALVES
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
-        if _group_of(row, ends, E, E_PAD, ends_layout) < E:
+        if group_of(row, ends, E, E_PAD, ends_layout) < E:
             if HALVES == 1 or n_block + HALVES > n_blocks:
                 acc0, acc1, step = accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
                                               STAGES, HALVES, False, layout)
@@ -197,11 +198,19 @@ def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K
     ], [4, 1], [216, 72])
 
 
-def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """A TMA descriptor of x for boxes of `block`, swizzled as wgmma reads them."""
-    dtype = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
-             torch.float32: gl.float32}[x.dtype]
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+@lru_cache  # to build one takes longer than to launch a kernel
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    names = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
+             torch.float32: gl.float32}
+    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
+
+
+def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None,
+               strides: list[int] | None = None) -> TensorDescriptor:
+    """A TMA descriptor of x, or of what lies there in another shape, for boxes of `block`, swizzled as wgmma reads
+    them."""
+    return TensorDescriptor(x, shape or list(x.shape), strides or list(x.stride()), block,
+                            _layout(tuple(block), x.dtype))
 
 
 def multiprocessors(x: torch.Tensor) -> int:
@@ -221,12 +230,12 @@ def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK
         return out_PN
     row_tiles, sms = P // 128, multiprocessors(a_PK)
     # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
-    halves = 2 if row_tiles * triton.cdiv(N, 256) >= sms else 1
-    tiles = row_tiles * triton.cdiv(N, 128 * halves)
+    halves = 2 if row_tiles * cdiv(N, 256) >= sms else 1
+    tiles = row_tiles * cdiv(N, 128 * halves)
     with torch.cuda.device_of(a_PK):
         grouped_mm_kernel[(min(sms, tiles), )](
             descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
-            a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, triton.next_power_of_2(E)), GROUP=16,
+            a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, next_power_of_2(E)), GROUP=16,
             STAGES=3, HALVES=halves, BUFFERS=halves if out_dtype.itemsize == 2 else 1, num_warps=4)
     return out_PN
 

@@ -14,7 +14,6 @@ added to what is there, go from registers.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,7 +37,7 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .grouped_gemm_hopper import descriptor, multiply, multiprocessors, tile_of
-from .library import operator
+from .library import cdiv, operator
 
 
 @gluon.jit
@@ -273,7 +272,7 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
     if g_NP.shape[1] == 0:
         return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
-    tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    tiles = E * cdiv(N, 128) * cdiv(K, 256)
     with torch.cuda.device_of(out_ENK):
         wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
@@ -290,7 +289,7 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
     if P == 0:
         return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
-    tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    tiles = E * cdiv(N, 128) * cdiv(K, 256)
     plain, mx = [], []
     for data, scale in ((g_PN, g_scale), (a_PK, a_scale)):
         plain.append(data if scale is None else torch.empty(data.shape, dtype=torch.bfloat16, device=data.device))

@@ -8,7 +8,6 @@ grouped_wgrad_hopper.py, scaling takes twice the instructions, and a GEMM of 110
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -18,7 +17,7 @@ from ds_mxfp8_moe.mx import MXTensor
 from .convert_rows_hopper import allocate, convert, convertible, counters, not_converted, tiles_of, wait_for_rows
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor, multiprocessors
 from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, rows_of, without_rows, write
-from .library import operator
+from .library import cdiv, operator
 
 
 @gluon.jit
@@ -130,7 +129,7 @@ def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool,
     if P == 0:
         return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
-    tiles = E * triton.cdiv(N, 128) * triton.cdiv(K, 256)
+    tiles = E * cdiv(N, 128) * cdiv(K, 256)
     a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
     g_NP, g_tile_scale, mx_g = (g, g_scale, not_converted(mx_a)) if g_columns else _transposed(g, g_scale)
     with torch.cuda.device_of(out_ENK):
@@ -145,7 +144,7 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
     """Where the column form comes to lie, [K, P], its scales [P / 128, ceil(K / 128)], and what `convert` takes."""
     P, K = data_PK.shape
     data_KP = torch.empty(K, P, dtype=data_PK.dtype, device=data_PK.device)
-    tile_scale = torch.empty(P // 128, triton.cdiv(K, 128), dtype=torch.uint8, device=data_PK.device)
+    tile_scale = torch.empty(P // 128, cdiv(K, 128), dtype=torch.uint8, device=data_PK.device)
     return data_KP, tile_scale, convertible(data_PK, scale, data_KP, tile_scale)
 
 

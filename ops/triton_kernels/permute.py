@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
-from .library import operator
+from .library import cdiv, next_power_of_2, operator
 
 ROW_BYTES = 32  # a sector of L2: rows that share none cost no second access
 TILE_ROWS = 128  # expert-sorted rows whose scales one program writes,
@@ -48,15 +48,15 @@ def layout(data_bytes: int, scales: int, weights: int) -> Layout:
     """Of message rows with so many bytes of data, scale bytes and float32 weights."""
     end = data_bytes + scales
     if not weights:
-        width = triton.cdiv(end, ROW_BYTES) * ROW_BYTES
+        width = cdiv(end, ROW_BYTES) * ROW_BYTES
         return Layout(data_bytes, width, width)
-    weights_at = triton.cdiv(end, 4) * 4
-    return Layout(data_bytes, weights_at, triton.cdiv(weights_at + 4 * weights, ROW_BYTES) * ROW_BYTES)
+    weights_at = cdiv(end, 4) * 4
+    return Layout(data_bytes, weights_at, cdiv(weights_at + 4 * weights, ROW_BYTES) * ROW_BYTES)
 
 
 def copy_shape(words: int) -> Shape:
     """For rows of 8-byte words that are only moved."""
-    block = min(triton.next_power_of_2(words), 1024)
+    block = min(next_power_of_2(words), 1024)
     return Shape(block, max(1, min(4, block // 256)))
 
 
@@ -64,7 +64,7 @@ def combine_shape(H: int, block_size: int) -> Shape:
     """For sums at the expert's rank. MXFP8: one warp, so that no value of a block changes warps."""
     if block_size:
         return Shape(512, 1)
-    block = min(triton.next_power_of_2(H), 2048)
+    block = min(next_power_of_2(H), 2048)
     return Shape(block, max(1, block // 512))
 
 
@@ -72,7 +72,7 @@ def sum_shape(H: int, block_size: int) -> Shape:
     """For sums at the owner, which have up to top_k rows in flight."""
     if block_size:
         return Shape(512, 1)
-    block = min(triton.next_power_of_2(H), 1024)
+    block = min(next_power_of_2(H), 1024)
     return Shape(block, max(1, block // 256))
 
 
@@ -339,7 +339,7 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lanes(count: int) -> int:
-    return triton.next_power_of_2(max(count, 1))
+    return next_power_of_2(max(count, 1))
 
 
 def _width(x: torch.Tensor | None) -> int:
@@ -365,7 +365,7 @@ def _parts(message: torch.Tensor, where: Layout, dtype: torch.dtype) -> tuple:
 def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
     """dtype and bytes of a row's data, and the number of its scales; block_size 0: not quantised."""
     wire = torch.uint8 if block_size else dtype
-    return wire, H * wire.itemsize, triton.cdiv(H, block_size) if block_size else 0
+    return wire, H * wire.itemsize, cdiv(H, block_size) if block_size else 0
 
 
 def split_rows(message: torch.Tensor, data_bytes: int, scales: int, weights: int) -> tuple:
@@ -448,7 +448,7 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
     out, out_scale, out_weight = outs = _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P)
     if P == 0:
         return outs
-    shape, spans, row = copy_shape(words), triton.cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
+    shape, spans, row = copy_shape(words), cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
     scale, weight = _rows(scale_RB, data), _rows(weight_RK, data)
     out_words, indirect = out.view(torch.int64), row_R is not None
     with torch.cuda.device_of(data):
@@ -457,7 +457,7 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
         _expand_tiles_kernel[(P // TILE_ROWS, spans)](scale, weight, row, source_P, out_words, out_scale, out_weight,
                                                       R * K, P, scale.stride(0), weight.stride(0), words, scales,
                                                       weight_RK is not None, K, indirect, TILE_ROWS, TILE_WORDS,
-                                                      _lanes(triton.cdiv(scales, spans)))
+                                                      _lanes(cdiv(scales, spans)))
     return outs
 
 

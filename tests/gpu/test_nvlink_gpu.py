@@ -198,9 +198,10 @@ def check_case(case: Case, times: int = 2, mine: PeerMemory | None = None) -> No
         apart = exchange.plan(expert_TK, case.local_experts, dedup=False)
         same("x without deduplication", want["x"], exchange.dispatch(apart, x_TH, case.wire)[0])
         rows_PH, _ = exchange.dispatch(apart, x_TH, PLAIN)
-        kept_T1 = (want["inputs"][0] >= 0).sum(1, keepdim=True)  # sums of so many equal values are exact
-        sums_TH = torch.where(kept_T1 > 0, want["inputs"][1].float() * kept_T1, 0).to(case.dtype)
-        same("y without deduplication", sums_TH, exchange.combine(apart, rows_PH, PLAIN, case.dtype)[0])
+        kept_TK, sums_TH = want["inputs"][0] >= 0, torch.zeros_like(want["inputs"][1], dtype=FP32)
+        for kept_T in kept_TK.unbind(1):
+            sums_TH = torch.where(kept_T.unsqueeze(1), sums_TH + want["inputs"][1].float(), sums_TH)
+        same("y without deduplication", sums_TH.to(case.dtype), exchange.combine(apart, rows_PH, PLAIN, case.dtype)[0])
     torch.cuda.synchronize()
     mine.check()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
