@@ -21,7 +21,7 @@ from ds_mxfp8_moe.transport.nvlink import NVLink
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, MX32, MX128 = Wire(False), Wire(True), Wire(True, 128)
 FLOOR32, FLOOR128 = Wire(True, 32, "floor"), Wire(True, 128, "floor")
-TOKENS = (37, 13, 0, 50)
+TOKENS = (37, 13, 0, 50, 5, 64, 1, 70)  # of up to eight ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +60,21 @@ CASES = {
     "one expert": Case(routing="one expert", wire=MX128, hidden=32),
     "one rank": Case(routing="one rank", wire=MX32),
     "nowhere": Case(routing="nowhere", wire=MX128),
-    "nobody has tokens": Case(tokens=(0, ) * 4, wire=MX128),
-    "one rank has tokens": Case(tokens=(0, 77, 0, 0), top_k=2),
-    "one token each": Case(tokens=(1, ) * 4, top_k=1, local_experts=1, wire=MX32),
+    "nobody has tokens": Case(tokens=(0, ) * 8, wire=MX128),
+    "one rank has tokens": Case(tokens=(0, 77, 0, 0, 0, 0, 0, 0), top_k=2),
+    "one token each": Case(tokens=(1, ) * 8, top_k=1, local_experts=1, wire=MX32),
     "more choices than experts": Case(top_k=8, local_experts=1, wire=MX128, hidden=64),
-    "more rows than a tile": Case(tokens=(150, 1, 2, 140), local_experts=1, wire=MX128, hidden=32, top_k=2),
+    "more rows than a tile": Case(tokens=(150, 1, 2, 140, 0, 0, 9, 150), local_experts=1, wire=MX128, hidden=32,
+                                  top_k=2),
     "many experts": Case(local_experts=40, top_k=8, hidden=64),
-    "many scales": Case(wire=MX32, hidden=1056, tokens=(9, 4, 3, 2), top_k=6, dtype=FP16),
-    "many scales, blocks of 128": Case(wire=MX128, hidden=4640, tokens=(3, 4, 1, 0), top_k=7),
+    "many scales": Case(wire=MX32, hidden=1056, tokens=(9, 4, 3, 2, 0, 1, 5, 7), top_k=6, dtype=FP16),
+    "many scales, blocks of 128": Case(wire=MX128, hidden=4640, tokens=(3, 4, 1, 0, 2, 0, 5, 6), top_k=7),
     "float32": Case(dtype=FP32, hidden=544),
     "float16": Case(dtype=FP16, top_k=1),
     "float32 answers": Case(y_dtype=FP32, top_k=4, weights=False),
     "float32 answers, mxfp8": Case(y_dtype=FP32, top_k=4, wire=MX128, weights=False),
-    "not contiguous": Case(contiguous=False, wire=MX128, tokens=(9, 5, 0, 3)),
-    "not contiguous, plain": Case(contiguous=False, tokens=(9, 5, 0, 3)),
+    "not contiguous": Case(contiguous=False, wire=MX128, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
+    "not contiguous, plain": Case(contiguous=False, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
 }
 
 

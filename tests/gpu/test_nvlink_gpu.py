@@ -12,20 +12,20 @@ from datetime import timedelta
 from functools import cache
 
 import deepspeed.comm as dist
+import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from permute_cases import bits, poisoned
+from nvlink_cases import BF16, FP32, MX32, MX128, PLAIN, TOKENS, Case, expected, same
 from ranks import RankPool
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
-from test_transport import Problem
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.routing import Routes
-from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
@@ -33,9 +33,6 @@ from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 GPUS = torch.cuda.device_count()
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN, MX32, MX128, FLOOR = Wire(False), Wire(True), Wire(True, 128), Wire(True, 128, "floor")
-TOKENS = (37, 13, 0, 129, 5, 64, 1, 70)
 FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
 DEADLINE = timedelta(seconds=8)
 SECONDS = 240.0  # of a case: the first one builds the extension
@@ -55,61 +52,18 @@ def pool(request):
     pool.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class Case(Problem):
-    """An exchange of rows of all magnitudes, some of them not finite."""
-
-    tokens: tuple = TOKENS
-    y_dtype: torch.dtype | None = None
-
-    def inputs(self, world: int) -> list:
-        generator = torch.Generator().manual_seed(self.seed)
-        ranks = []
-        for expert, x, weight in super().inputs(world):
-            x = x * torch.exp2(torch.randint(-9, 9, x.shape, generator=generator)).to(x.dtype)
-            x[1:2, :32] = 0
-            if x.shape[0] > 5:
-                x[3, 1], x[5, 0], x[5, -1] = float("nan"), float("inf"), float("-inf")
-            if not self.contiguous:
-                x = torch.stack([x, x], dim=2)[..., 0]
-            ranks.append((expert, x, weight))
-        return ranks
-
-
-CASES = {
-    "random": Case(),
-    "mxfp8": Case(wire=MX128),
-    "mxfp8, blocks of 32": Case(wire=MX32),
-    "floor": Case(wire=FLOOR),
-    "floor, blocks of 32": Case(wire=Wire(True, 32, "floor")),
-    "skewed": Case(routing="skewed", wire=MX128, top_k=3),
-    "dropped": Case(routing="dropped", wire=MX32, top_k=4),
-    "dropped, plain": Case(routing="dropped", top_k=4),
-    "one expert": Case(routing="one expert", wire=MX128),
-    "one rank": Case(routing="one rank", wire=MX32),
-    "nowhere": Case(routing="nowhere", wire=MX128),
-    "nobody has tokens": Case(tokens=(0, ) * 8, wire=MX128),
-    "one rank has tokens": Case(tokens=(0, 77, 0, 0, 0, 0, 0, 0), top_k=3),
-    "one token each": Case(tokens=(1, ) * 8, top_k=1, local_experts=1, wire=MX32),
-    "more choices than experts": Case(top_k=8, local_experts=1, wire=MX128),
-    "more rows than a tile": Case(tokens=(300, 1, 2, 280, 0, 0, 9, 150), local_experts=1, wire=MX128),
-    "many experts": Case(local_experts=32, top_k=8, hidden=256, wire=MX128),
+CASES = cases.CASES | {
     "one block of 32": Case(hidden=32, wire=MX128),
-    "short last block": Case(hidden=160, wire=MX128),
     "odd count of blocks": Case(hidden=32 * 11, wire=MX32),
     "hidden 2048": Case(hidden=2048, top_k=6, local_experts=8, wire=MX128),
     "hidden 7168": Case(hidden=7168, top_k=8, local_experts=8, wire=MX128),
     "hidden 7168, plain": Case(hidden=7168, top_k=8, local_experts=8),
-    "float32 answers": Case(y_dtype=FP32, top_k=4),
-    "float32 answers, mxfp8": Case(y_dtype=FP32, top_k=4, wire=MX128),
-    "not contiguous": Case(contiguous=False, wire=MX128),
-    "not contiguous, plain": Case(contiguous=False),
     "staging grows": Case(tokens=(900, 1100, 700, 1000, 500, 600, 800, 400), hidden=2080, dtype=FP32, top_k=6),
     "many chunks": Case(tokens=(4097, 3000, 0, 5003, 100, 2000, 900, 4096), hidden=64, top_k=2, wire=MX128),
 }
 CASES |= {f"top_k {k}": Case(top_k=k, wire=MX128 if k % 2 else PLAIN) for k in range(1, 9)}
 CASES |= {f"{dtype}, {'plain' if not wire.mxfp8 else wire.block_size}": Case(dtype=dtype, wire=wire, hidden=288)
-          for dtype in (BF16, FP16, FP32) for wire in (PLAIN, MX32, MX128)}
+          for dtype in (BF16, torch.float16, FP32) for wire in (PLAIN, MX32, MX128)}
 
 
 @cache
@@ -132,79 +86,17 @@ def oracle() -> Collective:
     return Collective(memory().group, "the oracle")
 
 
-def answers(case: Case, plan) -> tuple:
-    """What this rank's experts answer over the oracle's plan: rows and a number for each, NaN in the padding."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    y_PH = torch.randn(plan.num_rows, case.hidden, generator=generator)
-    y_PH *= torch.exp2(torch.randint(-9, 9, (plan.num_rows, 1), generator=generator))
-    number_P = torch.randn(plan.num_rows, generator=generator)
-    padding = plan.source_P == plan.slot_RK.numel()
-    y_PH[padding], number_P[padding] = float("nan"), float("nan")
-    return y_PH.to(case.y_dtype or case.dtype), number_P
-
-
-def expected(case: Case) -> dict:
-    """This rank's inputs and the oracle's results."""
-    exchange, (expert_TK, x_TH, weight_TK) = oracle(), case.inputs(dist.get_world_size())[dist.get_rank()]
-    plan = exchange.plan(expert_TK, case.local_experts)
-    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-    y_PH, number_P = answers(case, plan)
-    y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
-    return {"inputs": (expert_TK, x_TH, weight_TK), "answers": (y_PH, number_P), "plan": plan,
-            "x": x_PH, "weight": weight_P, "y": y_TH, "number": number_TK}
-
-
-def same(name: str, want, got) -> None:
-    assert (type(want), want.shape, want.dtype) == (type(got), got.shape, got.dtype), name
-    a, b = bits(want), bits(got).cpu()
-    if not torch.equal(a, b):
-        wrong = (a != b).nonzero()
-        raise AssertionError(f"{name}: {len(wrong)} of {a.numel()} bytes differ, first at {wrong[:4].tolist()}")
-
-
-def same_plan(want, got) -> None:
-    for key in ("num_tokens", "top_k", "group_ends", "num_rows"):
-        assert getattr(got, key) == getattr(want, key), key
-    assert got.tokens_per_expert == pytest.approx(want.tokens_per_expert)
-    assert got.group_ends_E.dtype == torch.int32
-    assert tuple(got.group_ends_E.tolist()) == want.group_ends
-
-
 def on_device(tensors: tuple) -> tuple:
-    """Copies with the same strides."""
-    return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t) for t in tensors)
+    return cases.on_device(tensors, torch.device("cuda"))
 
 
 def check_case(case: Case, times: int = 2, mine: PeerMemory | None = None) -> None:
-    mine = mine or memory()
-    exchange, want = NVLink(mine, "block.3.moe"), expected(case)
-    inputs, (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
-    before = [t.clone() for t in (*inputs, y_PH, number_P)]
-    expert_TK, x_TH, weight_TK = inputs
-    with poisoned():
-        for _ in range(times):
-            plan = exchange.plan(expert_TK, case.local_experts)
-            same_plan(want["plan"], plan)
-            x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-            same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
-            bare_PH, none = exchange.dispatch(plan, x_TH, case.wire)
-            same("x without weights", want["x"], bare_PH)
-            assert none is None
-            y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
-            same("y", want["y"], y_TH), same("number", want["number"], number_TK)
-            bare_TH, none = exchange.combine(plan, y_PH, case.wire, case.dtype)
-            same("y without numbers", want["y"], bare_TH)
-            assert none is None
-        apart = exchange.plan(expert_TK, case.local_experts, dedup=False)
-        same("x without deduplication", want["x"], exchange.dispatch(apart, x_TH, case.wire)[0])
-        rows_PH, _ = exchange.dispatch(apart, x_TH, PLAIN)
-        kept_TK, sums_TH = want["inputs"][0] >= 0, torch.zeros_like(want["inputs"][1], dtype=FP32)
-        for kept_T in kept_TK.unbind(1):
-            sums_TH = torch.where(kept_T.unsqueeze(1), sums_TH + want["inputs"][1].float(), sums_TH)
-        same("y without deduplication", sums_TH.to(case.dtype), exchange.combine(apart, rows_PH, PLAIN, case.dtype)[0])
-    torch.cuda.synchronize()
-    mine.check()
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
+    cases.check(case, NVLink(mine or memory(), "block.3.moe"), times)
+
+
+def check_by(check: str, *args, **keys) -> None:
+    """One of nvlink_cases' checks, over these options of the transport."""
+    getattr(cases, check)(*args, dataclasses.replace(nvlink(), **keys))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,25 +104,20 @@ def test_same_bits(pool, name):
     pool.run(check_case, CASES[name], seconds=SECONDS)
 
 
-def check_two_in_flight(reverse: bool) -> None:
-    """Two layers whose exchanges interleave, as a backward does that recomputes."""
-    exchange, cases = nvlink(), (Case(wire=MX128, top_k=3), Case(routing="skewed", hidden=160, seed=8))
-    wanted = [expected(case) for case in cases]
-    inputs = [on_device(want["inputs"]) for want in wanted]
-    outputs = [on_device(want["answers"]) for want in wanted]
-    plans = [exchange.plan(i[0], case.local_experts) for i, case in zip(inputs, cases, strict=True)]
-    order = (1, 0) if reverse else (0, 1)
-    for i in (0, 1):
-        x_PH, weight_P = exchange.dispatch(plans[i], inputs[i][1], cases[i].wire, inputs[i][2])
-        same("x", wanted[i]["x"], x_PH), same("weight", wanted[i]["weight"], weight_P)
-    for i in order:
-        y_TH, number_TK = exchange.combine(plans[i], outputs[i][0], cases[i].wire, cases[i].dtype, outputs[i][1])
-        same("y", wanted[i]["y"], y_TH), same("number", wanted[i]["number"], number_TK)
+@pytest.mark.parametrize("change", [{}, {"wire": MX32}, {"routing": "dropped", "wire": MX128}, {"top_k": 8},
+                                    {"tokens": (900, ) * 8, "top_k": 6}], ids=str)
+def test_without_deduplication(pool, change):
+    pool.run(check_by, "check_without_deduplication", Case(**{"top_k": 3} | change), seconds=SECONDS)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_two_plans_in_flight(pool, reverse):
-    pool.run(check_two_in_flight, reverse, seconds=SECONDS)
+    both = Case(wire=MX128, top_k=3), Case(routing="skewed", hidden=160, seed=8)
+    pool.run(check_in_flight, both, reverse, seconds=SECONDS)
+
+
+def check_in_flight(both: tuple, reverse: bool) -> None:
+    cases.check_interleaved(both, nvlink(), reverse)
 
 
 def grow() -> tuple:
@@ -254,7 +141,7 @@ def epochs() -> tuple:
     mine = new_memory(torch.distributed.new_group(), 2**32 - 7)
     exchange = NVLink(mine, "moe")
     case = Case(wire=MX128)
-    want = expected(case)
+    want = expected(case, memory().group)
     (expert_TK, x_TH, weight_TK), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
     for _ in range(4):  # four exchanges each
         plan = exchange.plan(expert_TK, case.local_experts)
@@ -304,7 +191,7 @@ def stress(repetitions: int) -> None:
     """
     rank = dist.get_rank()
     exchange = Delayed(memory(), "stress", delays=random.Random(rank))
-    wanted = [{**expected(case), "case": case} for case in STRESSED]
+    wanted = [{**expected(case, memory().group), "case": case} for case in STRESSED]
     for want in wanted:
         case, plan = want["case"], want["plan"]
         _, x_TH, weight_TK = want["inputs"]
@@ -469,8 +356,9 @@ class OnHost(Collective):
         return super()._exchange(x.cpu(), send_splits, recv_splits, phase).to(x.device)
 
 
-def layer(transport, recipe, name="swiglu", calls: int = 1, **kwargs) -> dict:
-    """A layer's output and every gradient of this rank; `calls` forwards, of which the last is differentiated."""
+def layer(transport, recipe, name="swiglu", calls: int = 1, recompute: bool = False, **kwargs) -> dict:
+    """A layer's output and every gradient of this rank; `calls` forwards, of which the last is differentiated; with
+    `recompute`, once more in backward."""
     world, rank = dist.get_world_size(), dist.get_rank()
     experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
                                              **{"tokens": TOKENS} | kwargs)
@@ -478,8 +366,12 @@ def layer(transport, recipe, name="swiglu", calls: int = 1, **kwargs) -> dict:
     x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
     expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
     ffn = ExpertFFN(formula(name), recipe, transport, 2)
+
+    def forward(x, weight):
+        return ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
+
     for _ in range(calls):
-        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
+        y = checkpoint(forward, x, weight, use_reentrant=False) if recompute else forward(x, weight)
     y.backward(grad)
     return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
             **{f"{role} {e}": value.grad for role, values in weights.items() for e, value in enumerate(values)}}
@@ -498,7 +390,7 @@ def test_a_layer_computes_the_same_bits(pool, recipe_name):
 
 @pytest.mark.parametrize("change", [{"routing": "dropped"}, {"routing": "one-expert"}, {"routing": "nowhere"},
                                     {"tokens": (0, 20, 3, 7, 0, 1, 50, 2)}, {"tokens": (0, ) * 8}, {"top_k": 3},
-                                    {"calls": 2}, {"name": "linear"}], ids=str)
+                                    {"calls": 2}, {"recompute": True}, {"name": "linear"}], ids=str)
 def test_a_layer_of_another_kind(pool, change):
     pool.run(check_layer, RECIPES["hp-128"], bias=True, **change, seconds=SECONDS)
 
@@ -547,36 +439,12 @@ def test_the_host_waits_once(pool, recipe_name):
 # ---------------------------------------------------------------- static: nothing waits, graphs can be captured
 
 
-def static(factor: float = 3.0) -> NVLink:
-    return dataclasses.replace(nvlink(), capacity_factor=factor)
-
-
-def check_static(case: Case) -> None:
-    """The oracle's bits in the rows that the oracle has, weights of 0 behind them."""
-    exchange, want = static(dist.get_world_size()), expected(case)
-    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
-    waited = memory().host_waits
-    with poisoned():
-        plan = exchange.plan(expert_TK, case.local_experts)
-        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-        rows = want["plan"].num_rows
-        y_all = torch.full((plan.num_rows, case.hidden), float("nan"), dtype=y_PH.dtype, device="cuda")
-        number_all = torch.full((plan.num_rows, ), float("nan"), device="cuda")
-        y_all[:rows], number_all[:rows] = y_PH, number_P
-        y_TH, number_TK = exchange.combine(plan, y_all, case.wire, case.dtype, number_all)
-    assert memory().host_waits == waited and plan.group_ends is None and plan.num_rows >= rows
-    assert tuple(plan.group_ends_E.tolist()) == want["plan"].group_ends
-    same("x", want["x"], x_PH[:rows]), same("weight", want["weight"], weight_P[:rows])
-    assert not weight_P[rows:].any()
-    same("y", want["y"], y_TH), same("number", want["number"], number_TK)
-    memory().settle()
-
-
 @pytest.mark.parametrize("change", [{}, {"wire": MX128, "top_k": 4}, {"routing": "skewed", "wire": MX32},
                                     {"routing": "dropped", "top_k": 4}, {"routing": "one expert", "wire": MX128},
                                     {"routing": "one rank"}, {"routing": "nowhere"}, {"tokens": (0, ) * 8}], ids=str)
 def test_static_gives_the_same_bits(pool, change):
-    pool.run(check_static, Case(**{"tokens": (45, ) * 8} | change), seconds=SECONDS)
+    case = Case(**{"tokens": (45, ) * 8} | change)
+    pool.run(check_by, "check_static", case, capacity_factor=pool.world_size, seconds=SECONDS)
 
 
 def overflow() -> tuple:
@@ -602,7 +470,7 @@ def replayed(recipe) -> int:
     """A layer's forward and backward in a graph, replayed over other tokens, weights and routes, among them dropped
     ones; and the same eagerly. How often the host waited."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ffn = ExpertFFN(formula("swiglu"), recipe, static(), 2)
+    ffn = ExpertFFN(formula("swiglu"), recipe, dataclasses.replace(nvlink(), capacity_factor=3.0), 2)
     experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
     inputs = [(xs[rank], grads[rank], *routes[rank])]
     for routing in ("dropped", "random", "nowhere"):
@@ -657,7 +525,7 @@ def test_graphs_replay_with_other_routes(pool, recipe_name):
 def check_beside(repetitions: int) -> None:
     """A combine on a stream of its own gives the same bits, whatever runs beside it."""
     exchange, case = nvlink(), Case(tokens=(700, ) * 8, hidden=512, top_k=3, wire=MX128)
-    want = expected(case)
+    want = expected(case, memory().group)
     (expert_TK, _, _), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
     a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
