@@ -85,7 +85,7 @@ py::object get(char *self, const Field &field) {
 }
 
 template <class T> py::class_<T> expose(py::module_ &m, const char *name, std::vector<Field> fields) {
-  return py::class_<T>(m, name)
+  return py::class_<T>(m, name, py::module_local()) // the tests load the emulated module beside this one
       .def(py::init<>())
       .def(py::init<const T &>())
       .def("__setattr__", [fields](T &self, const char *field, py::handle value) {
