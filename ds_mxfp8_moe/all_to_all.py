@@ -42,11 +42,10 @@ class AllToAll:
 
     def __init__(self, memory: PeerMemory, max_num_tokens: int, num_experts: int, experts_per_token: int,
                  hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int, sms: int = SMS):
-        self.memory, self.sms = memory, sms
+        self.memory, self.sms = memory, min(sms, memory.multiprocessors)
         self.max_num_tokens, self.num_experts, self.hidden_dim = max_num_tokens, num_experts, hidden_dim
         self.experts_per_token = experts_per_token
         self.hidden_dim_bytes, self.hidden_dim_scale_bytes = hidden_dim_bytes, hidden_dim_scale_bytes
-        self._sent: str | None = None  # the kind of call that is not received yet
         self._prepared: dict = {}
         self._handle = id(self)
         _BY_HANDLE[self._handle] = self
@@ -237,9 +236,9 @@ class AllToAll:
         memory = self.memory
         memory.check()
         name = f"AllToAll.{kind.removeprefix('few_')}"
-        if self._sent != (None if send else kind):
-            raise ValueError(f"{name}: {'sent' if send else 'received'}, while what was sent and not received is "
-                             f"{self._sent and self._sent.removeprefix('few_')}")
+        if not send and memory.sent != (self._handle, name):
+            raise ValueError(f"{name}: received, while what was sent and not received is "
+                             f"{memory.sent and memory.sent[1]}")
         key = (kind, send, receive, memory.generation, *(
             None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors))
         args = self._prepared.get(key)
@@ -255,7 +254,7 @@ class AllToAll:
         if send:
             memory.reserve(0, name)
             memory.advance(name)
-        self._sent = None if receive else kind
+        memory.sent = None if receive else (self._handle, name)
         getattr(memory.extension, kind)(args, self.sms, memory.stream())
 
     def _few(self, indices: torch.Tensor, bound_m: torch.Tensor | None):
@@ -272,7 +271,7 @@ class AllToAll:
         few.experts, few.local_experts = self.num_experts, self.num_experts // memory.world_size
         few.max_tokens, few.H = self.max_num_tokens, self.hidden_dim
         # Few rows: all warps of a block move one together.
-        few.team = 8 if self.max_num_tokens * memory.world_size <= self.sms else 1
+        few.crew = 8 if self.max_num_tokens * memory.world_size <= self.sms else 1
         return few
 
     def _check(self, tensors: dict, tokens: int | None = None, indices: torch.Tensor | None = None) -> None:

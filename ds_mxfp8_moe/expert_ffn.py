@@ -259,14 +259,15 @@ class _Function(torch.autograd.Function):
         with torch.no_grad():
             weights = _unflatten(layout, tensors)
             layer = _Layer(ffn.formula, recipe, plan, weights, dtype)
-            g_PH, _ = ffn.transport.dispatch(plan, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd),
-                                             phase="dispatch of the gradient")
             needs = _unflatten(layout, ctx.needs_input_grad[6:])
             # Whoever needs it or not: what one rank needs must not decide what all of them exchange.
             back = partial(ffn.transport.start_combine, plan, wire=_wire(recipe, recipe.dispatch_bwd), dtype=dtype,
                            phase="combine of the gradient")
-            grads, (x_grad, weight_grad) = _backward_rows(layer, ffn.transport, back, g_PH, x_PH, pre_PG, h_PF,
-                                                          weight_P, weights, needs)
+            # Not held here: the rows of the gradient are gone as soon as they have been used.
+            grads, (x_grad, weight_grad) = _backward_rows(
+                layer, ffn.transport, back, ffn.transport.dispatch(
+                    plan, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd), phase="dispatch of the gradient")[0],
+                x_PH, pre_PG, h_PF, weight_P, weights, needs)
             flat = []
             for role, size in layout:
                 grad = grads.get(role)
@@ -337,7 +338,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
     t_PF = layer.dgrad_gemm(g_PH, layer.down)
     if needed("down"):
         grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)
-    del g_PH, g_wgrad, h_PF
+    del g_PH, g_wgrad
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
     columns = wants_ups and layer.reads_columns(t_PF)
@@ -345,7 +346,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         wants_ups and not layer.wgrad_quantized)
     dpre = activate_backward(t_PF, kept_PG, weight_P, plain=wants_plain, rows=recipe.quantize_gemm, columns=columns,
                              **layer.activation())
-    del t_PF, kept_PG
+    del t_PF
     weight = dpre.dweight_P if layer.down_bias_EH is None else dpre.dweight_P + down_bias_weight
     if layer.up_bias_EG is not None:
         for role, half in zip(roles, layer.group_sums(dpre.plain).chunk(len(roles), dim=1), strict=True):
@@ -359,18 +360,20 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         both = layer.wgrad_gemm(g_wgrad, x_PH, dtype_of("up"), columns, beside)
         grads.update(zip(roles, both.chunk(len(roles), dim=1), strict=True))
 
-    beside = 0
-    if wants_ups:
-        flops = 2 * math.prod(x_PH.shape) * g_rows.shape[1]
-        beside = transport.sms_beside(layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),
-                                      kernels.wgrad_seconds(flops, layer.wgrad_quantized, x_PH.device))
-    # Alone, in the order that takes less memory: the operands of one are gone before the other's result is there, be
-    # it the rows or the quantised weights.
-    first = wants_ups and not beside and layer.plan.num_rows > len(layer.plan.group_ends_E) * layer.formula.ffn_size
+    beside = 0 if not wants_ups else transport.sms_beside(
+        layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),
+        kernels.wgrad_seconds(g_wgrad, x_PH, layer.wgrad_quantized))
+    # Alone, in the order that takes less memory: rows that the weight gradient alone reads are gone before dx is
+    # there, or weights that dx's GEMM quantises before the weight gradient is.
+    rows, weights_rows = layer.plan.num_rows, len(layer.plan.group_ends_E) * layer.formula.ffn_size
+    first = wants_ups and not beside and g_wgrad is not g_rows and rows > weights_rows
     if first:
         ups_wgrad()
-        del g_wgrad, x_PH
+        del g_wgrad
     pending = back(layer.dgrad_gemm(g_rows, layer.ups), weight_P=weight, sms=beside)
-    if wants_ups and not first:
-        ups_wgrad(beside)
-    return grads, pending.result()
+    try:
+        if wants_ups and not first:
+            ups_wgrad(beside)
+    finally:  # also when memory runs out: what the exchange reads and writes must not be freed before
+        result = pending.result()
+    return grads, result

@@ -108,12 +108,6 @@ def plain_gemm(x_PN: torch.Tensor, parts: Sequence[torch.Tensor | Sequence[torch
     return grouped_mm_bf16
 
 
-def wgrad_seconds(flops: int, mxfp8: bool, device: torch.device) -> float:
-    """About what a weight gradient's GEMM takes that can leave multiprocessors to others: Hopper's, at the rates
-    measured on an H200. 0: it cannot."""
-    return flops / (1.05e15 if mxfp8 else 0.71e15) if capability(device) == (9, 0) else 0.0
-
-
 def plain_wgrad(g_PN: torch.Tensor, a_PK: torch.Tensor) -> Callable | None:
     """The kernel for weight gradients of rows that beats torch._grouped_mm, or None: of bf16 or fp16, or of MXFP8,
     which it dequantises on the way, with MXFP8 of the same block size or bf16."""
@@ -141,6 +135,13 @@ def mxfp8_wgrad_of_rows(g: MXTensor, a_PK: MXTensor) -> Callable | None:
         return None
     from .ops.triton_kernels.grouped_wgrad_rows_hopper import grouped_mm_wgrad_mxfp8_rows
     return grouped_mm_wgrad_mxfp8_rows
+
+
+def wgrad_seconds(g: torch.Tensor, a_PK: torch.Tensor, mxfp8: bool) -> float:
+    """About what a weight gradient of rows takes, at the rates measured on an H200, if its kernel can leave
+    multiprocessors to others; 0: it cannot."""
+    own = mxfp8_wgrad_of_rows(g, a_PK) if mxfp8 else plain_wgrad(g, a_PK)
+    return 0.0 if own is None else 2 * math.prod(a_PK.shape) * g.shape[1] / (1.05e15 if mxfp8 else 0.71e15)
 
 
 def _casts() -> ModuleType:

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def built():
 
 
 def make(case: Case, first_epoch: int = 1, sms: int = SMS, group=None) -> AllToAll:
-    memory = PeerMemory(group or dist.get_world_group(), emulator.load(dist.get_rank()), first_epoch, emulator.provide)
+    memory = PeerMemory(group or dist.get_world_group(), emulator.load(dist.get_rank()), first_epoch, emulator.Shared)
     return cases.make(case, memory, sms=sms)
 
 
@@ -111,6 +112,26 @@ def test_ranks_of_other_sizes_raise(ranks2):
 def test_a_rank_that_does_not_come_is_named(ranks2):
     text, nothing = ranks2.run(failing, "late")
     assert nothing is None and "rank 0 waited in vain for rank 1" in text and "AllToAll.dispatch" in text
+
+
+def interleaved() -> list[str]:
+    """Another exchange of the group between send and receive raises; the first one is received all the same."""
+    a2a, call = make(CASES["plain"]), Call(CASES["plain"], CPU)
+    other = cases.make(CASES["plain"], a2a.memory, sms=SMS)
+    call.bring(0)
+    call.dispatch(a2a, do_recv=False)
+    for act in (lambda: call.dispatch(other, do_recv=False), lambda: call.dispatch(other, do_send=False),
+                lambda: NVLink(a2a.memory).plan(torch.zeros((1, 1), dtype=torch.int64), 1),
+                lambda: a2a.memory.reserve(a2a.memory.half_bytes + 1, "a larger batch")):
+        with pytest.raises(ValueError, match="AllToAll.dispatch"):
+            act()
+    call.dispatch(a2a, do_send=False)
+    return call.wrong_rows()
+
+
+@needs_nvcc
+def test_one_exchange_of_a_group_at_a_time(ranks2):
+    assert ranks2.run(interleaved) == [[], []]
 
 
 @needs_nvcc

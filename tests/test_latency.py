@@ -39,7 +39,7 @@ class Spoilt(AllToAll):
 
 
 def measured(kind: type, sizes: list[Size]) -> list[dict]:
-    memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), provide=emulator.provide)
+    memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), provider=emulator.Shared)
 
     def intranode(rank, world_size, dp_size, group, **sizes):
         return kind(memory, **sizes, sms=3)

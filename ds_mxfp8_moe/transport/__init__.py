@@ -71,12 +71,10 @@ class Pending:
     """An exchange that may still be under way, on a stream of its own.
 
     Attributes:
-        sms: multiprocessors that it takes; 0: none beside the current stream's work.
         done: event of its end. kept: what it reads, which must not be freed before.
     """
 
     results: tuple
-    sms: int = 0
     done: Any = None
     kept: tuple = ()
 

@@ -283,8 +283,7 @@ class NVLink(Transport):
             return 0
         row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
         moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
-        best = model.share(total, row * plan.received * (W - 1) // W, moved, gemm_seconds)
-        return best and min(self.sms or best, total // 2)
+        return model.share(total, row * plan.received * (W - 1) // W, moved, gemm_seconds, self.sms)
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
@@ -301,7 +300,7 @@ class NVLink(Transport):
             weight_P = weight_P.detach().contiguous()
             weight_TK = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=device)
             args.weight_P, args.out_weight_TK = weight_P.data_ptr(), weight_TK.data_ptr()
-        if not sms or memory.side is None:
+        if not sms:
             memory.extension.combine(args, self._alone, memory.stream())
             return Pending((out_TH, weight_TK))
         # All memory is the current stream's: the other one is joined before any of it is freed.
@@ -309,7 +308,7 @@ class NVLink(Transport):
         memory.extension.combine(args, sms, memory.side.cuda_stream)
         done = get_accelerator().Event()
         done.record(memory.side)
-        return Pending((out_TH, weight_TK), sms, done, (y_PH, weight_P))
+        return Pending((out_TH, weight_TK), done, (y_PH, weight_P, plan))
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of every rank of a group that the kernels of all its ranks address: the NVLink transport's staging.
 
-Providers of it are interchangeable, since kernels see a pointer for each rank and offsets. `symmetric` is torch's
+Providers of it are interchangeable, since kernels see a pointer for each rank and offsets. `Symmetric` is torch's
 symmetric memory over CUDA's peer access, inside one node; multicast is never used. The tests bring another, for ranks
 without GPUs.
 """
 
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +15,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from .. import kernels
 from .deadline import PeerFailure, answers_of_all, peer_failure, ranks_of, set_deadline, wait_for_device
 
 FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
@@ -28,12 +28,20 @@ HISTORY = 64  # exchanges whose names are remembered
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def symmetric(size: int, group: Any, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """uint8 [size] that every rank of the group addresses, and each rank's address for this one. Collective."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-    staging = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(staging, group)
-    return staging, [int(pointer) for pointer in handle.buffer_ptrs]
+class Symmetric:
+    """Staging in torch's symmetric memory."""
+
+    @staticmethod
+    def empty(size: int, device: torch.device) -> torch.Tensor:
+        """uint8 [size] that other ranks may come to address."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+        return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+    @staticmethod
+    def addresses(staging: torch.Tensor, group: Any) -> list[int]:
+        """Where this rank addresses each rank's staging. Collective."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+        return [int(pointer) for pointer in symmetric_memory.rendezvous(staging, group).buffer_ptrs]
 
 
 class PeerMemory:
@@ -43,33 +51,38 @@ class PeerMemory:
         group: a process group of 2 to 8 ranks on one node. Collective.
         extension: the loaded module of ops/csrc/nvlink.
         first_epoch: of the first exchange; tests begin just below 2^32.
-        provide: as `symmetric`.
+        provider: as `Symmetric`.
     """
 
-    def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provide: Callable = symmetric):
-        self._group, self.extension, self._provide = ref(group), extension, provide
+    def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric):
+        self._group, self.extension, self._provider = ref(group), extension, provider
         self.rank, self.world_size = dist.get_rank(group=group), dist.get_world_size(group=group)
         self.device = torch.device(get_accelerator().current_device_name())
         self.epoch = first_epoch
         self.seconds = set_deadline(group, self.device)
         self.captured = False
+        self.sent: tuple | None = None  # the exchange of which only the first half was launched: whose, and its name
         self._where: dict = {}
-        self.state = torch.zeros(extension.STATE_WORDS, dtype=torch.int32, device=self.device)
-        self.state[0] = _signed(first_epoch)
-        pinned = self.device.type == "cuda"
-        # For exchanges beside GEMMs: first where a multiprocessor becomes free.
-        self.side = get_accelerator().Stream(priority=-1) if pinned else None
-        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if pinned else 8
-        self._failure = torch.zeros(8, dtype=torch.int32, pin_memory=pinned)
-        self._failed = self._failure.numpy()
-        self.host = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=pinned)
-        self.host_words = self.host.numpy()
+        self._first_epoch, self.state, self.side = first_epoch, None, None
+        self.multiprocessors = kernels.multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.serial = 0
         self.host_waits = 0
         self.generation = 0
         self.unchecked = False  # an exchange was launched that no host has waited for, and counts may not have fit
-        extension.load()
         self._allocate(FIRST_BYTES, "the first exchange")
+
+    def _set_up(self) -> None:
+        """What there is once beside the staging."""
+        pinned = self.device.type == "cuda"
+        if pinned:  # for exchanges beside GEMMs: first where a multiprocessor becomes free
+            self.side = get_accelerator().Stream(priority=-1)
+        self._failure = torch.zeros(8, dtype=torch.int32, pin_memory=pinned)
+        self._failed = self._failure.numpy()
+        self.host = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=pinned)
+        self.host_words = self.host.numpy()
+        self.extension.load()
+        self.state = torch.zeros(self.extension.STATE_WORDS, dtype=torch.int32, device=self.device)
+        self.state[0] = _signed(self._first_epoch)
 
     @property
     def group(self) -> Any:
@@ -92,7 +105,7 @@ class PeerMemory:
     def settle(self) -> None:
         """Raises what went wrong so far; waits for exchanges whose counts the host does not know. Others were waited
         for in their layer's forward."""
-        if self.unchecked and self.device.type == "cuda":
+        if (self.unchecked or self.captured) and self.device.type == "cuda":  # replays pass no host
             self.unchecked = False
             self.host_waits += 1
             done = get_accelerator().Event()
@@ -101,9 +114,11 @@ class PeerMemory:
         self.check()
 
     def _allocate(self, half_bytes: int, where: str) -> None:
-        """New staging. Collective: whoever is still in an exchange is waited for."""
+        """New staging. Collective: whoever is still in an exchange is waited for. Raises on every rank or on none."""
         get_accelerator().synchronize()
-        self.check()
+        if self.state is not None:
+            self.check()
+        self._closed(where)
         half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
         told = answers_of_all(self.group, (half_bytes, where), f"growth of the staging for {where}")
         if len(set(told)) > 1:
@@ -111,10 +126,20 @@ class PeerMemory:
                              for rank, (size, what) in zip(ranks_of(self.group), told, strict=True))
             raise RuntimeError(f"the ranks' staging is to grow differently: {each}. All ranks of the group must make "
                                "the same calls in the same order, with rows of the same width and dtype")
-        self.half_bytes = half_bytes
-        self._staging = None  # before the new one is there
-        header = self.extension.HALVES_AT
-        self._staging, peers = self._provide(header + 2 * self.half_bytes, self.group, self.device)
+        self.half_bytes, self._staging = 0, None  # until the new one is there
+        header, failure = self.extension.HALVES_AT, ""
+        try:
+            if self.state is None:
+                self._set_up()
+            staging = self._provider.empty(header + 2 * half_bytes, self.device)
+        except Exception as error:  # whatever the driver or the container refuses
+            failure = f"{type(error).__name__}: {error}"
+        failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
+        for rank, failure in zip(ranks_of(self.group), failures, strict=True):
+            if failure:
+                raise RuntimeError(f"{where}: no staging of {header + 2 * half_bytes} bytes, rank {rank}: {failure}")
+        peers = self._provider.addresses(staging, self.group)
+        self._staging, self.half_bytes = staging, half_bytes
         # As if all had been through the exchange before this one.
         self._staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
         template = self.extension.Group()
@@ -151,8 +176,14 @@ class PeerMemory:
         group.signature = signature
         return group
 
+    def _closed(self, where: str) -> None:
+        if self.sent is not None:
+            raise ValueError(f"{where}: what {self.sent[1]} sent is not received yet, and a group has one exchange at "
+                             "a time: receive it first")
+
     def advance(self, where: str) -> None:
         """Counts an exchange that is about to be launched."""
+        self._closed(where)
         self._where[self.epoch] = where
         self._where.pop(self.epoch - HISTORY, None)
         self.epoch = self.epoch + 1 & 0xFFFFFFFF
@@ -183,7 +214,7 @@ class PeerMemory:
         code, rank, peer, phase, epoch, detail = (int(word) & 0xFFFFFFFF for word in self._failed[:6])
         ranks = ranks_of(self.group)
         kind = KINDS[phase]
-        where = self._where.get(epoch, kind)
+        where = kind if self.captured else self._where.get(epoch, kind)  # replays count on the device alone
         me, other = f"rank {ranks[rank]}", f"rank {ranks[peer]}"
         place = f"exchange {epoch} over NVLink, {where}"
         if CODES[code] == "overflow":

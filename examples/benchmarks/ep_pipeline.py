@@ -136,9 +136,9 @@ class _Pipeline(torch.autograd.Function):
         columns = layer.reads_columns(g_PH)
         g_rows, g_wgrad = layer.quantized_gradient(g_PH, wgrad=True)
         dx_PD = layer.dgrad_gemm(g_rows, [w_EHD])
-        wire, flops = _wire(recipe, recipe.dispatch_bwd), 2 * dx_PD.numel() * g_TH.shape[1]
+        wire = _wire(recipe, recipe.dispatch_bwd)
         beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire,
-                                      kernels.wgrad_seconds(flops, layer.wgrad_quantized, dx_PD.device))
+                                      kernels.wgrad_seconds(g_wgrad, x_PD, layer.wgrad_quantized))
         back = transport.start_combine(plan, dx_PD, wire, BF16, sms=beside)
         dw_EHD = layer.wgrad_gemm(g_wgrad, x_PD, w_EHD.dtype, columns, beside)
         dx_TD, _ = back.result()

@@ -112,7 +112,7 @@ def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_pe
     groups, tiles, chunks = scale.shape[0], cdiv(rows, TILE), cdiv(depth, TILE)
     packed = scale.new_empty((groups * tiles, chunks, 2, 256))
     _pack_scales_kernel[(cdiv(chunks, CHUNKS), tiles, groups)](packed, scale, rows, scale.shape[2], chunks,
-                                                                      *scale.stride(), block, rows_per_scale, CHUNKS)
+                                                               *scale.stride(), block, rows_per_scale, CHUNKS)
     return packed
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ops/csrc/nvlink for CPUs: the same sources and bindings over a small emulator of CUDA (cuda_emulator.h).
 
-`load(rank)` gives the Python module, `provide` the staging of ranks that are processes of one machine:
+`load(rank)` gives the Python module, `Shared` the staging of ranks that are processes of one machine:
 
-    PeerMemory(group, emulator.load(rank), provide=emulator.provide)
+    PeerMemory(group, emulator.load(rank), provider=emulator.Shared)
 """
 
 import ctypes
@@ -73,22 +73,34 @@ def load(rank: int) -> ModuleType:
     return module
 
 
-def provide(size: int, group: Any, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """As peer_memory.symmetric, between processes of this machine, in memory that vanishes with the last of them."""
-    own = os.memfd_create("nvlink staging")
-    os.ftruncate(own, size)
-    files = [None] * dist.get_world_size(group=group)
-    dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{own}", group=group)
-    parts = []
-    for file in files:
-        with open(file, "r+b") as opened:
-            parts.append(torch.frombuffer(mmap.mmap(opened.fileno(), size), dtype=torch.uint8))
-    dist.barrier(group=group)  # all have opened all
-    os.close(own)
-    staging = parts[dist.get_rank(group=group)]
-    staging.fill_(POISON)
-    staging.peers = parts  # lives as long as the tensor
-    return staging, [part.data_ptr() for part in parts]
+class Shared:
+    """As peer_memory.Symmetric, between processes of this machine, in memory that vanishes with the last of them."""
+
+    @staticmethod
+    def empty(size: int, device: torch.device) -> torch.Tensor:
+        file = os.memfd_create("nvlink staging")
+        os.ftruncate(file, size)
+        staging = _mapped(file, size).fill_(POISON)
+        staging.file = file
+        return staging
+
+    @staticmethod
+    def addresses(staging: torch.Tensor, group: Any) -> list[int]:
+        files = [None] * dist.get_world_size(group=group)
+        dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{staging.file}", group=group)
+        parts = [staging] * len(files)
+        for rank, file in enumerate(files):
+            if rank != dist.get_rank(group=group):
+                with open(file, "r+b") as opened:
+                    parts[rank] = _mapped(opened.fileno(), staging.numel())
+        dist.barrier(group=group)  # all have opened all
+        os.close(staging.file)
+        staging.peers = [part for part in parts if part is not staging]  # live as long as the tensor
+        return [part.data_ptr() for part in parts]
+
+
+def _mapped(file: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
 def _rewritten(path: Path) -> str:

@@ -466,11 +466,50 @@ def test_what_does_not_fit_raises_on_every_rank(pool):
         assert "more than its capacity" in text and "capacity_factor" in text and "block.3.moe" in text
 
 
-def replayed(recipe) -> int:
+def overflow_in_a_replay() -> str:
+    """Replays run no code on the host: what does not fit is found all the same, before the step."""
+    mine, case = new_memory(torch.distributed.new_group()), Case(tokens=(600, ) * 8, top_k=1, local_experts=1)
+    exchange, world = NVLink(mine, "block.3.moe", capacity_factor=1.0), dist.get_world_size()
+    expert_TK = torch.arange(600, device="cuda").view(600, 1) % world
+    x_TH = torch.randn(600, case.hidden, device="cuda", dtype=BF16)
+
+    def step():
+        return exchange.dispatch(exchange.plan(expert_TK, 1), x_TH, PLAIN)
+
+    step()
+    mine.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+    for _ in range(2):
+        graph.replay()
+        mine.settle()
+    expert_TK.zero_()
+    graph.replay()
+    with pytest.raises(PeerFailure) as caught:
+        mine.settle()
+    dist.barrier()
+    del kept
+    return str(caught.value)
+
+
+def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
+    for text in pool.run(overflow_in_a_replay, seconds=SECONDS):
+        assert "more than its capacity" in text and "capacity_factor" in text
+
+
+class Beside(NVLink):
+    """Takes the gradient's way back beside the GEMM however little it gains."""
+
+    def sms_beside(self, *args):
+        return 24
+
+
+def replayed(recipe, kind: type) -> int:
     """A layer's forward and backward in a graph, replayed over other tokens, weights and routes, among them dropped
     ones; and the same eagerly. How often the host waited."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ffn = ExpertFFN(formula("swiglu"), recipe, dataclasses.replace(nvlink(), capacity_factor=3.0), 2)
+    ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), "block.3.moe", capacity_factor=3.0), 2)
     experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
     inputs = [(xs[rank], grads[rank], *routes[rank])]
     for routing in ("dropped", "random", "nowhere"):
@@ -514,9 +553,10 @@ def replayed(recipe) -> int:
     return waits
 
 
+@pytest.mark.parametrize("kind", [NVLink, Beside])
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
-def test_graphs_replay_with_other_routes(pool, recipe_name):
-    assert pool.run(replayed, RECIPES[recipe_name], seconds=SECONDS) == [0] * pool.world_size
+def test_graphs_replay_with_other_routes(pool, recipe_name, kind):
+    assert pool.run(replayed, RECIPES[recipe_name], kind, seconds=SECONDS) == [0] * pool.world_size
 
 
 # ---------------------------------------------------------------- beside the weight gradients' GEMM
@@ -534,7 +574,7 @@ def check_beside(repetitions: int) -> None:
         plan = exchange.plan(expert_TK, case.local_experts)
         rows = y_PH.clone()
         pending = exchange.start_combine(plan, rows, case.wire, case.dtype, number_P, sms=8 + 8 * (repetition % 8))
-        assert pending.sms and pending.done is not None
+        assert pending.done is not None
         del rows
         torch.mm(a, a), torch.full_like(y_PH, float("nan"))  # on the current stream: not into memory still read
         y_TH, number_TK = pending.result()
@@ -546,13 +586,6 @@ def check_beside(repetitions: int) -> None:
 
 def test_combine_beside_other_work(pool):
     pool.run(check_beside, 20, seconds=SECONDS)
-
-
-class Beside(NVLink):
-    """Takes the gradient's way back beside the GEMM however little it gains."""
-
-    def sms_beside(self, *args):
-        return 24
 
 
 def check_layer_beside(recipe) -> None:

@@ -150,7 +150,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(Few, group), FIELD(Few, index_TK), FIELD(Few, bound), FIELD(Few, routes), FIELD(Few, data_at),
          FIELD(Few, scale_at), FIELD(Few, route_at), FIELD(Few, count_at), FIELD(Few, T), FIELD(Few, K),
          FIELD(Few, experts), FIELD(Few, local_experts), FIELD(Few, max_tokens), FIELD(Few, H),
-         FIELD(Few, index_bytes), FIELD(Few, send), FIELD(Few, receive), FIELD(Few, team)});
+         FIELD(Few, index_bytes), FIELD(Few, send), FIELD(Few, receive), FIELD(Few, crew)});
   expose<FewDispatch>(m, "FewDispatch",
         {FIELD(FewDispatch, few), FIELD(FewDispatch, x_TH), FIELD(FewDispatch, scale_in),
          FIELD(FewDispatch, out_ERH), FIELD(FewDispatch, out_scale), FIELD(FewDispatch, out_count_E),

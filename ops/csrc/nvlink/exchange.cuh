@@ -77,7 +77,7 @@ public:
       last = atomicAdd(&state->finished, 1) == teams() - 1;
       __threadfence();
       if (last) {
-        state->finished = 0;
+        state->arrived = state->finished = 0;
         state->sent = state->received = 0;
         state->epoch = epoch + complete;
       }
@@ -133,9 +133,9 @@ private:
   }
 };
 
-// Runs the `sends` items of an exchange and its `receives`. The last third of the teams receives from the start, so
-// that what arrives is read while the rest is sent; the others send first. Teams claim items one by one: which team
-// has which changes nothing in the result, and whichever teams the device has room for send all that there is.
+// Runs the `sends` items of an exchange and its `receives`. The third of the teams that begins last receives from the
+// start, so that what arrives is read while the rest is sent; the others send first. Teams claim items one by one:
+// which team has which changes nothing in the result, and whichever the device has room for send all that there is.
 // Work has
 //   send(i)        all threads: stores item i to the peers
 //   announce(i)    all threads, after a barrier: tells the peers that it is complete
@@ -145,20 +145,20 @@ template <class Work> __device__ void exchange(const Exchange &x, Work &work, in
   __shared__ int claimed_of[MAX_TEAMS][2];
   int(&claimed)[2] = claimed_of[threadIdx.y];
   State *state = at<State>(x.g.state);
-  if (team() < teams() - teams() / 3) {
+  if (threadIdx.x == 0) {
+    const bool sender = x.live && int(atomicAdd(&state->arrived, 1)) < teams() - teams() / 3;
+    claimed[0] = sender ? atomicAdd(&state->sent, 1) : sends;
+  }
+  sync_team();
+  for (int turn = 0;; turn ^= 1) {
+    const int i = claimed[turn];
+    if (i >= sends)
+      break;
     if (threadIdx.x == 0)
-      claimed[0] = x.live ? atomicAdd(&state->sent, 1) : sends;
+      claimed[turn ^ 1] = atomicAdd(&state->sent, 1); // while the item is sent
+    work.send(i);
     sync_team();
-    for (int turn = 0;; turn ^= 1) {
-      const int i = claimed[turn];
-      if (i >= sends)
-        break;
-      if (threadIdx.x == 0)
-        claimed[turn ^ 1] = atomicAdd(&state->sent, 1); // while the item is sent
-      work.send(i);
-      sync_team();
-      work.announce(i); // without a barrier behind: only the threads that announce wait until their stores are done
-    }
+    work.announce(i); // without a barrier behind: only the threads that announce wait until their stores are done
   }
   while (true) {
     sync_team();

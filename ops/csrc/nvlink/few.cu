@@ -47,12 +47,12 @@ struct View {
   }
   __device__ int *kept_tokens() const { return at<int>(a.routes) + int64_t(world()) * a.max_tokens * a.K; }
 
-  // Warps that move a row together, of the teams that a grid has.
-  __device__ int teams() const { return gridDim.x * (WARPS / a.team); }
-  __device__ int team(int block) const { return a.team == 1 ? block * WARPS + warp() : block; }
-  __device__ int member() const { return a.team == 1 ? 0 : warp(); }
-  __device__ void sync_team() const {
-    if (a.team == 1)
+  // Warps that move a row together, of the crews that a grid has.
+  __device__ int crews() const { return gridDim.x * (WARPS / a.crew); }
+  __device__ int crew(int block) const { return a.crew == 1 ? block * WARPS + warp() : block; }
+  __device__ int member() const { return a.crew == 1 ? 0 : warp(); }
+  __device__ void sync_crew() const {
+    if (a.crew == 1)
       __syncwarp();
     else
       __syncthreads();
@@ -206,9 +206,9 @@ __device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row,
     send_counts(v, expert, choices, tokens, w, expert + choices);
 }
 
-// One team: a row of `bytes` from staging to `count` places, given by the lanes of `here`.
+// One crew: a row of `bytes` from staging to `count` places, given by the lanes of `here`.
 __device__ void copy_row(const View &v, const char *from, Address to, int bytes, int place, uint32_t here) {
-  const int step = v.a.team * 512, mine = v.member() * 512 + v.lane() * 16;
+  const int step = v.a.crew * 512, mine = v.member() * 512 + v.lane() * 16;
   for (int first = 0; first < bytes; first += AHEAD * step) {
     int4 data[AHEAD];
 #pragma unroll
@@ -262,12 +262,12 @@ __device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared)
     v.kept_tokens()[threadIdx.x] = *static_cast<volatile int *>(v.counts(v.rank(), threadIdx.x));
   __syncthreads();
 
-  for (int i = v.team(blockIdx.x); i < most_tokens * W; i += v.teams()) {
+  for (int i = v.crew(blockIdx.x); i < most_tokens * W; i += v.crews()) {
     const int w = (i + v.rank()) % W, t = i / W;
     if (t >= of_rank(tokens, w))
       continue;
     const bool there = v.x.await(w, t); // every lane for itself
-    v.sync_team();
+    v.sync_crew();
     int place = -1;
     if (there && v.lane() < K) {
       const int route = static_cast<volatile int *>(v.route(v.rank(), w, t))[v.lane()];
@@ -328,7 +328,7 @@ __device__ __forceinline__ Address row_of_choice(const View &v, int w, int64_t r
 
 // Rows of y back to their tokens' ranks: the staging there has a row for each choice.
 template <class In, class Out> __device__ void send_rows(const View &v, const FewCombine &a, int share) {
-  const int W = v.world(), K = v.a.K, H = v.a.H, step = v.a.team * 256;
+  const int W = v.world(), K = v.a.K, H = v.a.H, step = v.a.crew * 256;
   const int mine = v.member() * 256 + v.lane() * 8;
   int tokens[MAX_RANKS], most_tokens = 0;
 #pragma unroll
@@ -336,7 +336,7 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
     tokens[w] = w < W ? v.kept_tokens()[w] : 0;
     most_tokens = max(most_tokens, tokens[w]);
   }
-  for (int i = v.team(share); i < most_tokens * W; i += v.teams()) {
+  for (int i = v.crew(share); i < most_tokens * W; i += v.crews()) {
     const int w = (i + v.rank() + 1) % W, t = i / W;
     if (t >= of_rank(tokens, w))
       continue;
@@ -366,7 +366,7 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
           }
       }
     }
-    v.sync_team();
+    v.sync_crew();
     if (v.lane() == 0 && v.member() == 0)
       v.x.announce(w, t);
   }

@@ -2,7 +2,7 @@
 // What the host hands to the kernels of the NVLink transport. Addresses are integers, so that this header needs no CUDA.
 //
 // Letters as in ds_mxfp8_moe/transport: T tokens of this rank, K choices, W ranks, E experts of one rank, S rows sent,
-// R rows received, P expert-sorted rows. A chunk is a run of neighbouring tokens of one rank: what one block of
+// R rows received, P expert-sorted rows. A chunk is a run of neighbouring tokens of one rank: what one team of
 // threads sends at a time, and what one flag announces.
 #pragma once
 #include <cstdint>
@@ -36,8 +36,8 @@ struct Failure {
 // In this device's memory; only its own kernels touch it.
 struct State {
   uint32_t epoch;    // of the next exchange
-  uint32_t finished; // blocks that are through with this one
-  uint32_t sent, received; // items of it that blocks have taken
+  uint32_t arrived, finished; // teams that have begun with this one, and that are through
+  uint32_t sent, received;    // items of it that teams have taken
   uint32_t failed;
 };
 constexpr int STATE_WORDS = sizeof(State) / 4;
@@ -128,7 +128,7 @@ struct Few {
   int T = 0, K = 0, experts = 0, local_experts = 0, max_tokens = 0, H = 0;
   int index_bytes = 8;      // of an id: 4 or 8
   int send = 1, receive = 1;
-  int team = 1;             // warps that move a row together: 1, or all of a block
+  int crew = 1;             // warps that move a row together: 1, or all of a block
 };
 
 enum ScaleKind : int { BYTES = 0, WORDS = 1, BYTES_TO_FLOATS = 2 }; // as they travel, and as they are handed on

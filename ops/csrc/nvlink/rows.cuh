@@ -8,6 +8,7 @@ namespace nvlink {
 
 constexpr int TEAM_THREADS = 256;
 constexpr int TEAMS = 3; // while one waits at a barrier or for stores to arrive, others move rows
+static_assert(TEAMS <= MAX_TEAMS);
 constexpr int LANE_BYTES = 16;
 constexpr int PIECE_BYTES = 32 * LANE_BYTES; // what a warp moves at a time
 
