@@ -145,20 +145,21 @@ template <class Work> __device__ void exchange(const Exchange &x, Work &work, in
   __shared__ int claimed_of[MAX_TEAMS][2];
   int(&claimed)[2] = claimed_of[threadIdx.y];
   State *state = at<State>(x.g.state);
-  if (threadIdx.x == 0) {
-    const bool sender = x.live && int(atomicAdd(&state->arrived, 1)) < teams() - teams() / 3;
-    claimed[0] = sender ? atomicAdd(&state->sent, 1) : sends;
-  }
-  sync_team();
-  for (int turn = 0;; turn ^= 1) {
-    const int i = claimed[turn];
-    if (i >= sends)
-      break;
+  const bool begins_early = threadIdx.x == 0 && x.live && int(atomicAdd(&state->arrived, 1)) < teams() - teams() / 3;
+  if (any_of_team(begins_early)) {
     if (threadIdx.x == 0)
-      claimed[turn ^ 1] = atomicAdd(&state->sent, 1); // while the item is sent
-    work.send(i);
+      claimed[0] = atomicAdd(&state->sent, 1);
     sync_team();
-    work.announce(i); // without a barrier behind: only the threads that announce wait until their stores are done
+    for (int turn = 0;; turn ^= 1) {
+      const int i = claimed[turn];
+      if (i >= sends)
+        break;
+      if (threadIdx.x == 0)
+        claimed[turn ^ 1] = atomicAdd(&state->sent, 1); // while the item is sent
+      work.send(i);
+      sync_team();
+      work.announce(i); // without a barrier behind: only the threads that announce wait until their stores are done
+    }
   }
   while (true) {
     sync_team();
