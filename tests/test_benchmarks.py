@@ -20,6 +20,7 @@ import expert_ffn  # noqa: E402
 import grouped_gemm  # noqa: E402
 import options  # noqa: E402
 import quantize  # noqa: E402
+import readme  # noqa: E402
 import results_file  # noqa: E402
 import shapes  # noqa: E402
 import show  # noqa: E402
@@ -354,3 +355,8 @@ def test_what_a_run_takes_is_written_on_its_way(tmp_path, monkeypatch, rates):
 
     options.finish("grouped_gemm", rows(), args_of("--out", str(path)))
     assert len(json.loads(path.read_text())["rows"]) == 2 + 4 + 4 + 5
+
+
+def test_the_readme_says_what_the_result_files_say():
+    text = readme.README.read_text()
+    assert readme.rewritten(text) == text, "run python examples/benchmarks/readme.py"

@@ -269,13 +269,23 @@ def memory(step: Step) -> dict[str, int]:
     return {"held_bytes": held, "peak_bytes": accelerator.max_memory_allocated() - before}
 
 
+def unquantized(case: Case, min_tokens_per_expert: int | None) -> bool:
+    """Whether the selection has recipes of MXFP8 compute this case in bf16."""
+    fewest = min_tokens_per_expert
+    if fewest is None:
+        fewest = kernels.fewest_tokens(case.dim, case.hidden, 3 * case.dim * case.hidden, case.experts,
+                                       recipe("mxfp8").block_size, torch.device(device()))
+    return sum(case.counts()) / case.experts < fewest
+
+
 def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: int | None) -> list[dict]:
     """The rows of one case."""
     steps = {PLAIN: plain_step(shape, case)}
     steps |= {name: our_step(shape, case, name, min_tokens_per_expert) for name in RECIPES}
     expected = Expected(shape, case)
     described = {"operation": "forward and backward", **case.as_dict(), "flops": 18 * sum(case.counts()) * case.dim
-                 * case.hidden, "min_tokens_per_expert": min_tokens_per_expert}
+                 * case.hidden, "min_tokens_per_expert": min_tokens_per_expert,
+                 "unquantized": unquantized(case, min_tokens_per_expert)}
     return timing.rows(described, {name: (step, partial(check, name, step, expected)) for name, step in steps.items()},
                        budget_s, UNTIMED)
 

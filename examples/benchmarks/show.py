@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of the benchmarks, out of their result files; show_ranks.py has those of several GPUs.
+"""Tables and plots of the benchmarks, out of their result files; show_ranks.py has those of several GPUs,
+show_convergence.py those of whole trainings.
 
     python examples/benchmarks/show.py FILE...     # prints each file's tables and draws its plot beside it
 """
@@ -12,7 +13,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 import shapes
+import show_convergence
 import show_ranks
+import show_train
 from tables import Group, bar, bars, groups, legends, speedup
 
 WGRAD_FROM_MXFP8 = "ours, bf16 from MXFP8"
@@ -181,8 +184,8 @@ def ffn_tables(result: dict) -> list[str]:
                     aim)
 
     def memory(what, contenders, figure, least, aim):
-        return _bar(what, ((g.ratio(c, "bf16", figure), g.case) for g in found for c in contenders), least, aim,
-                    most=True)
+        return _bar(what, ((g.ratio(c, "bf16", figure), g.case) for g in found for c in contenders
+                           if not g.case.get("unquantized")), least, aim, most=True)
 
     def big(case):
         return case["tokens_per_expert"] == 16384 and dims(case) in ((8192, 5120), (7168, 2048))
@@ -193,7 +196,8 @@ def ffn_tables(result: dict) -> list[str]:
         worst("the same: all MXFP8", ("mxfp8", ), big, 1.35, 1.6),
         worst("other shapes from 2048 tokens each: both", both, lambda case: case["tokens_per_expert"] >= 2048
               and dims(case) not in ((8192, 5120), (7168, 2048)), 1.1, 1.25),
-        worst("every shape and count: both", both, lambda case: True, 0.98, 0.98),
+        worst("every shape and count, with the selection on: both", both,
+              lambda case: case.get("min_tokens_per_expert") is None, 0.98, 0.98),
         _bar("our bf16 over plain torch", ((g.ratio(PLAIN, "bf16"), g.case) for g in found), 1.0, 1.0),
         memory("held, over bf16: pre-activation in MXFP8", both, "held_bytes", 0.55, 0.5),
         memory("held, over bf16: pre-activation in bf16", (KEPT_IN_BF16, ), "held_bytes", 0.8, 0.75),
@@ -222,7 +226,7 @@ def ffn_plot(result: dict, pyplot) -> None:
 
 
 SHOWN = {"grouped_gemm": (gemm_tables, gemm_plot), "quantize": (cast_tables, cast_plot),
-         "expert_ffn": (ffn_tables, ffn_plot), **show_ranks.SHOWN}
+         "expert_ffn": (ffn_tables, ffn_plot), **show_ranks.SHOWN, **show_train.SHOWN, **show_convergence.SHOWN}
 
 
 def show(path: Path) -> bool:

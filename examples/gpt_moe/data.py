@@ -69,10 +69,15 @@ def split(texts: Iterator[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 class Windows:
-    """Windows of seq_len + 1 tokens over one stream: inputs are the first seq_len of each, labels the last seq_len."""
+    """Windows of seq_len + 1 tokens over one stream: inputs are the first seq_len of each, labels the last seq_len.
 
-    def __init__(self, pieces: list[bytes], seq_len: int, encode: Encode = encode_bytes):
-        self.stream = np.concatenate([encode(piece) for piece in pieces])
+    Args:
+        pieces: of text, encoded here; or the whole stream, encoded already (a memory-map, for one).
+    """
+
+    def __init__(self, pieces: list[bytes] | np.ndarray, seq_len: int, encode: Encode = encode_bytes):
+        encoded = isinstance(pieces, np.ndarray)
+        self.stream = pieces if encoded else np.concatenate([encode(piece) for piece in pieces])
         self.seq_len = seq_len
         self.count = (len(self.stream) - 1) // seq_len
         if self.count < 1:

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT-MoEs of the training benchmark: their sizes, how many layers fit, engines around them, even routing."""
+
+import gc
+from dataclasses import dataclass
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from torch import nn
+
+import ds_mxfp8_moe
+import world
+from moe_layer import SwiGLU
+from timing import device
+from world import BF16
+
+HEAD = 128
+VOCABULARY = 32000
+FILLED = 0.8  # of a device's memory, by the formula
+SCRATCH_BYTES = 6e9  # DeepSpeed's buckets, one group's gradients in float32, staging of exchanges, the CUDA context
+IMBALANCE = 2  # rows of the fullest expert over the mean: what the dropless classic layer pads every expert to
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-MoE; attention, norms and router are those of Hugging Face's `family`.
+
+    Attributes:
+        layers: at most, as many as the model has that this is like.
+    """
+
+    family: str
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    layers: int
+    batch: int
+    sequence: int = 4096
+    vocabulary: int = VOCABULARY
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a step."""
+        return self.batch * self.sequence
+
+    def bytes_of(self, layers: int, ranks: int, ep: int, zero: int) -> float:
+        """What a rank needs for the contender that needs most: weights and gradients in bf16, AdamW's master weights
+        and two moments in float32 in shares over the ranks with the same parameters (with ZeRO-2 gradients too), and
+        activations of the dropless classic layer."""
+
+        def state(parameters: float, sharers: int) -> float:
+            return parameters * (2 + 2 / (sharers if zero >= 2 else 1) + 12 / sharers)
+
+        attention, keys = self.heads * HEAD, self.kv_heads * HEAD
+        experts = 3 * self.hidden * self.ffn * self.experts / ep
+        dense = self.hidden * (2 * attention + 2 * keys + self.experts)
+        # Rows that an expert reads and writes, once more in float32 to be weighed, and four values of the FFN's width.
+        routed = IMBALANCE * self.tokens * self.top_k * 8 * (self.hidden + self.ffn)
+        others = self.tokens * (16 * self.hidden + 10 * attention + 12 * keys)
+        logits = 12 * self.tokens * self.vocabulary  # bf16, float32, and their gradients
+        return (layers * (state(experts, ranks // ep) + state(dense, ranks) + routed + others)
+                + state(2 * self.vocabulary * self.hidden, ranks) + logits + SCRATCH_BYTES)
+
+    def most_layers(self, ranks: int, memory: float) -> int:
+        """How many fit into `memory` bytes of a rank in every layout, and with all experts in bf16 while built."""
+        whole = 2 * 3 * self.hidden * self.ffn * self.experts
+        return max((layers for layers in range(1, self.layers + 1) if layers * whole <= FILLED * memory
+                    and all(self.bytes_of(layers, ranks, ep, zero) <= FILLED * memory
+                            for ep in expert_parallel(self, ranks) for zero in (1, 2))), default=0)
+
+
+SIZES = {
+    "deepseek": Size("qwen3_moe", 2048, 1408, 64, 6, heads=16, kv_heads=4, layers=28, batch=2),
+    "qwen3": Size("qwen3_moe", 2048, 768, 128, 8, heads=32, kv_heads=4, layers=48, batch=2),
+    "mixtral": Size("mixtral", 4096, 14336, 8, 2, heads=32, kv_heads=8, layers=32, batch=1),
+    "tiny": Size("qwen3_moe", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64, vocabulary=512),
+    "tiny-mixtral": Size("mixtral", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64,
+                         vocabulary=512),
+}
+FULL_SIZES = ("deepseek", "qwen3", "mixtral")
+
+
+def expert_parallel(size: Size, ranks: int) -> list[int]:
+    """The world, and half of it."""
+    return [ep for ep in (ranks, ranks // 2) if ep > 1 and size.experts % ep == 0] or [1]
+
+
+def hugging_face(size: Size, layers: int) -> nn.Module:
+    """The same weights on all ranks, on the device, in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    experts = {"num_local_experts": size.experts, "intermediate_size": size.ffn} if size.family == "mixtral" else {
+        "num_experts": size.experts, "moe_intermediate_size": size.ffn, "intermediate_size": size.ffn,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    config = AutoConfig.for_model(
+        size.family, vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=HEAD,
+        max_position_embeddings=size.sequence, num_experts_per_tok=size.top_k, output_router_logits=False,
+        use_cache=False, initializer_range=size.hidden**-0.5, **experts)
+    torch.manual_seed(0)
+    with torch.device(device()):
+        return AutoModelForCausalLM.from_config(config, dtype=BF16)
+
+
+class Classic(nn.Module):
+    """deepspeed.moe.layer.MoE with the router and the experts of a Hugging Face layer; dropless, so that it computes
+    the same."""
+
+    def __init__(self, source: nn.Module, size: Size, ep: int):
+        super().__init__()
+        with torch.device(device()):
+            self.moe = MoE(size.hidden, SwiGLU(size.hidden, size.ffn).to(BF16), size.experts, ep, k=size.top_k,
+                           drop_tokens=False, top2_2nd_expert_sampling=False)
+        inner = self.moe.deepspeed_moe
+        first = world.rank() % ep * self.moe.num_local_experts
+        with torch.no_grad():
+            inner.gate.wg.weight.copy_(source.gate.weight)
+            for e, expert in enumerate(inner.experts.deepspeed_experts, first):
+                for linear, weight in zip((expert.gate, expert.up), source.experts.gate_up_proj[e].chunk(2),
+                                          strict=True):
+                    linear.weight.copy_(weight)
+                expert.down.weight.copy_(source.experts.down_proj[e])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x)[0]
+
+
+def engine_of(size: Size, layers: int, ep: int, zero: int, classic: bool, section: dict | None) -> nn.Module:
+    """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe"."""
+    model = hugging_face(size, layers).train()
+    adamw = {"lr": 1e-5, "torch_adam": True, "fused": True}
+    config = {"train_micro_batch_size_per_gpu": size.batch, "bf16": {"enabled": True},
+              "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}}
+    if classic:
+        for layer in model.model.layers:
+            layer.mlp = Classic(layer.mlp, size, ep)
+    else:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "preset_model": size.family}
+    if section is not None:
+        config["mxfp8_moe"] = {"enabled": True, **section}
+    return ds_mxfp8_moe.initialize(model=model, config=config)[0]
+
+
+def moe_layers(engine: nn.Module) -> list[nn.Module]:
+    return [module for module in engine.modules() if isinstance(module, (AutoEPMoELayer, MOELayer))]
+
+
+def router_of(layer: nn.Module) -> nn.Module:
+    return layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
+
+
+def staging_bytes(engine: nn.Module) -> int:
+    """Peer memory of the exchanges, which is not the allocator's."""
+    layer = moe_layers(engine)[0]
+    settings = getattr(layer, "mxfp8", None)
+    memory = getattr(settings and settings.exchange_over(layer.ep_group), "memory", None)
+    return 0 if memory is None else 2 * memory.half_bytes
+
+
+def free(engine: nn.Module) -> None:
+    """Gives the memory of an engine back, which lives on in cycles of references."""
+    parameters = list(engine.module.parameters())
+    states = [state for group in engine.optimizer.optimizer.state.values() for state in group.values()]
+    flat = [*engine.optimizer.bit16_groups_flat, *engine.optimizer.single_partition_of_fp32_groups]
+    engine.destroy()
+    for tensor in (*parameters, *states, *flat):
+        if isinstance(tensor, torch.Tensor):
+            tensor.grad = None
+            tensor.data = tensor.data.new_empty(0)
+    gc.collect()
+    get_accelerator().empty_cache()
+
+
+# ---- routing ------------------------------------------------------------------------------------------------------
+
+
+def even_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """[T, K]: every expert gets equally many, and the choices of a token lie on as many ranks as a router's would.
+
+    Neighbours instead, as round-robin gives them, share a rank: they would travel together, as in no training.
+    """
+    generator = torch.Generator().manual_seed(0)
+    order, offsets = (torch.randperm(experts, generator=generator) for _ in range(2))
+    return order[(torch.arange(tokens).unsqueeze(1) + offsets[:top_k]) % experts]
+
+
+class EvenRouter(TokenChoiceTopKRouter):
+    """AutoEP's router, its choices taken from `expert_TK`, each with the score that it has."""
+
+    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple:
+        scores_TK = self.gate(x).float().softmax(dim=1).gather(1, self.expert_TK)
+        return scores_TK / scores_TK.sum(-1, keepdim=True), self.expert_TK, self.counts_E
+
+
+class EvenGate(TopKGate):
+    """The same of the classic layer's, with capacities that just suffice."""
+
+    def forward(self, input: torch.Tensor, *_unused) -> tuple:
+        scores_TE = nn.functional.linear(input.float(), self.wg.weight.float()).softmax(dim=1)
+        weight_TK = scores_TE.gather(1, self.expert_TK)
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        return (scores_TE.mean(), self.capacity, scores_TE.shape[1], self.expert_TK.t().int(), self.place_KT,
+                weight_TK.t(), self.counts_E)
+
+
+def route(engine: nn.Module, size: Size, routing: str) -> None:
+    """Has every router of the model route evenly, or as it is made to."""
+    expert_TK = even_routes(size.tokens, size.top_k, size.experts).to(device())
+    counts_E = torch.bincount(expert_TK.flatten(), minlength=size.experts).int()
+    chosen_TE = torch.zeros(size.tokens, size.experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
+    place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)
+    for layer in moe_layers(engine):
+        router = router_of(layer)
+        if routing == "router":
+            router.__class__ = TokenChoiceTopKRouter if isinstance(router, TokenChoiceTopKRouter) else TopKGate
+            continue
+        router.__class__ = EvenRouter if isinstance(router, TokenChoiceTopKRouter) else EvenGate
+        vars(router).update(expert_TK=expert_TK, counts_E=counts_E, capacity=counts_E.max(),
+                            place_KT=place_TK.t().int().contiguous())

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training benchmark on two gloo ranks: a tiny size from engines to rows, what is noticed, how rows are added to,
+where time goes, tables and plot."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+
+import breakdown  # noqa: E402
+import results_file  # noqa: E402
+import show  # noqa: E402
+import show_train  # noqa: E402
+import train_models  # noqa: E402
+import world  # noqa: E402
+from show_train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16  # noqa: E402
+
+# By a name of its own: examples/gpt_moe has a train.py too.
+_spec = importlib.util.spec_from_file_location("benchmark_train", ROOT / "examples/benchmarks/train.py")
+train = sys.modules["benchmark_train"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(train)
+
+NO_END = float("inf")
+
+
+def _run(size, contenders, profiled=True, steps=1, zero=1):
+    case = train.Case(size, 2, zero, world.size(), world.size(), steps)
+    rows: dict = {}
+    runs = [one for one in train.wanted([case], contenders, rows, False) if profiled or not one.profiled]
+    written = [json.dumps(list(rows.values())) for _ in train.run(runs, rows, NO_END, "abc")]
+    assert not profiled or not train.wanted([case], contenders, rows, True)  # nothing is lacking
+    return list(rows.values()), written
+
+
+def test_contenders_train_alike_and_their_time_is_broken_down(ranks2):
+    (rows, written), (others, _) = ranks2.run(_run, "tiny", [AUTOEP, HP, CLASSIC])
+    assert [(row["contender"], row["case"]["routing"], row["correct"]) for row in rows] == [
+        (name, routing, True) for name in (AUTOEP, HP, CLASSIC) for routing in ("even", "router")]
+    assert [row["losses"] for row in others] == [row["losses"] for row in rows]  # the mean over ranks
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["median_ms"] * 1e3, rel=1e-3)
+        # Each stage's and the step's are the slowest rank's.
+        assert row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"] > 0.999 * row["median_ms"]
+        assert row["case"]["tokens_per_expert"] == 64 and len(row["losses"]) == train.WARM_UP + 1 + 1
+        assert list(row["breakdown"]) == list(breakdown.PARTS) and min(row["breakdown"].values()) > 0
+        assert row["breakdown"]["rest"] < 0.5 * sum(row["breakdown"].values())
+        even = row["case"]["routing"] == "even"
+        assert (row["fewest_tokens"], row["most_tokens"]) == (64, 64) if even else (
+            row["fewest_tokens"] < 64 < row["most_tokens"])
+        assert row["commit"] == "abc" and row["losses"][-1] < row["losses"][0]
+    quantised, classic = rows[2], rows[4]
+    assert 0 < classic["loss_off"] < 1e-3 and 1e-4 < quantised["loss_off"]
+    # Before a contender trains, its rows say that it did not end.
+    assert [row.get("failure") for row in json.loads(written[0])] == [train.UNFINISHED] * 2
+
+
+def _wrong(size):
+    """Layers of our bf16 recipe whose tokens get each other's results."""
+
+    def engine_of(*args):
+        engine = train.models.engine_of(*args, classic=False, section={"recipe": "bf16"})
+        for layer in train_models.moe_layers(engine):
+            layer.register_forward_hook(lambda _layer, _inputs, output: output.roll(1, 1))
+        return engine
+
+    def failing(*args):
+        raise ValueError("no such engine")
+
+    with mock.patch.dict(train.CONTENDERS, {OURS_BF16: engine_of, MXFP8: failing}):
+        return _run(size, [AUTOEP, OURS_BF16, MXFP8, CLASSIC], profiled=False, zero=2)[0]
+
+
+def test_wrong_results_and_failures_are_noticed_and_both_families_are_what_the_classic_layer_computes(ranks2):
+    rows = ranks2.run(_wrong, "tiny-mixtral")[0]
+    assert [row["correct"] for row in rows] == [True] * 2 + [False] * 4 + [True] * 2
+    assert "gradient norm" in rows[2]["error"] and "no such engine" in rows[4]["failure"]
+    assert rows[6]["loss_off"] < 1e-3 and "error" not in rows[6]
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_added_to_what_is_there(tmp_path):
+    case = train.Case("tiny", 2, 1, 2, 2, 6)
+    wanted = train.wanted([case], [AUTOEP, HP], {}, False)
+    assert [(one.contender, one.profiled) for one in wanted] == [(AUTOEP, False), (HP, False), (AUTOEP, True),
+                                                                 (HP, True)]
+    row = {"case": case.described("even"), "contender": AUTOEP, "correct": True, "losses": [1.0]}
+    rows = {train.key(r): r for r in (row, {**row, "case": case.described("router")}, {
+        "case": case.described("even"), "contender": HP, "correct": False, "failure": train.UNFINISHED},
+        {"case": case.described("router"), "contender": HP, "correct": False, "failure": train.UNFINISHED})}
+    lacking = [(one.contender, one.profiled) for one in train.wanted([case], [AUTOEP, HP], rows, False)]
+    assert lacking == [(AUTOEP, True)]
+    assert (HP, False) in [(o.contender, o.profiled) for o in train.wanted([case], [AUTOEP, HP], rows, True)]
+
+    path = tmp_path / "train.json"
+    assert train.stored(path) == []
+    results_file.write("train", [row], path, of_commit="abc")
+    assert train.stored(path) == [json.loads(json.dumps(row))]
+    results_file.write("moe_layer", [row], path, of_commit="abc")
+    with pytest.raises(SystemExit, match="--out"):
+        train.stored(path)
+
+
+def _losses(name, losses, norm=1.0, routing="even"):
+    return {"case": {"routing": routing}, "contender": name, "losses": losses, "gradient_norm": norm, "correct": True}
+
+
+def test_losses_are_compared_within_their_case():
+    rows = [_losses(HP, [5.0, 4.01]), _losses(AUTOEP, [5.0, 4.0]), _losses(CLASSIC, [5.0, 4.01]),
+            _losses(MXFP8, [5.0, 4.0], norm=1.2), _losses(OURS_BF16, [5.0, float("nan")]),
+            _losses(HP, [9.0, 9.0], routing="router"),
+            {"case": {"routing": "even"}, "contender": "x", "correct": False, "failure": "so"}]
+    train.settle(rows)
+    assert [row["correct"] for row in rows] == [True, True, False, False, False, True, False]
+    assert rows[0]["loss_off"] == pytest.approx(0.0025) and "20.00%" in rows[3]["error"]
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+def test_even_routes_are_even_and_lie_apart():
+    expert_TK = train_models.even_routes(8192, 6, 64)
+    assert (torch.bincount(expert_TK.flatten()) == 768).all()
+    assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
+    ranks = torch.zeros(8192, 8).scatter_(1, expert_TK // 8, 1.0).sum(1).mean()
+    assert 4 < ranks < 5.1  # 4.5 of 8, were they drawn at random
+
+
+def test_layers_fit_by_the_formula():
+    size, memory = train_models.SIZES["deepseek"], 150e9
+    found = {ranks: size.most_layers(ranks, memory) for ranks in (2, 4, 8)}
+    assert 4 <= found[2] < found[4] < found[8] <= size.layers
+    for ep, zero in ((8, 1), (4, 2)):
+        assert size.bytes_of(found[8], 8, ep, zero) <= 0.8 * memory
+    assert size.bytes_of(2, 8, 4, 2) < size.bytes_of(2, 8, 4, 1) and size.most_layers(2, 10e9) == 0
+    assert train_models.expert_parallel(size, 8) == [8, 4] and train_models.expert_parallel(size, 2) == [2]
+
+
+# ---- breakdown ----------------------------------------------------------------------------------------------------
+
+
+def _event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "pid": 1, "tid": tid, "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def test_kernels_belong_to_the_range_that_launched_them_or_whose_gradient_they_compute():
+    forward = [_event("user_annotation", "part: whole step", 0, 100),
+               _event("user_annotation", "part: experts", 5, 30),
+               _event("user_annotation", "part: dispatch", 10, 10), _event("cpu_op", "aten::copy_", 12, 3),
+               _event("cuda_runtime", "cudaLaunchKernel", 13, 1, correlation=1),
+               _event("cpu_op", "aten::mm", 25, 5, **{"Sequence number": 7}),
+               _event("cuda_driver", "cuLaunchKernelEx", 26, 1, correlation=2),
+               _event("cpu_op", "aten::add", 40, 5, **{"External id": 99, "Sequence number": 8})]
+    node = {"Sequence number": 7, "Fwd thread id": 1}
+    backward = [_event("cpu_op", f"{breakdown.BACKWARD}: MmBackward0", 50, 10, 2, **node),
+                _event("cpu_op", "aten::mm", 51, 8, 2, **{"Sequence number": 8}),
+                _event("cuda_runtime", "cudaLaunchKernel", 52, 1, 2, correlation=3),
+                _event("cpu_op", f"{breakdown.BACKWARD}: _Function", 70, 10, 2, **node),
+                _event("user_annotation", "part: combine", 71, 5, 2),
+                _event("cuda_runtime", "cudaMemcpyAsync", 72, 1, 2, correlation=4),
+                _event("cpu_op", f"{breakdown.BACKWARD}: AccumulateGrad", 82, 3, 2),
+                _event("cuda_runtime", "cudaLaunchKernel", 83, 1, 2, correlation=5)]
+    device = [_event("kernel", "a", 20, 8, 90, correlation=1), _event("kernel", "b", 30, 16, 90, correlation=2),
+              _event("kernel", "c", 60, 4, 90, correlation=3), _event("gpu_memcpy", "d", 61, 2, 91, correlation=4),
+              _event("kernel", "e", 90, 1, 90, correlation=5),
+              _event("kernel", "f", 92, 3, 90, **{"correlation": 77, "External id": 99})]
+    found = breakdown.parts_us([*backward, *device, *forward, {"ph": "i", "name": "no span"}])
+    assert found == {"attention": 0, "router": 0, "dispatch": 8, "experts": 16 + 4, "combine": 2, "optimizer": 0,
+                     "rest": 1 + 3, "idle": 100 - (8 + 16 + 4 + 1 + 3)}
+
+
+class _Block(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.last = torch.nn.Linear(32, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.last(self.self_attn(x)).sum()
+
+
+def test_backward_is_attributed_in_a_real_trace():
+    block, x = _Block(), torch.randn(8, 32, requires_grad=True)
+    with breakdown.marked(block):
+        events = [event for event in breakdown.trace(lambda: block(x).backward(), 1) if event.get("ph") == "X"]
+    found = [(event["name"], part) for event, part, _ in breakdown.parts_of_host(events)]
+    assert found.count(("aten::addmm", "attention")) == found.count(("aten::addmm", "rest")) == 1
+    assert found.count(("aten::mm", "attention")) == 2  # gradients of its input and of its weight
+    assert not block.self_attn._forward_hooks and not block.self_attn._forward_pre_hooks
+
+
+# ---- tables and plot ----------------------------------------------------------------------------------------------
+
+
+def _row(name, ms, size, routing, peak, **figures):
+    case = {"size": size, "layers": 14, "zero": 1, "ep": 8, "ranks": 8, "steps": 6, "dp": 1, "routing": routing,
+            "hidden": 2048, "ffn": 1408, "experts": 64, "top_k": 6, "tokens_per_rank": 8192, "tokens_per_expert": 6144,
+            "predicted_bytes": 10**11}
+    return {"case": case, "contender": name, "commit": "abc", "median_ms": ms, "p90_ms": ms, "forward_ms": ms / 3,
+            "backward_ms": ms / 2, "optimizer_ms": ms / 6, "tokens_per_s": round(65536e3 / ms), "peak_bytes": peak,
+            "staging_bytes": 2**28, "fewest_tokens": 1, "most_tokens": 2, "losses": [3.0], "loss_off": 0.001,
+            "norm_off": 0.01, "correct": True, **figures}
+
+
+def test_tables_state_the_bars(tmp_path, capsys):
+    parts = dict.fromkeys((*breakdown.PARTS, "idle"), 10.0)
+    rows = [_row(name, ms, size, routing, peak, breakdown=parts) for size in ("deepseek", "mixtral")
+            for routing in ("even", "router") for name, ms, peak in (
+                (AUTOEP, 200, 3 << 30), (HP, 150 if size == "deepseek" else 190, 2 << 30), (CLASSIC, 330, 3 << 30))]
+    rows += [{"case": rows[0]["case"], "contender": MXFP8, "correct": False, "failure": train.UNFINISHED}]
+    path = tmp_path / "train.json"
+    results_file.write("train", rows, path, of_commit="abc")
+    assert not show.show(path) and path.with_suffix(".png").stat().st_size > 5000
+    out = capsys.readouterr().out
+    lines = {line.split("  ")[0].strip(): line.split()[-1] for line in out.splitlines() if line}
+    assert lines["deepseek: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "bar"
+    assert lines["mixtral: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "MISSED"
+    assert lines["qwen3: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "measured"  # not
+    assert lines["the same over classic bf16"] == lines["peak memory with staging, of AutoEP's"] == "aim"
+    assert "6144" in out and "did not end" in out and set(show_train.COLORS) == set(parts)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The convergence study on two gloo ranks: what is interrupted ends as if it had not been; order, data and tables."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+
+import convergence  # noqa: E402
+import results_file  # noqa: E402
+import show  # noqa: E402
+import show_convergence  # noqa: E402
+from convergence import Run  # noqa: E402
+
+MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
+NEVER = float("inf")
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """A folder with a tiny model and the tokens of some texts."""
+    folder = tmp_path_factory.mktemp("convergence")
+    (folder / "gpt.yaml").write_text(MODEL)
+    (folder / "texts").mkdir()
+    for i in range(200):
+        (folder / f"texts/{i}.txt").write_text(f"{i} green bottles hanging on the wall\n" * 4)
+    for name in ("whole", "pieces", "without"):
+        convergence.store_tokens(str(folder / "texts"), folder / name)
+    return folder
+
+
+def _train(state, folder, recipe, until, *arguments):
+    args = convergence.parse_args(["--state", str(state / folder), "--steps", "6", "--log_every", "2",
+                                   "--heldout_every", "4", "--sqnr_every", "4", "--heldout_windows", "16",
+                                   *arguments])
+    args.until = until
+    size = convergence.Size(str(state / "gpt.yaml"), 1e-2, sequences=4)
+    with mock.patch.dict(convergence.SIZES, {"tiny": size}):
+        return convergence.train_piece(Run("tiny", recipe, 0), args)
+
+
+def files(state, folder, recipe):
+    """Names of what there is of a run, with its checkpoints, and its log."""
+    folder = state / folder / Run("tiny", recipe, 0).name
+    return {path.name for path in (*folder.iterdir(), *folder.glob("checkpoints/step_*"))}, (
+        folder / "log.jsonl").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "default_32"])
+def test_an_interrupted_run_ends_with_the_losses_of_an_uninterrupted_one(ranks2, state, recipe):
+    assert ranks2.run(_train, state, "whole", recipe, NEVER) == [True] * 2
+    assert ranks2.run(_train, state, "pieces", recipe, 0.0) == [False] * 2
+    names, log = files(state, "pieces", recipe)
+    assert "step_2" in names and "summary.json" not in names
+    log_path = state / "pieces" / Run("tiny", recipe, 0).name / "log.jsonl"
+    log_path.write_text(log + '{"step": 4, "loss": "of a piece that was killed after its checkpoint"}\n')
+    assert ranks2.run(_train, state, "pieces", recipe, 0.0) == [False] * 2
+    assert "step_2" not in files(state, "pieces", recipe)[0]
+    assert ranks2.run(_train, state, "pieces", recipe, NEVER) == [True] * 2
+    assert files(state, "pieces", recipe) == files(state, "whole", recipe)
+    names, log = files(state, "whole", recipe)
+    assert names == {"log.jsonl", "summary.json"}
+    rows = [json.loads(line) for line in log.splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    assert [row["step"] for row in rows if "heldout_loss" in row] == [0, 4, 6]
+    assert rows[-1]["loss"] < rows[1]["loss"] and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
+    assert all(row["grad_norm"] > 0 and 1 / 4 <= row["busiest_expert"] < 1 and 0 < row["entropy"] <= 1
+               for row in rows[1:])
+    noise = [row["sqnr_db"] for row in rows if "sqnr_db" in row]
+    assert len(noise) == (0 if recipe == "bf16" else 2)
+    for values in noise:
+        assert set(values) == set(show_convergence.SQNR) and all(10 < value < 40 for value in values.values())
+
+
+def test_measuring_noise_changes_no_loss(ranks2, state):
+    assert ranks2.run(_train_without_sqnr, state) == [True] * 2
+
+    def losses(folder):
+        return [(row["loss"], row["grad_norm"]) for row in map(json.loads, files(
+            state, folder, "default_32")[1].splitlines()) if row["step"]]
+
+    assert losses("without") == losses("whole")
+
+
+def _train_without_sqnr(state):
+    with mock.patch.object(convergence, "sqnr", lambda *_: {}):
+        return _train(state, "without", "default_32", NEVER)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(ranks2, state):
+    assert ranks2.run(_train, state, "pieces", "floor", 0.0) == [False] * 2
+    with pytest.raises(AssertionError, match="name another --state"):
+        ranks2.run(_train, state, "pieces", "floor", 0.0, "--heldout_windows", "8")
+
+
+def test_more_than_two_epochs_are_refused(ranks2, state):
+    with pytest.raises(AssertionError, match="epochs of --data"):
+        ranks2.run(_train, state, "pieces", "mxfp8_128", 0.0, "--steps", "10000")
+
+
+# ---- what needs no ranks ------------------------------------------------------------------------------------------
+
+
+def test_copies_of_a_text_are_left_out_and_none_is_on_both_sides(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i in range(400):
+        (tmp_path / f"texts/{i}").write_text(f"text {i % 200:05}")
+    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
+    about = json.loads((tmp_path / "tokens.json").read_text())
+    assert about["training_tokens"] + about["heldout_tokens"] == 200 * 11 and about["heldout_tokens"] < 400
+    sides = [{bytes(text[1:].astype(np.uint8)) for text in np.load(tmp_path / f"{name}.npy").reshape(-1, 11)}
+             for name in ("training", "heldout")]
+    assert len(sides[0] | sides[1]) == 200 and not sides[0] & sides[1]
+    (tmp_path / "texts/new").write_text("later texts change nothing")
+    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
+    assert json.loads((tmp_path / "tokens.json").read_text()) == about
+
+
+def arguments(state, *more):
+    return convergence.parse_args(["--state", str(state), *more])
+
+
+def test_the_most_important_runs_come_first(tmp_path):
+    names = [run.name for run in convergence.plan(arguments(tmp_path))]
+    assert names[:9] == ["50M-bf16-0", "50M-default_128-0", "50M-mxfp8_128-0", "50M-default_32-0",
+                         *(f"50M-bf16-{seed}" for seed in range(1, 5)), "50M-combine_mxfp8-0"]
+    assert len(names) == 22 and names[11:] == [name.replace("50M", "300M") for name in names[:11]]
+    few = convergence.plan(arguments(tmp_path, "--recipes", "floor", "bf16", "--seeds", "2", "--bf16_seeds", "1",
+                                     "--sizes", "50M"))
+    assert [run.name for run in few] == ["50M-bf16-0", "50M-floor-0", "50M-floor-1"]
+
+
+def test_the_state_lies_outside_of_the_repository():
+    with pytest.raises(SystemExit):
+        arguments(ROOT / "runs")
+
+
+def test_as_many_runs_side_by_side_as_there_are_places(tmp_path):
+    """Each run stands for a process that takes a second; the third of them fails."""
+    events = []
+
+    class Process:
+
+        def __init__(self, run):
+            self.begin, self.returncode, self.run = time.monotonic(), None, run
+
+        def poll(self):
+            if time.monotonic() > self.begin + 1 and self.returncode is None:
+                self.returncode = int(self.run.seed == 2)
+                events.append(("end", self.run.seed))
+                if self.returncode == 0:
+                    (tmp_path / self.run.name / "summary.json").touch()
+            return self.returncode
+
+    def launch(run, place, until, args):
+        events.append((place, run.seed))
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / "output.txt").write_text("out of memory")
+        return Process(run)
+
+    args = arguments(tmp_path, "--recipes", "bf16", "--sizes", "50M", "--seconds", "1e9")
+    with mock.patch.object(convergence, "launch", launch), \
+            mock.patch.object(convergence, "places", lambda _: ["0,1", "2,3"]):
+        assert not convergence.work(convergence.plan(args), args)
+        assert [event for event in events if event[0] != "end"] == [("0,1", 0), ("2,3", 1), ("0,1", 2), ("2,3", 3),
+                                                                    ("0,1", 4)]
+        assert events[2][0] == "end"
+        events.clear()
+        args.seconds = 0.0
+        assert convergence.work(convergence.plan(args), args) and not events
+
+
+def test_tables_and_plot(tmp_path, capsys):
+    def row(recipe, seed, heldout):
+        steps = {str(step): 2.0 - step / 1000 for step in (100, 200, 300)}
+        noise = {step: dict.fromkeys(show_convergence.SQNR, 20.0 + seed) for step in ("10", "300")}
+        return {"case": {"size": "50M", "parameters": 46e6, "steps": 300, "tokens_per_step": 16384,
+                         "expert_parallel": 2, "seed": seed}, "contender": recipe, "heldout_loss": heldout,
+                "curves": {"loss": steps, "grad_norm": steps, "busiest_expert": steps, "entropy": steps,
+                           "heldout_loss": {"0": 5.6, "100": 2.0, "300": heldout},
+                           "sqnr_db": {} if recipe == "bf16" else noise}, "correct": True}
+
+    rows = [row("bf16", seed, 1.5 + seed / 100) for seed in range(5)]
+    other = row("bf16", 0, 9.0)
+    other["case"]["steps"] = 200  # another case: not in the range
+    rows.append(other)
+    rows += [row("default_128", 0, 1.56), row("default_128", 1, 1.50), row("mxfp8_128", 0, 1.55), row("floor", 0, 1.4)]
+    path = tmp_path / "convergence.json"
+    results_file.write("convergence", rows, path, of_commit="abc")
+    assert show.show(path) and path.with_suffix(".png").stat().st_size > 5000
+    out = capsys.readouterr().out
+    verdicts = {line.split()[1]: line.split()[-1] for line in out[out.index("range of bf16"):].splitlines()
+                if line.startswith("50M")}
+    assert verdicts["default_128"] == "inside" and verdicts["mxfp8_128"] == "ABOVE" and verdicts["floor"] == "below"
+    assert "1.5000 to 1.5400" in out and "20.5 to 20.5" in out
+    results_file.write("convergence", rows[:2] + rows[6:7], path, of_commit="abc")
+    show.show(path)
+    assert "ABOVE, but of 2 seeds" in capsys.readouterr().out
