@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | lint | finetune. Each sets up what it needs in $(VENV) first.
+# make setup | test | lint | finetune | report. Each sets up what it needs in $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
 #   DEEPSPEED   the release to install, in a VENV of its own: make test VENV=.venv196 DEEPSPEED=0.19.6
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup test lint finetune
+.PHONY: setup test lint finetune report
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -55,6 +55,9 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 
 test: $(VENV)/ready
 	@$(RUN) -m pytest
+
+report: $(VENV)/ready
+	@$(RUN) examples/benchmarks/report.py
 
 lint: $(VENV)/ready
 	@$(RUN) -m ruff check .

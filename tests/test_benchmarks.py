@@ -20,7 +20,7 @@ import expert_ffn  # noqa: E402
 import grouped_gemm  # noqa: E402
 import options  # noqa: E402
 import quantize  # noqa: E402
-import readme  # noqa: E402
+import report  # noqa: E402
 import results_file  # noqa: E402
 import shapes  # noqa: E402
 import show  # noqa: E402
@@ -357,6 +357,20 @@ def test_what_a_run_takes_is_written_on_its_way(tmp_path, monkeypatch, rates):
     assert len(json.loads(path.read_text())["rows"]) == 2 + 4 + 4 + 5
 
 
-def test_the_readme_says_what_the_result_files_say():
-    text = readme.README.read_text()
-    assert readme.rewritten(text) == text, "run python examples/benchmarks/readme.py"
+def test_the_pages_say_what_the_result_files_say():
+    assert report.outdated() == [], "run make report"
+
+
+def test_results_older_than_the_code_are_marked(monkeypatch):
+    result = {"benchmark": "quantize", "commit": "abc+"}
+    for_git = SimpleNamespace(returncode=0, stdout="f00\n")
+    monkeypatch.setattr(report.subprocess, "run", lambda *args, **options: for_git)
+    assert report.is_older(result) and not report.is_older({**result, "commit": None})
+    for_git.stdout = ""
+    assert not report.is_older(result)
+
+
+def test_spread_of_a_file():
+    rows = [{"median_ms": 2.0, "p10_ms": 1.9, "p90_ms": 2.1}, {"median_ms": 1.0, "p10_ms": 1, "p90_ms": 1.5}, {}]
+    assert "10.0% in nine of ten, at most 50.0%" in report.spread({"rows": rows})
+    assert report.spread({"rows": [{}]}) == ""

@@ -229,17 +229,23 @@ SHOWN = {"grouped_gemm": (gemm_tables, gemm_plot), "quantize": (cast_tables, cas
          "expert_ffn": (ffn_tables, ffn_plot), **show_ranks.SHOWN, **show_train.SHOWN, **show_convergence.SHOWN}
 
 
-def show(path: Path) -> bool:
-    """Draws the plot of a result file beside it and prints its tables; whether every row of it is correct."""
+def draw(path: Path, result: dict) -> None:
+    """The plot of a result file, beside it."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    result = json.loads(path.read_text())
-    tables, plot = SHOWN[result["benchmark"]]
+    _, plot = SHOWN[result["benchmark"]]
     plot(result, pyplot)
     pyplot.tight_layout()
-    pyplot.savefig(path.with_suffix(".png"), dpi=120, bbox_inches="tight")
+    pyplot.savefig(path.with_suffix(".png"), dpi=75, bbox_inches="tight")
     pyplot.close()
+
+
+def show(path: Path) -> bool:
+    """Draws the plot of a result file beside it and prints its tables; whether every row of it is correct."""
+    result = json.loads(path.read_text())
+    tables, _ = SHOWN[result["benchmark"]]
+    draw(path, result)
     wrong = [row for row in result["rows"] if not row["correct"]]
     for row in wrong:
         print("WRONG:", row["contender"], row["case"], row.get("failure") or row.get("error") or row.get("sqnr_db"))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what the result files say: the goals and where they stand into the README, between its two marks; every table
+with its machine, versions, command and spread into RESULTS.md beside this file; and the plots beside the files.
+
+    make report                                      # or python examples/benchmarks/report.py: rewrites both
+    python examples/benchmarks/report.py --check     # exits with 1 if that would change a figure
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import results_file
+import show
+
+ROOT = Path(__file__).resolve().parents[2]
+README, PAGE = ROOT / "README.md", Path(__file__).with_name("RESULTS.md")
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+OLDER = " **Older than the code that it measures.**"
+
+
+def results(folder: Path = results_file.RESULTS) -> list[tuple[Path, dict]]:
+    """The files that tables are made of."""
+    found = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    return [(path, result) for path, result in found if result["benchmark"] in show.SHOWN]
+
+
+def is_older(result: dict) -> bool:
+    """Whether the package, its kernels or the benchmark changed since the commit that was measured; False where git
+    does not know."""
+    commit = (result["commit"] or "").rstrip("+")
+    if not commit:
+        return False
+    asked = subprocess.run(["git", "log", "-1", "--format=%H", f"{commit}..HEAD", "--", "ds_mxfp8_moe", "ops",
+                            f"examples/benchmarks/{result['benchmark']}.py"], cwd=ROOT, capture_output=True, text=True,
+                           check=False)
+    return asked.returncode == 0 and bool(asked.stdout.strip())
+
+
+def spread(result: dict) -> str:
+    """How far the 10th and 90th percentiles of a row's times lie apart, of its median: in most rows, and at most."""
+    shares = sorted((row["p90_ms"] - row["p10_ms"]) / row["median_ms"] for row in result["rows"]
+                    if row.get("median_ms") and "p90_ms" in row)
+    if not shares:
+        return ""
+    return (f"p10 to p90 of a time: {shares[len(shares) // 2]:.1%} of the median in the middle row, "
+            f"{shares[int(0.9 * (len(shares) - 1))]:.1%} in nine of ten, at most {shares[-1]:.1%}")
+
+
+def origin(path: Path, result: dict, folder: str) -> str:
+    commit = result["commit"] or "unknown"
+    return (f"[{path.stem}]({folder}{path.name}): {result['machine']}, {result['date'][:10]}, commit "
+            f"{commit[:10]}{'+' * commit.endswith('+')}, `{result['command']}`.{OLDER * is_older(result)}")
+
+
+def _text(*tables: str) -> str:
+    return "```text\n" + "\n\n".join(tables) + "\n```"
+
+
+def readme(text: str) -> str:
+    """The README with each file's goals: the worst case of each, and where it was."""
+    parts = [f"{origin(path, result, 'examples/benchmarks/results/')}\n"
+             f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in results()]
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n{END}{after}"
+
+
+def page() -> str:
+    """Every table of every file."""
+    parts = ["# Results\nWritten by `make report` out of the files in `results/`. A `+` behind a commit: tracked "
+             "files differed from it."]
+    for path, result in results():
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+        parts.append("\n\n".join(filter(None, (
+            f"## {path.stem}", origin(path, result, "results/"), f"Versions: {versions}.", spread(result),
+            _text(*show.SHOWN[result["benchmark"]][0](result)),
+            f"![{path.stem}](results/{path.stem}.png)"))))
+    return "\n\n".join(parts) + "\n"
+
+
+def outdated() -> list[str]:
+    """Which of the two pages say other figures than the files."""
+    pages = ((README, readme(README.read_text())), (PAGE, page()))
+    return [path.name for path, new in pages if path.read_text().replace(OLDER, "") != new.replace(OLDER, "")]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        wrong = outdated()
+        sys.exit(f"not what the results say: {', '.join(wrong)}; run make report" if wrong else 0)
+    README.write_text(readme(README.read_text()))
+    PAGE.write_text(page())
+    for result_path, of_it in results():
+        show.draw(result_path, of_it)
