@@ -9,12 +9,13 @@ import pytest
 import torch
 from reference_moe import reference
 
-from ds_mxfp8_moe import kernels
+from ds_mxfp8_moe import expert_ffn, grouped_gemm, kernels
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.transport import Pending
 from ds_mxfp8_moe.transport.collective import Collective
 
 HIDDEN, FFN = 96, 160  # multiples of 32 but not of 128
@@ -236,3 +237,46 @@ def test_fewest_tokens_lie_where_they_were_measured(shape, monkeypatch):
     assert replace(layer, recipe=recipe(scale_block_size=32)).fewest_tokens(torch.device("cuda")) == 0
     narrow = replace(layer, formula=replace(of, hidden_size=512, ffn_size=256))
     assert narrow.fewest_tokens(torch.device("cuda")) == math.inf
+
+
+class Recorded(Pending):
+
+    def result(self):
+        self.kept.append("joined")
+        return super().result()
+
+
+class Beside(Collective):
+    """Says that a GEMM may run beside every combine of a gradient."""
+
+    def sms_beside(self, *args):
+        return 24
+
+    def start_combine(self, *args, sms=0, **kwargs):
+        return Recorded(self.combine(*args, **kwargs), None, [("started", sms)])
+
+
+def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkeypatch):
+    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
+    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    ffn, seen, asked = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Beside(), len(experts)), [], []
+    start = Beside.start_combine
+
+    def recorded(self, *args, **kwargs):
+        pending = start(self, *args, **kwargs)
+        seen.append(pending.kept)
+        return pending
+
+    def gemm(g, a, ends, dtype, mode, columns, sms):
+        asked.append(sms)
+        if sms:
+            raise MemoryError("none is left")
+        return grouped_gemm.grouped_mm_wgrad_rows(g, a, ends, dtype, mode, columns, sms)
+
+    monkeypatch.setattr(Beside, "start_combine", recorded)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(expert_ffn, "grouped_mm_wgrad_rows", gemm)
+    y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+    with pytest.raises(MemoryError):
+        y.backward(g)
+    assert asked == [0, 132 - 24] and seen == [[("started", 24), "joined"]]
