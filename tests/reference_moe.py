@@ -38,13 +38,15 @@ def _weight(w, recipe, transposed):
     return _cast(w.t(), recipe).t() if transposed else _cast(w, recipe)
 
 
-def reference(formula, recipe, experts, tokens, routes, grads, ranks):
+def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_rows=False):
     """Output and all gradients of a MoE layer over `ranks` ranks.
 
     Args:
         experts: per global expert a dict role -> tensor.
         tokens, grads: per rank, [T, H] inputs and output gradients in the tokens' dtype.
         routes: per rank (expert_TK, weight_TK).
+        rescales_rows: weight gradients in MXFP8 read every gradient in the form that dgrad reads (Hopper, blocks of
+            128); to re-scale it along the rows changes next to nothing.
 
     Returns:
         dict: "y", "x", "weight" lists per rank; "experts" list of dicts role -> gradient. All float32.
@@ -78,7 +80,7 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks):
         rows = torch.stack([x_wire[r][t] for r, t, _ in where]) if where else torch.zeros(0, width)
         g = torch.stack([g_wire[r][t] for r, t, _ in where]) if where else torch.zeros(0, width)
         w = torch.tensor([routes[r][1][t, k] for r, t, k in where]).view(-1, 1)
-        results.append((where, *_expert(formula, recipe, p, rows, g, w, operand, rnd, quantised)))
+        results.append((where, *_expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows)))
         expert_grads.append(results[-1][-1])
     for k_wanted in range(top_k):
         for e, (where, y, dx, dw, _) in enumerate(results):
@@ -95,10 +97,12 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks):
     }
 
 
-def _expert(formula, recipe, p, rows, g, w, operand, rnd, quantised):
+def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
     x_op = operand(rows)
 
-    def wgrad(g_hp, a, g_came_mxfp8=False):
+    def wgrad(g_hp, a):
+        if recipe.wgrad == "mxfp8" and rescales_rows:
+            return operand(g_hp).t() @ a
         if recipe.wgrad == "mxfp8":
             return _cast_rows(g_hp, recipe).t() @ _cast_rows(a, recipe)
         return g_hp.t() @ a

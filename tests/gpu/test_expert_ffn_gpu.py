@@ -7,6 +7,7 @@ import torch
 from reference_moe import reference
 from test_expert_ffn import FORMULAS, RECIPES, compare, formula, problem
 
+from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.collective import Collective
@@ -46,7 +47,8 @@ def check(ranks, recipe, name, least=45, **kwargs):
     results = ranks.run(run_layer, recipe, name, **kwargs)
     kwargs.pop("flat", None)
     experts, xs, grads, routes = problem(ranks.world_size, name, **kwargs)
-    expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size)
+    expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size,
+                         kernels.rescales_rows(torch.device("cuda"), recipe.block_size))
     worst = compare(results, expected)
     assert min(worst.values()) >= least, worst
     return results
