@@ -221,6 +221,11 @@ def test_trains_like_deepspeed_with_parts_frozen(ranks2, stage, frozen):
     check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=frozen))
 
 
+@pytest.mark.parametrize("stage", [0, 3])  # DeepSpeed's ZeRO-1 and 2 refuse MoE layers without a trained expert
+def test_trains_like_deepspeed_around_frozen_experts(ranks2, stage):
+    check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=r".*\.experts\..*"))
+
+
 def test_trains_like_deepspeed_under_autocast(ranks2):
     check_training(ranks2.run(trained_like_deepspeed, 1, 2, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
                    tolerance=1e-3, db=30, most_moved=0.02)  # scores that tie but for a rounding, later on

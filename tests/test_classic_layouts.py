@@ -62,6 +62,7 @@ TWO_RANKS = {
     "tensor-parallel-dropless": Layout(tensor_parallel=2, moe={"drop_tokens": False}),
     "tensor-parallel-odd": Layout(tensor_parallel=2, shape=(1, 63)),
     "frozen-experts": Layout(zero=1, frozen=r"blocks\.0\..*experts.*"),
+    "frozen-all-experts": Layout(frozen=r".*experts.*"),
     "frozen-all-but-experts": Layout(zero=2, frozen=r"(?!.*experts).*"),
     "frozen-one-projection": Layout(frozen=r".*experts\.\d\.up\..*"),
 }

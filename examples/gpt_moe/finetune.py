@@ -40,19 +40,30 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def ranks() -> int:
+    """How many processes a run has."""
+    return CPU_RANKS if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
+
+
+def train_command(config: Path, save_dir: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs train.py on all ranks, and its environment."""
+    programs = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}  # ninja is beside python
+    if get_accelerator().device_name() == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // ranks())
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    command = [str(programs / "deepspeed"), "--num_gpus", str(ranks()), "--master_port", str(free_port()),
+               "--log_level", "warning", str(HERE / "train.py"), "--deepspeed_config", str(config), "--save_dir",
+               str(save_dir), *arguments]
+    return command, environment
+
+
 def launch(name: str, config: str, args, *arguments: str) -> dict:
     """Runs train.py on all ranks into args.out / name; returns its summary with the run's wall time in seconds."""
     on_cpu = get_accelerator().device_name() == "cpu"
     model = args.model or CONFIGS / "models" / ("gpt_tiny.yaml" if on_cpu else "gpt_small.yaml")
-    ranks = CPU_RANKS if on_cpu else get_accelerator().device_count()
-    programs = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}  # ninja is beside python
-    if on_cpu:
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
-    command = [str(programs / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port()),
-               "--log_level", "warning", str(HERE / "train.py"), "--model", str(model), "--deepspeed_config",
-               str(CONFIGS / "ds" / config), "--save_dir", str(args.out / name), "--seed", str(args.seed), *arguments]
+    command, environment = train_command(CONFIGS / "ds" / config, args.out / name, "--model", str(model), "--seed",
+                                         str(args.seed), *arguments)
     print(f"\n== {name}: {' '.join(command)}", flush=True)
     start = time.perf_counter()
     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)

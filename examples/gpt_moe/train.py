@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from tqdm import tqdm
 
 import data
@@ -48,12 +50,17 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--moe_loss_coeff", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--activation_checkpointing", action="store_true")
+    parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained: a regular expression "
+                        r"for their whole names, such as '.*layers\.0\..*experts.*' (of experts: in ZeRO-0 or 1) or "
+                        r"'.*\.experts\..*' (of all experts: in ZeRO-0; DeepSpeed refuses more)")
     parser.add_argument("--compile", action="store_true", help="torch.compile through DeepSpeed's engine")
     parser.add_argument("--save_dir", type=Path, help="checkpoints, log.jsonl, summary.json and loss.png go here")
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints (0: only the last)")
     parser.add_argument("--load_dir", type=Path, help="the save_dir of a run to resume")
     parser.add_argument("--load_tag", help="a checkpoint in load_dir other than the latest, such as step_100")
     parser.add_argument("--finetune", action="store_true", help="take only the weights from load_dir; start at step 0")
+    parser.add_argument("--save_pretrained", type=Path, metavar="FOLDER", help="the trained --hf_model goes here too, "
+                        "as a Hugging Face checkpoint")
     parser.add_argument("--log_every", type=int, default=10)
     return deepspeed.add_config_arguments(parser).parse_args(arguments)
 
@@ -71,11 +78,11 @@ def cosine_with_warmup(warmup_steps: int, total_steps: int):
 
 
 def losses(engine, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of the next token, and the MoE layers' auxiliary loss: float32 scalars."""
+    """Cross-entropy of the next token, and the MoE layers' auxiliary loss (0 if there is none): float32 scalars."""
     tokens_BS = tokens_BS.to(engine.device)
     output = engine(input_ids=tokens_BS[:, :-1])
     cross_entropy = F.cross_entropy(output.logits.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
-    return cross_entropy, output.aux_loss.float()
+    return cross_entropy, torch.zeros_like(cross_entropy) if output.aux_loss is None else output.aux_loss.float()
 
 
 def moe_layers(engine) -> list[torch.nn.Module]:
@@ -133,6 +140,25 @@ def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
     return data.Windows(train, seq_len, encode), data.Windows(heldout, seq_len, encode)
 
 
+def freeze(model: torch.nn.Module, pattern: str) -> None:
+    """Leaves out of training every parameter whose whole name matches the regular expression."""
+    names = [name for name, _ in model.named_parameters()]
+    chosen = [name for name in names if re.fullmatch(pattern, name)]
+    if not chosen:
+        raise ValueError(f"--freeze {pattern!r} matches the whole name of no parameter; the last is {names[-1]}")
+    for name in chosen:
+        model.get_parameter(name).requires_grad_(False)
+
+
+def check_frozen(engine) -> None:
+    """In ZeRO-2, DeepSpeed 0.19.8 saves rank 0's frozen parameters and loads them into every rank."""
+    if engine.zero_optimization_stage() == 2:
+        for name, p in engine.module.named_parameters():
+            if is_moe_param(p) and not p.requires_grad:
+                raise ValueError(f"--freeze takes {name}, of which each rank has another part, but checkpoints of "
+                                 "ZeRO-2 hold rank 0's alone: use ZeRO-1, or ZeRO-0 if all experts are frozen")
+
+
 def initialize(args):
     """The engine around the model that the arguments ask for, and the sequence length.
 
@@ -144,8 +170,14 @@ def initialize(args):
     else:
         model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing)
         seq_len = args.seq_len or model.config.seq_len
-    engine, *_ = ds_mxfp8_moe.initialize(args=args, model=model, model_parameters=model.parameters(),
+    if args.freeze:
+        freeze(model, args.freeze)
+    # A generator, since AutoEP replaces parameters before DeepSpeed reads it. Of trained ones alone, since ZeRO-1 and
+    # 2 fail on a group of parameters that is frozen as a whole, such as all that are no experts.
+    trained = (p for p in model.parameters() if p.requires_grad)
+    engine, *_ = ds_mxfp8_moe.initialize(args=args, model=model, model_parameters=trained,
                                          lr_scheduler=cosine_with_warmup(args.warmup_steps, args.steps))
+    check_frozen(engine)
     if args.compile:
         engine.compile()
     return engine, seq_len
@@ -211,6 +243,8 @@ def run(args: argparse.Namespace) -> dict:
             raise ValueError(f"--steps {args.steps}: the checkpoint has already made {first_step}")
 
     summary = train(engine, train_windows, heldout, first_step, args)
+    if args.save_pretrained:
+        ds_mxfp8_moe.save_pretrained(engine, args.save_pretrained)
     layers = moe_layers(engine)
     summary |= {"moe_layers": len(layers),
                 "layers_converted": sum(hasattr(getattr(m, "deepspeed_moe", m), "mxfp8") for m in layers),
