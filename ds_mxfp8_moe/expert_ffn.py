@@ -143,11 +143,18 @@ class _Layer:
         return kernels.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
     def quantized_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
-        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient: the table above."""
+        """What the input gradient's and, if wanted, the weight gradient's GEMM read of a gradient, as the table above
+        has it, and whether the latter is in column form."""
         if wgrad and self.reads_columns(g_PN):
-            return kernels.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode)
+            return *kernels.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
         rows = self.quantized(g_PN)
-        return rows, rows if self.wgrad_quantized else g_PN
+        return rows, rows if self.wgrad_quantized else g_PN, False
+
+    def wgrad_operand(self, g_PN: torch.Tensor) -> tuple:
+        """The latter two for a gradient that the weight gradient's GEMM alone reads."""
+        if self.reads_columns(g_PN):
+            return kernels.quantize_columns(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
+        return self.quantized(g_PN) if self.wgrad_quantized else g_PN, False
 
     def reads_columns(self, g_PN: torch.Tensor) -> bool:
         """Whether the weight gradient's GEMM reads a gradient in column form, quantised along the rows."""
@@ -321,7 +328,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         weight = (t_PH * plain_x.float()).sum(-1)
         weighted_g = (plain_g.float() * weight_P.unsqueeze(1)).to(layer.dtype)
         if needed("up"):
-            columns, (_, g_wgrad) = layer.reads_columns(weighted_g), layer.quantized_gradient(weighted_g, wgrad=True)
+            g_wgrad, columns = layer.wgrad_operand(weighted_g)
             grads["up"] = layer.wgrad_gemm(g_wgrad, x_PH, dtype_of("up"), columns)
         if layer.up_bias_EG is not None:
             weight += (plain_g.float() * layer.bias_rows(layer.up_bias_EG)).sum(-1)
@@ -333,8 +340,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g
-    columns = layer.reads_columns(g_PH)
-    g_PH, g_wgrad = layer.quantized_gradient(g_PH, needed("down"))
+    g_PH, g_wgrad, columns = layer.quantized_gradient(g_PH, needed("down"))
     t_PF = layer.dgrad_gemm(g_PH, layer.down)
     if needed("down"):
         grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)

@@ -26,5 +26,10 @@ def ranks2():
 
 
 @pytest.fixture(scope="module")
+def ranks3():
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="module")
 def ranks4():
     yield from _pool(4)

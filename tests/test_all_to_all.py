@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
-from ranks import RankPool
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.all_to_all import AllToAll
@@ -24,13 +23,6 @@ DEADLINE = timedelta(seconds=4)
 
 needs_nvcc = pytest.mark.skipif(emulator.obstacle() is not None,
                                 reason=f"the emulator needs nvcc: {emulator.obstacle()}")
-
-
-@pytest.fixture(scope="module")
-def ranks3():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed
 from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, same
-from ranks import RankPool
 from test_expert_ffn import RECIPES, formula
 from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
@@ -34,13 +33,6 @@ NAME = "block.3.moe"
 
 REASON = emulator.obstacle()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
-
-
-@pytest.fixture(scope="module")
-def ranks3():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -133,8 +133,7 @@ class _Pipeline(torch.autograd.Function):
         (transport, layer, w_EHD), x_PD = ctx.call, ctx.kept
         plan, recipe = layer.plan, layer.recipe
         g_PH, _ = transport.dispatch(plan, g_TH, _wire(recipe, recipe.combine_bwd))
-        columns = layer.reads_columns(g_PH)
-        g_rows, g_wgrad = layer.quantized_gradient(g_PH, wgrad=True)
+        g_rows, g_wgrad, columns = layer.quantized_gradient(g_PH, wgrad=True)
         dx_PD = layer.dgrad_gemm(g_rows, [w_EHD])
         wire = _wire(recipe, recipe.dispatch_bwd)
         beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire,

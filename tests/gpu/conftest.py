@@ -6,6 +6,9 @@ import torch
 from ranks import RankPool
 
 GPUS = torch.cuda.device_count()  # the one question that DeepSpeed's accelerator, set to the CPU here, cannot answer
+# Ranks, and whether they share the first GPU.
+POOLS = {"2-sharing": (2, True), "4-sharing": (4, True), "2-gpus": (2, False), "4-gpus": (4, False),
+         "8-gpus": (8, False)}
 
 
 def pytest_collection_modifyitems(items):
@@ -17,5 +20,16 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def gpu_ranks():
     pool = RankPool(1 if GPUS < 2 else 2 if GPUS < 4 else 4, accelerator="cuda")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def pool(request):
+    """Ranks that exchange over peer memory, and over gloo what their oracle exchanges."""
+    world, share = POOLS[request.param]
+    if GPUS < (1 if share else world):
+        pytest.skip(f"needs {1 if share else world} GPUs, and {GPUS} are visible")
+    pool = RankPool(world, accelerator="cuda", backend="gloo", share_gpu=share)
     yield pool
     pool.close()

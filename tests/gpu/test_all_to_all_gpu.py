@@ -10,20 +10,15 @@ import pytest
 import torch
 import torch.distributed
 from all_to_all_cases import BF16, CASES, FP16, FP32, Call, Case
-from ranks import RankPool
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
-GPUS = torch.cuda.device_count()
 FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
 SECONDS = 240.0  # of a case: the first one builds the extension
 CYCLES_PER_MS = 2_000_000
 TURNS = 3
-
-POOLS = {"2-sharing": (2, True), "4-sharing": (4, True), "2-gpus": (2, False), "4-gpus": (4, False),
-         "8-gpus": (8, False)}
 
 BIG_CASES = {
     "DeepSeek-V3": Case(max_tokens=128, local_experts=32, top_k=8, hidden=7168, rows="quantize", float_scales=True,
@@ -41,16 +36,6 @@ REPLAYED = {
     "dropped": Case(bound=True, routing="dropped", top_k=4, local_experts=4),
     "send apart from receive": Case(bound=True, split=True, rows="quantize", hidden=544),
 }
-
-
-@pytest.fixture(scope="module", params=POOLS)
-def pool(request):
-    world, share = POOLS[request.param]
-    if GPUS < (1 if share else world):
-        pytest.skip(f"needs {1 if share else world} GPUs, and {GPUS} are visible")
-    pool = RankPool(world, accelerator="cuda", backend="gloo", share_gpu=share)
-    yield pool
-    pool.close()
 
 
 @cache

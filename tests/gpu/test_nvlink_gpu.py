@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed
 from nvlink_cases import BF16, FP32, MX32, MX128, PLAIN, TOKENS, Case, expected, same
-from ranks import RankPool
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
@@ -37,20 +36,6 @@ FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
 DEADLINE = timedelta(seconds=8)
 SECONDS = 240.0  # of a case: the first one builds the extension
 CYCLES_PER_MS = 2_000_000
-
-POOLS = {"2-sharing": (2, True), "4-sharing": (4, True), "2-gpus": (2, False), "4-gpus": (4, False),
-         "8-gpus": (8, False)}
-
-
-@pytest.fixture(scope="module", params=POOLS)
-def pool(request):
-    world, share = POOLS[request.param]
-    if GPUS < (1 if share else world):
-        pytest.skip(f"needs {1 if share else world} GPUs, and {GPUS} are visible")
-    pool = RankPool(world, accelerator="cuda", backend="gloo", share_gpu=share)
-    yield pool
-    pool.close()
-
 
 CASES = cases.CASES | {
     "one block of 32": Case(hidden=32, wire=MX128),
