@@ -9,6 +9,7 @@ import dataclasses
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from permute_cases import bits as bits_of_rows
 from permute_cases import poisoned
 from test_transport import Problem
@@ -16,6 +17,7 @@ from test_transport import Problem
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -208,3 +210,41 @@ def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
             y_TH, number_TK = exchange.combine(plans[i], outputs[i][0], cases[i].wire, cases[i].dtype, outputs[i][1])
             same("y", wanted[i]["y"], y_TH), same("number", wanted[i]["number"], number_TK)
     exchange.memory.check()
+
+
+CONFUSIONS = ("order", "width", "dtype", "weights", "another plan")
+
+
+def confused(how: str, case: Case, exchange: NVLink) -> str | None:
+    """What this rank raises where rank 0 makes another call than the others."""
+    rank, memory = dist.get_rank(), exchange.memory
+    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[rank], memory.device)
+    plan = exchange.plan(expert_TK, case.local_experts)
+    y_PH = torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype, device=memory.device)
+    get_accelerator().synchronize()
+    try:
+        if rank != 0:
+            exchange.dispatch(plan, x_TH, PLAIN)
+        elif how == "order":
+            exchange.combine(plan, y_PH, PLAIN, case.dtype)
+        elif how == "width":
+            exchange.dispatch(plan, x_TH[:, :64].contiguous(), PLAIN)
+        elif how == "dtype":
+            exchange.dispatch(plan, x_TH.float(), PLAIN)
+        elif how == "weights":
+            exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
+        else:
+            exchange.plan(expert_TK, case.local_experts)
+        get_accelerator().synchronize()
+        memory.check()
+    except PeerFailure as failure:
+        return str(failure)
+    return None
+
+
+def all_noticed(texts: list) -> None:
+    """What `confused` returned on every rank."""
+    for rank, text in enumerate(texts):
+        assert text is not None, f"rank {rank} noticed nothing: {texts}"
+        assert f"rank {rank}" in text and "block.3.moe" in text
+    assert any("the same calls in the same order" in text for text in texts), texts

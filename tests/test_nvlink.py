@@ -231,40 +231,15 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
         assert 0.7 * DEADLINE.total_seconds() < seconds < DEADLINE.total_seconds() + SPARE_SECONDS
 
 
-def confused(how: str) -> tuple:
-    """Rank 0 makes another call than the others."""
-    rank, memory = dist.get_rank(), new_memory()
-    exchange, case, text = nvlink(memory), Case(tokens=(20, ) * 4), None
-    expert_TK, x_TH, weight_TK = case.inputs(dist.get_world_size())[rank]
-    plan = exchange.plan(expert_TK, case.local_experts)
-    y_PH = torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype)
-    try:
-        if rank != 0:
-            exchange.dispatch(plan, x_TH, PLAIN)
-        elif how == "order":
-            exchange.combine(plan, y_PH, PLAIN, case.dtype)
-        elif how == "width":
-            exchange.dispatch(plan, x_TH[:, :64].contiguous(), PLAIN)
-        elif how == "dtype":
-            exchange.dispatch(plan, x_TH.float(), PLAIN)
-        elif how == "weights":
-            exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
-        else:
-            exchange.plan(expert_TK, case.local_experts)
-        memory.check()
-    except PeerFailure as failure:
-        text = str(failure)
+def confused(how: str) -> str | None:
+    text = cases.confused(how, Case(tokens=(20, ) * 4), nvlink(new_memory()))
     dist.barrier()
     return text
 
 
-@pytest.mark.parametrize("how", ["order", "width", "dtype", "weights", "another plan"])
+@pytest.mark.parametrize("how", cases.CONFUSIONS)
 def test_ranks_in_different_calls_raise(ranks3, how):
-    texts = ranks3.run(confused, how)
-    for rank, text in enumerate(texts):
-        assert text is not None, f"rank {rank} noticed nothing: {texts}"
-        assert f"rank {rank}" in text and NAME in text
-    assert any("the same calls in the same order" in text for text in texts), texts
+    cases.all_noticed(ranks3.run(confused, how))
 
 
 def overflowing() -> str:

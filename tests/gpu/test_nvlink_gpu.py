@@ -290,45 +290,17 @@ def test_a_stalled_peer_is_named_in_time(pool, phase):
         assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS + 5
 
 
-def confused(how: str) -> tuple:
-    """Rank 0 makes another call than the others."""
-    rank, mine = dist.get_rank(), new_memory(group_with_deadline())
-    exchange, case = NVLink(mine, "block.3.moe"), Case(tokens=(40, ) * 8)
-    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[rank])
-    plan = exchange.plan(expert_TK, case.local_experts)
-    y_PH = torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype, device="cuda")
-    torch.cuda.synchronize()
-    text = None
-    try:
-        if rank != 0:
-            exchange.dispatch(plan, x_TH, PLAIN)
-        elif how == "order":
-            exchange.combine(plan, y_PH, PLAIN, case.dtype)
-        elif how == "width":
-            exchange.dispatch(plan, x_TH[:, :64].contiguous(), PLAIN)
-        elif how == "dtype":
-            exchange.dispatch(plan, x_TH.float(), PLAIN)
-        elif how == "weights":
-            exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
-        else:
-            exchange.plan(expert_TK, case.local_experts)
-        torch.cuda.synchronize()
-        mine.check()
-    except PeerFailure as failure:
-        text = str(failure)
+def confused(how: str) -> str | None:
+    text = cases.confused(how, Case(tokens=(40, ) * 8), NVLink(new_memory(group_with_deadline()), "block.3.moe"))
     torch.cuda.synchronize()
     dist.barrier()
     check_case(Case(wire=MX128), times=1)
     return text
 
 
-@pytest.mark.parametrize("how", ["order", "width", "dtype", "weights", "another plan"])
+@pytest.mark.parametrize("how", cases.CONFUSIONS)
 def test_ranks_in_different_calls_raise(pool, how):
-    texts = pool.run(confused, how, seconds=SECONDS)
-    for rank, text in enumerate(texts):
-        assert text is not None, f"rank {rank} noticed nothing: {texts}"
-        assert f"rank {rank}" in text and "block.3.moe" in text
-    assert any("the same calls in the same order" in text for text in texts), texts
+    cases.all_noticed(pool.run(confused, how, seconds=SECONDS))
 
 
 # ---------------------------------------------------------------- whole layers, and the choice
