@@ -28,6 +28,20 @@ def _cast_rows(x, recipe):
     return _cast(padded.t(), recipe).t()[:x.shape[0]]
 
 
+def tiled_rows(x_PK, scale_bytes):
+    """Values of MXFP8 rows in blocks of 128, re-scaled to one scale, the largest, for 128 rows and a block."""
+    largest = scale_bytes.view(-1, 128, scale_bytes.shape[1]).amax(1).repeat_interleave(128, dim=0)
+    power = torch.exp2(largest.to(x_PK.dtype) - 127).repeat_interleave(128, dim=1)[:, :x_PK.shape[1]]
+    return (x_PK / power).float().to(torch.float8_e4m3fn).to(x_PK.dtype) * power
+
+
+def _cast_tiles(x, recipe):
+    """The same of float32 rows, in the layout that experts see."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 128))
+    mx = quantize(padded, recipe.block_size, recipe.scaling_mode)
+    return tiled_rows(mx.dequantize(torch.float32), mx.scale_bytes)[:x.shape[0]]
+
+
 def _weight(w, recipe, transposed):
     """Weights [N, K] as forward (contracts K) or the input gradient (contracts N) see them."""
     w = w.float()
@@ -45,8 +59,8 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_r
         experts: per global expert a dict role -> tensor.
         tokens, grads: per rank, [T, H] inputs and output gradients in the tokens' dtype.
         routes: per rank (expert_TK, weight_TK).
-        rescales_rows: weight gradients in MXFP8 read every gradient in the form that dgrad reads (Hopper, blocks of
-            128); to re-scale it along the rows changes next to nothing.
+        rescales_rows: weight gradients in MXFP8 read rows in the form that the other GEMMs read, with one scale for
+            128 of them and 128 columns (Hopper, blocks of 128).
 
     Returns:
         dict: "y", "x", "weight" lists per rank; "experts" list of dicts role -> gradient. All float32.
@@ -102,7 +116,7 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
 
     def wgrad(g_hp, a):
         if recipe.wgrad == "mxfp8" and rescales_rows:
-            return operand(g_hp).t() @ a
+            return _cast_tiles(g_hp, recipe).t() @ _cast_tiles(a, recipe)
         if recipe.wgrad == "mxfp8":
             return _cast_rows(g_hp, recipe).t() @ _cast_rows(a, recipe)
         return g_hp.t() @ a
@@ -155,7 +169,7 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
     dx = 0
     for n, d in zip(names, dpre, strict=True):
         dx = dx + operand(d) @ _weight(p[n], recipe, True)
-        grads[n] = wgrad(rnd(d), x_op)
+        grads[n] = wgrad(d if rescales_rows and recipe.wgrad == "mxfp8" else rnd(d), x_op)
         if f"{n}_bias" in p:
             grads[f"{n}_bias"] = d.sum(0)
     return y, rnd(dx), dw, grads

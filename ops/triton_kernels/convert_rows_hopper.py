@@ -6,27 +6,40 @@ scales for blocks along them. A pass of its own, bound by memory, costs a fifth 
 leaves memory idle; here that pass runs below the GEMM. The form is written to global memory as by the pass, once: to
 convert where the tensor cores read would do it again for every tile, and shared memory has no bandwidth left for it.
 
-All programs' warps draw tiles of 128 x 128 values from one counter, in the order of the rows, bring them by TMA two
-ahead, and count in `done` how many tiles of a block of 128 rows are written. The GEMM's producer waits for the rows
-that it brings next. No program waits for one that has not started: a tile that is drawn gets written.
+The warps draw tiles of 128 x 128 values, some at a time, bring them by TMA two ahead, have them written by TMA, and
+count in `done` how many tiles of a block of 128 rows are there; a tile after the next one's conversion, so that nothing
+waits for memory. The GEMM's producer waits for the rows that it brings next. No program waits for one that has not
+started: a tile that is drawn gets written. The order is that of the rows; dequantising, first those of the expert
+whose gradient the program computes, then those of its next ones.
 
 Measured on an H200, 8 groups of 16384 rows, N x K 1408 x 2048, 2048 x 7168, 5120 x 8192. In bf16, over
 torch._grouped_mm of bf16: 0.91, 0.97, 0.98 (a pass before the GEMM: 0.79, 0.85, 0.87); with one operand bf16 0.97,
-0.98, 1.00. In MXFP8, over that: 1.33, 1.45, 1.58; with g in column form 1.50, 1.43, 1.54. Loading to registers instead
-of by TMA was slower, with however many loads ahead; so were more registers for these warps and fewer for the others.
+0.98, 1.00. In MXFP8, over that: 1.33, 1.45, 1.58; with g in column form 1.50, 1.43, 1.54. Loading to registers
+instead of by TMA was slower, with however many loads ahead; so were more registers for these warps and fewer for the
+others. What is left of the difference is traffic: where products are small, 1536 x 2048 and 2048 x 768, bf16 takes
+1007 and 513 us, dequantising one operand 1069 and 540, both 1185 and 719. Counting a tile after the next one's
+conversion, instead of waiting for memory, and the order by experts took 2 to 9 % off the latter.
 
-An operand is a tuple (scale uint8, its strides along rows and columns, output int32, its scales uint8, tiles in a row:
-0 if there is nothing to convert; words in a row). Beside it goes the TMA descriptor of its words [P, K / 4], which
-Triton does not take inside tuples.
+An operand is a tuple (scale uint8, its strides along rows and columns, the output's scales uint8, tiles in a row: 0 if
+there is nothing to convert; words in a row). Beside it go the TMA descriptors of its words [P, K / 4] and of the
+output's, [P, K / 2] or transposed [K, P / 4], which Triton does not take inside tuples.
 """
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BUFFERS = gl.constexpr(2)
+DRAWN = gl.constexpr(4)  # tiles at a time: a draw is a round trip to L2
+
+
+@gluon.jit
+def rows_of(expert, ends):
+    """First row and end of an expert's group."""
+    first = gl.load(ends + gl.maximum(expert - 1, 0))
+    return gl.where(expert == 0, 0, first), gl.load(ends + expert)
 
 
 @gluon.jit
@@ -46,7 +59,7 @@ def _fence():
 @gluon.jit
 def tiles_of(g, a):
     """Tiles in a block of 128 rows."""
-    return g[5] + a[5]
+    return g[4] + a[4]
 
 
 @gluon.jit
@@ -73,21 +86,20 @@ def wait_for_rows(row, ready, done, blocks, tiles):
 def _tile(index, g, a):
     """Of one of all tiles: its block of rows, whether it is one of g, its place in the row, its operand."""
     tile = index % tiles_of(g, a)
-    of_g = tile < g[5]
-    scale, step_p, step_k, out, out_scale, words = g[0], g[1], g[2], g[3], g[4], g[6]
+    of_g = tile < g[4]
+    scale, step_p, step_k, out_scale, words = g[0], g[1], g[2], g[3], g[5]
     if not of_g:
-        tile -= g[5]
-        scale, step_p, step_k, out, out_scale, words = a[0], a[1], a[2], a[3], a[4], a[6]
-    return index // tiles_of(g, a), of_g, tile, scale, step_p, step_k, out, out_scale, words
+        tile -= g[4]
+        scale, step_p, step_k, out_scale, words = a[0], a[1], a[2], a[3], a[5]
+    return index // tiles_of(g, a), of_g, tile, scale, step_p, step_k, out_scale, words
 
 
 @gluon.jit
-def _bring(index, total, slot, g_desc, g, a_desc, a, smem, landed, B: gl.constexpr):
-    """Has a tile brought into a slot; returns the bytes of its scales [128, 128 / B]."""
+def _bring(index, there, slot, g_desc, g, a_desc, a, smem, landed, B: gl.constexpr):
+    """Has a tile, if it is there, brought into a slot; returns the bytes of its scales [128, 128 / B]."""
     BLOCKS: gl.constexpr = 128 // B
     layout: gl.constexpr = gl.BlockedLayout([2, BLOCKS], [32, 1], [2, 1], [1, 0])
-    block, of_g, tile, scale, step_p, step_k, out, out_scale, words = _tile(index, g, a)
-    there = index < total
+    block, of_g, tile, scale, step_p, step_k, out_scale, words = _tile(index, g, a)
     bar = landed.index(slot)
     mbarrier.expect(bar, 128 * 128, pred=there)
     for i in gl.static_range(4):
@@ -127,23 +139,47 @@ def _dequantised(word, power):
 
 
 @gluon.jit
-def _dequantise(smem, scale_smem, slot, byte, out, words, block, tile, B: gl.constexpr):
-    """Writes bf16 [128, 128]."""
+def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B: gl.constexpr):
+    """Has bf16 [128, 128] written."""
     BLOCKS: gl.constexpr = 128 // B
-    read: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [2, 1], [1, 0])
-    by_block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [2, BLOCKS, B // 8], [2, 1, 1], [2, 1, 0])
-    written: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
+    SIDE: gl.constexpr = max(BLOCKS // 2, 1)
+    # A thread holds words of both halves of a row: TMA takes 128 bytes of a row at most.
+    read: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [2, 1], [1, 0])
+    by_block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, SIDE, 8 // SIDE], [2, 1, 1], [2, 1, 0])
+    written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
     scale_smem.store(power_of_two(byte).to(gl.int32, bitcast=True))
     gl.thread_barrier()
-    row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, written)), 1)
-    pair = tile * 64 + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, written)), 0)
-    out += (block * 128).to(gl.int64) * (words * 2) + (row * (words * 2) + pair)
     for i in gl.static_range(4):
         word = smem.index(slot * 4 + i).load(read)
         power = scale_smem.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)).to(gl.float32, bitcast=True)
         power = gl.expand_dims(power, 2).broadcast_to([32, BLOCKS, B // 4]).reshape([32, 32])
         pairs = gl.join(*_dequantised(word, gl.convert_layout(power, read, assert_trivial=True))).reshape([32, 64])
-        gl.store(out + i * 32 * words * 2, gl.convert_layout(pairs, written, assert_trivial=True), pair < words * 2)
+        left, right = gl.split(pairs.reshape([32, 2, 32]).permute((0, 2, 1)))
+        halves = (gl.convert_layout(left, written, assert_trivial=True),
+                  gl.convert_layout(right, written, assert_trivial=True))
+        _free(2)
+        for half in gl.static_range(2):
+            out_smem.index(i % 2 * 2 + half).store(halves[half])
+        _write(out_smem, i % 2 * 2, 2, g_out, a_out, of_g, block * 128 + 32 * i, tile * 64, 0, 32)
+
+
+@gluon.jit
+def _free(pending: gl.constexpr):
+    """Waits until what was written before the last `pending` boxes has left shared memory."""
+    tma.store_wait(pending)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, down: gl.constexpr,
+           right: gl.constexpr):
+    """Has boxes written by TMA, each `down` and `right` of the one before."""
+    fence_async_shared()
+    for i in gl.static_range(boxes):
+        if of_g:
+            tma.async_copy_shared_to_global(g_out, [row + i * down, column + i * right], out_smem.index(first + i))
+        else:
+            tma.async_copy_shared_to_global(a_out, [row + i * down, column + i * right], out_smem.index(first + i))
 
 
 @gluon.jit
@@ -209,89 +245,136 @@ def _transposed(w0, w1, w2, w3, f0, f1, f2, f3):
 
 
 @gluon.jit
-def _transpose(smem, scale_smem, slot, byte, out, out_scale, words, P, block, tile):
-    """Writes e4m3 [128 columns, 128 rows] with one scale, the largest of the rows'.
+def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile):
+    """Has e4m3 [128 columns, 128 rows] written, with one scale, the largest of the rows'.
 
     Casting the tile anew could find half of that: where the largest value was rounded to 224. Factors are float16,
     exact down to where every e4m3 times them rounds to 0.
     """
     read: gl.constexpr = gl.BlockedLayout([4, 4], [8, 4], [1, 2], [1, 0])
-    written: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, 2], [1, 0])
+    four: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, 2], [1, 0])
     byte = byte.to(gl.int32)
     largest = gl.max(gl.max(byte, 1), 0)
     gl.store(out_scale + block * gl.cdiv(words, 32) + tile, largest.to(gl.uint8))
     factor = ((127 - gl.minimum(largest - byte, 126)) << 23).to(gl.float32, bitcast=True).to(gl.float16)
     scale_smem.store(factor.to(gl.int16, bitcast=True).to(gl.int32) * 0x10001)
     gl.thread_barrier()
-    row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, written)), 1)
-    word = tile * 32 + gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, written)), 0)
-    step = P // 4
-    out += (word * 4).to(gl.int64) * step + (block * 32 + row)
     for i in gl.static_range(4):
-        rows = _rows_of_four(smem.index(slot * 4 + i).load(read), written)
+        rows = _rows_of_four(smem.index(slot * 4 + i).load(read), four)
         factors = _rows_of_four(scale_smem.slice(i * 32, 32).load(gl.BlockedLayout([4, 1], [8, 4], [1, 2], [1, 0])),
-                                written)
-        columns = _transposed(*rows, *factors)
-        for j in gl.static_range(4):
-            gl.store(out + (i * 8 + j * step), columns[j], word < words)
+                                four)
+        c0, c1, c2, c3 = _transposed(*rows, *factors)
+        columns = gl.join(gl.join(c0, c2), gl.join(c1, c3)).permute((1, 2, 3, 0)).reshape([128, 8])
+        _free(3)
+        out_smem.index(i).store(columns)
+        _write(out_smem, i, 1, g_out, a_out, of_g, tile * 128, block * 32 + 8 * i, 0, 0)
 
 
 @gluon.jit
-def convert(g_desc, g, a_desc, a, ends, E, P, smem, scale_smem, landed, tickets, done, B: gl.constexpr,
-            TRANSPOSE: gl.constexpr):
+def _count(done, block, pending: gl.constexpr):
+    """Counts a tile in `done` once all but the last `pending` boxes are in memory."""
+    gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
+                              [], gl.int32, False, 1)
+    gl.thread_barrier()
+    gl.atomic_add(done + block, 1, block >= 0, sem="release")
+
+
+@gluon.jit
+def _next(at, index, left, ends, tickets, all_tiles, expert_tiles, tiles, BY_EXPERT: gl.constexpr):
+    """Draws the next tile to convert.
+
+    Args:
+        at: of the gradient's tiles, those that this program computes: the one whose expert's rows are drawn from.
+        left: tiles drawn and not yet taken, beginning behind `index`.
+
+    Returns:
+        at, from `all_tiles` on when nothing is left; the tile; left.
+    """
+    index += 1
+    while (left == 0) & (at < all_tiles):
+        first, end = 0, gl.load(ends + all_tiles // expert_tiles - 1)
+        if BY_EXPERT:
+            first, end = rows_of(at // expert_tiles, ends)
+        counter = tickets + (at // expert_tiles if BY_EXPERT else 0)
+        index = first // 128 * tiles + gl.atomic_add(counter, DRAWN, sem="relaxed")
+        left = gl.minimum(gl.maximum(end // 128 * tiles - index, 0), DRAWN)
+        if left == 0:
+            at += gl.num_programs(0) if BY_EXPERT else all_tiles
+    return at, index, left - 1
+
+
+@gluon.jit
+def convert(g_desc, g_out, g, a_desc, a_out, a, ends, all_tiles, expert_tiles, smem, out_smem, scale_smem, landed,
+            tickets, done, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The two warps: dequantise rows up to the last group's end to bf16, or TRANSPOSE them with a scale a tile."""
-    total = gl.load(ends + E - 1) // 128 * tiles_of(g, a)
-    index = gl.atomic_add(tickets, 1, sem="relaxed")
-    following = gl.atomic_add(tickets, 1, sem="relaxed")
-    byte = _bring(index, total, 0, g_desc, g, a_desc, a, smem, landed, B)
-    next_byte = _bring(following, total, 1, g_desc, g, a_desc, a, smem, landed, B)
+    BOXES: gl.constexpr = 4 if TRANSPOSE else 8
+    tiles = tiles_of(g, a)
+    none = gl.to_tensor(0)
+    at, index, left = _next(gl.program_id(0), none, none, ends, tickets, all_tiles, expert_tiles, tiles,
+                            not TRANSPOSE)
+    there = at < all_tiles
+    byte = _bring(index, there, 0, g_desc, g, a_desc, a, smem, landed, B)
+    at, following, left = _next(at, index, left, ends, tickets, all_tiles, expert_tiles, tiles, not TRANSPOSE)
+    next_there = at < all_tiles
+    next_byte = _bring(following, next_there, 1, g_desc, g, a_desc, a, smem, landed, B)
     step = 0
-    while index < total:
-        after = gl.atomic_add(tickets, 1, sem="relaxed")
+    before = -1
+    while there:
+        at, after, left = _next(at, following, left, ends, tickets, all_tiles, expert_tiles, tiles, not TRANSPOSE)
         slot = step % BUFFERS
-        block, of_g, tile, scale, step_p, step_k, out, out_scale, words = _tile(index, g, a)
+        block, of_g, tile, scale, step_p, step_k, out_scale, words = _tile(index, g, a)
         mbarrier.wait(landed.index(slot), step // BUFFERS & 1)
         if TRANSPOSE:
-            _transpose(smem, scale_smem, slot, byte, out, out_scale, words, P, block, tile)
+            _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile)
         else:
-            _dequantise(smem, scale_smem, slot, byte, out, words, block, tile, B)
-        _fence()
-        gl.thread_barrier()
-        gl.atomic_add(done + block, 1, sem="release")
+            _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B)
+        _count(done, before, BOXES)  # and every thread has read the slot
         byte = next_byte
-        next_byte = _bring(after, total, slot, g_desc, g, a_desc, a, smem, landed, B)
+        there = next_there
+        next_there = at < all_tiles
+        next_byte = _bring(after, next_there, slot, g_desc, g, a_desc, a, smem, landed, B)
+        before = block
         index = following
         following = after
         step += 1
+    _count(done, before, 0)
 
 
 @gluon.jit
-def allocate(B: gl.constexpr):
+def allocate(desc, out, B: gl.constexpr):
     """Shared memory and barriers of the two warps."""
-    smem = gl.allocate_shared_memory(gl.int32, [BUFFERS * 4, 32, 32], gl.NVMMASharedLayout(128, 32))
+    box: gl.constexpr = out.block_shape
+    smem = gl.allocate_shared_memory(gl.int32, [BUFFERS * 4, 32, 32], desc.layout)
+    out_smem = gl.allocate_shared_memory(gl.int32, [4, box[0], box[1]], out.layout)
     scale_smem = gl.allocate_shared_memory(gl.int32, [128, 128 // B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     landed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(landed.index(i), count=1)
-    return smem, scale_smem, landed
+    return smem, out_smem, scale_smem, landed
 
 
-def counters(P: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def counters(E: int, P: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The counters `tickets` and `done`."""
-    both = torch.zeros(1 + P // 128, dtype=torch.int32, device=device)
-    return both, both[1:]
+    both = torch.zeros(E + P // 128, dtype=torch.int32, device=device)
+    return both[:E], both[E:]
 
 
 def convertible(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
-                out_scale: torch.Tensor | None = None) -> tuple[TensorDescriptor, tuple]:
-    """What `convert` takes, to bring MXFP8 rows with scales [P, K / block size] into `out`."""
+                out_scale: torch.Tensor | None = None) -> tuple[TensorDescriptor, TensorDescriptor, tuple]:
+    """What `convert` takes, to bring MXFP8 rows with scales [P, K / block size] into `out`: dequantised, or, with
+    `out_scale`, transposed."""
     words = data_PK.view(torch.int32)
-    return TensorDescriptor.from_tensor(words, [32, 32], gl.NVMMASharedLayout(128, 32)), (
-        scale, *scale.stride(), out.view(torch.int32), scale if out_scale is None else out_scale,
-        -(-data_PK.shape[1] // 128), words.shape[1])
+    out_words = out.view(torch.int32)
+    return _boxes(words, 32, 32), _boxes(out_words, *((32, 32) if out_scale is None else (128, 8))), (
+        scale, *scale.stride(), scale if out_scale is None else out_scale, -(-data_PK.shape[1] // 128),
+        words.shape[1])
 
 
-def not_converted(other: tuple[TensorDescriptor, tuple]) -> tuple[TensorDescriptor, tuple]:
+def _boxes(words: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(words, [rows, columns], gl.NVMMASharedLayout(4 * columns, 32))
+
+
+def not_converted(other: tuple) -> tuple:
     """What stands for an operand that is taken as it is, beside one that is not."""
-    desc, values = other
-    return desc, (*values[:5], 0, values[6])
+    desc, out, values = other
+    return desc, out, (*values[:4], 0, values[5])

@@ -33,6 +33,7 @@ from .convert_rows_hopper import (
     counters,
     not_converted,
     power_of_two,
+    rows_of,
     tiles_of,
     wait_for_rows,
 )
@@ -45,13 +46,6 @@ def expert_and_tile(index, n_tiles, k_tiles, GROUP: gl.constexpr):
     """Expert and tile of its gradient: experts in turn."""
     n_tile, k_tile = tile_of(index % (n_tiles * k_tiles), n_tiles, k_tiles, GROUP)
     return index // (n_tiles * k_tiles), n_tile, k_tile
-
-
-@gluon.jit
-def rows_of(expert, ends):
-    """First row and end of an expert's group."""
-    first = gl.load(ends + gl.maximum(expert - 1, 0))
-    return gl.where(expert == 0, 0, first), gl.load(ends + expert)
 
 
 @gluon.jit
@@ -224,9 +218,9 @@ def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
 
 
 @gluon.jit
-def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, mx_g_desc, mx_g, mx_a_desc, mx_a, tickets, done,
-                      B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
-                      ADD: gl.constexpr):
+def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out,
+                      mx_a, tickets, done, B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+                      BY_TMA: gl.constexpr, ADD: gl.constexpr):
     """B: block size of the MXFP8 operands, which g_desc and a_desc are the dequantised ones of; 0: there are none."""
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, 256], a_desc.layout)
@@ -239,14 +233,15 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, mx_g_desc
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     if B:
-        smem, scale_smem, landed = allocate(B)
+        smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, B)
         gl.warp_specialize([
             (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
                              GROUP, STAGES, BY_TMA, ADD)),
             (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
                              GROUP, STAGES, BY_TMA, ADD)),
-            (convert, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, P, smem, scale_smem, landed, tickets, done, B,
-                       False)),
+            (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E * n_tiles * k_tiles,
+                       n_tiles * k_tiles, smem, converted, scale_smem,
+                       landed, tickets, done, B, False)),
             (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
                           tiles_of(mx_g, mx_a), GROUP, STAGES, B)),
         ], [4, 2, 1], [208, 88, 88])
@@ -296,14 +291,14 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
         mx.append(None if scale is None else convertible(data, scale, plain[-1]))
     if block_size:
         mx = [one or not_converted(other) for one, other in zip(mx, reversed(mx), strict=True)]
-        conversion = (*mx[0], *mx[1], *counters(P, g_PN.device))
+        conversion = (*mx[0], *mx[1], *counters(E, P, g_PN.device))
     else:
-        conversion = (None, ) * 6
+        conversion = (None, ) * 8
     with torch.cuda.device_of(out_ENK):
         wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
             descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
-            ends_E, E, P, N, K, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma else 4, BY_TMA=by_tma,
-            ADD=add, num_warps=4)
+            ends_E, E, P, N, K, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
+            BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
 def without_rows(out_ENK: torch.Tensor, add: bool) -> None:

@@ -14,9 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ds_mxfp8_moe.mx import MXTensor
 
-from .convert_rows_hopper import allocate, convert, convertible, counters, not_converted, tiles_of, wait_for_rows
+from .convert_rows_hopper import (
+    allocate,
+    convert,
+    convertible,
+    counters,
+    not_converted,
+    rows_of,
+    tiles_of,
+    wait_for_rows,
+)
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor, multiprocessors
-from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, rows_of, without_rows, write
+from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, without_rows, write
 from .library import cdiv, operator
 
 
@@ -94,8 +103,8 @@ def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, ful
 
 
 @gluon.jit
-def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, mx_g_desc, mx_g,
-                      mx_a_desc, mx_a, tickets, done, G_TILED: gl.constexpr, GROUP: gl.constexpr,
+def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, mx_g_desc, mx_g_out,
+                      mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr, GROUP: gl.constexpr,
                       STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
@@ -108,13 +117,15 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
         mbarrier.init(empty.index(i), count=2)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
-    smem, scale_smem, landed = allocate(128)
+    smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
         (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
                     GROUP, STAGES, BY_TMA, ADD)),
         (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
                     GROUP, STAGES, BY_TMA, ADD)),
-        (convert, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, P, smem, scale_smem, landed, tickets, done, 128, True)),
+        (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E * n_tiles * k_tiles,
+                       n_tiles * k_tiles, smem, converted, scale_smem, landed,
+                   tickets, done, 128, True)),
         (_feed, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
                  n_tiles, k_tiles, done, tiles_of(mx_g, mx_a), G_TILED, GROUP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
@@ -136,7 +147,7 @@ def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool,
         wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
             g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, *mx_g, *mx_a,
-            *counters(P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+            *counters(E, P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
             num_warps=4)
 
 

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from reference_moe import tiled_rows
 
 from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles
 
@@ -149,14 +150,6 @@ def test_wgrad_dequantises(K, N, block_size, sizes):
             assert torch.equal(out.nan_to_num(1e30), expected.nan_to_num(1e30))
 
 
-def tiled_rows(x: MXTensor):
-    """float64 [P, K] of rows re-scaled as `grouped_mm_wgrad_mxfp8_rows` says."""
-    P, K = x.shape
-    scale = x.scale_bytes.view(P // 128, 128, -1).amax(1).repeat_interleave(128, 0)
-    factor = torch.exp2(scale.double() - 127).repeat_interleave(128, 1)[:, :K]
-    return (exact(x) / factor).float().to(torch.float8_e4m3fn).double() * factor
-
-
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("K, N", SHAPES, ids=str)
 def test_wgrad_rescales(K, N, sizes):
@@ -165,8 +158,9 @@ def test_wgrad_rescales(K, N, sizes):
     g, a = uneven(rows, N, 3), uneven(rows, K, 4)
     g_columns, g, a = quantize(g.t(), 128), quantize(g, 128), k_major(quantize(a, 128))
     main = data(4, N, K, seed=5)
-    for operand, columns, g_exact in ((g, False, tiled_rows(g)), (g_columns, True, exact(g_columns).t())):
-        a_exact = tiled_rows(a)
+    g_tiled = tiled_rows(exact(g), g.scale_bytes)
+    for operand, columns, g_exact in ((g, False, g_tiled), (g_columns, True, exact(g_columns).t())):
+        a_exact = tiled_rows(exact(a), a.scale_bytes)
         expected, start = torch.zeros(4, N, K, dtype=torch.float64, device="cuda"), 0
         for e, size in enumerate(sizes):
             expected[e] = g_exact[start:start + size].t() @ a_exact[start:start + size]

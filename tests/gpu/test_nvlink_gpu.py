@@ -489,6 +489,7 @@ def replayed(recipe, kind: type) -> int:
                 t.copy_(value)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
