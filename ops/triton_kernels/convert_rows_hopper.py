@@ -7,7 +7,7 @@ leaves memory idle; here that pass runs below the GEMM. The form is written to g
 convert where the tensor cores read would do it again for every tile, and shared memory has no bandwidth left for it.
 
 The warps draw tiles of 128 x 128 values, some at a time, bring them by TMA two ahead, have them written by TMA, and
-count in `done` how many tiles of a block of 128 rows are there; a tile after the next one's conversion, so that nothing
+The warps draw tiles of 128 x 128 values, some at a time, bring them by TMA two ahead, have them written by TMA, and
 waits for memory. The GEMM's producer waits for the rows that it brings next. No program waits for one that has not
 started: a tile that is drawn gets written. The order is that of the rows; dequantising, first those of the expert
 whose gradient the program computes, then those of its next ones.
