@@ -40,7 +40,7 @@ def test_weights(interpreter, block, mode, layout, dtype, heights):
 
 
 def test_more_experts_than_pointers(interpreter):
-    interpreter(run_weights, "cpu", (64, 64), 64, "scattered", BF16, 128, "rceil", 5, 4)
+    interpreter(run_weights, "cpu", (64, 64), 64, "scattered", BF16, 128, "rceil", 5, 4)  # 10 matrices
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -68,8 +68,9 @@ def every_launch(dtype, block):
 def test_compiled(arch, dtype, block):
     with launches_for(arch) as launches:
         every_launch(dtype, block)
-    assert len(launches) == 13
-    for launch in launches:
+    casts = [launch for launch in launches if "pointers" not in launch.kernel]
+    assert (len(casts), len(launches)) == (13, 15)
+    for launch in casts:
         assert launch.stack_bytes == 0, launch.kernel
         assert ".ftz" not in launch.ptx, launch.kernel
         # 16 bytes a thread and access, on the side of the wider type at least.

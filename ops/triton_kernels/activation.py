@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ds_mxfp8_moe.mx import MXTensor
 
-from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
+from .format import from_e4m3, power_of_two, quantized_rows
 from .library import cdiv, next_power_of_2, operator
 from .quantize import quantize_columns, quantize_rows
 
@@ -144,14 +144,10 @@ def _load_rows(ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.cons
 def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
                 B: tl.constexpr, FLOOR: tl.constexpr):
     """As MXFP8 in blocks along the columns of its half: data [P, N], scales [halves * ceil(WIDTH / B), P]."""
-    R: tl.constexpr = r.shape[0]
-    C: tl.constexpr = c.shape[0]
-    x = tl.reshape(x, [R, C // B, B])
-    byte = scale_byte(tl.max(magnitude(x), 2), FLOOR)
-    data = to_e4m3(x, inverse_scale(byte)[:, :, None])
-    _store(tl.reshape(data, [R, C]), ptr, row, first, r, c, N, AT, WIDTH)
-    at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, C)
-    tl.store(scale_ptr + at, byte.to(tl.uint8), exists)
+    data, byte = quantized_rows(x, B, FLOOR)
+    _store(data, ptr, row, first, r, c, N, AT, WIDTH)
+    at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, c.shape[0])
+    tl.store(scale_ptr + at, byte, exists)
 
 
 @triton.jit

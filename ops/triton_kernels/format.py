@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8's arithmetic inside kernels: the same bits as `ds_mxfp8_moe.mx`, for every input.
 
-    bits = tl.max(magnitude(x), axis)        # x float32; NaN and Inf win
-    byte = scale_byte(bits, FLOOR)           # int32, 0..255
-    data = to_e4m3(x, inverse_scale(byte))   # uint8; byte 255 makes every one of them 0x7F
-    x    = from_e4m3(data) * power_of_two(byte)
+    data, byte = quantized_rows(x, B, FLOOR)  # uint8; byte 255 makes every value of its block 0x7F
+    x = from_e4m3(data) * power_of_two(byte)
 """
 
 import triton
@@ -12,17 +10,42 @@ import triton.language as tl
 
 
 @triton.jit
-def magnitude(x):
-    """int32 bits of |x| for float32 x: ordered as the values, with Inf and NaN above all others."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def larger(x, y):
+    """The larger of |x| and |y| in float32, or NaN."""
+    return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def scale_byte(bits, FLOOR: tl.constexpr):
-    """The E8M0 byte (int32, 0..255) for a block whose largest `magnitude` is `bits`."""
+def new_scale(largest, FLOOR: tl.constexpr):
+    """E8M0 byte and float32 1 / scale of a block; `largest`: the int32 bits of its largest |x|."""
+    finite = largest < 0x7F800000
     # 448 = 1.75 * 2^8: for rceil, what lies above 1.75 * 2^e carries into the exponent.
-    carried = bits if FLOOR else bits + 0x1FFFFF
-    return tl.where(bits >= 0x7F800000, 255, tl.maximum((carried >> 23) - 8, 0))
+    exponent = tl.maximum((largest if FLOOR else largest + 0x1FFFFF) >> 23, 8)
+    byte = tl.where(finite, exponent - 8, 255)
+    inverse = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
+    return byte.to(tl.uint8), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_in_rows(x, B: tl.constexpr):
+    """Bits of the largest |x| in each block of B neighbours in a row of float32 x [M, N]: int32 [M, N / B].
+
+    Four neighbours by floats, which cost no instruction for the sign; the rest by bits, which know NaN everywhere.
+    """
+    M: tl.constexpr = x.shape[0]
+    x0, x1 = tl.split(tl.reshape(x, [M, x.shape[1] // 2, 2]))
+    x0, x1 = tl.split(tl.reshape(larger(x0, x1), [M, x.shape[1] // 4, 2]))
+    largest = tl.reshape(larger(x0, x1), [M, x.shape[1] // B, B // 4])
+    return tl.max(largest.to(tl.int32, bitcast=True), axis=2)
+
+
+@triton.jit
+def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
+    """Blocks along the columns of float32 x [M, N]: data [M, N] and scales [M, N / B], uint8."""
+    byte, inverse = new_scale(largest_in_rows(x, B), FLOOR)
+    blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
+    data = to_e4m3(blocks, inverse[:, :, None])
+    return tl.reshape(data, x.shape), byte
 
 
 @triton.jit
@@ -31,12 +54,6 @@ def power_of_two(byte):
     byte = byte.to(tl.int32)
     bits = tl.maximum(byte << 23, 0x00400000)  # 2^-127 is subnormal in float32
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def inverse_scale(byte):
-    """float32 2^(127 - byte) for `scale_byte`'s int32 0..247, and NaN for 255."""
-    return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

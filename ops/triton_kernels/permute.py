@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .format import from_e4m3, inverse_scale, magnitude, power_of_two, scale_byte, to_e4m3
+from .format import from_e4m3, power_of_two, quantized_rows
 from .library import cdiv, next_power_of_2, operator
 
 ROW_BYTES = 32  # a sector of L2: rows that share none cost no second access
@@ -78,10 +78,9 @@ def sum_shape(H: int, block_size: int) -> Shape:
 
 @triton.jit
 def _rounded(x, B: tl.constexpr, FLOOR: tl.constexpr):
-    """float32 [N] in blocks of B as MXFP8: e4m3 bytes [N / B, B] and scale bytes (int32) [N / B]."""
-    blocks = tl.reshape(x, [x.shape[0] // B, B])
-    byte = scale_byte(tl.max(magnitude(blocks), axis=1), FLOOR)
-    return to_e4m3(blocks, inverse_scale(byte)[:, None]), byte
+    """float32 [N] in blocks of B as MXFP8: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
+    data, byte = quantized_rows(tl.reshape(x, [x.shape[0] // B, B]), B, FLOOR)
+    return data, tl.reshape(byte, [x.shape[0] // B])
 
 
 @triton.jit
@@ -259,7 +258,7 @@ def _combine_kernel(
             data, byte = _rounded(total, B, FLOOR)
             tl.store(out_ptr + r * STRIDE + column, tl.reshape(data, [BLOCK]), mask=column < H)
             block = first // B + tl.arange(0, BLOCK // B)
-            tl.store(out_ptr + (r * STRIDE + H) + block, byte.to(tl.uint8), mask=block < SCALES)
+            tl.store(out_ptr + (r * STRIDE + H) + block, byte, mask=block < SCALES)
         else:
             tl.store(out_ptr + r * STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if B:

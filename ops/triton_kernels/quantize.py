@@ -28,11 +28,10 @@ import triton.language as tl
 
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
-from .format import from_e4m3, power_of_two, to_e4m3
+from .format import from_e4m3, larger, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .library import operator
 
-# Pointers that one launch takes; more experts need more launches.
-MAX_POINTERS = 32
+MAX_POINTERS = 64  # that one launch writes into a table
 
 
 class Tile(NamedTuple):
@@ -63,45 +62,6 @@ BOTH_TILE = Tile(128, 128, 8, group=4, registers=80)
 BOTH_32_TILE = Tile(128, 64, 4, group=4, registers=80)  # for block size 32
 RESCALE_TILE = Tile(128, 64, 4, group=4, vector=8)
 DEQUANTIZE_TILE = Tile(16, 128, 4)
-
-
-@triton.jit
-def _larger(x, y):
-    """The larger of |x| and |y| in float32, or NaN."""
-    return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _scale(largest, FLOOR: tl.constexpr):
-    """E8M0 byte and float32 1 / scale of a block; `largest`: the int32 bits of its largest |x|."""
-    finite = largest < 0x7F800000
-    # 448 = 1.75 * 2^8: for rceil, what lies above 1.75 * 2^e carries into the exponent.
-    exponent = tl.maximum((largest if FLOOR else largest + 0x1FFFFF) >> 23, 8)
-    byte = tl.where(finite, exponent - 8, 255)
-    inverse = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
-    return byte.to(tl.uint8), inverse.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _largest_in_rows(x, B: tl.constexpr):
-    """Bits of the largest |x| in each block of B neighbours in a row of float32 x [M, N]: int32 [M, N / B].
-
-    Four neighbours by floats, which cost no instruction for the sign; the rest by bits, which know NaN everywhere.
-    """
-    M: tl.constexpr = x.shape[0]
-    x0, x1 = tl.split(tl.reshape(x, [M, x.shape[1] // 2, 2]))
-    x0, x1 = tl.split(tl.reshape(_larger(x0, x1), [M, x.shape[1] // 4, 2]))
-    largest = tl.reshape(_larger(x0, x1), [M, x.shape[1] // B, B // 4])
-    return tl.max(largest.to(tl.int32, bitcast=True), axis=2)
-
-
-@triton.jit
-def _quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
-    """Blocks along the columns of float32 x [M, N]: data [M, N] and scales [M, N / B], uint8."""
-    byte, inverse = _scale(_largest_in_rows(x, B), FLOOR)
-    blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
-    data = to_e4m3(blocks, inverse[:, :, None])
-    return tl.reshape(data, x.shape), byte
 
 
 @triton.jit
@@ -167,9 +127,9 @@ def _store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: t
     """Quantises x [BM, BN] along M: data as above, scales memory [M / B, N]."""
     BM: tl.constexpr = x.shape[0]
     x0, x1, x2, x3 = _quads(x)
-    largest = _larger(_larger(x0, x1), _larger(x2, x3))
+    largest = larger(larger(x0, x1), larger(x2, x3))
     largest = tl.reshape(largest, [x.shape[1], BM // B, B // 4]).to(tl.int32, bitcast=True)
-    byte, inverse = _scale(tl.max(largest, axis=2), FLOOR)
+    byte, inverse = new_scale(tl.max(largest, axis=2), FLOOR)
     inverse = tl.broadcast_to(inverse[:, :, None], [x.shape[1], BM // B, B // 4])
     inverse = tl.reshape(inverse, [x.shape[1], BM // 4])
     data = _quad_bytes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
@@ -195,7 +155,7 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
     k = tl.arange(0, BK)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     x = tl.load(x_ptr + (r0 * row_stride + k0) + (r * row_stride + k), mask, other=0.0).to(tl.float32)
-    data, scale = _quantized_rows(x, B, FLOOR)
+    data, scale = quantized_rows(x, B, FLOOR)
     tl.store(data_ptr + (r0 * K + k0) + (r * K + k), data, mask)
     block = tl.arange(0, BK // B)[None, :]
     scale_ptr += r0 * scale_stride_r + k0 // B * scale_stride_k
@@ -203,23 +163,28 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 
 
 @triton.jit
-def _select(pointers, expert, expert_stride, EVENLY_SPACED: tl.constexpr):
-    """The expert's matrix: by its distance from the first, or the expert-th of the pointers."""
-    pointer = pointers[0]
-    if EVENLY_SPACED:
-        pointer += expert.to(tl.int64) * expert_stride
-    else:
-        for i in tl.static_range(1, len(pointers)):
-            pointer = tl.where(expert == i, pointers[i], pointer)
-    return pointer
+def _pointers_kernel(pointers, table_ptr):
+    """Writes pointers as int64: with them, matrices that lie anywhere take one launch, and no copy from the host."""
+    for i in tl.static_range(len(pointers)):
+        tl.store(table_ptr + i, pointers[i].to(tl.int64))
 
 
 @triton.jit
-def _quantize_matrix_kernel(first, second, first_stride, second_stride, rows_ptr, rows_scale_ptr, rows_scale_stride_m,
-                            rows_scale_stride_n, columns_ptr, columns_scale_ptr, first_expert, M_FIRST, M, row_stride,
-                            N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, TILED: tl.constexpr,
-                            TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-                            EVENLY_SPACED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+def _matrix(first, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
+    """The expert's matrix: so far from the first one, or the table's."""
+    if table_ptr is None:
+        matrix = first + expert.to(tl.int64) * stride
+    else:
+        matrix = tl.multiple_of(tl.load(table_ptr + expert).to(first.dtype), ALIGNMENT)
+    return matrix
+
+
+@triton.jit
+def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_table, second_table, rows_ptr,
+                            rows_scale_ptr, rows_scale_stride_m, rows_scale_stride_n, columns_ptr, columns_scale_ptr,
+                            M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                            TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+                            ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
                             VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
     """One matrix [M, N] for each expert: rows [0, M_FIRST) from `first`, the others, if any, from `second`. TILED: the
     program's tile, then 128 x 128, has one scale."""
@@ -233,19 +198,20 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, rows_ptr
     n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     mask = _below(m, height, WHOLE)[:, None] & _below(n, width, WHOLE)[None, :]
     offset = m[:, None] * row_stride + n[None, :]
-    pointer = _select(first, expert, first_stride, EVENLY_SPACED) + (m0 * row_stride + n0)
+    pointer = _matrix(first, first_stride, first_table, expert, ALIGNMENT) + (m0 * row_stride + n0)
     if PARTS == 2:
-        below = _select(second, expert, second_stride, EVENLY_SPACED) + ((m0 - M_FIRST) * row_stride + n0)
+        below = _matrix(second, second_stride, second_table, expert, ALIGNMENT)
+        below += (m0 - M_FIRST) * row_stride + n0
         x = tl.load(tl.where(m < M_FIRST - m0, pointer, below)[:, None] + offset, mask, other=0.0).to(tl.float32)
     else:
         x = tl.load(pointer + offset, mask, other=0.0).to(tl.float32)
 
-    expert = (first_expert + expert).to(tl.int64)
+    expert = expert.to(tl.int64)
     rows_ptr += expert * M * N + m0 * N + n0
     columns_ptr += expert * M * N + n0.to(tl.int64) * M + m0
     row_offset = m[:, None] * N + n[None, :]
     if TILED:
-        byte, inverse = _scale(tl.max(_largest_in_rows(x, BN), axis=0)[:, None], FLOOR)
+        byte, inverse = new_scale(tl.max(largest_in_rows(x, BN), axis=0)[:, None], FLOOR)
         tiles_n: tl.constexpr = (N + BN - 1) // BN
         tile = (expert * tl.cdiv(M, BM) + m0 // BM) * tiles_n + n0 // BN
         tl.store(rows_scale_ptr + tile + tl.arange(0, 1)[:, None], byte)
@@ -256,7 +222,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, rows_ptr
             _store_transposed(_by_column(_in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE)
     else:
         if TO_ROWS:
-            data, scale = _quantized_rows(x, B, FLOOR)
+            data, scale = quantized_rows(x, B, FLOOR)
             tl.store(rows_ptr + row_offset, data, mask)
             blocks_n: tl.constexpr = (N + B - 1) // B
             rows_scale_ptr += expert * M * blocks_n + m0 * rows_scale_stride_m + n0 // B * rows_scale_stride_n
@@ -386,6 +352,17 @@ def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
     return None if len(distances) > 1 else (distances.pop() if distances else 0) // matrices[0].element_size()
 
 
+def _tables(parts: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
+    """Each part's pointers on the device, and the bytes of which all are multiples: 16 or 1."""
+    matrices = [x for part in parts for x in part]
+    table = torch.empty(len(matrices), dtype=torch.int64, device=matrices[0].device)
+    for at in range(0, len(matrices), MAX_POINTERS):
+        some = matrices[at:at + MAX_POINTERS]
+        _pointers_kernel[(1, )](tuple(some), table[at:], num_warps=1)
+    aligned = all(x.data_ptr() % 16 == 0 for x in matrices)
+    return list(table.split(len(parts[0]))), 16 if aligned else 1
+
+
 @operator(_matrix_outputs)
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
                        rows: bool, columns: bool, scale_k_major: bool
@@ -413,15 +390,13 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
     # Both layouts of float32 with scales of their own need more than others.
     registers = tile.registers if tiled or x[0].element_size() == 2 else None
-    each = experts if even else MAX_POINTERS // len(parts)
     with torch.cuda.device_of(x[0]):
-        for first in range(0, experts, each):
-            pointers = [tuple(part[:1] if even else part[first:first + each]) for part in parts]
-            _quantize_matrix_kernel[(_programs(m, n, tile), min(each, experts - first))](
-                pointers[0], pointers[-1], strides[0], strides[-1], rows_data.view(torch.uint8), rows_scale,
-                *scale_strides, columns_data.view(torch.uint8), columns_scale, first, heights[0], m, row_stride, n,
-                block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), even, tile.rows, tile.columns,
-                tile.group, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
+        tables, alignment = ([None] * len(parts), 1) if even else _tables(parts)
+        _quantize_matrix_kernel[(_programs(m, n, tile), experts)](
+            parts[0][0], parts[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
+            rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
+            block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), alignment, tile.rows, tile.columns,
+            tile.group, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
     return out
 
 
