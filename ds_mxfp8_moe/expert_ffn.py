@@ -369,14 +369,17 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
     beside = 0 if not wants_ups else transport.sms_beside(
         layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),
         kernels.wgrad_seconds(g_wgrad, x_PH, layer.wgrad_quantized))
-    # Alone, in the order that takes less memory: rows that the weight gradient alone reads are gone before dx is
-    # there, or weights that dx's GEMM quantises before the weight gradient is.
-    rows, weights_rows = layer.plan.num_rows, len(layer.plan.group_ends_E) * layer.formula.ffn_size
-    first = wants_ups and not beside and g_wgrad is not g_rows and rows > weights_rows
+    # Alone, in the order that takes less memory. If the weight gradient comes first, there is x, dequantised, without
+    # dx beside it; but then, with the gradient there, weights quantised for dx. P rows, G and H wide.
+    (P, G), H, E = g_rows.shape, x_PH.shape[1], len(layer.plan.group_ends_E)
+    first = wants_ups and not beside and g_wgrad is not g_rows and max(2 * G * P, E * G * H) < (G + 2 * H) * P
     if first:
         ups_wgrad()
         del g_wgrad
-    pending = back(layer.dgrad_gemm(g_rows, layer.ups), weight_P=weight, sms=beside)
+    dx_PH = layer.dgrad_gemm(g_rows, layer.ups)
+    del g_rows
+    pending = back(dx_PH, weight_P=weight, sms=beside)
+    del dx_PH
     try:
         if wants_ups and not first:
             ups_wgrad(beside)

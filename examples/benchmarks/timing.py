@@ -34,7 +34,8 @@ def seconds_of(call: Callable) -> tuple[float, float]:
 
 def quantiles_ms(contenders: dict[str, Callable], repeats: int = 20, budget_s: float = 0.3,
                  least: int = 3) -> dict[str, dict]:
-    """Times calls that have each run once already: in turn, so that heat and clocks meet all of them alike.
+    """Times calls that have each run once already: in turn, so that heat and clocks meet all of them alike, and to and fro,
+    so that none always follows the same other one.
 
     Before each timed call L2 is flushed, and the device kept busy until the host has issued it: what is timed is the
     device's work, and gaps only where the host lags behind even then. `host_ms` is the issuing.
@@ -50,9 +51,11 @@ def quantiles_ms(contenders: dict[str, Callable], repeats: int = 20, budget_s: f
     count = max(least, min(repeats, int(budget_s / mean_s)))
     flushed = torch.ones(FLUSHED_BYTES // 4, device=device()) if on_gpu() else None
     times: dict = {name: [] for name in contenders}
+    turn = list(contenders.items())
     for _ in range(count):
         running = []
-        for name, call in contenders.items():
+        turn.reverse()
+        for name, call in turn:
             if flushed is None:
                 issued, total = seconds_of(call)
                 times[name].append((total * 1e3, issued * 1e3))

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 FORWARD = Tile(32, 128, 4)
-BACKWARD = Tile(32, 128, 4)
+BACKWARD = Tile(32, 128, 8)
 
 
 @triton.jit

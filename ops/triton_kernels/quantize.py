@@ -213,8 +213,9 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
     if TILED:
         byte, inverse = new_scale(tl.max(largest_in_rows(x, BN), axis=0)[:, None], FLOOR)
         tiles_n: tl.constexpr = (N + BN - 1) // BN
-        tile = (expert * tl.cdiv(M, BM) + m0 // BM) * tiles_n + n0 // BN
-        tl.store(rows_scale_ptr + tile + tl.arange(0, 1)[:, None], byte)
+        rows_scale_ptr += expert * tl.cdiv(M, BM) * tiles_n
+        rows_scale_ptr += m0 // BM * rows_scale_stride_m + n0 // BN * rows_scale_stride_n
+        tl.store(rows_scale_ptr + tl.arange(0, 1)[:, None], byte)
         x *= inverse
         if TO_ROWS:
             tl.store(rows_ptr + row_offset, to_e4m3(x, 1.0), mask)
@@ -337,7 +338,7 @@ def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, 
     n = like.shape[-1]
     blocks_m, blocks_n = _cdiv(m, block_size), _cdiv(n, block_size)
     if tiled:
-        rows_scale, columns_scale = (experts, blocks_m, blocks_n), (0, )
+        rows_scale, columns_scale = (experts, *((blocks_m, blocks_n) if rows else (blocks_n, blocks_m))), (0, )
     else:
         rows_scale = ((experts, blocks_n, m) if scale_k_major else (experts, m, blocks_n)) if rows else (0, )
         columns_scale = (experts, blocks_m, n) if columns else (0, )
@@ -368,7 +369,7 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
                        rows: bool, columns: bool, scale_k_major: bool
                        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Parts of matrices, each [M_i, N] times `experts` or one [E, M_i, N]; data and scales along N, then along M. What
-    is not wanted is empty; with `tiled` the first scales are the tiles'."""
+    is not wanted is empty; with `tiled` the first scales are the tiles', of columns alone transposed."""
     out = _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major)
     rows_data, rows_scale, columns_data, columns_scale = out
     n, row_stride = x[0].shape[-1], x[0].stride(-2)
@@ -384,7 +385,10 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
         return out
     even = None not in strides
     strides = strides if even else [0] * len(parts)
-    scale_strides = (0, 0) if tiled or not rows else (1, m) if scale_k_major else (_cdiv(n, block_size), 1)
+    if tiled:
+        scale_strides = (rows_scale.shape[2], 1) if rows else (1, rows_scale.shape[2])
+    else:
+        scale_strides = (1, m) if scale_k_major else (_cdiv(n, block_size), 1)
     tile = (BOTH_32_TILE if block_size == 32 else BOTH_TILE) if rows or tiled else COLUMNS_TILE
     # Triton deals values to threads alike for all accesses of one shape; stores of bytes are the widest.
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
@@ -488,7 +492,8 @@ def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], b
         weights = [w.contiguous() for w in weights]
     data_ENK, scale_rows, data_EKN, scale_columns = _quantize_matrices(
         list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)
-    scale_columns = scale_rows if tiled else scale_columns
+    if tiled:
+        scale_columns = scale_rows if rows else scale_rows.transpose(1, 2)
     return (MXTensor(data_ENK, scale_rows, block_size, dtype, tiled) if rows else None,
             MXTensor(data_EKN, scale_columns.transpose(1, 2), block_size, dtype, tiled) if columns else None)
 
