@@ -34,8 +34,8 @@ def seconds_of(call: Callable) -> tuple[float, float]:
 
 def quantiles_ms(contenders: dict[str, Callable], repeats: int = 20, budget_s: float = 0.3,
                  least: int = 3) -> dict[str, dict]:
-    """Times calls that have each run once already: in turn, so that heat and clocks meet all of them alike, and to and fro,
-    so that none always follows the same other one.
+    """Times calls that have each run once already: in turn, so that heat and clocks meet all of them alike, and to and
+    fro, so that none always follows the same other one.
 
     Before each timed call L2 is flushed, and the device kept busy until the host has issued it: what is timed is the
     device's work, and gaps only where the host lags behind even then. `host_ms` is the issuing.
