@@ -90,10 +90,15 @@ def gemm_tables(result: dict) -> list[str]:
               1.5)])]
 
 
+def _one_split(found: list) -> list:
+    """Even splits; those that there are, if there are none."""
+    return [g for g in found if g.case["split"] == "even"] or found
+
+
 def gemm_plot(result: dict, pyplot) -> None:
     per_ms = rates(result)
     operations = ("forward", "dgrad", "wgrad")
-    found = [g for g in groups(result, *operations) if g.case["split"] == "even"]
+    found = _one_split(groups(result, *operations))
     dims = list(dict.fromkeys((g.case["dim"], g.case["hidden"]) for g in found))
     _, axes = pyplot.subplots(3, len(dims), figsize=(3.6 * len(dims), 9), squeeze=False, sharex=True, sharey="row")
     for row, operation in zip(axes, operations, strict=True):
@@ -207,7 +212,7 @@ def ffn_tables(result: dict) -> list[str]:
 
 
 def ffn_plot(result: dict, pyplot) -> None:
-    found = [g for g in groups(result, "forward and backward") if g.case["split"] == "even"]
+    found = _one_split(groups(result, "forward and backward"))
     dims = list(dict.fromkeys((g.case["dim"], g.case["hidden"]) for g in found))
     _, axes = pyplot.subplots(2, len(dims), figsize=(3.6 * len(dims), 6.5), squeeze=False, sharex=True, sharey="row")
     for column, (dim, hidden) in zip(axes.T, dims, strict=True):
