@@ -16,6 +16,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+import triton
 from aot import Launch, launches_for
 from triton.runtime.jit import JITFunction
 
@@ -193,6 +194,14 @@ def launches(compiled) -> list[Launch]:
 def test_every_kernel_has_a_case(compiled):
     _, missing = compiled
     assert not missing
+
+
+def test_no_kernel_is_compiled_twice_for_a_cache():
+    """Triton's name of a kernel in its cache holds the constexpr globals of functions that were named before it: with
+    such globals it depends on what ran first, and a new process compiles what waits in the cache."""
+    for m in pkgutil.iter_modules(import_module(PACKAGE).__path__):
+        for name, value in vars(module(m.name)).items():
+            assert not isinstance(value, triton.language.constexpr), f"{m.name}.{name}: pass it, or make it local"
 
 
 def test_blackwell_multiplies_natively(launches):

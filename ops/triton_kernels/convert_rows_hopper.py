@@ -31,9 +31,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BUFFERS = gl.constexpr(2)
-DRAWN = gl.constexpr(4)  # tiles at a time: a draw is a round trip to L2
-
 
 @gluon.jit
 def rows_of(expert, ends):
@@ -290,6 +287,7 @@ def _next(at, index, left, ends, tickets, all_tiles, expert_tiles, tiles, BY_EXP
     Returns:
         at, from `all_tiles` on when nothing is left; the tile; left.
     """
+    DRAWN: gl.constexpr = 4  # at a time: a draw is a round trip to L2
     index += 1
     while (left == 0) & (at < all_tiles):
         first, end = 0, gl.load(ends + all_tiles // expert_tiles - 1)
@@ -308,6 +306,7 @@ def convert(g_desc, g_out, g, a_desc, a_out, a, ends, all_tiles, expert_tiles, s
             tickets, done, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The two warps: dequantise rows up to the last group's end to bf16, or TRANSPOSE them with a scale a tile."""
     BOXES: gl.constexpr = 4 if TRANSPOSE else 8
+    BUFFERS: gl.constexpr = landed.shape[0]
     tiles = tiles_of(g, a)
     none = gl.to_tensor(0)
     at, index, left = _next(gl.program_id(0), none, none, ends, tickets, all_tiles, expert_tiles, tiles,
@@ -343,6 +342,7 @@ def convert(g_desc, g_out, g, a_desc, a_out, a, ends, all_tiles, expert_tiles, s
 @gluon.jit
 def allocate(desc, out, B: gl.constexpr):
     """Shared memory and barriers of the two warps."""
+    BUFFERS: gl.constexpr = 2
     box: gl.constexpr = out.block_shape
     smem = gl.allocate_shared_memory(gl.int32, [BUFFERS * 4, 32, 32], desc.layout)
     out_smem = gl.allocate_shared_memory(gl.int32, [4, box[0], box[1]], out.layout)
