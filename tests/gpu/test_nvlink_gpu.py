@@ -4,8 +4,8 @@
 The oracle is the collective transport's plain path, on the CPU, over gloo. What a stalled or confused peer does to the
 others ends in an error that names it, and in a GPU that still works.
 
-Clean under both tools, as are AllToAll's tests (test_all_to_all_gpu.py, -k "2-sharing and not compile"); in layers,
-racecheck takes the flags by which Triton's warp-specialised GEMMs start their warps for races:
+Clean under both tools (AllToAll's tests, test_all_to_all_gpu.py -k "2-sharing and not compile", under memcheck; in
+layers, racecheck takes the flags by which Triton's warp-specialised GEMMs start their warps for races):
 
     compute-sanitizer --tool memcheck|racecheck --target-processes all \
         python -m pytest -o addopts= tests/gpu/test_nvlink_gpu.py -k "2-sharing and test_same_bits"
