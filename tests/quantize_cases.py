@@ -113,13 +113,14 @@ def run_rescale(device: str, rows: int, columns: int, block_in: int, block: int,
 
 def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: torch.dtype, block: int, mode: str,
                 experts: int = 3, pointers: int = 32) -> None:
-    """`layout`: "stacked", or matrices "even" or "scattered" in memory; at most so many pointers a launch."""
+    """`layout`: "stacked", or matrices "even", "scattered", "unaligned" in memory; at most so many pointers a launch."""
     parts = [hard_values(experts * height, columns, dtype).view(experts, height, columns) for height in heights]
     stack = torch.cat(parts, dim=1)
     there = [part.to(device) for part in parts]
     if layout != "stacked":
         # A gap that differs from matrix to matrix keeps them from lying evenly.
-        gaps = [0 if layout == "even" else 64 * (i % 3) for i in range(experts)]
+        gap = {"even": 0, "scattered": 64, "unaligned": 1}[layout]
+        gaps = [gap * (i % 3) for i in range(experts)]
         for i, part in enumerate(there):
             flat = torch.cat([torch.cat([matrix.flatten(), matrix.flatten()[:gap]])
                               for matrix, gap in zip(part, gaps, strict=True)])
@@ -139,6 +140,7 @@ def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: t
                 assert (actual is not None) == wanted
                 if wanted:
                     same(actual, expected)
+                    assert block == 32 or rows and columns or actual.scale_bytes.is_contiguous()
         same_values(kernels.dequantize(actual, dtype), mx.dequantize(expected, dtype))
 
 

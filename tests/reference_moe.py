@@ -36,7 +36,8 @@ def tiled_rows(x_PK, scale_bytes):
 
 
 def _cast_tiles(x, recipe):
-    """The same of float32 rows, in the layout that experts see."""
+    """The same of float32 rows, in the layout that experts see. Rows that were cast before are cast anew: where their
+    largest value had been rounded to 224, to half the scale."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 128))
     mx = quantize(padded, recipe.block_size, recipe.scaling_mode)
     return tiled_rows(mx.dequantize(torch.float32), mx.scale_bytes)[:x.shape[0]]

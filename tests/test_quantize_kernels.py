@@ -32,7 +32,7 @@ def test_rescale(interpreter, block_in, block, mode):
 
 
 @pytest.mark.parametrize("layout, dtype, heights", [("stacked", BF16, (96, 64)), ("even", F32, (96, 64)),
-                                                    ("scattered", F16, (96, 64)), ("scattered", BF16, (160, ))],
+                                                    ("scattered", F16, (96, 64)), ("unaligned", BF16, (160, ))],
                          ids=str)
 @pytest.mark.parametrize("block, mode", [(32, "floor"), (128, "rceil")])
 def test_weights(interpreter, block, mode, layout, dtype, heights):

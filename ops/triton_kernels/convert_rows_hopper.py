@@ -7,18 +7,17 @@ leaves memory idle; here that pass runs below the GEMM. The form is written to g
 convert where the tensor cores read would do it again for every tile, and shared memory has no bandwidth left for it.
 
 The warps draw tiles of 128 x 128 values, some at a time, bring them by TMA two ahead, have them written by TMA, and
-The warps draw tiles of 128 x 128 values, some at a time, bring them by TMA two ahead, have them written by TMA, and
+count in `done` how many tiles of a block of 128 rows are there: a tile after the next one's conversion, so that none
 waits for memory. The GEMM's producer waits for the rows that it brings next. No program waits for one that has not
 started: a tile that is drawn gets written. The order is that of the rows; dequantising, first those of the expert
 whose gradient the program computes, then those of its next ones.
 
 Measured on an H200, 8 groups of 16384 rows, N x K 1408 x 2048, 2048 x 7168, 5120 x 8192. In bf16, over
-torch._grouped_mm of bf16: 0.91, 0.97, 0.98 (a pass before the GEMM: 0.79, 0.85, 0.87); with one operand bf16 0.97,
-0.98, 1.00. In MXFP8, over that: 1.33, 1.45, 1.58; with g in column form 1.50, 1.43, 1.54. Loading to registers
-instead of by TMA was slower, with however many loads ahead; so were more registers for these warps and fewer for the
-others. What is left of the difference is traffic: where products are small, 1536 x 2048 and 2048 x 768, bf16 takes
-1007 and 513 us, dequantising one operand 1069 and 540, both 1185 and 719. Counting a tile after the next one's
-conversion, instead of waiting for memory, and the order by experts took 2 to 9 % off the latter.
+torch._grouped_mm of bf16: 0.91, 0.97, 0.99 (a pass before the GEMM: 0.79, 0.85, 0.87). In MXFP8, over that: 1.35,
+1.50, 1.55. Loading to registers instead of by TMA was slower, with however many loads ahead; so were more registers
+for these warps and fewer for the others. What is left of the difference is traffic: where products are small, 1536 x
+2048 and 2048 x 768, bf16 takes 1007 and 513 us, dequantising one operand 1069 and 540, both 1185 and 719. Counting a
+tile after the next one's conversion, and the order by experts, took 2 to 9 % off the latter.
 
 An operand is a tuple (scale uint8, its strides along rows and columns, the output's scales uint8, tiles in a row: 0 if
 there is nothing to convert; words in a row). Beside it go the TMA descriptors of its words [P, K / 4] and of the
@@ -157,7 +156,7 @@ def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, bloc
         _free(2)
         for half in gl.static_range(2):
             out_smem.index(i % 2 * 2 + half).store(halves[half])
-        _write(out_smem, i % 2 * 2, 2, g_out, a_out, of_g, block * 128 + 32 * i, tile * 64, 0, 32)
+        _write(out_smem, i % 2 * 2, 2, g_out, a_out, of_g, block * 128 + 32 * i, tile * 64, 32)
 
 
 @gluon.jit
@@ -168,15 +167,14 @@ def _free(pending: gl.constexpr):
 
 
 @gluon.jit
-def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, down: gl.constexpr,
-           right: gl.constexpr):
-    """Has boxes written by TMA, each `down` and `right` of the one before."""
+def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, width: gl.constexpr):
+    """Has boxes written by TMA, side by side."""
     fence_async_shared()
     for i in gl.static_range(boxes):
         if of_g:
-            tma.async_copy_shared_to_global(g_out, [row + i * down, column + i * right], out_smem.index(first + i))
+            tma.async_copy_shared_to_global(g_out, [row, column + i * width], out_smem.index(first + i))
         else:
-            tma.async_copy_shared_to_global(a_out, [row + i * down, column + i * right], out_smem.index(first + i))
+            tma.async_copy_shared_to_global(a_out, [row, column + i * width], out_smem.index(first + i))
 
 
 @gluon.jit
@@ -264,7 +262,7 @@ def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_s
         columns = gl.join(gl.join(c0, c2), gl.join(c1, c3)).permute((1, 2, 3, 0)).reshape([128, 8])
         _free(3)
         out_smem.index(i).store(columns)
-        _write(out_smem, i, 1, g_out, a_out, of_g, tile * 128, block * 32 + 8 * i, 0, 0)
+        _write(out_smem, i, 1, g_out, a_out, of_g, tile * 128, block * 32 + 8 * i, 0)
 
 
 @gluon.jit
@@ -277,49 +275,49 @@ def _count(done, block, pending: gl.constexpr):
 
 
 @gluon.jit
-def _next(at, index, left, ends, tickets, all_tiles, expert_tiles, tiles, BY_EXPERT: gl.constexpr):
+def _next(at, index, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, BY_EXPERT: gl.constexpr):
     """Draws the next tile to convert.
 
     Args:
-        at: of the gradient's tiles, those that this program computes: the one whose expert's rows are drawn from.
-        left: tiles drawn and not yet taken, beginning behind `index`.
+        at: of the gradient's tiles, which the GEMM computes, one of this program's: rows of its expert are drawn.
+        left: tiles of values drawn and not yet taken, beginning behind `index`.
 
     Returns:
-        at, from `all_tiles` on when nothing is left; the tile; left.
+        at, from `gradient_tiles` on when nothing is left to convert; the tile of values; left, below 0 then.
     """
     DRAWN: gl.constexpr = 4  # at a time: a draw is a round trip to L2
     index += 1
-    while (left == 0) & (at < all_tiles):
-        first, end = 0, gl.load(ends + all_tiles // expert_tiles - 1)
+    while (left == 0) & (at < gradient_tiles):
+        first, end = 0, gl.load(ends + gradient_tiles // tiles_of_one - 1)
         if BY_EXPERT:
-            first, end = rows_of(at // expert_tiles, ends)
-        counter = tickets + (at // expert_tiles if BY_EXPERT else 0)
+            first, end = rows_of(at // tiles_of_one, ends)
+        counter = tickets + (at // tiles_of_one if BY_EXPERT else 0)
         index = first // 128 * tiles + gl.atomic_add(counter, DRAWN, sem="relaxed")
         left = gl.minimum(gl.maximum(end // 128 * tiles - index, 0), DRAWN)
         if left == 0:
-            at += gl.num_programs(0) if BY_EXPERT else all_tiles
+            at += gl.num_programs(0) if BY_EXPERT else gradient_tiles
     return at, index, left - 1
 
 
 @gluon.jit
-def convert(g_desc, g_out, g, a_desc, a_out, a, ends, all_tiles, expert_tiles, smem, out_smem, scale_smem, landed,
+def convert(g_desc, g_out, g, a_desc, a_out, a, ends, gradient_tiles, tiles_of_one, smem, out_smem, scale_smem, landed,
             tickets, done, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The two warps: dequantise rows up to the last group's end to bf16, or TRANSPOSE them with a scale a tile."""
     BOXES: gl.constexpr = 4 if TRANSPOSE else 8
     BUFFERS: gl.constexpr = landed.shape[0]
     tiles = tiles_of(g, a)
     none = gl.to_tensor(0)
-    at, index, left = _next(gl.program_id(0), none, none, ends, tickets, all_tiles, expert_tiles, tiles,
+    at, index, left = _next(gl.program_id(0), none, none, ends, tickets, gradient_tiles, tiles_of_one, tiles,
                             not TRANSPOSE)
-    there = at < all_tiles
+    there = at < gradient_tiles
     byte = _bring(index, there, 0, g_desc, g, a_desc, a, smem, landed, B)
-    at, following, left = _next(at, index, left, ends, tickets, all_tiles, expert_tiles, tiles, not TRANSPOSE)
-    next_there = at < all_tiles
+    at, following, left = _next(at, index, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, not TRANSPOSE)
+    next_there = at < gradient_tiles
     next_byte = _bring(following, next_there, 1, g_desc, g, a_desc, a, smem, landed, B)
     step = 0
     before = -1
     while there:
-        at, after, left = _next(at, following, left, ends, tickets, all_tiles, expert_tiles, tiles, not TRANSPOSE)
+        at, after, left = _next(at, following, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, not TRANSPOSE)
         slot = step % BUFFERS
         block, of_g, tile, scale, step_p, step_k, out_scale, words = _tile(index, g, a)
         mbarrier.wait(landed.index(slot), step // BUFFERS & 1)
@@ -330,7 +328,7 @@ def convert(g_desc, g_out, g, a_desc, a_out, a, ends, all_tiles, expert_tiles, s
         _count(done, before, BOXES)  # and every thread has read the slot
         byte = next_byte
         there = next_there
-        next_there = at < all_tiles
+        next_there = at < gradient_tiles
         next_byte = _bring(after, next_there, slot, g_desc, g, a_desc, a, smem, landed, B)
         before = block
         index = following

@@ -6,6 +6,7 @@ to each other work on neighbouring columns of the same rows, so that what is in 
 
     kernel                     grid                                   bytes a value (bf16)
     _quantize_rows_kernel      row tiles x column tiles               2 + 1
+    _pointers_kernel           1                                      where matrices lie that are not evenly spaced
     _quantize_matrix_kernel    (row tiles x column tiles, experts)    2 + 1 for each layout written
     _rescale_kernel            row tiles x column tiles               1 + 1
     _dequantize_kernel         (row tiles x column tiles, experts)    1 + 2
@@ -480,8 +481,8 @@ def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], b
 
     Returns:
         [E, N, K] and [E, K, N], None where not asked for. With block size 128 mx.quantize_tiles of the parts, its
-        bytes also transposed, one set of scales for both; with 32 mx.quantize of the parts and of their transpose,
-        the latter's scales in memory [E, N / 32, K].
+        bytes also transposed, one set of scales for both, contiguous for one alone; with 32 mx.quantize of the parts
+        and of their transpose, the latter's scales in memory [E, N / 32, K].
     """
     tiled = block_size == TILE
     experts = len(weights[0])

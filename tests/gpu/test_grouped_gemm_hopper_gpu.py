@@ -174,6 +174,19 @@ def test_wgrad_rescales(K, N, sizes):
         assert relative(into, main + expected) < 3e-4
 
 
+@pytest.mark.parametrize("sms", [1, 3, 0])
+def test_wgrads_convert_for_more_experts_than_programs(sms):
+    """Many of them empty; the same bits from however many multiprocessors."""
+    sizes = [128 * (i % 3 * (i % 4 != 1)) for i in range(41)]
+    rows, ends = rows_of(sizes)
+    g, a = uneven(rows, 192, 3).to(BF16), uneven(rows, 320, 4).to(BF16)
+    g_mx, a_mx = k_major(quantize(g, 128)), k_major(quantize(a, 128))
+    plain = gemms()[1].grouped_mm_wgrad_bf16
+    assert torch.equal(plain(g_mx, a_mx, ends, BF16, sms=sms),
+                       plain(g_mx.dequantize(BF16), a_mx.dequantize(BF16), ends, BF16))
+    assert torch.equal(wgrad_rows(g_mx, a_mx, ends, BF16, sms=sms), wgrad_rows(g_mx, a_mx, ends, BF16))
+
+
 def test_special_values():
     """NaN stays in its row or column; scales at both ends; a NaN scale with finite data is NaN."""
     grouped_mm, wgrads = gemms()
