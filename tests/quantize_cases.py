@@ -113,7 +113,7 @@ def run_rescale(device: str, rows: int, columns: int, block_in: int, block: int,
 
 def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: torch.dtype, block: int, mode: str,
                 experts: int = 3, pointers: int = 32) -> None:
-    """`layout`: "stacked", or matrices "even", "scattered", "unaligned" in memory; at most so many pointers a launch."""
+    """`layout`: "stacked", or matrices "even", "scattered", "unaligned"; at most so many pointers a launch."""
     parts = [hard_values(experts * height, columns, dtype).view(experts, height, columns) for height in heights]
     stack = torch.cat(parts, dim=1)
     there = [part.to(device) for part in parts]
