@@ -164,10 +164,13 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 
 
 @triton.jit
-def _pointers_kernel(pointers, table_ptr):
-    """Writes pointers as int64: with them, matrices that lie anywhere take one launch, and no copy from the host."""
-    for i in tl.static_range(len(pointers)):
-        tl.store(table_ptr + i, pointers[i].to(tl.int64))
+def _pointers_kernel(odd, table_ptr):
+    """Writes pointers: with their table, matrices that lie anywhere take one launch, and no copy from the host.
+
+    `odd`: pointers p as 2 p + 1. Triton compiles anew for each pattern of arguments that are multiples of 16.
+    """
+    for i in tl.static_range(len(odd)):
+        tl.store(table_ptr + i, odd[i].to(tl.int64) >> 1)
 
 
 @triton.jit
@@ -356,12 +359,11 @@ def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
 
 def _tables(parts: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
     """Each part's pointers on the device, and the bytes of which all are multiples: 16 or 1."""
-    matrices = [x for part in parts for x in part]
-    table = torch.empty(len(matrices), dtype=torch.int64, device=matrices[0].device)
-    for at in range(0, len(matrices), MAX_POINTERS):
-        some = matrices[at:at + MAX_POINTERS]
-        _pointers_kernel[(1, )](tuple(some), table[at:], num_warps=1)
-    aligned = all(x.data_ptr() % 16 == 0 for x in matrices)
+    pointers = [x.data_ptr() for part in parts for x in part]
+    table = torch.empty(len(pointers), dtype=torch.int64, device=parts[0][0].device)
+    for at in range(0, len(pointers), MAX_POINTERS):
+        _pointers_kernel[(1, )](tuple(2 * p + 1 for p in pointers[at:at + MAX_POINTERS]), table[at:], num_warps=1)
+    aligned = all(p % 16 == 0 for p in pointers)
     return list(table.split(len(parts[0]))), 16 if aligned else 1
 
 
