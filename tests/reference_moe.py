@@ -95,7 +95,8 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_r
         rows = torch.stack([x_wire[r][t] for r, t, _ in where]) if where else torch.zeros(0, width)
         g = torch.stack([g_wire[r][t] for r, t, _ in where]) if where else torch.zeros(0, width)
         w = torch.tensor([routes[r][1][t, k] for r, t, k in where]).view(-1, 1)
-        results.append((where, *_expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows)))
+        results.append((where, *_expert(formula, recipe, p, rows, g, w, operand, rnd,
+                                        rescales_rows and recipe.wgrad == "mxfp8")))
         expert_grads.append(results[-1][-1])
     for k_wanted in range(top_k):
         for e, (where, y, dx, dw, _) in enumerate(results):
@@ -116,7 +117,7 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
     x_op = operand(rows)
 
     def wgrad(g_hp, a):
-        if recipe.wgrad == "mxfp8" and rescales_rows:
+        if rescales_rows:
             return _cast_tiles(g_hp, recipe).t() @ _cast_tiles(a, recipe)
         if recipe.wgrad == "mxfp8":
             return _cast_rows(g_hp, recipe).t() @ _cast_rows(a, recipe)
@@ -170,7 +171,7 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
     dx = 0
     for n, d in zip(names, dpre, strict=True):
         dx = dx + operand(d) @ _weight(p[n], recipe, True)
-        grads[n] = wgrad(d if rescales_rows and recipe.wgrad == "mxfp8" else rnd(d), x_op)
+        grads[n] = wgrad(d if rescales_rows else rnd(d), x_op)
         if f"{n}_bias" in p:
             grads[f"{n}_bias"] = d.sum(0)
     return y, rnd(dx), dw, grads

@@ -246,26 +246,20 @@ class Recorded(Pending):
         return super().result()
 
 
-class Beside(Collective):
-    """Says that a GEMM may run beside every combine of a gradient."""
-
-    def sms_beside(self, *args):
-        return 24
-
-    def start_combine(self, *args, sms=0, **kwargs):
-        return Recorded(self.combine(*args, **kwargs), None, [("started", sms)])
-
-
 def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkeypatch):
     experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    ffn, seen, asked = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Beside(), len(experts)), [], []
-    start = Beside.start_combine
+    seen, asked = [], []
 
-    def recorded(self, *args, **kwargs):
-        pending = start(self, *args, **kwargs)
-        seen.append(pending.kept)
-        return pending
+    class Beside(Collective):
+        """Says that a GEMM may run beside every combine of a gradient."""
+
+        def sms_beside(self, *args):
+            return 24
+
+        def start_combine(self, *args, sms=0, **kwargs):
+            seen.append([("started", sms)])
+            return Recorded(self.combine(*args, **kwargs), None, seen[-1])
 
     def gemm(g, a, ends, dtype, mode, columns, sms):
         asked.append(sms)
@@ -273,9 +267,9 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
             raise MemoryError("none is left")
         return grouped_gemm.grouped_mm_wgrad_rows(g, a, ends, dtype, mode, columns, sms)
 
-    monkeypatch.setattr(Beside, "start_combine", recorded)
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(expert_ffn, "grouped_mm_wgrad_rows", gemm)
+    ffn = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Beside(), len(experts))
     y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
     with pytest.raises(MemoryError):
         y.backward(g)

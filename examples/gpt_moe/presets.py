@@ -232,8 +232,9 @@ def main() -> None:
               mininterval=1 if sys.stderr.isatty() else 30) as bar:
         for i, kind in enumerate(chosen):
             bar.set_description(kind)
-            rows[kind] = f"left out: {reason}" if (reason := why_not(kind)) else ""
-            if not reason:
+            if reason := why_not(kind):
+                rows[kind] = f"left out: {reason}"
+            else:
                 try:
                     rows[kind] = finetune(kind, configs, bar, args)
                 except Exception as error:  # the other families go on

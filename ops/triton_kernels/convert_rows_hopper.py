@@ -135,6 +135,24 @@ def _dequantised(word, power):
 
 
 @gluon.jit
+def _free(pending: gl.constexpr):
+    """Waits until what was written before the last `pending` boxes has left shared memory."""
+    tma.store_wait(pending)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, width: gl.constexpr):
+    """Has boxes written by TMA, side by side."""
+    fence_async_shared()
+    for i in gl.static_range(boxes):
+        if of_g:
+            tma.async_copy_shared_to_global(g_out, [row, column + i * width], out_smem.index(first + i))
+        else:
+            tma.async_copy_shared_to_global(a_out, [row, column + i * width], out_smem.index(first + i))
+
+
+@gluon.jit
 def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B: gl.constexpr):
     """Has bf16 [128, 128] written."""
     BLOCKS: gl.constexpr = 128 // B
@@ -157,24 +175,6 @@ def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, bloc
         for half in gl.static_range(2):
             out_smem.index(i % 2 * 2 + half).store(halves[half])
         _write(out_smem, i % 2 * 2, 2, g_out, a_out, of_g, block * 128 + 32 * i, tile * 64, 32)
-
-
-@gluon.jit
-def _free(pending: gl.constexpr):
-    """Waits until what was written before the last `pending` boxes has left shared memory."""
-    tma.store_wait(pending)
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, width: gl.constexpr):
-    """Has boxes written by TMA, side by side."""
-    fence_async_shared()
-    for i in gl.static_range(boxes):
-        if of_g:
-            tma.async_copy_shared_to_global(g_out, [row, column + i * width], out_smem.index(first + i))
-        else:
-            tma.async_copy_shared_to_global(a_out, [row, column + i * width], out_smem.index(first + i))
 
 
 @gluon.jit

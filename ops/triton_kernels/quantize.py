@@ -30,7 +30,7 @@ import triton.language as tl
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .format import from_e4m3, larger, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
-from .library import operator
+from .library import cdiv, operator
 
 MAX_POINTERS = 64  # that one launch writes into a table
 
@@ -295,13 +295,9 @@ def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scal
     tl.store(out_ptr + origin + (r * K + k), x.to(out_ptr.dtype.element_ty), mask)
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _programs(rows: int, columns: int, tile: Tile) -> int:
     """Programs for one matrix; those that fill up the last group of row tiles have nothing to do."""
-    return _cdiv(_cdiv(rows, tile.rows), tile.group) * tile.group * _cdiv(columns, tile.columns)
+    return cdiv(cdiv(rows, tile.rows), tile.group) * tile.group * cdiv(columns, tile.columns)
 
 
 def _outputs(like: torch.Tensor, data_shape: tuple, scale_shape: tuple) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +312,7 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major):
     rows, columns = x_RK.shape
-    blocks = _cdiv(columns, block_size)
+    blocks = cdiv(columns, block_size)
     return _outputs(x_RK, (rows, columns), (blocks, rows) if scale_k_major else (rows, blocks))
 
 
@@ -340,7 +336,7 @@ def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, 
     like = x[0]
     m = sum(part.shape[-2] for part in x[::1 if like.dim() == 3 else experts])
     n = like.shape[-1]
-    blocks_m, blocks_n = _cdiv(m, block_size), _cdiv(n, block_size)
+    blocks_m, blocks_n = cdiv(m, block_size), cdiv(n, block_size)
     if tiled:
         rows_scale, columns_scale = (experts, *((blocks_m, blocks_n) if rows else (blocks_n, blocks_m))), (0, )
     else:
@@ -391,7 +387,7 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     if tiled:
         scale_strides = (rows_scale.shape[2], 1) if rows else (1, rows_scale.shape[2])
     else:
-        scale_strides = (1, m) if scale_k_major else (_cdiv(n, block_size), 1)
+        scale_strides = (1, m) if scale_k_major else (cdiv(n, block_size), 1)
     tile = (BOTH_32_TILE if block_size == 32 else BOTH_TILE) if rows or tiled else COLUMNS_TILE
     # Triton deals values to threads alike for all accesses of one shape; stores of bytes are the widest.
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
@@ -409,7 +405,7 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
 
 def _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode):
     p, k = data_PK.shape
-    return _outputs(data_PK, (k, p), (_cdiv(p, block_size), k))
+    return _outputs(data_PK, (k, p), (cdiv(p, block_size), k))
 
 
 @operator(_rescale_outputs)
