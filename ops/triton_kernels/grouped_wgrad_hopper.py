@@ -244,8 +244,8 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, m
                              k_tiles, GROUP, STAGES, BY_TMA, ADD)),
             (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
                              k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-            (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E * n_tiles * k_tiles,
-                       n_tiles * k_tiles, smem, converted, scale_smem, landed, tickets, done, B, False)),
+            (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
+                       smem, converted, scale_smem, landed, tickets, done, B, False)),
             (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
                           tiles_of(mx_g, mx_a), GROUP, STAGES, B)),
         ], [4, 2, 1], [208, 88, 88])

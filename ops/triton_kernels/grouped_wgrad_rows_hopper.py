@@ -123,8 +123,8 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
                     k_tiles, GROUP, STAGES, BY_TMA, ADD)),
         (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
                     k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-        (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E * n_tiles * k_tiles,
-                   n_tiles * k_tiles, smem, converted, scale_smem, landed, tickets, done, 128, True)),
+        (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
+                   smem, converted, scale_smem, landed, tickets, done, 128, True)),
         (_feed, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
                  n_tiles, k_tiles, done, tiles_of(mx_g, mx_a), G_TILED, GROUP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
