@@ -184,12 +184,12 @@ class _Layer:
         return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool,
-                   beside: int = 0) -> torch.Tensor:
-        """[E, N, K]. MXFP8 rows are dequantised or re-scaled on the way, as the recipe has it. `beside`:
-        multiprocessors that it leaves to an exchange."""
+                   beside: int = 0, parts: int = 1) -> torch.Tensor:
+        """[E, N, K], or of several parts [parts, E, N / parts, K]. MXFP8 rows are dequantised or re-scaled on the way,
+        as the recipe has it. `beside`: multiprocessors that it leaves to an exchange."""
         mode = self.recipe.scaling_mode if self.wgrad_quantized else None
         sms = kernels.multiprocessors(a_PK.device) - beside if beside else 0
-        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms)
+        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms, parts)
 
     def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
         return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
@@ -363,8 +363,11 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
     del dpre
 
     def ups_wgrad(beside: int = 0) -> None:
-        both = layer.wgrad_gemm(g_wgrad, x_PH, dtype_of("up"), columns, beside)
-        grads.update(zip(roles, both.chunk(len(roles), dim=1), strict=True))
+        # Each gradient by itself: autograd copies one that lies otherwise than a stacked parameter. Not if one of them
+        # is not wanted: they share their memory.
+        parts = len(roles) if all(map(needed, roles)) else 1
+        both = layer.wgrad_gemm(g_wgrad, x_PH, dtype_of("up"), columns, beside, parts)
+        grads.update(zip(roles, both.unbind(0) if parts > 1 else both.chunk(len(roles), dim=1), strict=True))
 
     beside = 0 if not wants_ups else transport.sms_beside(
         layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),

@@ -118,7 +118,7 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
 
 def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
                           out_dtype: torch.dtype | None = None, scaling_mode: str | None = None,
-                          g_columns: bool = False, sms: int = 0) -> torch.Tensor:
+                          g_columns: bool = False, sms: int = 0, parts: int = 1) -> torch.Tensor:
     """`grouped_mm_wgrad` of rows [P, N] and [P, K], groups multiples of 128 rows, P too.
 
     Args:
@@ -127,14 +127,32 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
             largest of the rows' scales, which is as near.
         g_columns: g is in column form [N, P] already.
         sms: multiprocessors that Hopper's kernels take at most, for what runs beside them; 0: all.
+        parts: of N, which they divide, each wanted by itself.
+
+    Returns:
+        [E, N, K]; of several parts [parts, E, N / parts, K], contiguous where Hopper's kernels wrote it and N / parts
+        is a multiple of 64.
     """
+    # Two warpgroups write 64 rows each.
+    N = g.shape[0 if g_columns else 1]
+    apart = parts if N // parts % 64 == 0 else 1
+    out = _wgrad_rows(g, a_PK, ends_E, out_dtype or g.dtype, scaling_mode, g_columns, sms, apart)
+    if parts == 1:
+        return out
+    if out.shape[1] != N:
+        return out.unflatten(0, (parts, -1))
+    return out.unflatten(1, (parts, -1)).transpose(0, 1)
+
+
+def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, parts) -> torch.Tensor:
+    """[parts * E, N / parts, K] by Hopper's kernels, else [E, N, K]."""
     if scaling_mode is None:
         own = kernels.plain_wgrad(g, a_PK)
         if own is None or a_PK.shape[0] == 0:
-            return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype or g.dtype)
-        return own(g, a_PK, ends_E, out_dtype or g.dtype, sms=sms)
+            return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype)
+        return own(g, a_PK, ends_E, out_dtype, sms=sms, parts=parts)
     own = kernels.mxfp8_wgrad_of_rows(g, a_PK)
     if own is not None:
-        return own(g, a_PK, ends_E, out_dtype or g.dtype, g_columns=g_columns, sms=sms)
+        return own(g, a_PK, ends_E, out_dtype, g_columns=g_columns, sms=sms, parts=parts)
     g = g if g_columns else kernels.rescale_columns(g, scaling_mode)
     return grouped_mm_wgrad(g, kernels.rescale_columns(a_PK, scaling_mode), ends_E, out_dtype)

@@ -261,11 +261,11 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
             seen.append([("started", sms)])
             return Recorded(self.combine(*args, **kwargs), None, seen[-1])
 
-    def gemm(g, a, ends, dtype, mode, columns, sms):
+    def gemm(g, a, ends, dtype, mode, columns, sms, parts):
         asked.append(sms)
         if sms:
             raise MemoryError("none is left")
-        return grouped_gemm.grouped_mm_wgrad_rows(g, a, ends, dtype, mode, columns, sms)
+        return grouped_gemm.grouped_mm_wgrad_rows(g, a, ends, dtype, mode, columns, sms, parts)
 
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(expert_ffn, "grouped_mm_wgrad_rows", gemm)

@@ -3,8 +3,9 @@
 
 import pytest
 import torch
+from aot import launches_for
 
-from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_bf16_hopper import MOST_MATRICES, _placed
+from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_bf16_hopper import MOST_MATRICES, _placed, grouped_mm_bf16
 
 E, N, K = 4, 64, 96
 
@@ -50,3 +51,12 @@ def test_what_tma_cannot_read():
     assert _placed([stack, stack[:, :32]], E) is None
     many = [flat[8 * i * i:8 * i * i + 32].view(1, 32) for i in range(MOST_MATRICES + 1)]
     assert len(_placed(many[:-1], len(many) - 1).places) == MOST_MATRICES and _placed(many, len(many)) is None
+
+
+def test_compiles_once_wherever_the_matrices_lie():
+    lying = torch.empty(64, N, K, dtype=torch.bfloat16)
+    rows, ends = torch.empty(128 * E, K, dtype=torch.bfloat16), torch.empty(E, dtype=torch.int32)
+    with launches_for(90) as launches:
+        for order in ((0, 1, 3, 4), (17, 0, 16, 48), (33, 1, 32, 0), (5, 21, 38, 4)):
+            grouped_mm_bf16(rows, [[lying[i] for i in order]], ends, torch.bfloat16)
+    assert len(launches) == 4 and len({launch.ptx for launch in launches}) == 1

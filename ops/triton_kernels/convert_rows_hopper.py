@@ -275,7 +275,7 @@ def _count(done, block, pending: gl.constexpr):
 
 
 @gluon.jit
-def _next(at, index, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, BY_EXPERT: gl.constexpr):
+def _next(at, index, left, ends, tickets, E, tiles_of_one, tiles, BY_EXPERT: gl.constexpr):
     """Draws the next tile to convert.
 
     Args:
@@ -283,41 +283,44 @@ def _next(at, index, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, B
         left: tiles of values drawn and not yet taken, beginning behind `index`.
 
     Returns:
-        at, from `gradient_tiles` on when nothing is left to convert; the tile of values; left, below 0 then.
+        at, from E * tiles_of_one on when nothing is left to convert; the tile of values; left, below 0 then.
     """
     DRAWN: gl.constexpr = 4  # at a time: a draw is a round trip to L2
     index += 1
-    while (left == 0) & (at < gradient_tiles):
-        first, end = 0, gl.load(ends + gradient_tiles // tiles_of_one - 1)
+    while (left == 0) & (at < E * tiles_of_one):
         if BY_EXPERT:
-            first, end = rows_of(at // tiles_of_one, ends)
-        counter = tickets + (at // tiles_of_one if BY_EXPERT else 0)
-        index = first // 128 * tiles + gl.atomic_add(counter, DRAWN, sem="relaxed")
+            expert = at // tiles_of_one
+            first, end = rows_of(expert, ends)
+            index = first // 128 * tiles + gl.atomic_add(tickets + expert, DRAWN, sem="relaxed")
+            behind = at + gl.num_programs(0)
+        else:
+            end = gl.load(ends + E - 1)
+            index = gl.atomic_add(tickets, DRAWN, sem="relaxed")
+            behind = E * tiles_of_one
         left = gl.minimum(gl.maximum(end // 128 * tiles - index, 0), DRAWN)
         if left == 0:
-            at += gl.num_programs(0) if BY_EXPERT else gradient_tiles
+            at = behind
     return at, index, left - 1
 
 
 @gluon.jit
-def convert(g_desc, g_out, g, a_desc, a_out, a, ends, gradient_tiles, tiles_of_one, smem, out_smem, scale_smem, landed,
+def convert(g_desc, g_out, g, a_desc, a_out, a, ends, E, tiles_of_one, smem, out_smem, scale_smem, landed,
             tickets, done, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The two warps: dequantise rows up to the last group's end to bf16, or TRANSPOSE them with a scale a tile."""
     BOXES: gl.constexpr = 4 if TRANSPOSE else 8
     BUFFERS: gl.constexpr = landed.shape[0]
     tiles = tiles_of(g, a)
     none = gl.to_tensor(0)
-    at, index, left = _next(gl.program_id(0), none, none, ends, tickets, gradient_tiles, tiles_of_one, tiles,
-                            not TRANSPOSE)
-    there = at < gradient_tiles
+    at, index, left = _next(gl.program_id(0), none, none, ends, tickets, E, tiles_of_one, tiles, not TRANSPOSE)
+    there = at < E * tiles_of_one
     byte = _bring(index, there, 0, g_desc, g, a_desc, a, smem, landed, B)
-    at, following, left = _next(at, index, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, not TRANSPOSE)
-    next_there = at < gradient_tiles
+    at, following, left = _next(at, index, left, ends, tickets, E, tiles_of_one, tiles, not TRANSPOSE)
+    next_there = at < E * tiles_of_one
     next_byte = _bring(following, next_there, 1, g_desc, g, a_desc, a, smem, landed, B)
     step = 0
     before = -1
     while there:
-        at, after, left = _next(at, following, left, ends, tickets, gradient_tiles, tiles_of_one, tiles, not TRANSPOSE)
+        at, after, left = _next(at, following, left, ends, tickets, E, tiles_of_one, tiles, not TRANSPOSE)
         slot = step % BUFFERS
         block, of_g, tile, scale, step_p, step_k, out_scale, words = _tile(index, g, a)
         mbarrier.wait(landed.index(slot), step // BUFFERS & 1)
@@ -328,7 +331,7 @@ def convert(g_desc, g_out, g, a_desc, a_out, a, ends, gradient_tiles, tiles_of_o
         _count(done, before, BOXES)  # and every thread has read the slot
         byte = next_byte
         there = next_there
-        next_there = at < gradient_tiles
+        next_there = at < E * tiles_of_one
         next_byte = _bring(after, next_there, slot, g_desc, g, a_desc, a, smem, landed, B)
         before = block
         index = following

@@ -44,19 +44,30 @@ from .grouped_gemm_hopper import descriptor, group_of, multiprocessors, tile_of
 from .library import operator
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
-MOST_PLACES = 2**31  # coordinates are int32
+MOST_PLACES = 2**30 - 2  # `_odd` of them are int32
+
+
+def _odd(values: tuple[int, ...]) -> tuple[int, ...]:
+    """What `_even` takes back. Triton compiles anew for each pattern of numbers that are 1 or multiples of 16."""
+    return tuple(2 * value + 3 for value in values)
+
+
+@gluon.jit
+def _even(value):
+    return (value - 3) >> 1
 
 
 @gluon.jit
 def _place_of(part, group, places, spacings):
-    """Where a group's matrix of a part lies: `places` has one for each part, or one for each group of each."""
+    """Where a group's matrix of a part lies: `places` has one for each part, or one for each group of each; both as
+    `_odd` left them."""
     EACH: gl.constexpr = len(places) // len(spacings)
-    place = places[0] + group * spacings[0]
+    place = _even(places[0]) + group * _even(spacings[0])
     for i in gl.static_range(1, len(places)):
         if EACH == 1:
-            place = gl.where(part == i, places[i] + group * spacings[i], place)
+            place = gl.where(part == i, _even(places[i]) + group * _even(spacings[i]), place)
         else:
-            place = gl.where((part == i // EACH) & (group == i % EACH), places[i], place)
+            place = gl.where((part == i // EACH) & (group == i % EACH), _even(places[i]), place)
     return place
 
 
@@ -170,7 +181,7 @@ def _consume(part: gl.constexpr, c_desc, a_smem, w_smem, c_smem, full, empty, en
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["places", "spacings"])
+@gluon.jit
 def grouped_mm_bf16_kernel(a_desc, w_desc, c_desc, ends, places, spacings, E, row_tiles, part_blocks, part_steps,
                            E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
                            BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr):
@@ -268,7 +279,7 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
             descriptor(a_PK, [64, 1, 64], [P, a_parts, depth], [a_parts * depth, depth, 1]),
             descriptor(first, block, [placed.count, N, K], [placed.unit // 2, first.stride(-2), 1]),
             descriptor(out, [64, 1, 128], [P, out_parts, width], [out_parts * width, width, 1]),
-            ends_E, placed.places, placed.spacings, E, row_tiles, part_blocks, part_steps,
+            ends_E, _odd(placed.places), _odd(placed.spacings), E, row_tiles, part_blocks, part_steps,
             E_PAD=max(32, 1 << (E - 1).bit_length()), GROUP=8, STAGES=5 if halves == 1 else 5 - buffers,
             HALVES=halves, BUFFERS=buffers, TRANSPOSED=transposed, num_warps=4)
     return out

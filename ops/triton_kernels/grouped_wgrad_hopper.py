@@ -87,7 +87,7 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
 
 @gluon.jit
 def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E,
-                   N, K, n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+                   N, K, height, n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
                    ADD: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -112,15 +112,18 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
             step += 1
         n = n_tile * 128 + part * 64
         k = k_tile * 256
-        write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA, ADD, layout)
-        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, BY_TMA, ADD, layout)
+        write(part, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA, ADD, layout)
+        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, height, BY_TMA, ADD, layout)
     tma.store_wait(0)
 
 
 @gluon.jit
-def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA: gl.constexpr,
+def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA: gl.constexpr,
           ADD: gl.constexpr, layout: gl.constexpr):
-    """Stores [64, 128] of an expert's gradient, or adds to what is there."""
+    """Stores [64, 128] of an expert's gradient [N, K], or adds to what is there. Each part of N, `height` rows, lies
+    by itself: [E, height, K]."""
+    expert += n // height * E
+    n %= height
     if BY_TMA:
         buffer = out_smem.index(part)
         tma.store_wait(0)
@@ -130,15 +133,16 @@ def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, N, K, 
     else:
         n_64 = n + gl.arange(0, 64, gl.SliceLayout(1, layout))
         k_128 = k + gl.arange(0, 128, gl.SliceLayout(0, layout))
-        at = out + expert.to(gl.int64) * N * K + gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_128, 0)
-        inside = gl.expand_dims(n_64 < N, 1) & gl.expand_dims(k_128 < K, 0)
+        at = out + expert.to(gl.int64) * height * K
+        at += gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_128, 0)
+        inside = gl.expand_dims((n_64 < height) & (expert < N // height * E), 1) & gl.expand_dims(k_128 < K, 0)
         if ADD:
             acc += gl.load(at, inside, other=0)
         gl.store(at, acc, inside)
 
 
 @gluon.jit
-def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, GROUP: gl.constexpr,
+def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, height, GROUP: gl.constexpr,
                        STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
@@ -154,9 +158,9 @@ def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E,
     k_tiles = gl.cdiv(K, 256)
     gl.warp_specialize([
         (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+                          height, n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
         (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+                          height, n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
         (_feed_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
                        n_tiles, k_tiles, GROUP, STAGES)),
     ], [4, 1], [216, 72])
@@ -185,8 +189,9 @@ def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles,
 
 
 @gluon.jit
-def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles,
-                  k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height,
+                  n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+                  ADD: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     step = 0
@@ -212,14 +217,14 @@ def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
         acc0, acc1 = gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
         acc0 = gl.convert_layout(acc0, half, assert_trivial=True)
         acc1 = gl.convert_layout(acc1, half, assert_trivial=True)
-        write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA, ADD, half)
-        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, BY_TMA, ADD, half)
+        write(part, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA, ADD, half)
+        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, height, BY_TMA, ADD, half)
     tma.store_wait(0)
 
 
 @gluon.jit
-def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out,
-                      mx_a, tickets, done, B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, mx_g_desc, mx_g_out, mx_g, mx_a_desc,
+                      mx_a_out, mx_a, tickets, done, B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
                       BY_TMA: gl.constexpr, ADD: gl.constexpr):
     """B: block size of the MXFP8 operands, which g_desc and a_desc are the dequantised ones of; 0: there are none."""
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
@@ -235,21 +240,21 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, mx_g_desc
     if B:
         smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, B)
         gl.warp_specialize([
-            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                             GROUP, STAGES, BY_TMA, ADD)),
-            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                             GROUP, STAGES, BY_TMA, ADD)),
-            (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E * n_tiles * k_tiles,
-                       n_tiles * k_tiles, smem, converted, scale_smem, landed, tickets, done, B, False)),
+            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
+                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
+                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+            (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
+                       smem, converted, scale_smem, landed, tickets, done, B, False)),
             (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
                           tiles_of(mx_g, mx_a), GROUP, STAGES, B)),
         ], [4, 2, 1], [208, 88, 88])
     else:
         gl.warp_specialize([
-            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                             GROUP, STAGES, BY_TMA, ADD)),
-            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                             GROUP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
+                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
+                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
             (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, 0, GROUP,
                           STAGES, B)),
         ], [4, 1], [232, 40])
@@ -262,7 +267,7 @@ def nothing(*args):
 @operator(nothing, mutates_args=("out_ENK", ))
 def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
                          ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
-    E, N, K = out_ENK.shape
+    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
     if g_NP.shape[1] == 0:
         return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
@@ -270,7 +275,8 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
     with torch.cuda.device_of(out_ENK):
         wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
-            out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add, num_warps=4)
+            out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, height, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+            num_warps=4)
 
 
 @operator(nothing, mutates_args=("out_ENK", ))
@@ -278,7 +284,7 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
                         a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
                         add: bool, sms: int) -> None:
     """Operands with scales, of blocks of `block_size`, are MXFP8 rows."""
-    E, N, K = out_ENK.shape
+    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
     P = g_PN.shape[0]
     if P == 0:
         return without_rows(out_ENK, add)
@@ -296,8 +302,14 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
     with torch.cuda.device_of(out_ENK):
         wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
             descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
-            ends_E, E, P, N, K, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
+            ends_E, E, P, N, K, height, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
             BY_TMA=by_tma, ADD=add, num_warps=4)
+
+
+def sizes(ends_E: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int]:
+    """E, N and K of a result [parts * E, N / parts, K]."""
+    E = ends_E.shape[0]
+    return E, out.shape[0] // E * out.shape[1], out.shape[2]
 
 
 def without_rows(out_ENK: torch.Tensor, add: bool) -> None:
@@ -327,23 +339,24 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
 
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                          accumulate_into: torch.Tensor | None = None, sms: int = 0) -> torch.Tensor:
+                          accumulate_into: torch.Tensor | None = None, sms: int = 0, parts: int = 1) -> torch.Tensor:
     """The same from rows [P, N] and [P, K], contiguous: both bf16 or both fp16, in groups of multiples of 64.
 
     Or one or both MXFP8, with blocks of one size, the other one bf16: dequantised to bf16 on the way, in groups of
-    multiples of 128. `sms`: multiprocessors that it takes at most; 0: all.
+    multiples of 128. `sms`: multiprocessors that it takes at most; 0: all. `parts`: of N, of multiples of 64, each to
+    lie by itself: [parts * E, N / parts, K].
     """
-    out = output(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into)
+    out = output(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into, parts)
     (g, g_scale, g_block), (a, a_scale, a_block) = (
         (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXTensor) else (x, None, 0) for x in (g_PN, a_PK))
     _wgrad_bf16_hopper_(g, g_scale, a, a_scale, g_block or a_block, ends_E, out, accumulate_into is not None, sms)
     return out
 
 
-def output(ends_E, N, K, out_dtype, accumulate_into) -> torch.Tensor:
+def output(ends_E, N, K, out_dtype, accumulate_into, parts: int = 1) -> torch.Tensor:
     if accumulate_into is not None:
         if accumulate_into.dtype != torch.float32 or not accumulate_into.is_contiguous():
             raise ValueError(f"accumulate_into must be contiguous float32 [E, N, K]; got {accumulate_into.dtype}, "
                              f"strides {accumulate_into.stride()}: add to it outside, or make it so")
         return accumulate_into
-    return torch.empty(ends_E.shape[0], N, K, dtype=out_dtype, device=ends_E.device)
+    return torch.empty(parts * ends_E.shape[0], N // parts, K, dtype=out_dtype, device=ends_E.device)

@@ -25,7 +25,7 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor, multiprocessors
-from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, without_rows, write
+from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, sizes, without_rows, write
 from .library import cdiv, operator
 
 
@@ -79,8 +79,8 @@ def _feed(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, 
 
 
 @gluon.jit
-def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles,
-             k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height,
+             n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
@@ -97,15 +97,15 @@ def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, ful
                                           2, True, layout)
         n = n_tile * 128 + part * 64
         k = k_tile * 256
-        write(part, acc0, out_desc, out_smem, out, expert, n, k, N, K, BY_TMA, ADD, layout)
-        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, N, K, BY_TMA, ADD, layout)
+        write(part, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA, ADD, layout)
+        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, height, BY_TMA, ADD, layout)
     tma.store_wait(0)
 
 
 @gluon.jit
-def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, mx_g_desc, mx_g_out,
-                      mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr, GROUP: gl.constexpr,
-                      STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, height, mx_g_desc,
+                      mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr,
+                      GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
@@ -119,12 +119,12 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     k_tiles = gl.cdiv(K, 256)
     smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
-        (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                    GROUP, STAGES, BY_TMA, ADD)),
-        (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, n_tiles, k_tiles,
-                    GROUP, STAGES, BY_TMA, ADD)),
-        (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E * n_tiles * k_tiles,
-                   n_tiles * k_tiles, smem, converted, scale_smem, landed, tickets, done, 128, True)),
+        (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
+                    k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+        (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
+                    k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+        (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
+                   smem, converted, scale_smem, landed, tickets, done, 128, True)),
         (_feed, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
                  n_tiles, k_tiles, done, tiles_of(mx_g, mx_a), G_TILED, GROUP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
@@ -134,7 +134,7 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
 def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
                         a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool,
                         sms: int) -> None:
-    E, N, K = out_ENK.shape
+    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
     P = a_PK.shape[0]
     if P == 0:
         return without_rows(out_ENK, add)
@@ -145,7 +145,7 @@ def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool,
     with torch.cuda.device_of(out_ENK):
         wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
-            g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, *mx_g, *mx_a,
+            g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, height, *mx_g, *mx_a,
             *counters(E, P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
             num_warps=4)
 
@@ -160,19 +160,20 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 def grouped_mm_wgrad_mxfp8_rows(g: MXTensor, a_PK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
                                 accumulate_into: torch.Tensor | None = None, g_columns: bool = False,
-                                sms: int = 0) -> torch.Tensor:
+                                sms: int = 0, parts: int = 1) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
     Args:
         g: rows [P, N] or, with `g_columns`, column form [N, P]; a_PK: rows. Blocks of 128, data contiguous.
         ends_E: int32 ends of the groups on the device, multiples of 128.
         sms: multiprocessors that it takes at most; 0: all.
+        parts: of N, of multiples of 64, each to lie by itself: [parts * E, N / parts, K].
 
     Rows are re-scaled along the contraction: each tile of 128 x 128 values to the largest of its rows' scales, which
     changes values that fall among e4m3's subnormals there. Scales whose product is 2^-127 or less count as nothing;
     above 2^127 they are clamped; 255 gives NaN.
     """
-    out = output(ends_E, g.shape[0 if g_columns else 1], a_PK.shape[1], out_dtype, accumulate_into)
+    out = output(ends_E, g.shape[0 if g_columns else 1], a_PK.shape[1], out_dtype, accumulate_into, parts)
     g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes
     _wgrad_rows_hopper_(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out,
                         accumulate_into is not None, sms)

@@ -20,7 +20,7 @@ def in_one_buffer(experts: list) -> list:
     return [{role: next(views).view(value.shape) for role, value in expert.items()} for expert in experts]
 
 
-def run_layer(recipe, name, flat=False, **kwargs):
+def run_layer(recipe, name, flat=False, stacked=False, **kwargs):
     world, rank = dist.get_world_size(), dist.get_rank()
     device = f"cuda:{rank}"
     experts, xs, grads, routes = problem(world, name, **kwargs)
@@ -28,13 +28,19 @@ def run_layer(recipe, name, flat=False, **kwargs):
     mine = experts[rank * local:(rank + 1) * local]
     mine = [{role: value.to(device) for role, value in expert.items()} for expert in mine]
     mine = in_one_buffer(mine) if flat else mine
-    weights = {role: [e[role].detach().requires_grad_() for e in mine] for role in mine[0]}
+    if stacked:
+        weights = {role: torch.stack([e[role] for e in mine]).requires_grad_() for role in mine[0]}
+    else:
+        weights = {role: [e[role].detach().requires_grad_() for e in mine] for role in mine[0]}
     x = xs[rank].to(device).requires_grad_()
     weight = routes[rank][1].to(device).requires_grad_()
     ffn = ExpertFFN(formula(name), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
     y = ffn(x, Routes(expert_TK=routes[rank][0].to(device), weight_TK=weight, num_experts=len(experts)), weights)
     y.backward(grads[rank].to(device))
-    expert_grads = [{role: values[e].grad.float().cpu() for role, values in weights.items()} for e in range(local)]
+    if stacked:
+        assert weights["gate"].grad.untyped_storage().data_ptr() == weights["up"].grad.untyped_storage().data_ptr()
+    expert_grads = [{role: (values.grad[e] if stacked else values[e].grad).float().cpu()
+                     for role, values in weights.items()} for e in range(local)]
     return {"y": y.detach().float().cpu(), "x": x.grad.float().cpu(), "weight": weight.grad.cpu(),
             "experts": expert_grads}
 
@@ -45,7 +51,7 @@ def check(ranks, recipe, name, least=45, **kwargs):
         # of e4m3, about 1 % of values with float32 tokens, the value moves by a whole step: 40 dB.
         least = min(least, 38)
     results = ranks.run(run_layer, recipe, name, **kwargs)
-    kwargs.pop("flat", None)
+    kwargs.pop("flat", None), kwargs.pop("stacked", None)
     experts, xs, grads, routes = problem(ranks.world_size, name, **kwargs)
     expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size,
                          kernels.rescales_rows(torch.device("cuda"), recipe.block_size))
@@ -71,6 +77,11 @@ def test_every_formula(gpu_ranks, name, bias):
 def test_parameters_in_one_buffer(gpu_ranks, name, recipe_name):
     """Equal distances between experts, which the kernels use, and biases that are no dense matrix."""
     check(gpu_ranks, RECIPES[recipe_name], name, bias=True, flat=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
+def test_stacked_parameters_get_gradients_without_a_copy(gpu_ranks, recipe_name):
+    check(gpu_ranks, RECIPES[recipe_name], "swiglu", stacked=True, ffn=128, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

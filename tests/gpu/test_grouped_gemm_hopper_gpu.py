@@ -187,6 +187,21 @@ def test_wgrads_convert_for_more_experts_than_programs(sms):
     assert torch.equal(wgrad_rows(g_mx, a_mx, ends, BF16, sms=sms), wgrad_rows(g_mx, a_mx, ends, BF16))
 
 
+@pytest.mark.parametrize("N, parts", [(384, 2), (128, 2), (512, 2), (192, 2), (192, 3), (192, 1)])
+def test_wgrads_of_parts_lie_apart(N, parts):
+    from ds_mxfp8_moe.grouped_gemm import grouped_mm_wgrad_rows
+    rows, ends = rows_of(SIZES["skewed"])
+    g, a = data(rows, N).to(BF16), data(rows, 320, seed=1).to(BF16)
+    mx_g, mx_a = (k_major(quantize(x, 128)) for x in (g, a))
+    for operands, how in (((g, a), ()), ((g, mx_a), ()), ((mx_g, mx_a), ()), ((mx_g, mx_a), ("rceil", )),
+                          ((quantize(g.t(), 128), mx_a), ("rceil", True))):
+        for dtype in (BF16, F32):
+            whole = grouped_mm_wgrad_rows(*operands, ends, dtype, *how)
+            apart = grouped_mm_wgrad_rows(*operands, ends, dtype, *how, parts=parts)
+            assert apart.is_contiguous() == (N // parts % 64 == 0)
+            assert torch.equal(torch.cat(apart.unbind(0), dim=1) if parts > 1 else apart, whole)
+
+
 def test_special_values():
     """NaN stays in its row or column; scales at both ends; a NaN scale with finite data is NaN."""
     grouped_mm, wgrads = gemms()
