@@ -132,9 +132,9 @@ class AllToAll:
     def _dispatch(self, tensors: tuple, send: bool, receive: bool) -> None:
         self._run("few_dispatch", self._dispatch_args, tensors, send, receive)
 
-    def _dispatch_args(self, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices,
-                       bound_m) -> tuple:
-        """The kernel's arguments, and what must be equal on all ranks."""
+    def _dispatch_args(self, send, receive, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale,
+                       indices, bound_m) -> Any:
+        """The kernel's arguments."""
         memory, E, H = self.memory, self.num_experts // self.memory.world_size, self.hidden_dim
         rows = self.max_num_tokens * memory.world_size
         row_bytes = H * out_expert_x.element_size()
@@ -145,7 +145,6 @@ class AllToAll:
         if row_bytes != self.hidden_dim_bytes:
             raise ValueError(f"AllToAll.dispatch: rows of out_expert_x take {row_bytes} bytes, and hidden_dim_bytes "
                              f"is {self.hidden_dim_bytes}")
-        args = memory.extension.FewDispatch()
         quantized = dp_x.dtype != out_expert_x.dtype
         if quantized and not (dp_x.dtype in ROW_TYPES and out_expert_x.dtype == torch.float8_e4m3fn
                               and dp_x_scale is None and out_expert_x_scale is not None):
@@ -153,13 +152,13 @@ class AllToAll:
                              "alike, or bf16 or fp16 to float8_e4m3fn with out_expert_x_scale and without dp_x_scale")
         if not quantized and (dp_x_scale is None) != (out_expert_x_scale is None):
             raise ValueError("AllToAll.dispatch: dp_x_scale and out_expert_x_scale go together")
+        scales = {"scale_row": 0}
         if out_expert_x_scale is not None:
-            self._scales(args, out_expert_x_scale, dp_x_scale, (E, rows), dp_x, quantized)
-        args.x_TH, args.out_ERH = dp_x.data_ptr(), out_expert_x.data_ptr()
-        args.out_count_E, args.row_bytes = out_expert_num_tokens.data_ptr(), row_bytes
-        args.dtype = DTYPES[dp_x.dtype] if quantized else 0
-        args.few = self._few(indices, bound_m)
-        return args, (row_bytes, args.scale_row)
+            scales = self._scales(out_expert_x_scale, dp_x_scale, (E, rows), dp_x, quantized)
+        few = self._few(send, receive, indices, bound_m, "few_dispatch", row_bytes, scales["scale_row"])
+        return memory.extension.FewDispatch(
+            few=few, x_TH=dp_x.data_ptr(), out_ERH=out_expert_x.data_ptr(), row_bytes=row_bytes,
+            out_count_E=out_expert_num_tokens.data_ptr(), dtype=DTYPES[dp_x.dtype] if quantized else 0, **scales)
 
     def combine(self, out_tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, expert_y: torch.Tensor,
                 bound_m: torch.Tensor | None, do_send: bool = True, do_recv: bool = True) -> None:
@@ -182,17 +181,16 @@ class AllToAll:
     def _combine(self, tensors: tuple, send: bool, receive: bool) -> None:
         self._run("few_combine", self._combine_args, tensors, send, receive)
 
-    def _combine_args(self, out_tokens, indices, weights, expert_y, bound_m) -> tuple:
+    def _combine_args(self, send, receive, out_tokens, indices, weights, expert_y, bound_m) -> Any:
         memory, H = self.memory, self.hidden_dim
         E, rows = self.num_experts // memory.world_size, self.max_num_tokens * memory.world_size
         self._check({"out_tokens": (out_tokens, (None, H), ROW_TYPES),
                      "weights": (weights, tuple(indices.shape), (torch.float32, )),
                      "expert_y": (expert_y, (E, rows, H), tuple(DTYPES))}, out_tokens.shape[0], indices)
-        args = memory.extension.FewCombine()
-        args.y_ERH, args.weight_TK, args.out_TH = expert_y.data_ptr(), weights.data_ptr(), out_tokens.data_ptr()
-        args.dtype, args.out_dtype = DTYPES[expert_y.dtype], DTYPES[out_tokens.dtype]
-        args.few = self._few(indices, bound_m)
-        return args, (str(out_tokens.dtype), )
+        return memory.extension.FewCombine(
+            few=self._few(send, receive, indices, bound_m, "few_combine", str(out_tokens.dtype)),
+            y_ERH=expert_y.data_ptr(), weight_TK=weights.data_ptr(), out_TH=out_tokens.data_ptr(),
+            dtype=DTYPES[expert_y.dtype], out_dtype=DTYPES[out_tokens.dtype])
 
     def check(self) -> None:
         """Raises PeerFailure where an exchange has failed by now, as every call does: for replays of CUDA graphs."""
@@ -205,8 +203,9 @@ class AllToAll:
     def _scale_row(scale_bytes: int) -> int:
         return -(-scale_bytes // 16) * 16
 
-    def _scales(self, args: Any, out: torch.Tensor, given: torch.Tensor | None, shape: tuple, x: torch.Tensor,
-                quantized: bool) -> None:
+    def _scales(self, out: torch.Tensor, given: torch.Tensor | None, shape: tuple, x: torch.Tensor,
+                quantized: bool) -> dict:
+        """FewDispatch's fields of scales."""
         scales, width = out.shape[-1], out.element_size()
         if (out.dim() != 3 or tuple(out.shape[:2]) != shape or scales * width > self.hidden_dim_scale_bytes
                 or out.device != x.device):
@@ -218,17 +217,17 @@ class AllToAll:
             if scales not in blocks or (width != 1 and out.dtype != torch.float32):
                 raise ValueError(f"AllToAll.dispatch: out_expert_x_scale has {scales} scales of {out.dtype} a row, "
                                  f"expected {' or '.join(map(str, blocks))}, in bytes (E8M0) or float32")
-            args.block, args.scale_kind = blocks[scales], BYTES if width == 1 else BYTES_TO_FLOATS
-            args.scale_row = self._scale_row(scales)
+            fields = {"block": blocks[scales], "scale_kind": BYTES if width == 1 else BYTES_TO_FLOATS,
+                      "scale_row": self._scale_row(scales)}
         else:
             self._check({"dp_x_scale": (given, (x.shape[0], scales), (out.dtype, ))})
             if width not in (1, 4) or scales * width % 4:
                 raise ValueError(f"AllToAll.dispatch: a row's scales take {scales} times {width} bytes, expected "
                                  "scales of 1 or 4 bytes, and a multiple of 4 bytes in all")
-            args.scale_in, args.scale_kind = given.data_ptr(), WORDS if width == 4 else BYTES
-            args.scale_row = scales * width
-        args.out_scale, args.scales = out.data_ptr(), scales
-        args.set_scale_strides(*(stride * width for stride in out.stride()))
+            fields = {"scale_in": given.data_ptr(), "scale_kind": WORDS if width == 4 else BYTES,
+                      "scale_row": scales * width}
+        return fields | {"out_scale": out.data_ptr(), "scales": scales,
+                         "scale_strides": [stride * width for stride in out.stride()]}
 
     def _run(self, kind: str, prepare: Callable, tensors: tuple, send: bool, receive: bool) -> None:
         """Launches one call, or a part of it. Arguments are made once for the same tensors: a token is as fast as the
@@ -243,11 +242,7 @@ class AllToAll:
             None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors))
         args = self._prepared.get(key)
         if args is None:
-            args, shape = prepare(*tensors)
-            few = args.few
-            few.group = memory.group_for(signature(kind, *self._sizes, *shape))
-            few.send, few.receive = send, receive
-            args.few = few
+            args = prepare(send, receive, *tensors)
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
             self._prepared[key] = args
@@ -257,22 +252,23 @@ class AllToAll:
         memory.sent = None if receive else (self._handle, name)
         getattr(memory.extension, kind)(args, self.sms, memory.stream())
 
-    def _few(self, indices: torch.Tensor, bound_m: torch.Tensor | None):
-        """What the kernels of both ways know."""
+    def _few(self, send: bool, receive: bool, indices: torch.Tensor, bound_m: torch.Tensor | None, kind: str,
+             *shape: Any) -> Any:
+        """What the kernels of both ways know. shape: what must be equal on all ranks, beside the sizes."""
         memory = self.memory
         if bound_m is not None:
             self._check({"bound_m": (bound_m, (1, ), (torch.int32, torch.uint32))})
-        few = memory.extension.Few()
-        few.index_TK, few.index_bytes = indices.data_ptr(), indices.element_size()
-        few.bound = 0 if bound_m is None else bound_m.data_ptr()
-        few.routes = self._routes.data_ptr()
-        few.scale_at, few.route_at, few.count_at = self._parts[1:4]
-        few.T, few.K = indices.shape
-        few.experts, few.local_experts = self.num_experts, self.num_experts // memory.world_size
-        few.max_tokens, few.H = self.max_num_tokens, self.hidden_dim
-        # Few rows: all warps of a block move one together.
-        few.crew = 8 if self.max_num_tokens * memory.world_size <= self.sms else 1
-        return few
+        _, scale_at, route_at, count_at, _ = self._parts
+        T, K = indices.shape
+        return memory.extension.Few(
+            group=memory.group_for(signature(kind, *self._sizes, *shape)), send=send, receive=receive,
+            index_TK=indices.data_ptr(), index_bytes=indices.element_size(),
+            bound=0 if bound_m is None else bound_m.data_ptr(), routes=self._routes.data_ptr(),
+            scale_at=scale_at, route_at=route_at, count_at=count_at, T=T, K=K,
+            experts=self.num_experts, local_experts=self.num_experts // memory.world_size,
+            max_tokens=self.max_num_tokens, H=self.hidden_dim,
+            # Few rows: all warps of a block move one together.
+            crew=8 if self.max_num_tokens * memory.world_size <= self.sms else 1)
 
     def _check(self, tensors: dict, tokens: int | None = None, indices: torch.Tensor | None = None) -> None:
         """Raises ValueError for the first tensor that is not as expected: {name: (tensor, shape, dtypes)}. Kernels

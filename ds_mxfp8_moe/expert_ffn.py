@@ -121,8 +121,9 @@ def _stack(value) -> torch.Tensor | None:
 class _Layer:
     """The arithmetic of one call: formula and recipe applied to rows. No state beyond its operands."""
 
-    def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan, weights: dict, dtype: torch.dtype):
+    def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype):
         self.formula, self.recipe, self.plan, self.dtype = formula, recipe, plan, dtype
+        self.ahead: list[MXTensor] = []
         self.ups = [weights[role] for role in ("gate", "up") if role in weights]
         self.down = [weights[role] for role in ("down", ) if role in weights]
         self.up_bias_EG, self.down_bias_EH = self._up_bias(weights), _stack(weights.get("down_bias"))
@@ -165,6 +166,11 @@ class _Layer:
     def wgrad_quantized(self) -> bool:
         return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
 
+    def quantize_ahead(self) -> None:
+        """Quantises the weights of the calls of `forward_gemm` to come, which takes no plan."""
+        if self.recipe.quantize_gemm:
+            self.ahead = [self._quantized_weights(parts, transposed=False) for parts in (self.ups, self.down) if parts]
+
     def forward_gemm(self, x_PK: torch.Tensor, parts: list) -> torch.Tensor:
         """Rows times the stacked weights: contracts over the weights' last axis."""
         return self._gemm(x_PK, parts, transposed=False)
@@ -178,10 +184,15 @@ class _Layer:
         covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
         if not recipe.quantize_gemm:
             return grouped_mm_parts(x_PK, parts, plan.group_ends_E, transposed, covered)
-        mx = kernels.quantize_weights(parts, recipe.block_size, recipe.scaling_mode, transposed)
-        # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
-        mx = MXTensor(mx.qdata, mx.scale, mx.block_size, self.dtype, mx.tiled)
+        mx = self.ahead.pop(0) if self.ahead else self._quantized_weights(parts, transposed)
         return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
+
+    def _quantized_weights(self, parts: list, transposed: bool) -> MXTensor:
+        mx = kernels.quantize_weights(parts, self.recipe.block_size, self.recipe.scaling_mode, transposed)
+        if mx.dtype == self.dtype:
+            return mx
+        # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
+        return MXTensor(mx.qdata, mx.scale_bytes, mx.block_size, self.dtype, mx.tiled)
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool,
                    beside: int = 0, parts: int = 1) -> torch.Tensor:
@@ -228,14 +239,19 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ffn: ExpertFFN, layout, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
-        plan = ffn.transport.plan(expert_TK, ffn.num_local_experts)
-        recipe = ffn.recipe
+        recipe, weights, dtype = ffn.recipe, _unflatten(layout, tensors), x_TH.dtype
         fewest = ffn.fewest_tokens(x_TH.device) if recipe.quantize_gemm else 0
+        layer = _Layer(ffn.formula, recipe, None, weights, dtype)
+        # The device has the weights to quantise while the host waits for the counts, if this rank's speak for all.
+        enough = expert_TK.numel() >= fewest * ffn.num_local_experts
+        plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
+                                  meanwhile=layer.quantize_ahead if enough else None)
         if plan.tokens_per_expert < fewest:
             warning_once(f"{ffn.name}: some batches have fewer than min_tokens_per_expert = {fewest:.0f} tokens per "
                          f"expert; it runs the bf16 recipe on them")
             recipe = _unquantized(recipe)
-        layer = _Layer(ffn.formula, recipe, plan, _unflatten(layout, tensors), x_TH.dtype)
+            layer = _Layer(ffn.formula, recipe, None, weights, dtype)
+        layer.plan = plan
         with ffn.timed("dispatch"):
             x_PH, weight_P = ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
         x_PH = layer.quantized(x_PH)
@@ -254,8 +270,8 @@ class _Function(torch.autograd.Function):
             if layer.down_bias_EH is not None:
                 y_PH = add_weighted_bias(y_PH, layer.down_bias_EH, weight_P, plan.group_ends_E)
         with ffn.timed("combine"):
-            y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), x_TH.dtype)
-        ctx.call = (ffn, layout, plan, recipe, x_TH.dtype)
+            y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
+        ctx.call = (ffn, layout, plan, recipe, dtype)
         ctx.kept = _Kept(ctx, x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors))
         return y_TH
 

@@ -68,7 +68,8 @@ class MXTensor(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, strides=qdata.stride(),
                                                    storage_offset=qdata.storage_offset(), dtype=orig_dtype,
                                                    device=qdata.device, requires_grad=False)
-        self.qdata, self.scale_bytes = qdata, scale.view(torch.uint8)
+        self.qdata = qdata
+        self.scale_bytes = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
         self.block_size, self.orig_dtype, self.tiled = block_size, orig_dtype, tiled
         return self
 

@@ -49,6 +49,10 @@ def test_the_bindings_import_without_a_gpu(build):
     assert set(KERNEL_FILES) < set(said)
     for name in ("Totals", "Dispatch", "Combine"):  # structs: every field has a default
         assert getattr(module, name)()
+    rows = module.Rows(module.Rows(T=3, slot_WT=1 << 63), group=module.Group(peer=[0] * module.MAX_RANKS))
+    assert module.Dispatch(rows=rows)
+    with pytest.raises(TypeError, match="Rows has no field 'rows'"):
+        module.Rows(rows=rows)
 
 
 @pytest.mark.parametrize("name", KERNEL_FILES)

@@ -5,6 +5,7 @@ One forward makes three all-to-alls (counts, expert ids, rows) on the way out an
 routing weights share one uint8 message. The only device-to-host read is `Collective._read_counts`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -75,7 +76,7 @@ class Collective(Transport):
         all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase))
         return out
 
-    def _read_counts(self, counts: torch.Tensor) -> list:
+    def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None] | None) -> list:
         """The transport's one device-to-host read: the sizes of what follows."""
         if self.world_size == 1 or counts.device.type == "cpu":
             return counts.tolist()
@@ -83,10 +84,13 @@ class Collective(Transport):
         on_host.copy_(counts, non_blocking=True)
         copied = get_accelerator().Event()
         copied.record()
+        if meanwhile is not None:
+            meanwhile()
         wait_for_device(copied, self.group, self._where("counts"), set_deadline(self.group, counts.device))
         return on_host.tolist()
 
-    def plan(self, expert_TK: torch.Tensor, num_local_experts: int) -> Plan:
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int,
+             meanwhile: Callable[[], None] | None = None) -> Plan:
         """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere)."""
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
         device = expert_TK.device
@@ -100,7 +104,7 @@ class Collective(Transport):
         arriving = self._exchange(message, ones, ones, "counts")
         sizes_E = arriving[:, 1:E + 1].sum(0)
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
-                                              arriving[:, E + 1].sum().view(1)]))
+                                              arriving[:, E + 1].sum().view(1)]), meanwhile)
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[-1]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)

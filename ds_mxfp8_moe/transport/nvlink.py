@@ -11,6 +11,7 @@ The same bits as the collective transport. Nothing that backward needs stays in 
 import itertools
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -52,8 +53,9 @@ class NVLinkPlan:
     received: int
     most_rows: int
     rows: Any = field(repr=False)  # the extension's Rows
-    tables: tuple = field(repr=False)  # tensors that `rows` points into
-    group_sizes_E: torch.Tensor = field(repr=False)
+    choices: int = field(repr=False)  # K of the rows that travel
+    group_sizes_E: int = field(repr=False)  # an address
+    tables: tuple = field(repr=False)  # tensors that hold what addresses point to
 
 
 class _Sizes(NamedTuple):
@@ -90,11 +92,11 @@ def _padded(rows: int) -> int:
     return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def _tables(device: torch.device, *sizes: int) -> list:
-    """int32 tables of these sizes in one allocation, each at a multiple of 16 bytes."""
-    rooms = [-(-size // 4) * 4 for size in sizes]
-    parts = torch.empty(sum(rooms), dtype=torch.int32, device=device).split(rooms)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+def _tables(device: torch.device, *sizes: int) -> tuple[torch.Tensor, list]:
+    """One int32 tensor for tables of these sizes, and their addresses: multiples of 16 bytes."""
+    beginnings = [0, *itertools.accumulate(-(-size // 4) * 16 for size in sizes)]
+    table = torch.empty(beginnings.pop() // 4, dtype=torch.int32, device=device)
+    return table, [table.data_ptr() + beginning for beginning in beginnings]
 
 
 def _parts(most_rows: int, *row_bytes: int) -> list:
@@ -137,10 +139,12 @@ class NVLink(Transport):
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"
 
-    def plan(self, expert_TK: torch.Tensor, num_local_experts: int, dedup: bool = True) -> NVLinkPlan:
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
+             dedup: bool = True) -> NVLinkPlan:
         """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere).
 
         Args:
+            meanwhile: called before the host waits; not where it does not.
             dedup: a token goes once to each rank. False, for measurements: once to each of its experts.
         """
         memory, ext = self.memory, self.memory.extension
@@ -154,75 +158,54 @@ class NVLink(Transport):
         chunk = -(-_chunk(T) // fanout) * fanout  # no token's rows in two chunks
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
-        width = 2 + W + W * E
-        first, counts, place_base, segments, ends_E, sizes_E = _tables(
-            memory.device, (W * E + W) * stride, W * width, W * E, 4 * W, E, E)
-
-        rows = ext.Rows()
-        rows.first_CB, rows.counts_WC, rows.segments = first.data_ptr(), counts.data_ptr(), segments.data_ptr()
-        rows.T, rows.K, rows.experts, rows.fanout = T, K, W * E, fanout
-        rows.chunk, rows.chunks, rows.stride = chunk, chunks, stride
-        sizes = self._count(rows, expert_TK, E, place_base, ends_E, sizes_E)
-
-        slot_WT = torch.empty((W, T), dtype=torch.int32, device=memory.device)
-        place_RK = torch.empty((sizes.received, K), dtype=torch.int32, device=memory.device)
-        arriving_WC = torch.empty((W, ext.MAX_CHUNKS, 2), dtype=torch.int32, device=memory.device)
-        rows.slot_WT, rows.place_RK, rows.arriving_WC = slot_WT.data_ptr(), place_RK.data_ptr(), arriving_WC.data_ptr()
-        rows.P = sizes.rows
-        self._place(rows, expert_TK, E, place_base, sizes)
+        of_all, (ends, group_sizes, first, counts, place_base, segments) = _tables(
+            memory.device, E, E, (W * E + W) * stride, W * (2 + W + W * E), W * E, 4 * W)
+        ids = expert_TK.data_ptr()
+        known = {"first_CB": first, "T": T, "experts": W * E, "chunks": chunks, "stride": stride}
+        ext.count(ext.Count(expert_TK=ids, K=K, local_experts=E, world=W, chunk=chunk, **known), memory.stream())
+        known |= {"counts_WC": counts, "segments": segments}
+        sizes = self._totals(T, K, E, known | {"place_base_E": place_base, "group_ends_E": ends,
+                                               "group_sizes_E": group_sizes}, meanwhile)
+        of_rows, (slot, place, arriving) = _tables(memory.device, W * T, sizes.received * K, 2 * W * ext.MAX_CHUNKS)
+        known |= {"slot_WT": slot, "place_RK": place, "arriving_WC": arriving, "K": K, "chunk": chunk}
+        self._places(K, E, known | {"expert_TK": ids, "place_base_E": place_base}, sizes)
         return NVLinkPlan(num_tokens=T // fanout, top_k=K * fanout, tokens_per_expert=sizes.tokens * K / (W * E),
-                          group_ends=sizes.group_ends, group_ends_E=ends_E, num_rows=sizes.rows,
-                          received=sizes.received, most_rows=sizes.most_rows, rows=rows,
-                          tables=(first, slot_WT, place_RK, arriving_WC), group_sizes_E=sizes_E)
+                          group_ends=sizes.group_ends, group_ends_E=of_all[:E], num_rows=sizes.rows,
+                          received=sizes.received, most_rows=sizes.most_rows,
+                          rows=ext.Rows(P=sizes.rows, fanout=fanout, **known), choices=K, group_sizes_E=group_sizes,
+                          tables=(of_all, of_rows))
 
-    def _count(self, rows: Any, expert_TK: torch.Tensor, E: int, place_base: torch.Tensor, ends_E: torch.Tensor,
-               sizes_E: torch.Tensor) -> "_Sizes":
-        """Counts what goes where, in all ranks' sight."""
-        memory, ext, W, T, K = self.memory, self.memory.extension, self.world_size, rows.T, rows.K
-        count = ext.Count()
-        count.expert_TK, count.first_CB = expert_TK.data_ptr(), rows.first_CB
-        count.T, count.K, count.experts, count.local_experts, count.world = T, K, W * E, E, W
-        count.chunk, count.chunks, count.stride = rows.chunk, rows.chunks, rows.stride
-        ext.count(count, memory.stream())
-
+    def _totals(self, T: int, K: int, E: int, known: dict, meanwhile: Callable[[], None] | None) -> "_Sizes":
+        """Tells every rank what goes where, and finds out how much comes here. known: fields of Totals."""
+        memory, ext, W = self.memory, self.memory.extension, self.world_size
         static, where, width = self.capacity_factor is not None, self._where("counts"), 2 + W + W * E
         memory.reserve(4 * W * width, where)
-        totals = ext.Totals()
-        totals.group = memory.begin(signature("counts", K, E, self.capacity_factor, T if static else 0), where)
-        totals.first_CB, totals.counts_WC, totals.segments = rows.first_CB, rows.counts_WC, rows.segments
-        totals.place_base_E, totals.group_ends_E = place_base.data_ptr(), ends_E.data_ptr()
-        totals.group_sizes_E, totals.T, totals.experts, totals.local_experts = sizes_E.data_ptr(), T, W * E, E
-        totals.chunks, totals.stride = rows.chunks, rows.stride
+        group = memory.begin(signature("counts", K, E, self.capacity_factor, T if static else 0), where)
         if static:
             share = _padded(math.ceil(self.capacity_factor * T * K))
             room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
-            totals.most_rows, memory.unchecked = room, True
-            ext.totals(totals, memory.stream())
+            memory.unchecked = True
+            ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, **known), memory.stream())
             return _Sizes(None, room, W * T, W * T, W * T, room)
-        totals.serial, totals.host = memory.next_serial(), memory.host.data_ptr()
-        ext.totals(totals, memory.stream())
+        ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(), host=memory.host.data_ptr(),
+                              **known), memory.stream())
+        if meanwhile is not None:
+            meanwhile()
         memory.wait_for_counts(self.name)
-        counts_WC = memory.host_words[1:1 + W * width].reshape(W, width)
-        sent_WW = counts_WC[:, 2:2 + W]
-        groups = memory.host_words[1 + W * width:1 + W * width + E].tolist()
-        ends = tuple(itertools.accumulate(map(_padded, groups)))
-        return _Sizes(ends, ends[-1], int(sent_WW[:, memory.rank].sum()), int(counts_WC[:, 0].sum()),
-                      int(max(sent_WW.sum(0).max(), sent_WW.sum(1).max())), 0)
+        end = 1 + W * width
+        tokens_W, _, *to_WW = memory.host_words[1:end].reshape(W, width).T[:2 + W].tolist()
+        received_W, sent_W = [sum(to_W) for to_W in to_WW], map(sum, zip(*to_WW, strict=True))
+        ends = tuple(itertools.accumulate(map(_padded, memory.host_words[end:end + E].tolist())))
+        return _Sizes(ends, ends[-1], received_W[memory.rank], sum(tokens_W), max(*received_W, *sent_W), 0)
 
-    def _place(self, rows: Any, expert_TK: torch.Tensor, E: int, place_base: torch.Tensor, sizes: "_Sizes") -> None:
-        """Finds every choice's row, and tells the ranks that serve it."""
+    def _places(self, K: int, E: int, known: dict, sizes: "_Sizes") -> None:
+        """Finds every choice's row, and tells the ranks that serve it. known: fields of Places."""
         memory, ext, where = self.memory, self.memory.extension, self._where("places")
-        _, ranges_at = _parts(sizes.most_rows, 4 * rows.K)
+        _, ranges_at = _parts(sizes.most_rows, 4 * K)
         memory.reserve(ranges_at + 8 * self.world_size * ext.MAX_CHUNKS, where)
-        places = ext.Places()
-        places.group = memory.begin(signature("places", rows.K, E), where)
-        places.expert_TK, places.place_base_E = expert_TK.data_ptr(), place_base.data_ptr()
-        places.first_CB, places.counts_WC, places.segments = rows.first_CB, rows.counts_WC, rows.segments
-        places.slot_WT, places.place_RK, places.arriving_WC = rows.slot_WT, rows.place_RK, rows.arriving_WC
-        places.T, places.K, places.experts, places.local_experts = rows.T, rows.K, rows.experts, E
-        places.chunk, places.chunks, places.stride = rows.chunk, rows.chunks, rows.stride
-        places.ranges_at, places.most_rows = ranges_at, sizes.limit
-        ext.places(places, self._alone, memory.stream())
+        group = memory.begin(signature("places", K, E), where)
+        ext.places(ext.Places(group=group, local_experts=E, ranges_at=ranges_at, most_rows=sizes.limit, **known),
+                   self._alone, memory.stream())
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
         """The kernels' Rows for one exchange."""
@@ -231,45 +214,38 @@ class NVLink(Transport):
         block = wire.block_size if wire.mxfp8 else 0
         scale_row = -(-H // (block * 16)) * 16 if block else 0
         data_row = H if block else H * dtype.itemsize
-        K = plan.rows.K
-        data_at, scale_at, weight_at, end = _parts(plan.most_rows, data_row, scale_row, 4 * K if weights else 0)
+        data_at, scale_at, weight_at, end = _parts(plan.most_rows, data_row, scale_row,
+                                                   4 * plan.choices if weights else 0)
         memory.reserve(end, where)
-        rows = memory.extension.Rows(plan.rows)
-        rows.group = memory.begin(signature(kind, H, data_row, scale_row, weights, K), where)
-        rows.data_at, rows.scale_at, rows.weight_at = data_at, scale_at, weight_at
-        rows.H, rows.block, rows.floor, rows.scale_row = H, block, wire.scaling_mode == "floor", scale_row
-        rows.weights = weights
-        return rows
+        group = memory.begin(signature(kind, H, data_row, scale_row, weights, plan.choices), where)
+        return memory.extension.Rows(plan.rows, group=group, data_at=data_at, scale_at=scale_at, weight_at=weight_at,
+                                     H=H, block=block, floor=wire.scaling_mode == "floor", scale_row=scale_row,
+                                     weights=weights)
 
     def dispatch(self, plan: NVLinkPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         """As Collective.dispatch; MXFP8 scales of blocks of 128 are a view of K-block-major memory."""
-        x_TH = _dense(x_TH.detach())
-        (_, H), P, device = x_TH.shape, plan.num_rows, x_TH.device
-        args = self.memory.extension.Dispatch()
-        args.rows = rows = self._rows(plan, "dispatch", H, x_TH.dtype, wire, weight_TK is not None, phase)
-        args.x_TH, args.dtype = x_TH.data_ptr(), DTYPES[x_TH.dtype]
+        x_TH = _dense(x_TH)
+        (_, H), P, block, device = x_TH.shape, plan.num_rows, wire.block_size, x_TH.device
+        rows = self._rows(plan, "dispatch", H, x_TH.dtype, wire, weight_TK is not None, phase)
+        out_PH = torch.empty((P, H), dtype=torch.float8_e4m3fn if wire.mxfp8 else x_TH.dtype, device=device)
         scale = weight_P = None
+        beside = {}
         if wire.mxfp8:
-            out_PH = torch.empty((P, H), dtype=torch.float8_e4m3fn, device=device)
-            blocks = -(-H // rows.block)
-            scale = torch.empty((blocks, P) if rows.block == 128 else (P, blocks), dtype=torch.uint8, device=device)
-            scale = scale.t() if rows.block == 128 else scale
-            args.out_scale = scale.data_ptr()
-            args.scale_stride_p, args.scale_stride_b = scale.stride()
-        else:
-            out_PH = torch.empty((P, H), dtype=x_TH.dtype, device=device)
+            blocks = -(-H // block)
+            strides = (1, P) if block == 128 else (blocks, 1)
+            scale = torch.empty_strided((P, blocks), strides, dtype=torch.uint8, device=device)
+            beside |= {"out_scale": scale.data_ptr(), "scale_stride_p": strides[0], "scale_stride_b": strides[1]}
         if weight_TK is not None:
-            weight_TK = weight_TK.detach().float().contiguous()
+            weight_TK = weight_TK.float().contiguous()
             weight_P = torch.empty(P, dtype=torch.float32, device=device)
-            args.weight_TK, args.out_weight_P = weight_TK.data_ptr(), weight_P.data_ptr()
-        args.out_PH = out_PH.data_ptr()
-        args.group_ends_E, args.group_sizes_E = plan.group_ends_E.data_ptr(), plan.group_sizes_E.data_ptr()
-        args.local_experts = plan.group_ends_E.shape[0]
-        self.memory.extension.dispatch(args, self._alone, self.memory.stream())
-        if wire.mxfp8:
-            out_PH = MXTensor(out_PH, scale.view(torch.float8_e8m0fnu), rows.block, x_TH.dtype)
-        return out_PH, weight_P
+            beside |= {"weight_TK": weight_TK.data_ptr(), "out_weight_P": weight_P.data_ptr()}
+        ext = self.memory.extension
+        ext.dispatch(ext.Dispatch(rows=rows, x_TH=x_TH.data_ptr(), dtype=DTYPES[x_TH.dtype], out_PH=out_PH.data_ptr(),
+                                  group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
+                                  local_experts=plan.group_ends_E.shape[0], **beside),
+                     self._alone, self.memory.stream())
+        return MXTensor(out_PH, scale, block, x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
 
     def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
@@ -287,25 +263,25 @@ class NVLink(Transport):
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
-        memory = self.memory
-        y_PH = _dense(y_PH.detach())
-        H, device = y_PH.shape[1], y_PH.device
-        args = memory.extension.Combine()
-        args.rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
-        args.y_PH, args.dtype, args.out_dtype = y_PH.data_ptr(), DTYPES[y_PH.dtype], DTYPES[dtype]
+        memory, ext, device = self.memory, self.memory.extension, y_PH.device
+        y_PH = _dense(y_PH)
+        H = y_PH.shape[1]
+        rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
         out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
-        args.out_TH = out_TH.data_ptr()
         weight_TK = None
+        beside = {}
         if weight_P is not None:
-            weight_P = weight_P.detach().contiguous()
+            weight_P = weight_P.contiguous()
             weight_TK = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=device)
-            args.weight_P, args.out_weight_TK = weight_P.data_ptr(), weight_TK.data_ptr()
+            beside = {"weight_P": weight_P.data_ptr(), "out_weight_TK": weight_TK.data_ptr()}
+        args = ext.Combine(rows=rows, y_PH=y_PH.data_ptr(), dtype=DTYPES[y_PH.dtype], out_TH=out_TH.data_ptr(),
+                           out_dtype=DTYPES[dtype], **beside)
         if not sms:
-            memory.extension.combine(args, self._alone, memory.stream())
+            ext.combine(args, self._alone, memory.stream())
             return Pending((out_TH, weight_TK))
         # All memory is the current stream's: the other one is joined before any of it is freed.
         memory.side.wait_stream(get_accelerator().current_stream())
-        memory.extension.combine(args, sms, memory.side.cuda_stream)
+        ext.combine(args, sms, memory.side.cuda_stream)
         done = get_accelerator().Event()
         done.record(memory.side)
         return Pending((out_TH, weight_TK), done, (y_PH, weight_P, plan))

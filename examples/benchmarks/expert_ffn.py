@@ -75,7 +75,8 @@ class InPlace(Transport):
             group_ends_E=torch.tensor(group_ends, dtype=torch.int32, device=device()), slot_RK=rows.view(-1, 1),
             source_P=rows))
 
-    def plan(self, expert_TK: torch.Tensor, num_local_experts: int) -> Plan:
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int,
+             meanwhile: Callable[[], None] | None = None) -> Plan:
         return self.plan_of_all
 
     def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,

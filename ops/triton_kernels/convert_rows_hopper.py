@@ -30,6 +30,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .grouped_gemm_hopper import descriptor
+
 
 @gluon.jit
 def rows_of(expert, ends):
@@ -365,14 +367,10 @@ def convertible(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
     """What `convert` takes, to bring MXFP8 rows with scales [P, K / block size] into `out`: dequantised, or, with
     `out_scale`, transposed."""
     words = data_PK.view(torch.int32)
-    out_words = out.view(torch.int32)
-    return _boxes(words, 32, 32), _boxes(out_words, *((32, 32) if out_scale is None else (128, 8))), (
+    out_box = [32, 32] if out_scale is None else [128, 8]
+    return descriptor(words, [32, 32]), descriptor(out.view(torch.int32), out_box), (
         scale, *scale.stride(), scale if out_scale is None else out_scale, -(-data_PK.shape[1] // 128),
         words.shape[1])
-
-
-def _boxes(words: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(words, [rows, columns], gl.NVMMASharedLayout(4 * columns, 32))
 
 
 def not_converted(other: tuple) -> tuple:

@@ -40,7 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .grouped_gemm_hopper import descriptor, group_of, multiprocessors, tile_of
+from ds_mxfp8_moe.kernels import multiprocessors
+
+from .grouped_gemm_hopper import descriptor, group_of, tile_of
 from .library import operator
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
@@ -269,7 +271,7 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
     block = [1, 64, 128] if transposed else [1, 128, 64]
     part_blocks, part_steps = -(-width // 128), -(-depth // 64)
     blocks = part_blocks * out_parts
-    row_tiles, sms = P // 128, multiprocessors(a_PK)
+    row_tiles, sms = P // 128, multiprocessors(a_PK.device)
     # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
     halves = 2 if out_dtype.itemsize == 2 and row_tiles * -(-blocks // 2) >= sms else 1
     # Few rows for an expert: what counts is reading weights ahead, not whether a tile's end waits for its stores.

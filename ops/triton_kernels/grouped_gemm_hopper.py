@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ds_mxfp8_moe.kernels import multiprocessors
 from ds_mxfp8_moe.mx import MXTensor
 
 from .library import cdiv, next_power_of_2, operator
@@ -201,20 +202,22 @@ def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K
 @lru_cache  # to build one takes longer than to launch a kernel
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     names = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
-             torch.float32: gl.float32}
+             torch.float32: gl.float32, torch.int32: gl.int32}
     return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
+
+
+class _Descriptor(TensorDescriptor):
+
+    def __post_init__(self):
+        """Nothing: Triton's checks take as long as its launch, and hold for whatever our kernels read and write."""
 
 
 def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None,
                strides: list[int] | None = None) -> TensorDescriptor:
     """A TMA descriptor of x, or of what lies there in another shape, for boxes of `block`, swizzled as wgmma reads
     them."""
-    return TensorDescriptor(x, shape or list(x.shape), strides or list(x.stride()), block,
-                            _layout(tuple(block), x.dtype))
-
-
-def multiprocessors(x: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert x.data_ptr() % 16 == 0, "TMA reads and writes at multiples of 16 bytes"
+    return _Descriptor(x, shape or list(x.shape), strides or list(x.stride()), block, _layout(tuple(block), x.dtype))
 
 
 def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
@@ -228,7 +231,7 @@ def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK
     out_PN = torch.empty(P, N, dtype=out_dtype, device=a_PK.device)
     if out_PN.numel() == 0:
         return out_PN
-    row_tiles, sms = P // 128, multiprocessors(a_PK)
+    row_tiles, sms = P // 128, multiprocessors(a_PK.device)
     # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
     halves = 2 if row_tiles * cdiv(N, 256) >= sms else 1
     tiles = row_tiles * cdiv(N, 128 * halves)

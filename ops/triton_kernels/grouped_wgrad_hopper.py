@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ds_mxfp8_moe.kernels import multiprocessors
 from ds_mxfp8_moe.mx import MXTensor
 
 from .convert_rows_hopper import (
@@ -37,7 +38,7 @@ from .convert_rows_hopper import (
     tiles_of,
     wait_for_rows,
 )
-from .grouped_gemm_hopper import descriptor, multiply, multiprocessors, tile_of
+from .grouped_gemm_hopper import descriptor, multiply, tile_of
 from .library import cdiv, operator
 
 
@@ -273,7 +274,7 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     with torch.cuda.device_of(out_ENK):
-        wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK), tiles), )](
+        wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK.device), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
             out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, height, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
             num_warps=4)
@@ -300,7 +301,7 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
     else:
         conversion = (None, ) * 8
     with torch.cuda.device_of(out_ENK):
-        wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
+        wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
             descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
             ends_E, E, P, N, K, height, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
             BY_TMA=by_tma, ADD=add, num_warps=4)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ds_mxfp8_moe.kernels import multiprocessors
 from ds_mxfp8_moe.mx import MXTensor
 
 from .convert_rows_hopper import (
@@ -24,7 +25,7 @@ from .convert_rows_hopper import (
     tiles_of,
     wait_for_rows,
 )
-from .grouped_gemm_hopper import accumulate, add_exponents, descriptor, multiprocessors
+from .grouped_gemm_hopper import accumulate, add_exponents, descriptor
 from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, sizes, without_rows, write
 from .library import cdiv, operator
 
@@ -143,7 +144,7 @@ def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool,
     a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
     g_NP, g_tile_scale, mx_g = (g, g_scale, not_converted(mx_a)) if g_columns else _transposed(g, g_scale)
     with torch.cuda.device_of(out_ENK):
-        wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK), tiles), )](
+        wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
             descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
             g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, height, *mx_g, *mx_a,
             *counters(E, P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,

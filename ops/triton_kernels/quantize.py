@@ -337,13 +337,17 @@ def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, 
     m = sum(part.shape[-2] for part in x[::1 if like.dim() == 3 else experts])
     n = like.shape[-1]
     blocks_m, blocks_n = cdiv(m, block_size), cdiv(n, block_size)
+    rows_scale, columns_scale = (m, blocks_n), (blocks_m, n)
     if tiled:
-        rows_scale, columns_scale = (experts, *((blocks_m, blocks_n) if rows else (blocks_n, blocks_m))), (0, )
-    else:
-        rows_scale = ((experts, blocks_n, m) if scale_k_major else (experts, m, blocks_n)) if rows else (0, )
-        columns_scale = (experts, blocks_m, n) if columns else (0, )
-    return (*_outputs(like, (experts, m, n) if rows else (0, ), rows_scale),
-            *_outputs(like, (experts, n, m) if columns else (0, ), columns_scale))
+        rows_scale, columns_scale = (blocks_m, blocks_n), (blocks_n, blocks_m)
+    elif scale_k_major:
+        rows_scale = blocks_n, m
+    out = []
+    if rows:
+        out += _outputs(like, (experts, m, n), (experts, *rows_scale))
+    if columns:
+        out += _outputs(like, (experts, n, m), (experts, *columns_scale))
+    return out[:3] if tiled else out
 
 
 def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
@@ -365,12 +369,12 @@ def _tables(parts: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
 
 @operator(_matrix_outputs)
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
-                       rows: bool, columns: bool, scale_k_major: bool
-                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parts of matrices, each [M_i, N] times `experts` or one [E, M_i, N]; data and scales along N, then along M. What
-    is not wanted is empty; with `tiled` the first scales are the tiles', of columns alone transposed."""
+                       rows: bool, columns: bool, scale_k_major: bool) -> list[torch.Tensor]:
+    """Parts of matrices, each [M_i, N] times `experts` or one [E, M_i, N]; data and scales along N, then along M, of
+    what is wanted. With `tiled` the first scales are the tiles', of columns alone transposed; there are no others."""
     out = _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major)
-    rows_data, rows_scale, columns_data, columns_scale = out
+    # Of what is not wanted, tensors to which nothing is written.
+    rows_data, rows_scale, columns_data, columns_scale = out[0], out[1], out[2 if rows and columns else 0], out[-1]
     n, row_stride = x[0].shape[-1], x[0].stride(-2)
     if x[0].dim() == 3:
         parts = [[part] for part in x]
@@ -454,7 +458,7 @@ def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> 
     """mx.quantize(x_PN.t()), [N, P], for GEMMs that contract over the rows; P a multiple of 32. Scales in memory:
     [ceil(P / block_size), N]."""
     x_PN = _dense_rows(x_PN)
-    *_, data, scale = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, False, True, False)
+    data, scale = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, False, True, False)
     return MXTensor(data[0], scale[0].t(), block_size, x_PN.dtype)
 
 
@@ -489,12 +493,14 @@ def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], b
     dtype, steps = weights[0].dtype, (weights[0].stride(-2), 1)
     if any(w.stride()[-2:] != steps for w in weights):
         weights = [w.contiguous() for w in weights]
-    data_ENK, scale_rows, data_EKN, scale_columns = _quantize_matrices(
-        list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)
-    if tiled:
-        scale_columns = scale_rows if rows else scale_rows.transpose(1, 2)
-    return (MXTensor(data_ENK, scale_rows, block_size, dtype, tiled) if rows else None,
-            MXTensor(data_EKN, scale_columns.transpose(1, 2), block_size, dtype, tiled) if columns else None)
+    out = _quantize_matrices(list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)
+    of_columns = None
+    if columns:
+        # The tiles' scales stand in the order of the rows' where there are rows.
+        scale = out[1] if tiled else out[-1]
+        of_columns = MXTensor(out[2 * rows], scale if tiled and not rows else scale.transpose(1, 2), block_size, dtype,
+                              tiled)
+    return MXTensor(out[0], out[1], block_size, dtype, tiled) if rows else None, of_columns
 
 
 def rescale_transposed(x_PK: MXTensor, block_size: int, scaling_mode: str) -> MXTensor:

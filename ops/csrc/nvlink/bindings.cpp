@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels' arguments and launches for Python: a class per struct of kernels.h, fields by their names.
 #include "kernels.h"
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -35,65 +37,63 @@ bool wait_for_totals(Address host, int serial, Address failure, double seconds) 
   return *code == 0;
 }
 
-// A struct's field, by name. One table and two functions for each struct: pybind11's own properties, two functions for
+// A struct's field, by name. One table and one function for each struct: pybind11's own properties, two functions for
 // each field, take minutes to compile.
 struct Field {
-  enum Type { INT, UINT32, INT64, ADDRESS, GROUP, ROWS, FEW } type;
+  enum Type { INT, UINT32, INT64, ADDRESS, STRIDES, PEERS, GROUP, ROWS, FEW } type;
   const char *name;
   size_t offset;
 };
 
-constexpr Field::Type type_of(int) { return Field::INT; }
-constexpr Field::Type type_of(uint32_t) { return Field::UINT32; }
-constexpr Field::Type type_of(int64_t) { return Field::INT64; }
-constexpr Field::Type type_of(Address) { return Field::ADDRESS; }
+using Strides = std::array<int64_t, 3>;
+using Peers = std::array<Address, MAX_RANKS>;
+
+Field::Type type_of(const int &) { return Field::INT; }
+Field::Type type_of(const uint32_t &) { return Field::UINT32; }
+Field::Type type_of(const int64_t &) { return Field::INT64; }
+Field::Type type_of(const Address &) { return Field::ADDRESS; }
+Field::Type type_of(const int64_t (&)[3]) { return Field::STRIDES; }
+Field::Type type_of(const Address (&)[MAX_RANKS]) { return Field::PEERS; }
 Field::Type type_of(const Group &) { return Field::GROUP; }
 Field::Type type_of(const Rows &) { return Field::ROWS; }
 Field::Type type_of(const Few &) { return Field::FEW; }
 
-const Field &find(const std::vector<Field> &fields, const char *name) {
-  for (const Field &field : fields)
-    if (std::strcmp(field.name, name) == 0)
-      return field;
-  throw py::attribute_error(name);
-}
+template <class T> void assign(char *at, py::handle value) { *reinterpret_cast<T *>(at) = value.cast<T>(); }
 
-template <class T> T &in(char *self, const Field &field) { return *reinterpret_cast<T *>(self + field.offset); }
-
-void set(char *self, const Field &field, py::handle value) {
-  switch (field.type) {
-  case Field::INT: in<int>(self, field) = value.cast<int>(); break;
-  case Field::UINT32: in<uint32_t>(self, field) = value.cast<uint32_t>(); break;
-  case Field::INT64: in<int64_t>(self, field) = value.cast<int64_t>(); break;
-  case Field::ADDRESS: in<Address>(self, field) = value.cast<Address>(); break;
-  case Field::GROUP: in<Group>(self, field) = value.cast<Group>(); break;
-  case Field::ROWS: in<Rows>(self, field) = value.cast<Rows>(); break;
-  case Field::FEW: in<Few>(self, field) = value.cast<Few>(); break;
+void set(char *at, Field::Type type, py::handle value) {
+  switch (type) {
+  case Field::INT: return assign<int>(at, value);
+  case Field::UINT32: return assign<uint32_t>(at, value);
+  case Field::INT64: return assign<int64_t>(at, value);
+  case Field::ADDRESS: return assign<Address>(at, value);
+  case Field::STRIDES: return assign<Strides>(at, value);
+  case Field::PEERS: return assign<Peers>(at, value);
+  case Field::GROUP: return assign<Group>(at, value);
+  case Field::ROWS: return assign<Rows>(at, value);
+  case Field::FEW: return assign<Few>(at, value);
   }
 }
 
-py::object get(char *self, const Field &field) {
-  switch (field.type) {
-  case Field::INT: return py::int_(in<int>(self, field));
-  case Field::UINT32: return py::int_(in<uint32_t>(self, field));
-  case Field::INT64: return py::int_(in<int64_t>(self, field));
-  case Field::ADDRESS: return py::int_(in<Address>(self, field));
-  case Field::GROUP: return py::cast(Group(in<Group>(self, field)));
-  case Field::ROWS: return py::cast(Rows(in<Rows>(self, field)));
-  default: return py::cast(Few(in<Few>(self, field)));
+void set_all(char *self, const char *name, const std::vector<Field> &fields, const py::kwargs &given) {
+  for (auto [key, value] : given) {
+    const char *wanted = PyUnicode_AsUTF8(key.ptr());
+    const auto field = std::find_if(fields.begin(), fields.end(),
+                                    [&](const Field &f) { return std::strcmp(f.name, wanted) == 0; });
+    if (field == fields.end())
+      throw py::type_error(std::string(name) + " has no field '" + wanted + "'");
+    set(self + field->offset, field->type, value);
   }
 }
 
-template <class T> py::class_<T> expose(py::module_ &m, const char *name, std::vector<Field> fields) {
-  return py::class_<T>(m, name, py::module_local()) // the tests load the emulated module beside this one
-      .def(py::init<>())
-      .def(py::init<const T &>())
-      .def("__setattr__", [fields](T &self, const char *field, py::handle value) {
-        set(reinterpret_cast<char *>(&self), find(fields, field), value);
-      })
-      .def("__getattr__", [fields](T &self, const char *field) {
-        return get(reinterpret_cast<char *>(&self), find(fields, field));
-      });
+// In Python: name(field=value, ...), or name(another one, field=value, ...) for a copy with other values.
+template <class T> void expose(py::module_ &m, const char *name, std::vector<Field> fields) {
+  py::class_<T>(m, name, py::module_local()) // the tests load the emulated module beside this one
+      .def(py::init([=](const T *like, const py::kwargs &given) {
+             T made = like ? *like : T{};
+             set_all(reinterpret_cast<char *>(&made), name, fields, given);
+             return made;
+           }),
+           py::arg() = py::none());
 }
 
 } // namespace
@@ -110,13 +110,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("FLAGS_AT") = Staging::FLAGS;
 
   expose<Group>(m, "Group",
-        {FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
-         FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)})
-      .def("set_peers", [](Group &g, const std::vector<Address> &peers) {
-        if (peers.size() > MAX_RANKS)
-          throw std::invalid_argument("more ranks than MAX_RANKS");
-        std::copy(peers.begin(), peers.end(), g.peer);
-      });
+        {FIELD(Group, peer), FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
+         FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)});
   expose<Count>(m, "Count",
         {FIELD(Count, expert_TK), FIELD(Count, first_CB), FIELD(Count, T), FIELD(Count, K), FIELD(Count, experts),
          FIELD(Count, local_experts), FIELD(Count, world), FIELD(Count, chunk), FIELD(Count, chunks),
@@ -154,12 +149,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose<FewDispatch>(m, "FewDispatch",
         {FIELD(FewDispatch, few), FIELD(FewDispatch, x_TH), FIELD(FewDispatch, scale_in),
          FIELD(FewDispatch, out_ERH), FIELD(FewDispatch, out_scale), FIELD(FewDispatch, out_count_E),
-         FIELD(FewDispatch, row_bytes), FIELD(FewDispatch, dtype), FIELD(FewDispatch, block),
-         FIELD(FewDispatch, floor), FIELD(FewDispatch, scale_row), FIELD(FewDispatch, scales),
-         FIELD(FewDispatch, scale_kind)})
-      .def("set_scale_strides", [](FewDispatch &a, int64_t e, int64_t r, int64_t b) {
-        a.scale_strides[0] = e, a.scale_strides[1] = r, a.scale_strides[2] = b;
-      });
+         FIELD(FewDispatch, scale_strides), FIELD(FewDispatch, row_bytes), FIELD(FewDispatch, dtype),
+         FIELD(FewDispatch, block), FIELD(FewDispatch, floor), FIELD(FewDispatch, scale_row),
+         FIELD(FewDispatch, scales), FIELD(FewDispatch, scale_kind)});
   expose<FewCombine>(m, "FewCombine",
         {FIELD(FewCombine, few), FIELD(FewCombine, y_ERH), FIELD(FewCombine, weight_TK), FIELD(FewCombine, out_TH),
          FIELD(FewCombine, dtype), FIELD(FewCombine, out_dtype)});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host hands to the kernels of the NVLink transport. Addresses are integers, so that this header needs no CUDA.
+// What the host hands to the kernels of the NVLink transport. Addresses are integers: this header needs no CUDA.
 //
 // Letters as in ds_mxfp8_moe/transport: T tokens of this rank, K choices, W ranks, E experts of one rank, S rows sent,
 // R rows received, P expert-sorted rows. A chunk is a run of neighbouring tokens of one rank: what one team of
@@ -69,7 +69,7 @@ struct Totals {
   Address segments = 0;      // int32 [4, W]: out, see Segments
   Address group_ends_E = 0;  // int32 [local]: out
   Address group_sizes_E = 0; // int32 [local]: out
-  Address host = 0;          // int32 [1 + W * (2 + W) + local] in host memory: out; the first is `serial`, written last
+  Address host = 0;          // int32 [1 + W * (2 + W + experts) + local] host: out; `serial` first, written last
   int64_t T = 0, most_rows = 0; // most_rows: of P; more is an overflow. 0: no limit
   int experts = 0, local_experts = 0, chunks = 0, stride = 0, serial = 0;
 };
