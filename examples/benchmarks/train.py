@@ -44,6 +44,7 @@ from timing import device, on_gpu
 
 WARM_UP, PROFILED = 3, 2  # steps
 BATCHES = 2
+LEFT_BYTES = 1 << 30  # of an engine that is gone: worth a word
 ROUTINGS = ("even", "router")
 # Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
 TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
@@ -81,9 +82,9 @@ class Case:
 CONTENDERS: dict[str, Callable[..., nn.Module]] = {  # what matters most comes first
     AUTOEP: partial(models.engine_of, classic=False, section=None),
     HP: partial(models.engine_of, classic=False, section=RECIPES["mxfp8_wgrad_with_hp"]),
-    CLASSIC: partial(models.engine_of, classic=True, section=None),
     MXFP8: partial(models.engine_of, classic=False, section=RECIPES["mxfp8"]),
     OURS_BF16: partial(models.engine_of, classic=False, section=RECIPES["bf16"]),
+    CLASSIC: partial(models.engine_of, classic=True, section=None),  # may need more memory than there is
     HP_CLASSIC: partial(models.engine_of, classic=True, section=RECIPES["mxfp8_wgrad_with_hp"]),
 }
 
@@ -154,9 +155,9 @@ class Training:
         return (world.total(torch.stack(self.losses)) / world.size()).tolist()
 
 
-def measure(training: Training, case: Case) -> dict:
+def measure(training: Training, case: Case, before: int) -> dict:
     """Trains case.steps steps after WARM_UP and one in which tokens are counted. Times are the slowest rank's in each
-    step, the peak is the largest."""
+    step, the peak is the largest, beyond `before`: bytes allocated when there was no engine."""
     engine, accelerator = training.engine, get_accelerator()
     accelerator.reset_peak_memory_stats()
     first = len(training.losses)
@@ -168,7 +169,7 @@ def measure(training: Training, case: Case) -> dict:
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
     low, middle, high = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), dim=0).tolist()
     staging = models.staging_bytes(engine)
-    peak = accelerator.max_memory_allocated() + staging if on_gpu() else 0
+    peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
     return {"median_ms": round(middle[3], 4), "p10_ms": round(low[3], 4), "p90_ms": round(high[3], 4),
             **{f"{part}_ms": round(middle[i], 4) for i, part in enumerate(("forward", "backward", "optimizer"))},
@@ -208,6 +209,9 @@ class Run(NamedTuple):
     def rows(self) -> Iterator[tuple[str, dict]]:
         """Each routing with what a row about it says; collective."""
         case, held = self.case, []
+        before = get_accelerator().memory_allocated() if on_gpu() else 0
+        if before > LEFT_BYTES:
+            world.say(f"{before / 2**30:.1f} GiB are still held of what ran before")
 
         def build() -> dict:
             held.append(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero))
@@ -215,7 +219,7 @@ class Run(NamedTuple):
 
         def trained(routing: str) -> dict:
             models.route(held[0], case.shape, routing)
-            return {"breakdown": broken_down(training)} if self.profiled else measure(training, case)
+            return {"breakdown": broken_down(training)} if self.profiled else measure(training, case, before)
 
         built = _everywhere(build)
         training = None if "failure" in built else Training(held[0], case.shape)

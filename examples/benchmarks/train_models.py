@@ -164,15 +164,19 @@ def staging_bytes(engine: nn.Module) -> int:
 
 
 def free(engine: nn.Module) -> None:
-    """Gives the memory of an engine back, which lives on in cycles of references."""
+    """Gives the memory of an engine back, which lives on in cycles of references and, where a step failed, in losses
+    that layers keep with all that they were computed from."""
     parameters = list(engine.module.parameters())
     states = [state for group in engine.optimizer.optimizer.state.values() for state in group.values()]
     flat = [*engine.optimizer.bit16_groups_flat, *engine.optimizer.single_partition_of_fp32_groups]
+    holders = engine.optimizer.optimizer, engine.optimizer, *engine.module.modules()
     engine.destroy()
     for tensor in (*parameters, *states, *flat):
         if isinstance(tensor, torch.Tensor):
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
+    for holder in holders:
+        vars(holder).clear()
     gc.collect()
     get_accelerator().empty_cache()
 
