@@ -3,7 +3,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,12 +75,15 @@ def quantiles_ms(contenders: dict[str, Callable], repeats: int = 20, budget_s: f
     return {name: _quantiles(*zip(*measured, strict=True)) for name, measured in times.items()}
 
 
+def spread_ms(samples: Sequence[float] | torch.Tensor) -> dict[str, float]:
+    """median_ms, p10_ms and p90_ms of samples in ms."""
+    middle, low, high = torch.as_tensor(samples, dtype=torch.float64).quantile(
+        torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)).tolist()
+    return {"median_ms": round(middle, 5), "p10_ms": round(low, 5), "p90_ms": round(high, 5)}
+
+
 def _quantiles(times_ms: tuple, host_ms: tuple) -> dict:
-    low, middle, high = torch.tensor(times_ms, dtype=torch.float64).quantile(
-        torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    host = torch.tensor(host_ms, dtype=torch.float64).quantile(0.5).item()
-    return {"median_ms": round(middle, 5), "p10_ms": round(low, 5), "p90_ms": round(high, 5),
-            "host_ms": round(host, 5), "repeats": len(times_ms)}
+    return spread_ms(times_ms) | {"host_ms": spread_ms(host_ms)["median_ms"], "repeats": len(times_ms)}
 
 
 def rows(case: dict, contenders: dict[str, tuple[Callable, Callable]], budget_s: float,

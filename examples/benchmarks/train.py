@@ -40,12 +40,13 @@ import world
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from moe_layer import RECIPES
 from show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
-from timing import device, on_gpu
+from timing import device, on_gpu, spread_ms
 
 WARM_UP, PROFILED = 3, 2  # steps
 BATCHES = 2
 LEFT_BYTES = 1 << 30  # of an engine that is gone: worth a word
 ROUTINGS = ("even", "router")
+PARTS = ("forward", "backward", "optimizer")  # of a step
 # Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
 TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
@@ -167,13 +168,12 @@ def measure(training: Training, case: Case, before: int) -> dict:
     counted = tokens_of_experts(engine, training.step, case.ep)
     training.noted()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
-    low, middle, high = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), dim=0).tolist()
+    parts = [spread_ms(samples[:, i]) for i in range(4)]
     staging = models.staging_bytes(engine)
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
-    return {"median_ms": round(middle[3], 4), "p10_ms": round(low[3], 4), "p90_ms": round(high[3], 4),
-            **{f"{part}_ms": round(middle[i], 4) for i, part in enumerate(("forward", "backward", "optimizer"))},
-            "tokens_per_s": round(case.shape.tokens * case.ranks / middle[3] * 1e3),
+    return {**parts[3], **{f"{name}_ms": part["median_ms"] for name, part in zip(PARTS, parts, strict=False)},
+            "tokens_per_s": round(case.shape.tokens * case.ranks / parts[3]["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
             **counted, "losses": [round(loss, 5) for loss in losses],

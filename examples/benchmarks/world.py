@@ -23,7 +23,7 @@ import options
 import results_file
 import show
 from ds_mxfp8_moe.transport.choose import choose
-from timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu
+from timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu, spread_ms
 
 BF16 = torch.bfloat16
 TIMEOUT = timedelta(minutes=1)
@@ -247,10 +247,9 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
 
 def _quantiles(stages: list[str], samples: torch.Tensor) -> dict[str, dict]:
     """Of [samples, stages + their sum + host]."""
-    low, middle, high = samples.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64), dim=0).tolist()
     names = [*stages, TOTAL] if len(stages) > 1 else stages
-    return {name: {"median_ms": round(middle[i], 5), "p10_ms": round(low[i], 5), "p90_ms": round(high[i], 5),
-                   "host_ms": round(middle[-1], 5), "repeats": len(samples)} for i, name in enumerate(names)}
+    of_all = {"host_ms": spread_ms(samples[:, -1])["median_ms"], "repeats": len(samples)}
+    return {name: spread_ms(samples[:, i]) | of_all for i, name in enumerate(names)}
 
 
 def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int) -> list[dict]:
