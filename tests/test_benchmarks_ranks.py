@@ -99,6 +99,25 @@ def test_a_row_for_each_stage_and_what_one_rank_finds_wrong_is_wrong(ranks2):
     assert "rank 1: ValueError: no such size" in rows[-1]["failure"] and "median_ms" not in rows[-1]
 
 
+def _alone():
+    def call():
+        if world.rank() == 0:
+            raise MemoryError("too much")
+        time.sleep(1.5)  # as in an exchange to which rank 0 does not come
+        return {}
+
+    with mock.patch.object(world, "ALONE_S", 0.5):
+        try:
+            return world.everywhere(call)
+        except SystemExit as end:
+            torch.distributed.all_gather_object([None, None], {})  # for this test's rank 1
+            return str(end)
+
+
+def test_a_rank_that_fails_alone_ends_the_run(ranks2):
+    assert ranks2.run(_alone)[0].startswith("rank 0: MemoryError: too much; 1 of 2 ranks have not come")
+
+
 def _slowest():
     rows = world._quantiles(["a", "b"], world.largest(torch.tensor([[1.0 + world.rank(), 2 - world.rank(), 3, 4]] * 5,
                                                                   dtype=torch.float64)))

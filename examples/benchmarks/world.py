@@ -6,6 +6,7 @@ A time is the slowest rank's, sample by sample. Every rank runs the same calls i
 """
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -31,6 +32,8 @@ TOTAL = "total"
 STARTED = psutil.Process().create_time()
 ENDING_S = 6.0  # of a run's time, for its tables and its plot
 SLOW_S = 1.0
+ALONE_S = 10.0  # after which a rank that failed takes its peers for stuck
+CALLS = itertools.count()  # of `everywhere`, equal on all ranks
 
 
 def parser(doc: str, budget: float, seconds: float) -> argparse.ArgumentParser:
@@ -275,10 +278,20 @@ def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: i
 
 def everywhere(call: Callable[[], dict]) -> dict:
     """What it returns on rank 0; "correct" where no rank raises or says otherwise, else with the first "failure"."""
+    store, key = dist.distributed_c10d._get_default_store(), f"everywhere/{next(CALLS)}"
     try:
         found = call()
+        store.add(key, 1)
     except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
         found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
+        end = time.monotonic() + ALONE_S
+        arrived = store.add(key, 1)
+        while arrived < size():
+            if time.monotonic() > end:  # peers wait for this rank in the call's own exchanges, and would for a minute
+                sys.exit(f"rank {rank()}: {found['failure']}; {size() - arrived} of {size()} ranks have not come to "
+                         "the end of the same: run this again to go on with what is next")
+            time.sleep(0.05)
+            arrived = store.add(key, 0)
     found_by: list = [None] * size()
     dist.all_gather_object(found_by, found)
     failures = [f"rank {r}: {one['failure']}" for r, one in enumerate(found_by) if "failure" in one]
