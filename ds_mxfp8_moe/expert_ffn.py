@@ -119,7 +119,12 @@ def _stack(value) -> torch.Tensor | None:
 
 
 class _Layer:
-    """The arithmetic of one call: formula and recipe applied to rows. No state beyond its operands."""
+    """The arithmetic of one call: formula and recipe applied to rows.
+
+    Attributes:
+        plan: None until the rows are known.
+        ahead: weights quantised before `forward_gemm` asks for them, in its order.
+    """
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype):
         self.formula, self.recipe, self.plan, self.dtype = formula, recipe, plan, dtype

@@ -199,7 +199,7 @@ def exchange(problem: Problem, device: str, kernels) -> list:
 
     # The accelerator of this process may be the CPU: read the counts without its events.
     with mock.patch.object(collective, "_kernels", lambda x: kernels), poisoned(), \
-            mock.patch.object(Collective, "_read_counts", lambda self, counts: counts.tolist()):
+            mock.patch.object(Collective, "_read_counts", lambda self, counts, meanwhile: counts.tolist()):
         return peers.run(body)
 
 

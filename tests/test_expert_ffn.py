@@ -239,6 +239,45 @@ def test_fewest_tokens_lie_where_they_were_measured(shape, monkeypatch):
     assert narrow.fewest_tokens(torch.device("cuda")) == math.inf
 
 
+@pytest.mark.parametrize("name, block", [("swiglu", 128), ("swiglu", 32), ("linear", 32)])
+def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name, block):
+    experts, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16)
+    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    steps, quantize_weights = [], kernels.quantize_weights
+
+    class Waiting(Collective):
+        """Waits in every plan."""
+
+        def plan(self, expert_TK, num_local_experts, meanwhile=None):
+            steps.append("wait")
+            if meanwhile is not None:
+                meanwhile()
+            plan = super().plan(expert_TK, num_local_experts)
+            steps.append("there")
+            return plan
+
+    def quantize(parts, block_size, scaling_mode, transposed=False):
+        steps.append("dgrad" if transposed else "forward")
+        return quantize_weights(parts, block_size, scaling_mode, transposed)
+
+    def run(transport, least=0):
+        ffn = ExpertFFN(formula(name), recipe(scale_block_size=block), transport, len(experts), least)
+        x_TH = x.clone().requires_grad_()
+        y = ffn(x_TH, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+        y.backward(g)
+        return y, x_TH.grad
+
+    wanted = run(Collective())
+    monkeypatch.setattr(kernels, "quantize_weights", quantize)
+    got = run(Waiting())
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    gemms = 1 if name == "linear" else 2
+    assert steps == ["wait", *["forward"] * gemms, "there", *["dgrad"] * gemms]
+    steps.clear()
+    run(Waiting(), least=1e6)  # which runs unquantised
+    assert steps == ["wait", "there"]
+
+
 class Recorded(Pending):
 
     def result(self):

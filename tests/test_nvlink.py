@@ -117,6 +117,20 @@ def test_plans_in_flight(ranks2, reverse):
     ranks2.run(in_case, check_interleaved, reverse)
 
 
+def check_waits(wanted: list, exchange: NVLink) -> None:
+    """How often the host had waited when the plan's `meanwhile` was called, and after the plan."""
+    case, memory, seen = Case(tokens=(25, 25)), exchange.memory, []
+    expert_TK = case.inputs(dist.get_world_size())[dist.get_rank()][0]
+    before = memory.host_waits
+    exchange.plan(expert_TK, case.local_experts, lambda: seen.append(memory.host_waits - before))
+    assert [*seen, memory.host_waits - before] == wanted
+
+
+@pytest.mark.parametrize("capacity_factor, wanted", [(None, [0, 1]), (4.0, [0])])
+def test_the_host_has_something_to_do_before_it_waits(ranks2, capacity_factor, wanted):
+    ranks2.run(in_case, check_waits, wanted, capacity_factor=capacity_factor)
+
+
 def check_interleaved(reverse: bool, exchange: NVLink) -> None:
     cases.check_interleaved((Case(wire=MX128, top_k=3), Case(routing="skewed", hidden=160, seed=8)), exchange, reverse)
 

@@ -2,7 +2,7 @@
 """How tokens travel between the ranks of an expert-parallel group: plan, dispatch, combine.
 
 A transport has three methods. `plan(expert_TK, num_local_experts, meanwhile)` turns one forward's routing into an
-immutable Plan; where the host has to wait for counts from the device, it calls `meanwhile` first, if given, to launch
+immutable Plan; where the host has to wait for other ranks' counts, it calls `meanwhile` first, if given, to launch
 what needs none of them. `dispatch` brings every token to the ranks of its experts and lays it out in expert-sorted,
 padded rows; `combine` brings rows back and adds them up. Dispatch and combine are each other's gradient over the same
 plan. `start_combine` is the first half of a combine, beside which a GEMM may run.

@@ -21,6 +21,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
+from ds_mxfp8_moe import expert_ffn
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from timing import on_gpu
@@ -93,6 +94,9 @@ def marked(model: nn.Module) -> Iterator[None]:
         for transport in (Collective, NVLink):
             for method in {"plan", "dispatch", "combine", "start_combine"}.intersection(vars(transport)):
                 stack.enter_context(mock.patch.object(transport, method, _exchange(getattr(transport, method))))
+        # Within a plan, and none of it.
+        ahead = expert_ffn._Layer.quantize_ahead
+        stack.enter_context(mock.patch.object(expert_ffn._Layer, "quantize_ahead", part("experts")(ahead)))
         yield
 
 

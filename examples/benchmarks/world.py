@@ -32,7 +32,7 @@ TOTAL = "total"
 STARTED = psutil.Process().create_time()
 ENDING_S = 6.0  # of a run's time, for its tables and its plot
 SLOW_S = 1.0
-ALONE_S = 10.0  # after which a rank that failed takes its peers for stuck
+ALONE_S = 25.0  # after which a rank that failed takes its peers for stuck: they may still compile
 CALLS = itertools.count()  # of `everywhere`, equal on all ranks
 
 
@@ -277,7 +277,10 @@ def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: i
 
 
 def everywhere(call: Callable[[], dict]) -> dict:
-    """What it returns on rank 0; "correct" where no rank raises or says otherwise, else with the first "failure"."""
+    """What it returns on rank 0; "correct" where no rank raises or says otherwise, else with the first "failure".
+
+    Ends this process, and by its launcher the run, if it raises here and some rank does not come to its end.
+    """
     store, key = dist.distributed_c10d._get_default_store(), f"everywhere/{next(CALLS)}"
     try:
         found = call()
@@ -287,9 +290,9 @@ def everywhere(call: Callable[[], dict]) -> dict:
         end = time.monotonic() + ALONE_S
         arrived = store.add(key, 1)
         while arrived < size():
-            if time.monotonic() > end:  # peers wait for this rank in the call's own exchanges, and would for a minute
+            if time.monotonic() > end:  # peers wait for this rank in the call's own exchanges
                 sys.exit(f"rank {rank()}: {found['failure']}; {size() - arrived} of {size()} ranks have not come to "
-                         "the end of the same: run this again to go on with what is next")
+                         f"the end of the same in {ALONE_S:.0f} s more")
             time.sleep(0.05)
             arrived = store.add(key, 0)
     found_by: list = [None] * size()

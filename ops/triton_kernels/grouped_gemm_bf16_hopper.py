@@ -46,17 +46,17 @@ from .grouped_gemm_hopper import descriptor, group_of, tile_of
 from .library import operator
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
-MOST_PLACES = 2**30 - 2  # `_odd` of them are int32
+MOST_PLACES = 2**29 - 2  # `_odd` of them are int32
 
 
 def _odd(values: tuple[int, ...]) -> tuple[int, ...]:
     """What `_even` takes back. Triton compiles anew for each pattern of numbers that are 1 or multiples of 16."""
-    return tuple(2 * value + 3 for value in values)
+    return tuple(4 * value + 3 for value in values)
 
 
 @gluon.jit
 def _even(value):
-    return (value - 3) >> 1
+    return (value - 3) >> 2
 
 
 @gluon.jit

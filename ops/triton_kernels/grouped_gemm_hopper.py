@@ -214,8 +214,8 @@ class _Descriptor(TensorDescriptor):
 
 def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None,
                strides: list[int] | None = None) -> TensorDescriptor:
-    """A TMA descriptor of x, or of what lies there in another shape, for boxes of `block`, swizzled as wgmma reads
-    them."""
+    """A TMA descriptor of x, or of what lies there in another shape, for boxes of `block`, swizzled as far as their
+    rows are long, which is how wgmma reads them."""
     assert x.data_ptr() % 16 == 0, "TMA reads and writes at multiples of 16 bytes"
     return _Descriptor(x, shape or list(x.shape), strides or list(x.stride()), block, _layout(tuple(block), x.dtype))
 

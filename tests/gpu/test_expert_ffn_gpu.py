@@ -116,10 +116,18 @@ def run_without_waiting(recipe):
     """Forward and backward with CUDA's sync-debug mode on, but in the one read that is named."""
     read_counts = Collective._read_counts
 
-    def named(self, counts):
+    def named(self, counts, meanwhile):
+
+        def watched():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                meanwhile()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return read_counts(self, counts)
+            return read_counts(self, counts, meanwhile and watched)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
