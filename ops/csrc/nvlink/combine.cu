@@ -248,7 +248,9 @@ __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_c
 template <class T> struct Type { using type = T; };
 
 template <class Action> int with_type(int dtype, Action action) {
-  return dtype == BF16 ? action(Type<__nv_bfloat16>()) : dtype == FP16 ? action(Type<__half>()) : action(Type<float>());
+  return dtype == BF16   ? action(Type<__nv_bfloat16>())
+         : dtype == FP16 ? action(Type<__half>())
+                         : action(Type<float>());
 }
 
 template <class Action> int with_wire(const Combine &a, Action action) {

@@ -15,7 +15,8 @@ struct Plain {
 
   __device__ __forceinline__ int row_bytes() const { return bytes; }
 
-  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS]) const {
+  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source,
+                                       const int (&row)[MAX_RANKS]) const {
     const char *from = at<char>(x, source * bytes) + v.lane() * LANE_BYTES;
     for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
       int4 data[AHEAD];
@@ -43,7 +44,8 @@ template <class T, int BLOCK> struct Quantised {
 
   __device__ __forceinline__ int row_bytes() const { return H; }
 
-  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS]) const {
+  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source,
+                                       const int (&row)[MAX_RANKS]) const {
     constexpr int PIECE = 32 * LANE_VALUES;
     const int mine = v.lane() * LANE_VALUES;
     const T *from = at<T>(x) + source * H + mine;
@@ -139,7 +141,8 @@ template <class Row> struct DispatchWork {
       // What is small, ahead of the data.
       const volatile uint8_t *scales = v.scales(v.rank(), r);
       uint8_t byte = v.lane() < scale_count ? scales[v.lane()] : 0;
-      const float weight = rows.weights && place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
+      const float weight =
+          rows.weights && place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
       const char *from = v.data(v.rank(), r, bytes) + mine;
       for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
         int4 data[AHEAD];
@@ -194,7 +197,8 @@ template <class Row> struct DispatchWork {
   }
 };
 
-template <class Row> __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_constant__ Dispatch a, Row wire) {
+template <class Row>
+__global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_constant__ Dispatch a, Row wire) {
   Exchange x(a.rows.group);
   DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
   const int receives = work.v.most_chunks() * work.v.world();

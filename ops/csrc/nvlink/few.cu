@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dispatch and combine of few tokens at low latency. A token stands in its rank's part of the staging at its own
 // index, so nothing is counted before it is sent; with it travel the row that each choice takes among those of its
-// rank and expert. A token goes once to each rank, and to ranks that do not serve it only as an empty route. Rows of an
-// expert are in the order of (rank, token, choice). Combine sends a row for each choice: only the owner has the weights.
+// rank and expert. A token goes once to each rank, and to ranks that do not serve it only as an empty route. Rows of
+// an expert are in the order of (rank, token, choice). Combine sends a row for each choice: only the owner has the
+// weights.
 #include "exchange.cuh"
 #include "mxfp8.cuh"
 

@@ -89,7 +89,8 @@ template <class T, int N> struct Piece {
 constexpr int LANE_VALUES = 16; // of an MXFP8 row that a lane holds: 16 bytes of data
 
 // Quantises the 16 values of each lane; the BLOCK / 16 lanes of a block share its scale. Returns its byte.
-template <int BLOCK> __device__ __forceinline__ uint32_t quantize(const float (&v)[LANE_VALUES], bool floor, int4 &data) {
+template <int BLOCK>
+__device__ __forceinline__ uint32_t quantize(const float (&v)[LANE_VALUES], bool floor, int4 &data) {
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < LANE_VALUES; i++)

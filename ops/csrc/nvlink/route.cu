@@ -197,7 +197,8 @@ struct PlacesWork {
   int *slot;    // shared, [chunk, W]
 
   __device__ PlacesWork(const Places &a, const Exchange &x, int *shared)
-      : a(a), x(x), row{a.group.world, a.experts}, before(shared), expert(before + WARPS * (a.experts + a.group.world)),
+      : a(a), x(x), row{a.group.world, a.experts}, before(shared),
+        expert(before + WARPS * (a.experts + a.group.world)),
         place(expert + a.chunk * a.K), slot(place + a.chunk * a.K) {}
 
   __device__ int *places_of(int rank) const { return at<int>(x.half(rank), a.places_at); }
@@ -219,7 +220,8 @@ struct PlacesWork {
     const int *first_CB = at<int>(a.first_CB);
     const int64_t chunk_begin = int64_t(c) * a.chunk;
     const int tokens = int(min(int64_t(a.chunk), a.T - chunk_begin));
-    const int share = (a.chunk + WARPS - 1) / WARPS, begin = min(warp * share, tokens), end = min(begin + share, tokens);
+    const int share = (a.chunk + WARPS - 1) / WARPS;
+    const int begin = min(warp * share, tokens), end = min(begin + share, tokens);
     int *mine = before + warp * columns;
 
     for (int i = threadIdx.x; i < tokens * K; i += blockDim.x) {
