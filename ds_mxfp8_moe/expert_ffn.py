@@ -244,9 +244,9 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ffn: ExpertFFN, layout, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
-        recipe, weights, dtype = ffn.recipe, _unflatten(layout, tensors), x_TH.dtype
+        recipe, dtype = ffn.recipe, x_TH.dtype
         fewest = ffn.fewest_tokens(x_TH.device) if recipe.quantize_gemm else 0
-        layer = _Layer(ffn.formula, recipe, None, weights, dtype)
+        layer = _Layer(ffn.formula, recipe, None, _unflatten(layout, tensors), dtype)
         # The device has the weights to quantise while the host waits for the counts, if this rank's speak for all.
         enough = expert_TK.numel() >= fewest * ffn.num_local_experts
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
@@ -254,8 +254,8 @@ class _Function(torch.autograd.Function):
         if plan.tokens_per_expert < fewest:
             warning_once(f"{ffn.name}: some batches have fewer than min_tokens_per_expert = {fewest:.0f} tokens per "
                          f"expert; it runs the bf16 recipe on them")
-            recipe = _unquantized(recipe)
-            layer = _Layer(ffn.formula, recipe, None, weights, dtype)
+            layer.recipe = recipe = _unquantized(recipe)
+            layer.ahead.clear()
         layer.plan = plan
         with ffn.timed("dispatch"):
             x_PH, weight_P = ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)

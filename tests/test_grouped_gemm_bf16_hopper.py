@@ -56,7 +56,9 @@ def test_what_tma_cannot_read():
 def test_compiles_once_wherever_the_matrices_lie():
     lying = torch.empty(64, N, K, dtype=torch.bfloat16)
     rows, ends = torch.empty(128 * E, K, dtype=torch.bfloat16), torch.empty(E, dtype=torch.int32)
-    with launches_for(90) as launches:
-        for order in ((0, 1, 3, 4), (17, 0, 16, 48), (33, 1, 32, 0), (5, 21, 38, 4)):
-            grouped_mm_bf16(rows, [[lying[i] for i in order]], ends, torch.bfloat16)
-    assert len(launches) == 4 and len({launch.ptx for launch in launches}) == 1
+    for orders in (((0, 1, 3, 4), (17, 0, 16, 48), (33, 1, 32, 0), (5, 21, 38, 4)),
+                   ((0, 1, 2, 3), (3, 2, 1, 0), (6, 4, 2, 0), (1, 17, 33, 49))):  # those at equal distances
+        with launches_for(90) as launches:
+            for order in orders:
+                grouped_mm_bf16(rows, [[lying[i] for i in order]], ends, torch.bfloat16)
+        assert len(launches) == 4 and len({launch.ptx for launch in launches}) == 1

@@ -230,20 +230,20 @@ class NVLink(Transport):
         rows = self._rows(plan, "dispatch", H, x_TH.dtype, wire, weight_TK is not None, phase)
         out_PH = torch.empty((P, H), dtype=torch.float8_e4m3fn if wire.mxfp8 else x_TH.dtype, device=device)
         scale = weight_P = None
-        beside = {}
+        wanted = {}
         if wire.mxfp8:
             blocks = -(-H // block)
             strides = (1, P) if block == 128 else (blocks, 1)
             scale = torch.empty_strided((P, blocks), strides, dtype=torch.uint8, device=device)
-            beside |= {"out_scale": scale.data_ptr(), "scale_stride_p": strides[0], "scale_stride_b": strides[1]}
+            wanted |= {"out_scale": scale.data_ptr(), "scale_stride_p": strides[0], "scale_stride_b": strides[1]}
         if weight_TK is not None:
             weight_TK = weight_TK.float().contiguous()
             weight_P = torch.empty(P, dtype=torch.float32, device=device)
-            beside |= {"weight_TK": weight_TK.data_ptr(), "out_weight_P": weight_P.data_ptr()}
+            wanted |= {"weight_TK": weight_TK.data_ptr(), "out_weight_P": weight_P.data_ptr()}
         ext = self.memory.extension
         ext.dispatch(ext.Dispatch(rows=rows, x_TH=x_TH.data_ptr(), dtype=DTYPES[x_TH.dtype], out_PH=out_PH.data_ptr(),
                                   group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
-                                  local_experts=plan.group_ends_E.shape[0], **beside),
+                                  local_experts=plan.group_ends_E.shape[0], **wanted),
                      self._alone, self.memory.stream())
         return MXTensor(out_PH, scale, block, x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
 
@@ -269,13 +269,13 @@ class NVLink(Transport):
         rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
         out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
         weight_TK = None
-        beside = {}
+        wanted = {}
         if weight_P is not None:
             weight_P = weight_P.contiguous()
             weight_TK = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=device)
-            beside = {"weight_P": weight_P.data_ptr(), "out_weight_TK": weight_TK.data_ptr()}
+            wanted = {"weight_P": weight_P.data_ptr(), "out_weight_TK": weight_TK.data_ptr()}
         args = ext.Combine(rows=rows, y_PH=y_PH.data_ptr(), dtype=DTYPES[y_PH.dtype], out_TH=out_TH.data_ptr(),
-                           out_dtype=DTYPES[dtype], **beside)
+                           out_dtype=DTYPES[dtype], **wanted)
         if not sms:
             ext.combine(args, self._alone, memory.stream())
             return Pending((out_TH, weight_TK))

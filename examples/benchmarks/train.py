@@ -46,7 +46,7 @@ WARM_UP, PROFILED = 3, 2  # steps
 BATCHES = 2
 LEFT_BYTES = 1 << 30  # of an engine that is gone: worth a word
 ROUTINGS = ("even", "router")
-PARTS = ("forward", "backward", "optimizer")  # of a step
+PHASES = ("forward", "backward", "optimizer")  # of a step
 # Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
 TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
@@ -168,12 +168,12 @@ def measure(training: Training, case: Case, before: int) -> dict:
     counted = tokens_of_experts(engine, training.step, case.ep)
     training.noted()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
-    parts = [spread_ms(samples[:, i]) for i in range(4)]
+    *phases, step = (spread_ms(column) for column in samples.T)
     staging = models.staging_bytes(engine)
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
-    return {**parts[3], **{f"{name}_ms": part["median_ms"] for name, part in zip(PARTS, parts, strict=False)},
-            "tokens_per_s": round(case.shape.tokens * case.ranks / parts[3]["median_ms"] * 1e3),
+    return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
+            "tokens_per_s": round(case.shape.tokens * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
             **counted, "losses": [round(loss, 5) for loss in losses],

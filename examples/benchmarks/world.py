@@ -284,17 +284,15 @@ def everywhere(call: Callable[[], dict]) -> dict:
     store, key = dist.distributed_c10d._get_default_store(), f"everywhere/{next(CALLS)}"
     try:
         found = call()
-        store.add(key, 1)
     except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
         found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
-        end = time.monotonic() + ALONE_S
-        arrived = store.add(key, 1)
-        while arrived < size():
-            if time.monotonic() > end:  # peers wait for this rank in the call's own exchanges
-                sys.exit(f"rank {rank()}: {found['failure']}; {size() - arrived} of {size()} ranks have not come to "
-                         f"the end of the same in {ALONE_S:.0f} s more")
-            time.sleep(0.05)
-            arrived = store.add(key, 0)
+    arrived, end = store.add(key, 1), time.monotonic() + ALONE_S
+    while "failure" in found and arrived < size():
+        if time.monotonic() > end:  # peers wait for this rank in the call's own exchanges
+            sys.exit(f"rank {rank()}: {found['failure']}; {size() - arrived} of {size()} ranks have not come to the "
+                     f"end of the same in {ALONE_S:.0f} s more")
+        time.sleep(0.05)
+        arrived = store.add(key, 0)
     found_by: list = [None] * size()
     dist.all_gather_object(found_by, found)
     failures = [f"rank {r}: {one['failure']}" for r, one in enumerate(found_by) if "failure" in one]

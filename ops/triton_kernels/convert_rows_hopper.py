@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .grouped_gemm_hopper import descriptor
+from .library import cdiv
 
 
 @gluon.jit
@@ -369,7 +370,7 @@ def convertible(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
     words = data_PK.view(torch.int32)
     out_box = [32, 32] if out_scale is None else [128, 8]
     return descriptor(words, [32, 32]), descriptor(out.view(torch.int32), out_box), (
-        scale, *scale.stride(), scale if out_scale is None else out_scale, -(-data_PK.shape[1] // 128),
+        scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(data_PK.shape[1], 128),
         words.shape[1])
 
 
