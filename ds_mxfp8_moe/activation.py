@@ -47,7 +47,7 @@ class Gradients(NamedTuple):
         dweight_P: float32, <t, act(pre)>.
         plain: dpre [P, G] in t's dtype.
         rows: MXTensor [P, G], blocks along G.
-        columns: MXTensor [G, P], blocks along P, of dpre rounded to t's dtype.
+        columns: MXTensor [G, P], blocks along P.
     """
 
     dweight_P: torch.Tensor
@@ -148,10 +148,9 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         gate_PF, up_PF = _halves(pre_PG, layout)
         halves = [t * up_PF * slope(gate_PF), t * value(gate_PF)]
         dpre = torch.cat(halves[::-1] if layout == "up_gate" else halves, dim=-1)
-    rounded = dpre.to(t_PF.dtype)
-    return Gradients(dweight_P, rounded if plain else None,
-                     _outwardly(quantize(dpre, block_size, scaling_mode), t_PF.dtype) if rows else None,
-                     kernels.quantize_columns(rounded, block_size, scaling_mode) if columns else None)
+    forms = (_outwardly(quantize(x, block_size, scaling_mode), t_PF.dtype) if wanted else None
+             for x, wanted in ((dpre, rows), (dpre.t(), columns)))
+    return Gradients(dweight_P, dpre.to(t_PF.dtype) if plain else None, *forms)
 
 
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None,

@@ -171,7 +171,7 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
     dx = 0
     for n, d in zip(names, dpre, strict=True):
         dx = dx + operand(d) @ _weight(p[n], recipe, True)
-        grads[n] = wgrad(d if rescales_rows else rnd(d), x_op)
+        grads[n] = wgrad(d if recipe.quantize_gemm and recipe.wgrad == "mxfp8" else rnd(d), x_op)
         if f"{n}_bias" in p:
             grads[f"{n}_bias"] = d.sum(0)
     return y, rnd(dx), dw, grads

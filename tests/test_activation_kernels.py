@@ -72,9 +72,9 @@ def test_compiled(arch, dtype, block, activation, layout):
         ends, weight = torch.empty(6, dtype=torch.int32), torch.empty(256)
         kernels.group_sums(x, ends, weight)
         kernels.add_weighted_bias(x, torch.empty(6, 512, dtype=dtype), weight, ends, torch.float32)
-    assert len(launches) == 12
+    assert len(launches) == 11
     for launch in launches:
-        assert launch.stack_bytes == 0, launch.kernel
+        assert launch.stack_bytes <= (16 if "_backward" in launch.kernel else 0), launch.kernel  # capped registers
         # What these two flush is nothing beside 1.
         assert ".ftz" not in re.sub(r"(ex2|rsqrt)\.approx\.ftz", "", launch.ptx), launch.kernel
         assert "ld.global.v4" in launch.ptx or "_sum_shares" in launch.kernel, launch.kernel

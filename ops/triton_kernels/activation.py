@@ -5,8 +5,7 @@ Letters: P rows (a multiple of 128, as is every group), F FFN size (a multiple o
 experts. `layout` says what the G columns of pre_PG are: "mlp" (G = F), "gate_up" or "up_gate" (G = 2F).
 
     forward    h_PF = w_P * act(pre_PG), pre_PG kept in MXFP8
-    backward   dw_P = <t_PF, act(pre_PG)>, dpre_PG = t_PF w_P act'(pre_PG) in up to three forms: the third, MXFP8 along
-               the rows, is cast from the first, which measured faster than transposing in the same kernel
+    backward   dw_P = <t_PF, act(pre_PG)>, dpre_PG = t_PF w_P act'(pre_PG) in up to three forms
 
 The oracle is ds_mxfp8_moe/activation.py, with the same roundings. exp and erf differ from torch's in the last
 bits of float32, so a byte differs now and then by one step.
@@ -25,19 +24,28 @@ from ds_mxfp8_moe.mx import MXTensor
 
 from .format import from_e4m3, power_of_two, quantized_rows
 from .library import cdiv, next_power_of_2, operator
-from .quantize import quantize_columns, quantize_rows
+from .quantize import quantize_rows
+from .transpose import in_order, loaded_row, store_columns
 
 
 class Tile(NamedTuple):
-    """What one program covers, and its warps."""
+    """What one program covers, and its warps.
+
+    Attributes:
+        vector: most neighbours in a row that a thread holds, where a transposed output needs quads of rows.
+        registers: most that a thread may have.
+    """
 
     rows: int
     columns: int
     warps: int
+    vector: int = 16
+    registers: int | None = None
 
 
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
+BACKWARD_COLUMNS = {32: Tile(64, 64, 4, vector=8, registers=128), 128: Tile(128, 128, 8, vector=8)}  # by block size
 
 
 @triton.jit
@@ -181,25 +189,36 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
 
 
 @triton.jit
-def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr,
-                    WIDTH: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr):
+def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, row, first, r, c, P,
+                    N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                    LANES: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
     if rows_ptr is not None:
         _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, N, AT, WIDTH, B, FLOOR)
     if plain_ptr is not None:
         _store(d, plain_ptr, row, first, r, c, N, AT, WIDTH)
+    if columns_ptr is not None:
+        columns_ptr += (AT + first).to(tl.int64) * P + row
+        columns_scale_ptr += (row // B).to(tl.int64) * N + (AT + first)
+        store_columns(in_order(d, LANES, WARPS), columns_ptr, columns_scale_ptr, c, d.shape[0], WIDTH - first, P, N,
+                       B, FLOOR, VECTOR, WHOLE)
 
 
 @triton.jit
 def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr, rows_ptr,
-                     rows_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr,
-                     ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr,
-                     C: tl.constexpr):
+                     rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
+                     UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                     E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
+                     WARPS: tl.constexpr):
     """Grid [P / R * ceil(F / C)]; dweight [ceil(F / C), P]: each tile's share."""
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
     row, tile = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles
     first = tile * C
-    r, c = tl.arange(0, R), tl.arange(0, C)
+    r, c = tl.arange(0, R), tl.max_contiguous(tl.arange(0, C), VECTOR)
+    LANES: tl.constexpr = 32 * VECTOR // C
+    WHOLE: tl.constexpr = F % C == 0
+    if columns_ptr is not None:
+        r = loaded_row(R, LANES, WARPS)
     expert = None
     if bias_ptr is not None:
         expert = _expert_of(row, ends_ptr, E, E_PAD)
@@ -217,14 +236,14 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
         else:
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
         tl.store(dweight_at, tl.sum(t * (value * up), 1))
-        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, GATE_AT, F,
-                        B, FLOOR)
-        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, UP_AT, F, B,
-                        FLOOR)
+        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
+        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
-        _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B,
-                        FLOOR)
+        _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
 
 
 @triton.jit
@@ -286,7 +305,7 @@ class Gradients(NamedTuple):
     Attributes:
         plain: [P, G], t's dtype.
         rows: MXTensor [P, G], blocks along G.
-        columns: MXTensor [G, P], blocks along P: of dpre rounded to t's dtype.
+        columns: MXTensor [G, P], blocks along P.
     """
 
     dweight_P: torch.Tensor
@@ -375,7 +394,7 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     return h, _mx(kept_PG.unflatten(1, sizes), scale, block_size, pre_PG.dtype)
 
 
-def _backward_outputs(t_PF, pre_PG, block, plain, rows) -> list[torch.Tensor]:
+def _backward_outputs(t_PF, pre_PG, block, plain, rows, columns) -> list[torch.Tensor]:
     P, F = t_PF.shape
     G = pre_PG.shape[1]
     # MXFP8 rows whose blocks lie across gate and up are cast from the plain form, which is not rounded then.
@@ -383,22 +402,23 @@ def _backward_outputs(t_PF, pre_PG, block, plain, rows) -> list[torch.Tensor]:
     rows = rows and not across
     return [t_PF.new_empty(P, dtype=torch.float32),
             t_PF.new_empty((P, G) if plain or across else (0, ), dtype=torch.float32 if across else t_PF.dtype),
-            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, cdiv(G, block), P)]
+            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, cdiv(G, block), P),
+            _bytes(t_PF, columns, G, P), _bytes(t_PF, columns, cdiv(P, block), G)]
 
 
 def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
-                            plain, rows):
-    return _backward_outputs(t_PF, pre_PG, block, plain, rows)
+                            plain, rows, columns):
+    return _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
 
 
 @operator(_activate_backward_fake)
 def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
                        weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
-                       activation: str, layout: str, block: int, floor: bool, plain: bool,
-                       rows: bool) -> list[torch.Tensor]:
-    """dweight_P, plain_PG, rows_PG, its scales; empty where not wanted."""
-    out = _backward_outputs(t_PF, pre_PG, block, plain, rows)
-    tile, (P, F) = BACKWARD, t_PF.shape
+                       activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
+                       columns: bool) -> list[torch.Tensor]:
+    """dweight_P, plain_PG, rows_PG, its scales, columns_GP, its scales; empty where not wanted."""
+    out = _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
+    tile, (P, F) = BACKWARD_COLUMNS[block] if columns else BACKWARD, t_PF.shape
     if P == 0:
         return out
     dweight_P, *forms = out
@@ -409,7 +429,8 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
         _backward_kernel[(P // tile.rows * tiles, )](
             t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
             **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-            R=tile.rows, C=tile.columns, num_warps=tile.warps)
+            R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps,
+            maxnreg=tile.registers)
         if tiles > 1:
             _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     return out
@@ -432,20 +453,17 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()
         bias_EG = ends_E = None  # it is in what was kept
     dtype = t_PF.dtype
-    dweight_P, dpre, rows_PG, rows_scale = _activate_backward(
+    dweight_P, dpre, rows_PG, rows_scale, columns_GP, columns_scale = _activate_backward(
         t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block_size, scaling_mode == "floor",
-        plain or columns, rows)
-    dpre_rows = dpre_columns = None
+        plain, rows, columns)
+    dpre_rows = None
     if rows and rows_PG.dim() == 2:
         dpre_rows = _mx(rows_PG, rows_scale.t(), block_size, dtype)
     elif rows:
         mx = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
         dpre_rows = _mx(mx.qdata, mx.scale, block_size, dtype)
-    if plain or columns:
-        dpre = dpre.to(dtype)
-    if columns:
-        dpre_columns = quantize_columns(dpre, block_size, scaling_mode)
-    return Gradients(dweight_P, dpre if plain else None, dpre_rows, dpre_columns)
+    dpre_columns = _mx(columns_GP, columns_scale.t(), block_size, dtype) if columns else None
+    return Gradients(dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns)
 
 
 def _group_sums_fake(x_PN, ends_E, weight_P=None):

@@ -14,10 +14,6 @@ to each other work on neighbouring columns of the same rows, so that what is in 
 Numbers: float32 throughout, never flushed to zero. Scales are powers of two, so every product but the last rounding
 is exact; 1 / scale is a normal number for every scale there is. Triton's cast to e4m3 is cvt.rn.satfinite: it rounds
 to nearest even, saturates (`floor` needs that) and makes NaN 0x7F.
-
-Transposes: FP8 tensor cores read operands along the contraction only, so bytes must change places. Shared memory is
-written four bytes a lane when a thread holds four neighbours of one column, and they cost no packing where one cast
-makes them. `_loaded_row` picks which rows a thread loads to that end, `_quads` takes its registers apart.
 """
 
 from collections.abc import Sequence
@@ -29,8 +25,9 @@ import triton.language as tl
 
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
-from .format import from_e4m3, larger, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
+from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .library import cdiv, operator
+from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
 MAX_POINTERS = 64  # that one launch writes into a table
 
@@ -59,85 +56,10 @@ class Tile(NamedTuple):
 
 ROWS_TILE = Tile(32, 128, 8)
 COLUMNS_TILE = Tile(128, 64, 4, group=4)
-BOTH_TILE = Tile(128, 128, 8, group=4, registers=80)
-BOTH_32_TILE = Tile(128, 64, 4, group=4, registers=80)  # for block size 32
+BOTH_TILES = {32: Tile(128, 64, 4, group=4, registers=80), 128: Tile(128, 128, 8, group=4, vector=8, registers=80)}
+TILED_TILE = Tile(128, 128, 8, group=4, registers=80)
 RESCALE_TILE = Tile(128, 64, 4, group=4, vector=8)
 DEQUANTIZE_TILE = Tile(16, 128, 4)
-
-
-@triton.jit
-def _loaded_row(ROWS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """[ROWS]: which row of the tile to load as the i-th, so that a warp has ROWS / WARPS neighbouring rows and a
-    thread of it quads of neighbours. Triton deals rows to LANES lane groups first, then to warps, then to registers.
-    """
-    i = tl.arange(0, ROWS)
-    repeat = i // (LANES * WARPS)
-    quads: tl.constexpr = ROWS // (LANES * WARPS * 4)
-    return ((i // LANES % WARPS * quads + repeat % quads) * LANES + i % LANES) * 4 + repeat // quads
-
-
-@triton.jit
-def _in_order(x, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """Undoes _loaded_row on a tile loaded by it. Costs nothing: registers get other names."""
-    quads: tl.constexpr = x.shape[0] // (LANES * WARPS * 4)
-    x5 = tl.reshape(x, [4, quads, WARPS, LANES, x.shape[1]])
-    return tl.reshape(tl.permute(x5, (2, 1, 3, 0, 4)), x.shape)
-
-
-@triton.jit
-def _below(i, end, WHOLE: tl.constexpr):
-    """i < end; nothing to compare if the tiles divide the matrix."""
-    return tl.full(i.shape, True, tl.int1) if WHOLE else i < end
-
-
-@triton.jit
-def _quads(x):
-    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x [M, N], which a thread holds, each as [N, M / 4]."""
-    x = tl.permute(tl.reshape(x, [x.shape[0] // 4, 2, 2, x.shape[1]]), (3, 0, 1, 2))
-    even, odd = tl.split(x)
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _quad_bytes(x0, x1, x2, x3):
-    """e4m3 bytes of `_quads`, [N, M]: two casts make four neighbouring bytes in one register."""
-    data = to_e4m3(tl.join(tl.join(x0, x2), tl.join(x1, x3)), 1.0)
-    return tl.reshape(data, [x0.shape[0], x0.shape[1] * 4])
-
-
-@triton.jit
-def _by_column(x):
-    """e4m3 bytes of x [M, N] as [N, M]."""
-    x0, x1, x2, x3 = _quads(x)
-    return _quad_bytes(x0, x1, x2, x3)
-
-
-@triton.jit
-def _store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
-    """data [BN, BM] to memory [N, M]; `n`: the tile's columns, counted, like M and N, from the tile's first value."""
-    m = tl.max_contiguous(tl.arange(0, data.shape[1]), VECTOR if data.shape[0] == data.shape[1] else 16)
-    tl.store(data_ptr + (n[:, None] * stride_n + m[None, :]), data,
-             _below(n, N, WHOLE)[:, None] & _below(m, M, WHOLE)[None, :])
-
-
-@triton.jit
-def _store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl.constexpr, FLOOR: tl.constexpr,
-                   VECTOR: tl.constexpr, WHOLE: tl.constexpr):
-    """Quantises x [BM, BN] along M: data as above, scales memory [M / B, N]."""
-    BM: tl.constexpr = x.shape[0]
-    x0, x1, x2, x3 = _quads(x)
-    largest = larger(larger(x0, x1), larger(x2, x3))
-    largest = tl.reshape(largest, [x.shape[1], BM // B, B // 4]).to(tl.int32, bitcast=True)
-    byte, inverse = new_scale(tl.max(largest, axis=2), FLOOR)
-    inverse = tl.broadcast_to(inverse[:, :, None], [x.shape[1], BM // B, B // 4])
-    inverse = tl.reshape(inverse, [x.shape[1], BM // 4])
-    data = _quad_bytes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
-    _store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE)
-    block = tl.arange(0, BM // B)
-    tl.store(scale_ptr + (block[None, :] * scale_stride + n[:, None]), byte,
-             _below(block * B, M, WHOLE)[None, :] & _below(n, N, WHOLE)[:, None])
 
 
 @triton.jit
@@ -198,15 +120,15 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
     if m0 >= M:
         return
     height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
-    m = _loaded_row(BM, LANES, WARPS)
+    m = loaded_row(BM, LANES, WARPS)
     n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
-    mask = _below(m, height, WHOLE)[:, None] & _below(n, width, WHOLE)[None, :]
+    mask = below(m, height, WHOLE)[:, None] & below(n, width, WHOLE)[None, :]
     offset = m[:, None] * row_stride + n[None, :]
     pointer = _matrix(first, first_stride, first_table, expert, ALIGNMENT) + (m0 * row_stride + n0)
     if PARTS == 2:
-        below = _matrix(second, second_stride, second_table, expert, ALIGNMENT)
-        below += (m0 - M_FIRST) * row_stride + n0
-        x = tl.load(tl.where(m < M_FIRST - m0, pointer, below)[:, None] + offset, mask, other=0.0).to(tl.float32)
+        lower = _matrix(second, second_stride, second_table, expert, ALIGNMENT)
+        lower += (m0 - M_FIRST) * row_stride + n0
+        x = tl.load(tl.where(m < M_FIRST - m0, pointer, lower)[:, None] + offset, mask, other=0.0).to(tl.float32)
     else:
         x = tl.load(pointer + offset, mask, other=0.0).to(tl.float32)
 
@@ -224,7 +146,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
         if TO_ROWS:
             tl.store(rows_ptr + row_offset, to_e4m3(x, 1.0), mask)
         if TO_COLUMNS:
-            _store_transposed(_by_column(_in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE)
+            store_transposed(by_column(in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE)
     else:
         if TO_ROWS:
             data, scale = quantized_rows(x, B, FLOOR)
@@ -233,10 +155,10 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
             rows_scale_ptr += expert * M * blocks_n + m0 * rows_scale_stride_m + n0 // B * rows_scale_stride_n
             block = tl.arange(0, BN // B)
             tl.store(rows_scale_ptr + (m[:, None] * rows_scale_stride_m + block[None, :] * rows_scale_stride_n),
-                     scale, _below(m, height, WHOLE)[:, None] & _below(block * B, width, WHOLE)[None, :])
+                     scale, below(m, height, WHOLE)[:, None] & below(block * B, width, WHOLE)[None, :])
         if TO_COLUMNS:
             columns_scale_ptr += expert * tl.cdiv(M, B) * N + m0 // B * N + n0
-            _store_columns(_in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
+            store_columns(in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
                            FLOOR, VECTOR, WHOLE)
 
 
@@ -250,21 +172,21 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
     if p0 >= P:
         return
     height, width = tl.minimum(P - p0, BP).to(tl.int32), K - k0
-    p = _loaded_row(BP, LANES, WARPS)
+    p = loaded_row(BP, LANES, WARPS)
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)
     data = tl.load(data_ptr + (p0 * K + k0) + (p[:, None] * K + k[None, :]),
-                   _below(p, height, WHOLE)[:, None] & _below(k, width, WHOLE)[None, :], other=0)
+                   below(p, height, WHOLE)[:, None] & below(k, width, WHOLE)[None, :], other=0)
     block = tl.arange(0, BK // SHARED)
     scale_ptr += p0 * scale_stride_p + k0 // B_IN * scale_stride_k
     scale = tl.load(scale_ptr + (p[:, None] * scale_stride_p + block[None, :] * scale_stride_k),
-                    _below(p, height, WHOLE)[:, None] & _below(block * SHARED, width, WHOLE)[None, :], other=0)
+                    below(p, height, WHOLE)[:, None] & below(block * SHARED, width, WHOLE)[None, :], other=0)
     x = tl.reshape(from_e4m3(data), [BP, BK // SHARED, SHARED])
     # power_of_two, but for byte 255: Inf makes new scales 255 as NaN does.
     power = tl.maximum(scale.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
     x = tl.reshape(x * power[:, :, None], [BP, BK])
     out_ptr += k0.to(tl.int64) * P + p0
     out_scale_ptr += p0 // B * K + k0
-    _store_columns(_in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR,
+    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR,
                    WHOLE)
 
 
@@ -392,7 +314,7 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
         scale_strides = (rows_scale.shape[2], 1) if rows else (1, rows_scale.shape[2])
     else:
         scale_strides = (1, m) if scale_k_major else (cdiv(n, block_size), 1)
-    tile = (BOTH_32_TILE if block_size == 32 else BOTH_TILE) if rows or tiled else COLUMNS_TILE
+    tile = TILED_TILE if tiled else BOTH_TILES[block_size] if rows else COLUMNS_TILE
     # Triton deals values to threads alike for all accesses of one shape; stores of bytes are the widest.
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
     # Both layouts of float32 with scales of their own need more than others.
