@@ -19,7 +19,6 @@ import results_file  # noqa: E402
 import show  # noqa: E402
 import show_train  # noqa: E402
 import train_models  # noqa: E402
-import world  # noqa: E402
 from show_train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16  # noqa: E402
 
 # By a name of its own: examples/gpt_moe has a train.py too.
@@ -30,35 +29,86 @@ _spec.loader.exec_module(train)
 NO_END = float("inf")
 
 
-def _run(size, contenders, profiled=True, steps=1, zero=1):
-    case = train.Case(size, 2, zero, world.size(), world.size(), steps)
+def _args(*more):
+    with mock.patch("sys.argv", ["train.py", "--layers", "2", *map(str, more)]):
+        return train.parse_args()
+
+
+def _run(size, contenders, profiled=True, zero=1):
+    engines = train.cases_of(_args("--sizes", size, "--zero", zero, "--steps", 1, "--accumulation", 2, 1))
     rows: dict = {}
-    runs = [one for one in train.wanted([case], contenders, rows, False) if profiled or not one.profiled]
-    written = [json.dumps(list(rows.values())) for _ in train.run(runs, rows, NO_END, "abc")]
-    assert not profiled or not train.wanted([case], contenders, rows, True)  # nothing is lacking
+    runs = [one for one in train.wanted(engines, contenders, rows, False) if profiled or not one.profiled]
+    with mock.patch.object(train, "WARM_UP", 1), mock.patch.object(train_models, "LEARNING_RATE", 2e-5):
+        written = [json.dumps(list(rows.values())) for _ in train.run(runs, rows, NO_END, "abc")]
+    assert not profiled or not train.wanted(engines, contenders, rows, True)  # nothing is lacking
     return list(rows.values()), written
 
 
 def test_contenders_train_alike_and_their_time_is_broken_down(ranks2):
     (rows, written), (others, _) = ranks2.run(_run, "tiny", [AUTOEP, HP, CLASSIC])
-    assert [(row["contender"], row["case"]["routing"], row["correct"]) for row in rows] == [
-        (name, routing, True) for name in (AUTOEP, HP, CLASSIC) for routing in ("even", "router")]
+    assert [(row["contender"], row["case"]["routing"], row["case"]["accumulation"]) for row in rows] == [
+        (name, routing, count) for name in (AUTOEP, HP, CLASSIC) for count in (1, 2) for routing in ("even", "router")]
+    assert all(row["correct"] for row in rows)
     assert [row["losses"] for row in others] == [row["losses"] for row in rows]  # the mean over ranks
     for row in rows:
-        assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["median_ms"] * 1e3, rel=1e-3)
+        even, count = row["case"]["routing"] == "even", row["case"]["accumulation"]
+        assert row["tokens_per_s"] == pytest.approx(2 * 128 * count / row["median_ms"] * 1e3, rel=1e-3)
         # Each stage's and the step's are the slowest rank's.
         assert row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"] > 0.999 * row["median_ms"]
-        assert row["case"]["tokens_per_expert"] == 64 and len(row["losses"]) == train.WARM_UP + 1 + 1
-        assert list(row["breakdown"]) == list(breakdown.PARTS) and min(row["breakdown"].values()) > 0
-        assert row["breakdown"]["rest"] < 0.5 * sum(row["breakdown"].values())
-        even = row["case"]["routing"] == "even"
+        assert row["case"]["tokens_per_expert"] == 64 and len(row["losses"]) == 1 + 1 + 1
         assert (row["fewest_tokens"], row["most_tokens"]) == (64, 64) if even else (
             row["fewest_tokens"] < 64 < row["most_tokens"])
-        assert row["commit"] == "abc" and row["losses"][-1] < row["losses"][0]
-    quantised, classic = rows[2], rows[4]
-    assert 0 < classic["loss_off"] < 1e-3 and 1e-4 < quantised["loss_off"]
+        assert row["commit"] == "abc" and ("breakdown" in row) == (count == 1)
+    pairs = [(rows[i], rows[i + 2]) for i in range(len(rows)) if rows[i]["case"]["accumulation"] == 1]
+    for row, later in pairs:
+        assert later["losses"][-1] < sum(row["losses"][:2]) / 2  # of the same two batches
+        assert list(row["breakdown"]) == list(breakdown.PARTS) and min(row["breakdown"].values()) > 0
+        assert row["breakdown"]["rest"] < 0.5 * sum(row["breakdown"].values())
+    for quantised, classic in zip(rows[4:8:2], rows[8:12:2], strict=True):  # even routing
+        assert 0 < classic["loss_off"] < 1e-3 and 1e-4 < quantised["loss_off"]
     # Before a contender trains, its rows say that it did not end.
-    assert [row.get("failure") for row in json.loads(written[0])] == [train.UNFINISHED] * 2
+    assert [row.get("failure") for row in json.loads(written[0])] == [train.UNFINISHED] * 4
+
+
+def _cases():
+    return [[(case.routing, case.accumulation, case.steps) for case in cases] for cases in train.cases_of(_args())]
+
+
+def test_steps_are_counted_in_micro_batches(ranks2):
+    engine = [(routing, *of_it) for of_it in ((1, 10), (4, 3)) for routing in ("even", "router")]
+    assert ranks2.run(_cases)[0] == [engine] * 2  # ZeRO-1 and 2
+
+
+def _updates(zero):
+    """Master weights and gradient norms after steps of one and of two micro-batches: ours, and DeepSpeed's own."""
+    size = train_models.SIZES["tiny"]
+    found = []
+    for by_deepspeed in (False, True):
+        engine = train.CONTENDERS[AUTOEP](size, 1, 2, zero)
+        training = train.Training(engine, size)
+        training.step()
+        training.noted()
+        if by_deepspeed:
+            engine.set_gradient_accumulation_boundary(None)
+            engine.micro_steps = 0
+            engine.set_train_batch_size(2 * 2 * size.batch)
+            for batch in reversed(training.batches):
+                engine.backward(engine(input_ids=batch, labels=batch).loss)
+                engine.step()
+        else:
+            training.accumulation = 2
+            training.step()
+        training.noted()
+        flat = torch.cat([part.detach().flatten() for part in engine.optimizer.single_partition_of_fp32_groups])
+        found.append((flat.clone(), training.norms))
+        train_models.free(engine)
+    return found
+
+
+@pytest.mark.parametrize("zero", (1, 2))
+def test_gradients_are_accumulated_as_deepspeed_does(ranks2, zero):
+    for (ours, norms), (expected, expected_norms) in ranks2.run(_updates, zero):
+        assert torch.equal(ours, expected) and norms == expected_norms
 
 
 def _wrong(size):
@@ -70,35 +120,47 @@ def _wrong(size):
             layer.register_forward_hook(lambda _layer, _inputs, output: output.roll(1, 1))
         return engine
 
-    def failing(*args):
+    def none(*args):
         raise ValueError("no such engine")
 
-    with mock.patch.dict(train.CONTENDERS, {OURS_BF16: engine_of, MXFP8: failing}):
-        return _run(size, [AUTOEP, OURS_BF16, MXFP8, CLASSIC], profiled=False, zero=2)[0]
+    def failing(*args):
+        engine = train.models.engine_of(*args, classic=False, section=None)
+
+        def fail(*_args):
+            if not engine.is_gradient_accumulation_boundary():
+                raise ValueError("no memory")
+
+        engine.module.register_forward_hook(fail)
+        return engine
+
+    with mock.patch.dict(train.CONTENDERS, {OURS_BF16: engine_of, MXFP8: none, HP: failing}):
+        return _run(size, [AUTOEP, OURS_BF16, MXFP8, HP, CLASSIC], profiled=False, zero=2)[0]
 
 
 def test_wrong_results_and_failures_are_noticed_and_both_families_are_what_the_classic_layer_computes(ranks2):
     rows = ranks2.run(_wrong, "tiny-mixtral")[0]
-    assert [row["correct"] for row in rows] == [True] * 2 + [False] * 4 + [True] * 2
-    assert "gradient norm" in rows[2]["error"] and "no such engine" in rows[4]["failure"]
-    assert rows[6]["loss_off"] < 1e-3 and "error" not in rows[6]
+    assert [row["correct"] for row in rows] == [True] * 4 + [False] * 8 + [True] * 2 + [False] * 2 + [True] * 4
+    assert "gradient norm" in rows[4]["error"] and "no such engine" in rows[8]["failure"]
+    assert ["no memory" in row["failure"] for row in rows[14:16]] == [True] * 2  # after a failure nothing is measured
+    assert rows[16]["loss_off"] < 1e-3 and "error" not in rows[16]
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_added_to_what_is_there(tmp_path):
-    case = train.Case("tiny", 2, 1, 2, 2, 6)
-    wanted = train.wanted([case], [AUTOEP, HP], {}, False)
-    assert [(one.contender, one.profiled) for one in wanted] == [(AUTOEP, False), (HP, False), (AUTOEP, True),
-                                                                 (HP, True)]
-    row = {"case": case.described("even"), "contender": AUTOEP, "correct": True, "losses": [1.0]}
-    rows = {train.key(r): r for r in (row, {**row, "case": case.described("router")}, {
-        "case": case.described("even"), "contender": HP, "correct": False, "failure": train.UNFINISHED},
-        {"case": case.described("router"), "contender": HP, "correct": False, "failure": train.UNFINISHED})}
-    lacking = [(one.contender, one.profiled) for one in train.wanted([case], [AUTOEP, HP], rows, False)]
-    assert lacking == [(AUTOEP, True)]
-    assert (HP, False) in [(o.contender, o.profiled) for o in train.wanted([case], [AUTOEP, HP], rows, True)]
+    once, more = (train.Case("tiny", 2, 1, 2, 2, 6, "even", count) for count in (1, 4))
+    wanted = train.wanted([(once, more)], [AUTOEP, HP], {}, False)
+    assert wanted == [((once, more), AUTOEP, False), ((once, more), HP, False), ((once, ), AUTOEP, True),
+                      ((once, ), HP, True)]
+    row = {"case": once.described(), "contender": AUTOEP, "correct": True, "losses": [1.0]}
+    rows = {train.key(r): r for r in (row, {**row, "case": more.described()}, {
+        "case": once.described(), "contender": HP, "correct": False, "failure": train.UNFINISHED},
+        {"case": more.described(), "contender": HP, "correct": False, "failure": train.UNFINISHED})}
+    lacking = train.wanted([(once, more)], [AUTOEP, HP], rows, False)
+    assert lacking == [((once, ), AUTOEP, True)]
+    assert ((once, more), HP, False) in train.wanted([(once, more)], [AUTOEP, HP], rows, True)
+    assert not train.wanted([(more, )], [AUTOEP, HP], rows, False)  # where their time goes is not asked
 
     path = tmp_path / "train.json"
     assert train.stored(path) == []
@@ -216,6 +278,9 @@ def test_tables_state_the_bars(tmp_path, capsys):
             for routing in ("even", "router") for name, ms, peak in (
                 (AUTOEP, 200, 3 << 30), (HP, 150 if size == "deepseek" else 190, 2 << 30), (CLASSIC, 330, 3 << 30))]
     rows += [{"case": rows[0]["case"], "contender": MXFP8, "correct": False, "failure": train.UNFINISHED}]
+    for name, ms in ((AUTOEP, 390), (HP, 300)):  # the rows above are an older file's, which do not say micro-batches
+        rows.append(_row(name, ms, "deepseek", "even", 2 << 30))
+        rows[-1]["case"]["accumulation"] = 4
     path = tmp_path / "train.json"
     results_file.write("train", rows, path, of_commit="abc")
     assert not show.show(path) and path.with_suffix(".png").stat().st_size > 5000
@@ -225,4 +290,7 @@ def test_tables_state_the_bars(tmp_path, capsys):
     assert lines["mixtral: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "MISSED"
     assert lines["qwen3: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "measured"  # not
     assert lines["the same over classic bf16"] == lines["peak memory with staging, of AutoEP's"] == "aim"
+    assert "deepseek, ZeRO-1, EP 8 x DP 1, even, 4 micro-batches" in out
+    speeds = [line.split() for line in out.splitlines() if AUTOEP in line and "x" in line]
+    assert [words[5] for words in speeds if words[4] == "even" and words[5].isdigit()] == ["1", "4", "1"]
     assert "6144" in out and "did not end" in out and set(show_train.COLORS) == set(parts)

@@ -16,14 +16,21 @@ COLORS = {"attention": "tab:blue", "router": "tab:cyan", "dispatch": "tab:olive"
           "combine": "tab:green", "optimizer": "tab:purple", "rest": "tab:gray", "idle": "white"}
 
 
+def _accumulation(case: dict) -> int:
+    """Micro-batches of a step; one in files that do not say it."""
+    return case.get("accumulation", 1)
+
+
 def _where(case: dict) -> str:
+    accumulated = f", {_accumulation(case)} micro-batches" if _accumulation(case) > 1 else ""
     return (f"{case['size']}, ZeRO-{case['zero']}, EP {case['ep']} x DP {case['dp']}, "
-            f"{'even' if case['routing'] == 'even' else 'own router'}")
+            f"{'even' if case['routing'] == 'even' else 'own router'}{accumulated}")
 
 
 def _head(case: dict) -> str:
     return (f"{case['size']}: {case['hidden']}x{case['ffn']}, {case['experts']} experts, top-{case['top_k']}, "
-            f"{case['layers']} layers, {case['tokens_per_rank']} tokens on each of {case['ranks']} ranks")
+            f"{case['layers']} layers, micro-batches of {case['tokens_per_rank']} tokens on each of {case['ranks']} "
+            "ranks; ms of a step, over all its micro-batches")
 
 
 def _by_model(result: dict) -> dict[str, list[Group]]:
@@ -50,23 +57,24 @@ def train_tables(result: dict) -> list[str]:
             layout = [f"ZeRO-{case['zero']}", f"{case['ep']} x {case['dp']}", case["routing"]]
             for name in (name for name in CONTENDERS if g.figure(name)):
                 row = g.rows[name]
-                speeds.append([*layout, name, row["tokens_per_s"], *(row[f"{part}_ms"] for part in (
-                    "forward", "backward", "optimizer")), row["median_ms"], row["p90_ms"],
-                    speedup(g.ratio(AUTOEP, name)), speedup(g.ratio(CLASSIC, name)), _gib(row.get("peak_bytes")),
-                    _gib(row.get("staging_bytes")), _gib(case["predicted_bytes"]), case["tokens_per_expert"],
-                    row["fewest_tokens"], row["most_tokens"], row["losses"][-1], _percent(row.get("loss_off")),
-                    _percent(row.get("norm_off"))])
+                speeds.append([
+                    *layout, _accumulation(case), name, row["tokens_per_s"],
+                    *(row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")), row["median_ms"],
+                    row["p90_ms"], speedup(g.ratio(AUTOEP, name)), speedup(g.ratio(CLASSIC, name)),
+                    _gib(row.get("peak_bytes")), _gib(row.get("staging_bytes")), _gib(case["predicted_bytes"]),
+                    case["tokens_per_expert"], row["fewest_tokens"], row["most_tokens"], row["losses"][-1],
+                    _percent(row.get("loss_off")), _percent(row.get("norm_off"))])
                 if row.get("breakdown"):
                     parts.append([*layout, name, case["tokens_per_expert"],
                                   *(row["breakdown"].get(part) for part in COLORS)])
         if not speeds:
             continue
         tables.append(head + "\n" + tabulate(
-            speeds, ["ZeRO", "EP x DP", "routing", "contender", "tokens/s", "forward\nms", "backward\nms",
-                     "optimizer\nms", "step\nms", "p90\nms", "AutoEP\nover it", "classic\nover it", "peak\nGiB",
-                     "of it\nstaging", "by\nformula", "tokens per\nexpert, mean", "\nfewest", "\nmost", "last\nloss",
-                     "loss off\nat most", "gradient\nnorm off"],
-            floatfmt=("", ) * 4 + (".0f", ) + (".1f", ) * 5 + ("", "", ".1f", ".2f", ".1f", ".0f", "d", "d", ".4f")
+            speeds, ["ZeRO", "EP x DP", "routing", "micro-\nbatches", "contender", "tokens/s", "forward\nms",
+                     "backward\nms", "optimizer\nms", "step\nms", "p90\nms", "AutoEP\nover it", "classic\nover it",
+                     "peak\nGiB", "of it\nstaging", "by\nformula", "tokens per\nexpert, mean", "\nfewest", "\nmost",
+                     "last\nloss", "loss off\nat most", "gradient\nnorm off"],
+            floatfmt=("", ) * 5 + (".0f", ) + (".1f", ) * 5 + ("", "", ".1f", ".2f", ".1f", ".0f", "d", "d", ".4f")
             + ("", "")))
         if parts:
             tables.append(f"{head.split(':')[0]}: where the time of a step goes, ms of kernels; those that overlap "
@@ -93,7 +101,8 @@ def _goals(result: dict) -> list[list]:
 
 
 def train_plot(result: dict, pyplot) -> None:
-    found = groups(result)
+    cases = groups(result)
+    found = [g for g in cases if any(row.get("breakdown") for row in g.rows.values())] or cases
     columns = min(4, len(found))
     lines = -(-len(found) // columns)
     _, axes = pyplot.subplots(lines, columns, figsize=(5 * columns, 0.6 + 2.1 * lines), squeeze=False)

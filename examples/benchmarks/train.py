@@ -4,8 +4,9 @@ bf16 beside ours in every recipe.
 
 One model for all contenders, of Hugging Face's classes built from their config, with the same weights, batches and
 seeds: AutoEP replaces its MoE layers, or deepspeed.moe.layer.MoE (dropless) stands in their place with the same
-experts. Each trains with even routing first, which every router is made to give, and then with its own router. The
-losses, and the first step's gradient norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
+experts. Each trains with even routing first, which every router is made to give, and then with its own router; both
+with one micro-batch in a step and with gradients accumulated over several. The losses, and the first step's gradient
+norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
 
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended. Where the time goes is measured at a run's end, on engines built anew: a profiler leaves its
@@ -42,7 +43,8 @@ from moe_layer import RECIPES
 from show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
 from timing import device, on_gpu, spread_ms
 
-WARM_UP, PROFILED = 3, 2  # steps
+WARM_UP = 4  # micro-batches
+PROFILED = 2  # steps
 BATCHES = 2
 LEFT_BYTES = 1 << 30  # of an engine that is gone: worth a word
 ROUTINGS = ("even", "router")
@@ -55,7 +57,7 @@ UNFINISHED = "did not end"
 
 @dataclass(frozen=True)
 class Case:
-    """One engine's training."""
+    """Steps of an engine: `steps` are timed, each of `accumulation` micro-batches on every rank."""
 
     size: str
     layers: int
@@ -63,16 +65,19 @@ class Case:
     ep: int
     ranks: int
     steps: int
+    routing: str
+    accumulation: int
 
     @property
     def shape(self) -> models.Size:
         return models.SIZES[self.size]
 
-    def described(self, routing: str) -> dict:
-        """The case in a result file. tokens_per_expert: what an expert gets from its group in a step, the mean."""
+    def described(self) -> dict:
+        """The case in a result file. tokens_per_rank: of a micro-batch; tokens_per_expert: what an expert gets of it
+        from its group, the mean."""
         size = self.shape
-        return {**asdict(self), "dp": self.ranks // self.ep, "routing": routing, "hidden": size.hidden,
-                "ffn": size.ffn, "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
+        return {**asdict(self), "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
+                "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
                 "tokens_per_expert": size.tokens * self.ep * size.top_k / size.experts,
                 "predicted_bytes": round(size.bytes_of(self.layers, self.ranks, self.ep, self.zero))}
 
@@ -91,7 +96,7 @@ CONTENDERS: dict[str, Callable[..., nn.Module]] = {  # what matters most comes f
 
 
 def tokens_of_experts(engine: nn.Module, step: Callable[[], None], ep: int) -> dict[str, int]:
-    """Runs a step; the most and the fewest tokens that an expert of any layer got from its group."""
+    """Runs a step; the most and the fewest tokens that an expert of any layer got of a micro-batch from its group."""
     counts: list[torch.Tensor] = []
 
     def read(_router, _inputs, outputs) -> None:
@@ -107,10 +112,16 @@ def tokens_of_experts(engine: nn.Module, step: Callable[[], None], ep: int) -> d
 
 
 class Training:
-    """Steps of one engine over the batches of its rank, which are the same for every contender."""
+    """Steps of one engine over the batches of its rank, which are the same for every contender.
+
+    Attributes:
+        accumulation: micro-batches of the next step.
+        losses: of each step, the mean over its micro-batches.
+        norms: of each step's gradient.
+    """
 
     def __init__(self, engine: nn.Module, size: models.Size):
-        self.engine, self.count = engine, 0
+        self.engine, self.count, self.accumulation = engine, 0, 1
         seeds = (1000 * i + world.rank() for i in range(BATCHES))
         self.batches = [torch.randint(size.vocabulary, (size.batch, size.sequence),
                                       generator=torch.Generator().manual_seed(seed)).to(device()) for seed in seeds]
@@ -118,24 +129,35 @@ class Training:
         self.norms: list[float] = []
 
     def step(self, mark: Callable[[], None] = lambda: None) -> None:
+        """`mark` is called after each phase of each micro-batch."""
+        losses = [self._micro_batch(i == self.accumulation - 1, mark) for i in range(self.accumulation)]
+        self.losses.append(torch.stack(losses).mean())
+
+    def _micro_batch(self, last: bool, mark: Callable[[], None]) -> torch.Tensor:
         batch = self.batches[self.count % BATCHES]
         self.count += 1
+        # By hand, with the loss scaled, for steps of any length in one engine, whose config says one micro-batch.
+        self.engine.set_gradient_accumulation_boundary(last)
         loss = self.engine(input_ids=batch, labels=batch).loss
         mark()
-        self.engine.backward(loss)
+        self.engine.backward(loss / self.accumulation)
         mark()
         with breakdown.part("optimizer"):
             self.engine.step()
         mark()
-        self.losses.append(loss.detach().float())
+        return loss.detach().float()
 
     def noted(self) -> None:
         """After a step: its gradient norm."""
         self.norms.append(float(self.engine.get_global_grad_norm()))
 
     def timed(self) -> list[float]:
-        """ms of forward, backward, optimizer and the whole step, from a moment at which all ranks have met."""
+        """ms of forward, backward, optimizer, each over all micro-batches, and of the whole step, from a moment at
+        which all ranks have met."""
         times: list = []
+
+        def ms(begin, end) -> float:
+            return begin.elapsed_time(end) if on_gpu() else (end - begin) * 1e3
 
         def mark() -> None:
             times.append(torch.cuda.Event(enable_timing=True) if on_gpu() else time.perf_counter())
@@ -148,8 +170,8 @@ class Training:
         self.step(mark)
         get_accelerator().synchronize()
         self.noted()
-        pairs = (*zip(times, times[1:], strict=False), (times[0], times[-1]))
-        return [a.elapsed_time(b) if on_gpu() else (b - a) * 1e3 for a, b in pairs]
+        parts = [ms(*pair) for pair in zip(times, times[1:], strict=False)]
+        return [*(sum(parts[i::len(PHASES)]) for i in range(len(PHASES))), ms(times[0], times[-1])]
 
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over all ranks."""
@@ -157,12 +179,12 @@ class Training:
 
 
 def measure(training: Training, case: Case, before: int) -> dict:
-    """Trains case.steps steps after WARM_UP and one in which tokens are counted. Times are the slowest rank's in each
-    step, the peak is the largest, beyond `before`: bytes allocated when there was no engine."""
+    """Trains case.steps steps after those of WARM_UP and one in which tokens are counted. Times are the slowest rank's
+    in each step, the peak is the largest, beyond `before`: bytes allocated when there was no engine."""
     engine, accelerator = training.engine, get_accelerator()
     accelerator.reset_peak_memory_stats()
     first = len(training.losses)
-    for _ in range(WARM_UP):
+    for _ in range(math.ceil(WARM_UP / case.accumulation)):
         training.step()
         training.noted()
     counted = tokens_of_experts(engine, training.step, case.ep)
@@ -173,7 +195,7 @@ def measure(training: Training, case: Case, before: int) -> dict:
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
     return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
-            "tokens_per_s": round(case.shape.tokens * case.ranks / step["median_ms"] * 1e3),
+            "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
             **counted, "losses": [round(loss, 5) for loss in losses],
@@ -192,39 +214,42 @@ def broken_down(training: Training) -> dict[str, float]:
 
 
 class Run(NamedTuple):
-    """One contender's engine, for all routings, to be timed or to be broken down."""
+    """One contender's engine, to be timed or to be broken down in cases that differ in none of its properties."""
 
-    case: Case
+    cases: tuple[Case, ...]
     contender: str
     profiled: bool
 
     def __str__(self) -> str:
-        case = self.case
+        case = self.cases[0]
         return (f"{case.size}, {case.layers} layers, ZeRO-{case.zero}, EP {case.ep} x DP {case.ranks // case.ep}, "
                 f"{self.contender}{', where the time goes' if self.profiled else ''}")
 
-    def key(self, routing: str) -> tuple:
-        return key({"case": self.case.described(routing), "contender": self.contender})
+    def key(self, case: Case) -> tuple:
+        return key({"case": case.described(), "contender": self.contender})
 
-    def rows(self) -> Iterator[tuple[str, dict]]:
-        """Each routing with what a row about it says; collective."""
-        case, held = self.case, []
+    def rows(self) -> Iterator[tuple[Case, dict]]:
+        """Each case with what a row about it says; collective."""
+        of_all, held = self.cases[0], []
         before = get_accelerator().memory_allocated() if on_gpu() else 0
         if before > LEFT_BYTES:
             world.say(f"{before / 2**30:.1f} GiB are still held of what ran before")
 
         def build() -> dict:
-            held.append(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero))
+            held.append(CONTENDERS[self.contender](of_all.shape, of_all.layers, of_all.ep, of_all.zero))
             return {}
 
-        def trained(routing: str) -> dict:
-            models.route(held[0], case.shape, routing)
+        def trained(case: Case) -> dict:
+            models.route(held[0], case.shape, case.routing)
+            training.accumulation = case.accumulation
             return {"breakdown": broken_down(training)} if self.profiled else measure(training, case, before)
 
-        built = _everywhere(build)
-        training = None if "failure" in built else Training(held[0], case.shape)
-        for routing in ROUTINGS:
-            yield routing, built if training is None else _everywhere(partial(trained, routing))
+        found = _everywhere(build)
+        training = None if "failure" in found else Training(held[0], of_all.shape)
+        for case in self.cases:
+            if "failure" not in found:  # it leaves gradients, and steps that were not made, to what comes after it
+                found = _everywhere(partial(trained, case))
+            yield case, found
         training = None
         if held:
             models.free(held.pop())
@@ -280,47 +305,48 @@ def stored(path: Path) -> list[dict]:
     return result["rows"]
 
 
-def wanted(cases: list[Case], contenders: Iterable[str], rows: dict[tuple, dict], retry: bool) -> list[Run]:
-    """What the rows lack: first times, case by case; then where the time goes, of these too."""
+def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict],
+           retry: bool) -> list[Run]:
+    """What the rows lack: first times, engine by engine; then where the time goes, of these too, in steps of one
+    micro-batch. An engine runs all its cases again if one is lacking."""
 
     def lacks(run: Run) -> bool:
-        there = [rows.get(run.key(routing)) for routing in ROUTINGS]
+        there = [rows.get(run.key(case)) for case in run.cases]
         if run.profiled:
             return any(row is None or retry and "failure" in row or "losses" in row and (
                 "breakdown" not in row or retry and not row["breakdown"]) for row in there)
         return any(row is None or retry and "failure" in row for row in there)
 
-    return [run for profiled in (False, True) for case in cases for name in contenders
-            if lacks(run := Run(case, name, profiled))]
+    return [run for profiled in (False, True) for cases in engines for name in contenders if lacks(
+        run := Run(tuple(case for case in cases if case.accumulation == 1 or not profiled), name, profiled))]
 
 
 def run(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
     """Fills `rows`, and yields whenever they are to be written: before each run too, so that one which ends the
     process does not do so again and again."""
     for one in world.in_time(wanted_runs, seconds):
-        if one.profiled and not all("losses" in rows.get(one.key(routing), ()) for routing in ROUTINGS):
+        if one.profiled and not all("losses" in rows.get(one.key(case), ()) for case in one.cases):
             continue  # it failed
-        for routing in ROUTINGS:
-            _note(rows, one, routing, {"correct": False, "failure": UNFINISHED}, commit)
+        for case in one.cases:
+            _note(rows, one, case, {"correct": False, "failure": UNFINISHED}, commit)
         yield
-        for routing, found in one.rows():
-            _note(rows, one, routing, found, commit)
+        for case, found in one.rows():
+            _note(rows, one, case, found, commit)
             if "failure" in found:
-                world.say(f"{one}, {routing}: {found['failure']}")
+                world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {found['failure']}")
             settle(rows.values())
             yield
 
 
-def _note(rows: dict[tuple, dict], one: Run, routing: str, found: dict, commit: str | None) -> None:
+def _note(rows: dict[tuple, dict], one: Run, case: Case, found: dict, commit: str | None) -> None:
     if one.profiled:
-        rows[one.key(routing)]["breakdown"] = found.get("breakdown", {})
+        rows[one.key(case)]["breakdown"] = found.get("breakdown", {})
     else:
-        rows[one.key(routing)] = {"case": one.case.described(routing), "contender": one.contender, "commit": commit,
-                                  **found}
+        rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    """What was asked for; full: ZeRO-1 and 2, expert parallelism over the world and over half of it."""
+def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
+    """What was asked for, by engine; full: ZeRO-1 and 2, expert parallelism over the world and over half of it."""
     ranks = world.size()
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
     found = []
@@ -333,7 +359,9 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         parallel, stages = models.expert_parallel(size, ranks), (1, 2)
         if args.cases == "short":
             parallel, stages = parallel[:1], (1, )
-        found += [Case(name, layers, zero, ep, ranks, args.steps) for ep in parallel for zero in stages
+        found += [tuple(Case(name, layers, zero, ep, ranks, math.ceil(args.steps / count), routing, count)
+                        for count in sorted(set(args.accumulation)) for routing in ROUTINGS)
+                  for ep in parallel for zero in stages
                   if zero in (args.zero or stages) and ep in (args.ep or parallel)]
     return found
 
@@ -346,7 +374,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--layers", type=int, help="at most; default: as many as fit")
-    parser.add_argument("--steps", type=int, default=6, help="timed, of each routing")
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4], metavar="N",
+                        help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
+                        "compare between contenders that have run the same cases before")
+    parser.add_argument("--steps", type=int, default=10,
+                        help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
     parser.add_argument("--retry", action="store_true", help="run again what failed, or did not end")

@@ -22,6 +22,7 @@ HEAD = 128
 VOCABULARY = 32000
 FILLED = 0.8  # of a device's memory, by the formula
 SCRATCH_BYTES = 6e9  # DeepSpeed's buckets, one group's gradients in float32, staging of exchanges, the CUDA context
+LEARNING_RATE = 2e-6  # low: two batches learnt by heart would set apart what differs by rounding
 IMBALANCE = 2  # rows of the fullest expert over the mean: what the dropless classic layer pads every expert to
 
 
@@ -47,7 +48,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """Of a rank in a micro-batch."""
         return self.batch * self.sequence
 
     def bytes_of(self, layers: int, ranks: int, ep: int, zero: int) -> float:
@@ -134,7 +135,7 @@ class Classic(nn.Module):
 def engine_of(size: Size, layers: int, ep: int, zero: int, classic: bool, section: dict | None) -> nn.Module:
     """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe"."""
     model = hugging_face(size, layers).train()
-    adamw = {"lr": 1e-5, "torch_adam": True, "fused": True}
+    adamw = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
     config = {"train_micro_batch_size_per_gpu": size.batch, "bf16": {"enabled": True},
               "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}}
     if classic:
