@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -117,13 +118,14 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
 
     def _contradictions(self) -> list[str]:
         """Keys that are each valid but cannot both hold. Defaults give way to the recipe; written values do not."""
-        if self.recipe != "bf16":
-            return []
+        of_nvlink = [key for key in ("nvlink_sms", "capacity_factor") if getattr(self, key) is not None]
+        problems = [f'"{key}" is the nvlink transport\'s, but "transport" is "collective": leave one of the two out'
+                    for key in of_nvlink if self.transport == "collective"]
         written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]
-        return [
+        return problems + [
             f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
             for key in written
-            if getattr(self, key) == "mxfp8"
+            if self.recipe == "bf16" and getattr(self, key) == "mxfp8"
         ]
 
     def selects(self, module_name: str) -> bool:
@@ -131,6 +133,12 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         return any(re.fullmatch(pattern, module_name) for pattern in self.include) and not any(
             re.fullmatch(pattern, module_name) for pattern in self.exclude
         )
+
+    def idle_patterns(self, module_names: Iterable[str]) -> list[str]:
+        """Patterns of `include` and `exclude` that match none of these dotted names."""
+        names = list(module_names)
+        return [pattern for pattern in (*self.include, *self.exclude)
+                if not any(re.fullmatch(pattern, name) for name in names)]
 
 
 @dataclass(frozen=True)

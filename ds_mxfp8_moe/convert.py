@@ -5,6 +5,7 @@ Conversion swaps classes in place: every Parameter object, buffer, hook and name
 it leaves on DeepSpeed's own path and says so.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
-from .config import MXFP8MoEConfig, current_device, parse, resolve
+from .config import ConfigError, MXFP8MoEConfig, current_device, parse, resolve
+from .expert_ffn import fewest_tokens
 from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate, recognise
 from .layer import CheckedGate, LayerSettings, MoE, MXFP8MOELayer
 
@@ -42,17 +44,27 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """One entry for each MoE layer of the model, in the order of named_modules()."""
+    """One entry for each MoE layer of the model, in the order of named_modules().
+
+    Attributes:
+        idle_patterns: those of `include` and `exclude` that match no layer.
+    """
 
     layers: tuple[LayerReport, ...]
+    idle_patterns: tuple[str, ...] = ()
 
     @property
     def converted(self) -> int:
         return sum(layer.converted for layer in self.layers)
 
     def __str__(self) -> str:
+        if not self.layers:
+            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor AutoEP's. Models of Hugging "
+                    'Face need DeepSpeed\'s section "expert_parallel": {"enabled": true, "autoep_size": ...} too')
         lines = [str(layer) for layer in self.layers]
-        return "\n".join([*lines, f"mxfp8_moe: {self.converted} of {len(lines)} MoE layers converted"])
+        lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
+                  for pattern in self.idle_patterns]
+        return "\n".join([*lines, f"mxfp8_moe: {self.converted} of {len(self.layers)} MoE layers converted"])
 
 
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
@@ -69,9 +81,20 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
             DeepSpeed's path.
 
     Raises:
-        ConfigError: the section is wrong.
+        ConfigError: the section is wrong, or a whole config has none.
     """
-    settings = _section(config)
+    report = convert_silently(model_or_engine, _section(config))
+    if on_first_rank():
+        print(report, flush=True)
+    return report
+
+
+def on_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def convert_silently(model_or_engine: torch.nn.Module, settings: MXFP8MoEConfig) -> ConversionReport:
+    """`convert`, without its lines."""
     model = getattr(model_or_engine, "module", model_or_engine)
     enabled = settings.enabled or "enabled" not in settings.model_fields_set
     recipe = resolve(settings, *current_device())
@@ -105,11 +128,13 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = MXFP8GroupedExperts
             module.mxfp8 = layer_settings
-        reports.append(LayerReport(label, kind, True, _describe(formula, layer_settings)))
-    report = ConversionReport(tuple(reports))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(report, flush=True)
-    return report
+        reports.append(LayerReport(label, kind, True, _describe(formula, layer_settings, module.num_local_experts)))
+    return reported(reports, settings)
+
+
+def reported(layers: Iterable[LayerReport], settings: MXFP8MoEConfig) -> ConversionReport:
+    layers = tuple(layers)
+    return ConversionReport(layers, tuple(settings.idle_patterns(layer.name for layer in layers)))
 
 
 def settle_transports(model: torch.nn.Module) -> None:
@@ -130,15 +155,23 @@ def _section(config) -> MXFP8MoEConfig:
         return MXFP8MoEConfig()
     if isinstance(config, dict) and "mxfp8_moe" not in config:
         return MXFP8MoEConfig(**config)
-    return parse(config)
+    settings = parse(config)
+    if not settings.model_fields_set and not isinstance(config, (dict, MXFP8MoEConfig)):
+        raise ConfigError(f'{config} has no section "mxfp8_moe": add "mxfp8_moe": {{"enabled": true}}, or give no '
+                          "config to convert in the default recipe")
+    return settings
 
 
-def _describe(formula: ExpertFormula, settings: LayerSettings) -> str:
+def _describe(formula: ExpertFormula, settings: LayerSettings, num_local_experts: int) -> str:
     recipe = settings.recipe
     if not recipe.quantize_gemm:
         return f"recipe bf16 (no quantisation), {formula}"
     name = "mxfp8" if recipe.wgrad == "mxfp8" else "mxfp8_wgrad_with_hp"
-    return f"recipe {name}, blocks of {recipe.block_size}, {formula}"
+    fewest = fewest_tokens(formula, recipe, settings.min_tokens_per_expert, num_local_experts,
+                           torch.device(current_device()[0]))
+    few = "" if fewest == 0 else ", bf16 whatever the batch" if math.isinf(fewest) else (
+        f", bf16 below {fewest:.0f} tokens per expert")
+    return f"recipe {name}{few}, blocks of {recipe.block_size}, {formula}"
 
 
 def _restore(module: torch.nn.Module) -> None:

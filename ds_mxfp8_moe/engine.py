@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, convert, settle_transports
+from .convert import ConversionReport, convert_silently, on_first_rank, reported, settle_transports
 from .transport.peer_memory import PeerMemory
 
 
@@ -118,7 +118,11 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`: done already
         return
     engine._mxfp8_moe_config = config
-    _agree(config, convert(engine, config) if config.enabled else ConversionReport(()))
+    report = _agree(config, convert_silently(engine, config) if config.enabled else ConversionReport(()))
+    if on_first_rank() and config.enabled:
+        print(report, flush=True)
+    elif on_first_rank() and config.model_fields_set and "enabled" not in config.model_fields_set:
+        print('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s', flush=True)
     if config.enabled:
         settle_transports(engine.module)
         _check_before_steps(engine)
@@ -136,24 +140,28 @@ def _check_before_steps(engine: DeepSpeedEngine) -> None:
     engine._take_model_step = step
 
 
-def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> None:
-    """Finds sections, and layers' fates, that differ between ranks with one all-gather; every rank raises alike."""
+def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
+    """The layers of all ranks: those of a pipeline hold different ones. Finds sections, and layers' fates, that differ
+    between ranks with one all-gather; every rank raises alike."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+        return report
     answers = [None] * dist.get_world_size()
-    # The kind of a layer's path and its recipe, not the whole line: a reason may speak of one rank's experts.
-    fates = {layer.name: layer.detail if layer.converted else "not converted" for layer in report.layers}
-    dist.all_gather_object(answers, (fingerprint(config), fates))
+    dist.all_gather_object(answers, (fingerprint(config), report.layers))
     sections = [section for section, _ in answers]
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]
         raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
                           "same config")
-    # Ranks of a pipeline hold different layers: compare those that go by the same name.
-    for name in dict.fromkeys(name for _, other in answers for name in other):
-        told = {rank: other[name] for rank, (_, other) in enumerate(answers) if name in other}
+    layers = {}
+    for _, others in answers:
+        layers = {layer.name: layer for layer in others} | layers  # the first rank's line about each
+    for name in layers:
+        # The kind of a layer's path and its recipe, not the whole line: a reason may speak of one rank's experts.
+        told = {rank: layer.detail if layer.converted else "not converted"
+                for rank, (_, others) in enumerate(answers) for layer in others if layer.name == name}
         if len(set(told.values())) > 1:
             raise ConfigError(f"{name} is treated differently on different ranks, which would hang: "
                               + "; ".join(f"rank {rank}: {fate}" for rank, fate in told.items())
                               + ". Look for what was done to it on some ranks alone (hooks, adapters, devices), or "
                               "leave it out with 'exclude'")
+    return reported(layers.values(), config)

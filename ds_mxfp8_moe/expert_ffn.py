@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.utils.logging import warning_once
 
@@ -66,13 +67,8 @@ class ExpertFFN:
     timed: Callable[[str], AbstractContextManager] = field(default=lambda phase: nullcontext())
 
     def fewest_tokens(self, device: torch.device) -> float:
-        """Mean tokens of an expert from which on the layer runs its recipe; equal on all ranks."""
-        if self.min_tokens_per_expert is not None:
-            return self.min_tokens_per_expert
-        shapes = self.formula.shapes()
-        weights = sum(math.prod(shapes[role]) for role in ("gate", "up", "down") if role in shapes)
-        return kernels.fewest_tokens(self.formula.hidden_size, self.formula.ffn_size, weights,
-                                     self.num_local_experts, self.recipe.block_size, device)
+        """`fewest_tokens` of this layer."""
+        return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, self.num_local_experts, device)
 
     @torch.compiler.disable  # sizes come from the host: torch.compile breaks its graph here and goes on behind
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
@@ -218,6 +214,27 @@ class _Layer:
                 "scaling_mode": self.recipe.scaling_mode, "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
 
 
+def fewest_tokens(formula: ExpertFormula, recipe: Recipe, given: int | None, num_local_experts: int,
+                  device: torch.device) -> float:
+    """Mean tokens of an expert from which on a layer runs its recipe, below which bf16; equal on all ranks. `given`:
+    the config's min_tokens_per_expert; without it, from where on the recipe is faster; inf: nowhere."""
+    if not recipe.quantize_gemm:
+        return 0
+    if given is not None:
+        return given
+    shapes = formula.shapes()
+    weights = sum(math.prod(shapes[role]) for role in ("gate", "up", "down") if role in shapes)
+    return kernels.fewest_tokens(formula.hidden_size, formula.ffn_size, weights, num_local_experts, recipe.block_size,
+                                 device)
+
+
+def _warn_of_few_tokens(fewest: float) -> None:
+    """Once a threshold: not for every layer and rank, whose start-up lines name theirs."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        few = "" if math.isinf(fewest) else f": on batches of fewer than {fewest:.0f} tokens per expert"
+        warning_once(f'mxfp8_moe: MoE layers run the bf16 recipe{few}; with "min_tokens_per_expert": 0 they never do')
+
+
 def _wire(recipe: Recipe, dtype: str) -> Wire:
     return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
 
@@ -245,15 +262,14 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ffn: ExpertFFN, layout, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
         recipe, dtype = ffn.recipe, x_TH.dtype
-        fewest = ffn.fewest_tokens(x_TH.device) if recipe.quantize_gemm else 0
+        fewest = ffn.fewest_tokens(x_TH.device)
         layer = _Layer(ffn.formula, recipe, None, _unflatten(layout, tensors), dtype)
         # The device has the weights to quantise while the host waits for the counts, if this rank's speak for all.
         enough = expert_TK.numel() >= fewest * ffn.num_local_experts
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
                                   meanwhile=layer.quantize_ahead if enough else None)
         if plan.tokens_per_expert < fewest:
-            warning_once(f"{ffn.name}: some batches have fewer than min_tokens_per_expert = {fewest:.0f} tokens per "
-                         f"expert; it runs the bf16 recipe on them")
+            _warn_of_few_tokens(fewest)
             layer.recipe = recipe = _unquantized(recipe)
             layer.ahead.clear()
         layer.plan = plan

@@ -139,7 +139,7 @@ def test_a_group_of_one_asks_nothing():
 def on_the_cpu():
     group, out = dist.get_world_group(), io.StringIO()
     with redirect_stdout(out):
-        chosen = choose(group, "moe")
+        chosen = choose(group, "moe", capacity_factor=1.5)
     with pytest.raises(RuntimeError, match="there is no CUDA device"):
         choose(group, "moe", "nvlink")
     return isinstance(chosen, Collective), out.getvalue()
@@ -147,7 +147,9 @@ def on_the_cpu():
 
 def test_without_gpus(ranks2):
     assert ranks2.run(on_the_cpu) == [
-        (True, "mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device\n"), (True, "")]
+        (True, "mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device\n"
+         'mxfp8_moe: WARNING: "capacity_factor" has no effect: the collective transport has no static mode, and takes '
+         "all tokens\n"), (True, "")]
 
 
 def test_what_all_ranks_know_is_not_asked(monkeypatch):

@@ -193,6 +193,13 @@ def test_recipe_bf16_refuses_a_written_mxfp8(key):
     parse({"mxfp8_moe": {"recipe": "bf16", key: "bf16"}})
 
 
+@pytest.mark.parametrize("key, value", [("capacity_factor", 1.5), ("nvlink_sms", 8)])
+def test_the_collective_transport_refuses_nvlinks_keys(key, value):
+    (line,) = problems(transport="collective", **{key: value})
+    assert f'"{key}" is the nvlink transport\'s, but "transport" is "collective"' in line
+    parse({"mxfp8_moe": {key: value}})
+
+
 @pytest.mark.parametrize(
     "name", ["mxfp8-moe", "mxfp8_MoE", "mx_fp8_moe", "mxfp8moe", "mxfp8_mo", "mxpf8_moe", "moe_mxfp8", "_mxfp8_moe"]
 )
@@ -280,7 +287,7 @@ def test_fingerprint_tells_sections_apart_and_nothing_else():
     assert fingerprint(MXFP8MoEConfig()) == fingerprint(MXFP8MoEConfig(recipe="mxfp8_wgrad_with_hp"))
     changes = {"enabled": False, "recipe": "mxfp8_wgrad_with_hp", "scale_block_size": 32, "scaling_mode": "rceil"}
     changes |= {"dispatch_fwd_dtype": "mxfp8", "combine_fwd_dtype": "bf16", "dispatch_bwd_dtype": "bf16"}
-    changes |= {"combine_bwd_dtype": "mxfp8", "transport": "collective", "overlap": True, "min_tokens_per_expert": 0}
+    changes |= {"combine_bwd_dtype": "mxfp8", "transport": None, "overlap": True, "min_tokens_per_expert": 0}
     changes |= {"nvlink_sms": None, "capacity_factor": None}
     changes |= {"preactivation_dtype": "mxfp8", "include": [], "exclude": [], "force_load_balance": False}
     assert set(changes) == set(ALL_KEYS)

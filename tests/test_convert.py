@@ -12,7 +12,7 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert
+from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, kernels
 from ds_mxfp8_moe.layer import CheckedGate, MXFP8MOELayer
 
 HIDDEN = 64
@@ -63,6 +63,26 @@ def reason(model, **section):
     report = convert(model, section)
     assert report.converted == 0
     return report.layers[0].detail
+
+
+def test_says_what_finds_no_layer(capsys, tmp_path):
+    assert convert(nn.Linear(2, 2)).layers == () and "no MoE layers found" in capsys.readouterr().out
+    report = convert(Model(), {"exclude": ["model.layers.0", "blocks.1.moe"]})
+    assert report.converted == 1 and report.idle_patterns == ("model.layers.0", )
+    assert "'model.layers.0' in 'include' or 'exclude' matches no MoE layer" in capsys.readouterr().out
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 1}')
+    with pytest.raises(ConfigError, match='has no section "mxfp8_moe"'):
+        convert(Model(), str(path))
+
+
+def test_says_below_how_many_tokens_a_layer_runs_bf16(monkeypatch):
+    assert "bf16 below" not in convert(Model()).layers[0].detail  # CPUs have no threshold
+    assert ", bf16 below 7 tokens per expert," in convert(Model(), {"min_tokens_per_expert": 7}).layers[0].detail
+    monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
+    section = {"scale_block_size": 128}
+    assert ", bf16 whatever the batch," in convert(Model(), section).layers[0].detail  # such narrow experts
+    assert "bf16" not in convert(Model(), section | {"min_tokens_per_expert": 0}).layers[0].detail
 
 
 def test_swaps_classes_and_keeps_every_object(capsys):

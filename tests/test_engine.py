@@ -5,6 +5,7 @@ import argparse
 import inspect
 import io
 import json
+import re
 from contextlib import contextmanager, redirect_stdout
 
 import deepspeed
@@ -139,6 +140,21 @@ def test_a_wrong_section_raises_before_any_collective(section, message):
     assert not dist.is_initialized()
 
 
+def said_at_start(section):
+    out, net = io.StringIO(), torch.nn.Linear(32, 32)
+    config = ds_config(section, expert_parallel={"enabled": False})
+    with redirect_stdout(out):
+        ds_mxfp8_moe.initialize(model=net, config=config, model_parameters=net.parameters())
+    return [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe")]
+
+
+@pytest.mark.parametrize("section, message", [
+    ({"recipe": "mxfp8"}, 'lacks "enabled": true'), ({"enabled": True}, "no MoE layers found.*expert_parallel")])
+def test_a_section_that_does_nothing_says_so(ranks2, section, message):
+    first, second = ranks2.run(said_at_start, section)
+    assert len(first) == 1 and re.search(message, first[0]) and not second
+
+
 def differing(sections, patched):
     config = ds_config(sections[dist.get_rank()])
     with pytest.raises(ConfigError) as error:
@@ -269,8 +285,8 @@ class Block(torch.nn.Module):
 
 def pipeline():
     # DeepSpeed's pipelines want experts in every stage: ZeRO-1 sums a norm per group of parameters over the stages.
-    layers = [LayerSpec(Block), LayerSpec(Block)]
-    with enabled():
+    layers, out = [LayerSpec(Block), LayerSpec(Block)], io.StringIO()
+    with enabled(), redirect_stdout(out):
         net = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
         config = ds_config(MXFP8, 1, expert_parallel={"enabled": False}, gradient_accumulation_steps=2)
         engine = deepspeed.initialize(model=net, config=config,
@@ -278,11 +294,16 @@ def pipeline():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 2, 4, 32, generator=generator)
     losses = [engine.train_batch(iter([(x, y)] * 2)).item() for _ in range(4)]
-    return type(engine).__name__, [type(m).__name__ for m in net.modules() if isinstance(m, MXFP8MOELayer)], losses
+    said = [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe")]
+    layers = [type(m).__name__ for m in net.modules() if isinstance(m, MXFP8MOELayer)]
+    return type(engine).__name__, layers, losses, said
 
 
 def test_enable_reaches_the_pipeline_engine(ranks2):
-    for name, layers, losses in ranks2.run(pipeline):
+    results = ranks2.run(pipeline)
+    of_first, of_second = (said for *_, said in results)
+    assert len(of_first) == 3 and of_first[-1] == "mxfp8_moe: 2 of 2 MoE layers converted" and not of_second
+    for name, layers, losses, _ in results:
         assert name == "PipelineEngine"
         assert len(layers) == 1
         assert losses[-1] < losses[0]

@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -319,13 +320,16 @@ def test_force_load_balance(ranks2, k):
 def small_groups_run_bf16():
     plain = make(k=2)
     x = tokens()  # 2 ranks x 120 tokens x 2 choices / 8 experts = 60 tokens an expert
-    exact, below, above = (step(converted(plain, **keys), x)["y"] for keys in (
-        {"recipe": "bf16"}, {"min_tokens_per_expert": 61}, {"min_tokens_per_expert": 60}))
+    with mock.patch("ds_mxfp8_moe.expert_ffn.warning_once") as warn:
+        exact, below, above = (step(converted(plain, **keys), x)["y"] for keys in (
+            {"recipe": "bf16"}, {"min_tokens_per_expert": 61}, {"min_tokens_per_expert": 60}))
     assert torch.equal(exact, below) and not torch.equal(exact, above)
+    return [text for (text, ), _ in warn.call_args_list]
 
 
 def test_min_tokens_per_expert(ranks2):
-    ranks2.run(small_groups_run_bf16)
+    first, second = ranks2.run(small_groups_run_bf16)
+    assert len(first) == 1 and "fewer than 61 tokens per expert" in first[0] and not second
 
 
 def frozen():

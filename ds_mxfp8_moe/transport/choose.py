@@ -69,7 +69,7 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         return Collective(group, name)
     if group not in _OF_GROUP:
         _OF_GROUP[group] = _settle(group, name)
-        _tell(group, _OF_GROUP[group])
+        _tell(group, _OF_GROUP[group], capacity_factor)
     verdict = _OF_GROUP[group]
     if verdict.nvlink:
         return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap)
@@ -141,9 +141,12 @@ def _trial(group: Any, module: Any) -> str:
     return ""
 
 
-def _tell(group: Any, verdict: Verdict) -> None:
+def _tell(group: Any, verdict: Verdict, capacity_factor: float | None) -> None:
     ranks = ranks_of(group)
     if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
         name = "nvlink" if verdict.nvlink else "collective"
         warning = "WARNING: " if verdict.broken else ""
         print(f"mxfp8_moe: {warning}transport {name} between ranks {ranks}: {verdict.reason}", flush=True)
+        if capacity_factor is not None and not verdict.nvlink:
+            print('mxfp8_moe: WARNING: "capacity_factor" has no effect: the collective transport has no static mode, '
+                  "and takes all tokens", flush=True)
