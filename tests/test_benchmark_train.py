@@ -59,6 +59,7 @@ def test_contenders_train_alike_and_their_time_is_broken_down(ranks2):
         assert (row["fewest_tokens"], row["most_tokens"]) == (64, 64) if even else (
             row["fewest_tokens"] < 64 < row["most_tokens"])
         assert row["commit"] == "abc" and ("breakdown" in row) == (count == 1)
+        assert row.get("experts_in") == ("MXFP8" if row["contender"] == HP else None)
     pairs = [(rows[i], rows[i + 2]) for i in range(len(rows)) if rows[i]["case"]["accumulation"] == 1]
     for row, later in pairs:
         assert later["losses"][-1] < sum(row["losses"][:2]) / 2  # of the same two batches
@@ -286,9 +287,9 @@ def test_tables_state_the_bars(tmp_path, capsys):
     assert not show.show(path) and path.with_suffix(".png").stat().st_size > 5000
     out = capsys.readouterr().out
     lines = {line.split("  ")[0].strip(): line.split()[-1] for line in out.splitlines() if line}
-    assert lines["deepseek: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "bar"
-    assert lines["mixtral: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "MISSED"
-    assert lines["qwen3: tokens/s, seeds' recipe over AutoEP bf16, 8 ranks"] == "measured"  # not
+    assert lines["deepseek: tokens/s, default recipe over AutoEP bf16, 8 ranks"] == "bar"
+    assert lines["mixtral: tokens/s, default recipe over AutoEP bf16, 8 ranks"] == "MISSED"
+    assert lines["qwen3: tokens/s, default recipe over AutoEP bf16, 8 ranks"] == "measured"  # not
     assert lines["the same over classic bf16"] == lines["peak memory with staging, of AutoEP's"] == "aim"
     assert "deepseek, ZeRO-1, EP 8 x DP 1, even, 4 micro-batches" in out
     speeds = [line.split() for line in out.splitlines() if AUTOEP in line and "x" in line]

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the result files say: the goals and where they stand into the README, between its two marks; every table
-with its machine, versions, command and spread into RESULTS.md beside this file; and the plots beside the files.
+"""Writes what the result files say: the goals of what a training is made of, and where they stand, into the README,
+between its two marks; every table of every file with its machine, versions, command and spread into RESULTS.md beside
+this file; and the plots beside the files.
 
     make report                                      # or python examples/benchmarks/report.py: rewrites both
     python examples/benchmarks/report.py --check     # exits with 1 if that would change a figure
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", Path(__file__).with_name("RESULTS.md")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OLDER = " **Older than the code that it measures.**"
+IN_README = ("convergence", "train", "moe_layer", "ep_pipeline", "expert_ffn", "latency")
+LEGEND = """\
+Goals were set for 8 H200. Reached: *bar*, what it must reach; *aim*, that and the aim; *MISSED*, neither. *A over B*:
+how many times as fast A is as B. Recipes: *default*, *hp*: `mxfp8_wgrad_with_hp`; *all MXFP8*: `mxfp8`; _32 and _128
+are block sizes. *Today's NCCL*: a bf16 row for each choice of a token, by all_to_all_single. *Link-real*: bytes that
+leave or reach the busiest rank, over the call's time. *Host waits*: how often the CPU waits for the GPU in a layer's
+step, *static* with `capacity_factor`, *exact* without. *With the selection on*: without `min_tokens_per_expert`, so
+that small layers run bf16. *Seed shapes*: 8192x5120, 7168x2048, 2048x1408."""
 
 
 def results(folder: Path = results_file.RESULTS) -> list[tuple[Path, dict]]:
@@ -38,6 +48,19 @@ def is_older(result: dict) -> bool:
     return asked.returncode == 0 and bool(asked.stdout.strip())
 
 
+def largest(found: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
+    """Of each benchmark of IN_README, in that order, the file of most ranks."""
+
+    def ranks(path: Path) -> int:
+        named = re.search(r"_(\d+)ranks", path.stem)
+        return int(named[1]) if named else 1
+
+    by_benchmark: dict = {}
+    for path, result in sorted(found, key=lambda file: ranks(file[0])):
+        by_benchmark[result["benchmark"]] = path, result
+    return [by_benchmark[benchmark] for benchmark in IN_README if benchmark in by_benchmark]
+
+
 def spread(result: dict) -> str:
     """How far the 10th and 90th percentiles of a row's times lie apart, of its median: in most rows, and at most."""
     shares = sorted((row["p90_ms"] - row["p10_ms"]) / row["median_ms"] for row in result["rows"]
@@ -48,10 +71,9 @@ def spread(result: dict) -> str:
             f"{shares[int(0.9 * (len(shares) - 1))]:.1%} in nine of ten, at most {shares[-1]:.1%}")
 
 
-def origin(path: Path, result: dict, folder: str) -> str:
+def origin(result: dict) -> str:
     commit = result["commit"] or "unknown"
-    return (f"[{path.stem}]({folder}{path.name}): {result['machine']}, {result['date'][:10]}, commit "
-            f"{commit[:10]}{'+' * commit.endswith('+')}, `{result['command']}`.{OLDER * is_older(result)}")
+    return f"{result['machine']}, {result['date'][:10]}, commit {commit[:10]}{'+' * commit.endswith('+')}"
 
 
 def _text(*tables: str) -> str:
@@ -59,22 +81,25 @@ def _text(*tables: str) -> str:
 
 
 def readme(text: str) -> str:
-    """The README with each file's goals: the worst case of each, and where it was."""
-    parts = [f"{origin(path, result, 'examples/benchmarks/results/')}\n"
-             f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in results()]
+    """The README with the goals of IN_README: the worst case of each, and where it was."""
+    link = "(examples/benchmarks/RESULTS.md#"
+    parts = [f"[{path.stem}]{link}{path.stem}): {origin(result)}.{OLDER * is_older(result)}\n"
+             f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in largest(results())]
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n{END}{after}"
+    return f"{before}{BEGIN}\n" + "\n\n".join([LEGEND, *parts]) + f"\n{END}{after}"
 
 
 def page() -> str:
     """Every table of every file."""
     parts = ["# Results\nWritten by `make report` out of the files in `results/`. A `+` behind a commit: tracked "
-             "files differed from it."]
+             "files differed from it.", LEGEND]
     for path, result in results():
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
         parts.append("\n\n".join(filter(None, (
-            f"## {path.stem}", origin(path, result, "results/"), f"Versions: {versions}.", spread(result),
+            f"## {path.stem}",
+            f"[{path.stem}](results/{path.name}): {origin(result)}, `{result['command']}`.{OLDER * is_older(result)}",
+            f"Versions: {versions}.", spread(result),
             _text(*show.SHOWN[result["benchmark"]][0](result)),
             f"![{path.stem}](results/{path.stem}.png)"))))
     return "\n\n".join(parts) + "\n"

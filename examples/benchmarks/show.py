@@ -197,7 +197,7 @@ def ffn_tables(result: dict) -> list[str]:
 
     both = (HP, "mxfp8")
     return [table, *([first_table] if firsts else []), bars([
-        worst("8192x5120, 7168x2048, 16384 tokens each: seeds' recipe over bf16", (HP, ), big, 1.2, 1.35),
+        worst("8192x5120, 7168x2048, 16384 tokens each: default recipe over bf16", (HP, ), big, 1.2, 1.35),
         worst("the same: all MXFP8", ("mxfp8", ), big, 1.35, 1.6),
         worst("other shapes from 2048 tokens each: both", both, lambda case: case["tokens_per_expert"] >= 2048
               and dims(case) not in ((8192, 5120), (7168, 2048)), 1.1, 1.25),

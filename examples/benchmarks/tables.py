@@ -43,12 +43,16 @@ def speedup(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def bar(what: str, found: Iterable[tuple[float | None, str]], least: float, aim: float, most: bool = False) -> list:
-    """A line about the worst of `found`, figures and where they were measured; with `most`, the larger the worse."""
+def bar(what: str, found: Iterable[tuple[float | None, str]], least: float | None = None, aim: float | None = None,
+        most: bool = False) -> list:
+    """A line about the worst of `found`, figures and where they were measured; with `most`, the larger the worse.
+    Without `least` and `aim` there is no goal."""
     known = [(value, where) for value, where in found if value is not None]
     if not known:
         return [what, "", "", least, aim, "not measured"]
     value, where = (max if most else min)(known, key=lambda pair: pair[0])
+    if least is None or aim is None:
+        return [what, round(value, 3), where, "", "", ""]
     reached = [value <= goal if most else value >= goal for goal in (least, aim)]
     return [what, round(value, 3), where, least, aim, "aim" if all(reached) else "bar" if reached[0] else "MISSED"]
 

@@ -198,7 +198,8 @@ def measure(training: Training, case: Case, before: int) -> dict:
             "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
-            **counted, "losses": [round(loss, 5) for loss in losses],
+            **models.experts_in(engine, case.described()["tokens_per_expert"]), **counted,
+            "losses": [round(loss, 5) for loss in losses],
             "gradient_norm": round(training.norms[first], 6), "correct": all(map(math.isfinite, losses))}
 
 

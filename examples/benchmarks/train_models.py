@@ -14,6 +14,7 @@ from torch import nn
 
 import ds_mxfp8_moe
 import world
+from ds_mxfp8_moe.expert_ffn import fewest_tokens
 from moe_layer import SwiGLU
 from timing import device
 from world import BF16
@@ -162,6 +163,17 @@ def staging_bytes(engine: nn.Module) -> int:
     settings = getattr(layer, "mxfp8", None)
     memory = getattr(settings and settings.exchange_over(layer.ep_group), "memory", None)
     return 0 if memory is None else 2 * memory.half_bytes
+
+
+def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
+    """What our layers multiply in with so many tokens: few of them run the bf16 recipe. Nothing of plain DeepSpeed."""
+    layer = moe_layers(engine)[0]
+    settings = getattr(layer, "mxfp8", None)
+    if settings is None:
+        return {}
+    fewest = fewest_tokens(settings.formula, settings.recipe, settings.min_tokens_per_expert, layer.num_local_experts,
+                           device())
+    return {"experts_in": "MXFP8" if settings.recipe.quantize_gemm and tokens_per_expert >= fewest else "bf16"}
 
 
 def free(engine: nn.Module) -> None:
