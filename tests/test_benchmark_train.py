@@ -30,7 +30,7 @@ NO_END = float("inf")
 
 
 def _args(*more):
-    with mock.patch("sys.argv", ["train.py", "--layers", "2", *map(str, more)]):
+    with mock.patch("sys.argv", ["train.py", "--layers", "2", "--out", "unused", *map(str, more)]):
         return train.parse_args()
 
 

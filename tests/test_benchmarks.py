@@ -71,12 +71,33 @@ def args_of(*arguments):
 
 
 def test_cases_can_be_narrowed_down_and_must_fit():
-    args = args_of("--shapes", "2048x768", "--experts", "4", "8", "--tokens", "64", "--splits", "even")
+    args = args_of("--cases", "full", "--shapes", "2048x768", "--experts", "4", "8", "--tokens", "64", "--splits",
+                   "even")
     assert options.chosen(args, lambda case: 0) == [Case(2048, 768, 4, 64, "even"), Case(2048, 768, 8, 64, "even")]
     assert options.chosen(args, lambda case: 25e9 * case.experts) == [Case(2048, 768, 4, 64, "even")]
-    everything = options.chosen(args_of(), expert_ffn.bytes_needed)
+    everything = options.chosen(args_of("--cases", "full"), expert_ffn.bytes_needed)
     assert Case(8192, 5120, 32, 16384, "even") not in everything
     assert Case(7168, 2048, 32, 16384, "even") in everything and Case(8192, 5120, 8, 16384, "even") in everything
+
+
+def test_a_shape_that_is_not_there_is_an_error_with_those_that_are():
+    with pytest.raises(SystemExit, match="--cases short .* --shapes 7168x2048 8192x5120 2048x1408 2048x768; --exp"):
+        options.chosen(args_of("--cases", "short", "--shapes", "128x256"), lambda case: 0)
+
+
+def test_without_a_gpu_cases_are_tiny_and_the_result_file_must_be_named(monkeypatch, capsys):
+    parser = options.parser("")
+    args = results_file.parse(parser, ["--out", "x.json"])
+    assert (args.cases, args.jobs) == ("tiny", 0)
+    assert max(case.rows() * case.dim for case in shapes.cases("tiny")) < 1e6 and len(quantize.families("tiny")) == 4
+    with pytest.raises(SystemExit):
+        results_file.parse(parser, [])
+    assert "name the result file with --out" in capsys.readouterr().err
+    assert results_file.parse(parser, ["--show", "x.json"]).out is None
+    for module in (timing, results_file):
+        monkeypatch.setattr(module, "on_gpu", lambda: True)
+    args = results_file.parse(options.parser(""), [])
+    assert (args.cases, args.jobs, args.out) == ("full", 8, None)
 
 
 def test_parts_of_the_warm_up_cover_everything_once():

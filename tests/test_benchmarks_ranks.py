@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "examples/benchmarks"))
 
 import dispatch_combine  # noqa: E402
 import ep_pipeline  # noqa: E402
+import latency  # noqa: E402
 import moe_layer  # noqa: E402
 import results_file  # noqa: E402
 import show  # noqa: E402
@@ -322,6 +323,19 @@ def test_only_what_begins_within_the_step_counts_as_a_wait():
     assert moe_layer.synchronisations(events) == {"synchronising_calls": 2, "copies_to_host": 1}
 
 
+@pytest.mark.parametrize("module, name", [(moe_layer, "moe_layer"), (ep_pipeline, "ep_pipeline"),
+                                          (dispatch_combine, "dispatch_combine"), (latency, "latency")])
+def test_without_a_gpu_the_default_case_is_tiny(monkeypatch, module, name):
+    asked = []
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--out", "x.json"])
+    monkeypatch.setattr(module, "run", lambda *of: asked.append(of[0]))
+    monkeypatch.setattr(world, "main", lambda benchmark, args, batches: batches())
+    module.main()
+    assert asked == [{"moe_layer": moe_layer.TINY, "ep_pipeline": [(256, 128)],
+                      "dispatch_combine": dispatch_combine.cases("tiny"),
+                      "latency": [latency.Size(8, 2, 256, tokens) for tokens in (1, 8)]}[name]]
+
+
 # ---- tables and plots ---------------------------------------------------------------------------------------------
 
 
@@ -348,9 +362,9 @@ def test_tables_of_pipelines(tmp_path, capsys):
              for dtype, value in (("bf16", 5.7), ("mxfp8", 3.3))]
     path = tmp_path / "ep_pipeline.json"
     lines = shown("ep_pipeline", rows, path, capsys)
-    assert lines["7168x2048: seeds' recipe over NCCL bf16"] == "bar"
+    assert lines["7168x2048: default recipe over NCCL bf16"] == "bar"
     assert lines["7168x2048: all MXFP8 over NCCL bf16"] == "aim"
-    assert lines["7168x2048: seeds' recipe over bf16 all-to-all and MXFP8 GEMM"] == "MISSED"
+    assert lines["7168x2048: default recipe over bf16 all-to-all and MXFP8 GEMM"] == "MISSED"
     floor = show_ranks.pipeline_floor_ms(json.loads(path.read_text()), {**case, "ranks": 8}, show_ranks.HP)
     # Forward is bound by what moves: 7168 values in MXFP8 and 2048 in bf16. Backward by its GEMMs.
     assert floor["forward"] == pytest.approx(4.84 / 2 * (1 + 1 / 128 + 2 * 2048 / 7168))
@@ -388,7 +402,7 @@ def test_tables_of_layers(tmp_path, capsys):
             for part, share in (("forward", 0.4), ("backward", 0.6), ("total", 1)) for name, value in ms.items()]
     rows.append({**row("total", show_ranks.CLASSIC, 1.0, show_ranks.LAYER_BAR_CASE), "correct": False})
     lines = shown("moe_layer", rows, tmp_path / "moe_layer.json", capsys, expected=False)
-    assert lines["nvlink, seeds' recipe over AutoEP bf16"] == "bar"
+    assert lines["nvlink, default recipe over AutoEP bf16"] == "bar"
     assert lines["the same over dropless classic bf16"] == "bar"
     assert lines["host waits, exact"] == lines["host waits, static"] == "aim"
     assert lines["synchronising CUDA calls of both"] == "aim"

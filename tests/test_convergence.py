@@ -37,9 +37,9 @@ def state(tmp_path_factory):
 
 
 def _train(state, folder, recipe, until, *arguments):
-    args = convergence.parse_args(["--state", str(state / folder), "--steps", "6", "--log_every", "2",
-                                   "--heldout_every", "4", "--sqnr_every", "4", "--heldout_windows", "16",
-                                   *arguments])
+    args = convergence.parse_args(["--out", "unused", "--state", str(state / folder), "--steps", "6",
+                                   "--log_every", "2", "--heldout_every", "4", "--sqnr_every", "4",
+                                   "--heldout_windows", "16", *arguments])
     args.until = until
     size = convergence.Size(str(state / "gpt.yaml"), 1e-2, sequences=4)
     with mock.patch.dict(convergence.SIZES, {"tiny": size}):
@@ -124,7 +124,7 @@ def test_copies_of_a_text_are_left_out_and_none_is_on_both_sides(tmp_path):
 
 
 def arguments(state, *more):
-    return convergence.parse_args(["--state", str(state), *more])
+    return convergence.parse_args(["--out", "unused", "--state", str(state), *more])
 
 
 def test_the_most_important_runs_come_first(tmp_path):

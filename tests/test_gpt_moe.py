@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ranks import RankFailure
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
@@ -15,6 +16,8 @@ import data  # noqa: E402
 import train  # noqa: E402
 
 MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
+# Embedding and head, norms, attention and router, and four experts, wherever they are.
+GPT_PARAMETERS = 2 * 288 * 32 + 32 + 2 * (2 * 32 + 4 * 32 * 32 + 4 * 32 + 4 * 3 * 32 * 64)
 QWEN = """{model_type: qwen3_moe, vocab_size: 288, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 64,
 num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16, num_experts: 4,
 num_experts_per_tok: 2}"""
@@ -103,6 +106,7 @@ def base(folder, ranks2):
 def test_training_writes_log_summary_and_plot(base):
     out, summary, losses = base
     assert list(losses) == [1, 2, 3, 4] and losses[4] < losses[1]
+    assert summary["parameters"] == GPT_PARAMETERS
     assert summary["moe_layers"] == 2 and summary["layers_converted"] == 0
     assert summary["heldout"] < summary["heldout_before"]
     assert json.loads((out / "summary.json").read_text()) == summary
@@ -134,6 +138,23 @@ def test_hf_model_through_autoep(folder, ranks2, config):
                                       "--seq_len", "32", "--steps", "2", "--save_dir", str(folder / config),
                                       "--activation_checkpointing")
     assert summary["moe_layers"] == 2 and np.isfinite(losses[2])
+    whole = train.models.build_hf(str(folder / "qwen.yaml"), 1, False)
+    assert summary["parameters"] == sum(p.numel() for p in whole.parameters())
+
+
+def test_a_model_without_moe_layers_is_an_error(folder, ranks2):
+    with pytest.raises(RankFailure, match='"expert_parallel": {"enabled": true, "autoep_size": N}'):
+        ranks2.run(run_training, str(folder), "zero2", "--hf_model", str(folder / "qwen.yaml"), "--seq_len", "32",
+                   "--save_dir", str(folder / "none"))
+
+
+def test_what_could_not_be_saved_is_refused_at_the_start(folder, ranks2, capsys):
+    with pytest.raises(RankFailure, match="--freeze takes .*experts.*checkpoints of ZeRO-3 hold no frozen experts"):
+        ranks2.run(run_training, str(folder), "autoep_zero3", "--hf_model", str(folder / "qwen.yaml"), "--seq_len",
+                   "32", "--freeze", r".*layers\.0\..*experts.*", "--save_dir", str(folder / "frozen"))
+    with pytest.raises(SystemExit):
+        train.parse_args(["--save_pretrained", "folder"])
+    assert "--save_pretrained needs --hf_model" in capsys.readouterr().err
 
 
 def test_hf_model_from_a_folder_with_and_without_weights(folder):
@@ -150,5 +171,5 @@ def test_ds_configs_differ_in_the_section_alone():
     folder = ROOT / "configs/ds"
     for path in folder.glob("*_mxfp8.json"):
         config = json.loads(path.read_text())
-        assert config.pop("mxfp8_moe") == {"enabled": True}
+        assert config.pop("mxfp8_moe") == {"enabled": True, "min_tokens_per_expert": 0}
         assert config == json.loads((folder / path.name.replace("_mxfp8", "")).read_text())

@@ -2,6 +2,7 @@
 """MXFP8ExpertParallel on gloo ranks, alone and under fully_shard, against a float32 loop over all experts."""
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
@@ -246,3 +247,14 @@ def test_example(ranks, arguments):
                                             "CUDA_VISIBLE_DEVICES": ""},
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.count(" dB   bar ") == 6, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("arguments, error", ((["--dp", "4"], "--dp 4 does not divide the 2 ranks"),
+                                              (["--style", "own", "--block-size", "128"], "takes blocks of 32")))
+def test_what_the_example_cannot_do_is_an_error(monkeypatch, capsys, arguments, error):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples/expert_parallel"))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        importlib.import_module("compare").main()
+    assert error in capsys.readouterr().err

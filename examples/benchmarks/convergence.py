@@ -103,7 +103,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
     parser.add_argument("--rank_of", nargs=3, help=argparse.SUPPRESS)  # this process is a rank of that run
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = results_file.parse(parser, arguments, ("show", "rank_of"))
     if not args.show and (args.state is None or ROOT in (args.state.resolve(), *args.state.resolve().parents)):
         parser.error("--state: name a folder outside of the repository")
     if args.heldout_every % args.log_every or args.sqnr_every % args.log_every:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+import results_file
 import world
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
@@ -143,7 +144,9 @@ def run(cases: list[Case], budget_s: float, seconds: float) -> Iterator[list[dic
 
 
 def cases(which: str) -> list[Case]:
-    """Those of "short", what the bars speak of and its neighbours, and then of "full" the rest."""
+    """Those of "tiny"; those of "short", what the bars speak of and its neighbours, and then of "full" the rest."""
+    if which == "tiny":
+        return [Case(256, 256, 2, 8, routing) for routing in ROUTINGS]
     short = [BIG_CASE, Case(16384, 7168, 8, 256, "skewed"), Case(4096, 2048, 6, 64, "random")]
     # By what kernels are compiled for.
     full = [Case(tokens, hidden, top_k, *rest) for hidden, top_k, tokens, *rest in product(
@@ -158,7 +161,7 @@ def main() -> None:
     parser = world.parser(__doc__, budget=0.15, seconds=85)
     parser.add_argument("--case", nargs=5, metavar=("TOKENS", "HIDDEN", "TOP_K", "EXPERTS", "ROUTING"),
                         help="only this one; ROUTING is random or skewed")
-    args = parser.parse_args()
+    args = results_file.parse(parser)
     chosen = [Case(*map(int, args.case[:4]), args.case[4])] if args.case else cases(args.cases)
     world.main("dispatch_combine", args, lambda: run(chosen, args.budget, args.seconds - world.ENDING_S))
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+import results_file
 import shapes
 import world
 from ds_mxfp8_moe import kernels
@@ -32,7 +33,8 @@ from timing import device, poisoned
 from today import Today
 from world import BF16, Contender
 
-ROWS, EXPERTS = 131072, 8  # of each rank
+ROWS, TINY_ROWS, EXPERTS = 131072, 2048, 8  # of each rank
+SHAPES = {"tiny": ((256, 128), ), "short": shapes.SEED_SHAPES[:1], "full": shapes.SEED_SHAPES}
 ALL_BF16, ALL_MXFP8 = (dict.fromkeys(WIRE_KEYS, dtype) for dtype in ("bf16", "mxfp8"))
 OURS = {OURS_BF16: {"recipe": "bf16"}, HP: {"recipe": "mxfp8_wgrad_with_hp"}, MXFP8: {"recipe": "mxfp8", **ALL_MXFP8}}
 LEAST_SQNR_DB = {NCCL_BF16: 38, OURS_BF16: 38}
@@ -268,12 +270,12 @@ def main() -> None:
     parser.add_argument("--transport", choices=("collective", "nvlink"), help="ours (default: chosen for the machine)")
     parser.add_argument("--bits", action="store_true", help="compare ours with those over the collective transport")
     parser.add_argument("--shapes", nargs="+", metavar="DIMxHIDDEN", help="other shapes")
-    parser.add_argument("--rows", type=int, default=ROWS, help="rows of a rank")
+    parser.add_argument("--rows", type=int, help=f"rows of a rank (default: {ROWS}; of --cases tiny {TINY_ROWS})")
     parser.add_argument("--experts", type=int, default=EXPERTS, help="experts of a rank")
-    args: argparse.Namespace = parser.parse_args()
-    cases = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()]
-    cases = cases or list(shapes.SEED_SHAPES[:1] if args.cases == "short" else shapes.SEED_SHAPES)
-    world.main("ep_pipeline", args, lambda: run(cases, args.rows, args.experts, args.budget,
+    args: argparse.Namespace = results_file.parse(parser)
+    cases = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()] or list(SHAPES[args.cases])
+    rows = args.rows or (TINY_ROWS if args.cases == "tiny" else ROWS)
+    world.main("ep_pipeline", args, lambda: run(cases, rows, args.experts, args.budget,
                                                 args.seconds - world.ENDING_S, args.transport, args.bits))
 
 

@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 import options
+import results_file
 import show
 import timing
 from ds_mxfp8_moe import kernels
@@ -346,7 +347,7 @@ def main() -> None:
                         "0: never)")
     parser.add_argument("--first", nargs=2, metavar=("CASE", "RECIPE"),
                         help="only print the seconds that this process takes for its first step")
-    args = parser.parse_args()
+    args = results_file.parse(parser, unwritten=("show", "first"))
     if args.show:
         show.show(args.show)
         return
@@ -364,7 +365,7 @@ def main() -> None:
         return
     options.compile_beforehand(args)
     first = Case(cases[0].dim, cases[0].hidden, 8, 2048, "even")
-    names = FIRST_STEPS[-1:] if args.cases == "short" else FIRST_STEPS
+    names = {"tiny": (), "short": FIRST_STEPS[-1:], "full": FIRST_STEPS}[args.cases]
     options.finish("expert_ffn", chain(run(cases, args.budget, selection), first_steps(first, names, selection)), args)
 
 

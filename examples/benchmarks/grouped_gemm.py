@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 import options
+import results_file
 import show
 import timing
 from ds_mxfp8_moe import grouped_gemm as ours
@@ -258,7 +259,7 @@ def warm_up(dims: tuple[int, int], experts: int) -> None:
 def main() -> None:
     parser = options.parser(__doc__)
     options.add_shapes(parser)
-    args = parser.parse_args()
+    args = results_file.parse(parser)
     if args.show:
         show.show(args.show)
         return
@@ -269,7 +270,7 @@ def main() -> None:
             warm_up(dims, experts)
         return
     options.compile_beforehand(args)
-    options.finish("grouped_gemm", chain(timing.rate_rows(), run(cases, args.budget)), args)
+    options.finish("grouped_gemm", chain(options.rate_rows(args), run(cases, args.budget)), args)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import results_file
 import world
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.all_to_all import AllToAll
@@ -26,8 +27,8 @@ from timing import device, on_gpu
 from world import BF16, Contender
 
 CONFIGS = ((256, 8, 7168), (64, 6, 2048))  # experts, top-k, hidden
-TOKENS = (1, 4, 8, 16, 32, 64, 128)
-SHORT_TOKENS = (1, 8, 32, 128)
+TINY_CONFIGS = ((8, 2, 256), )
+TOKENS = {"tiny": (1, 8), "short": (1, 8, 32, 128), "full": (1, 4, 8, 16, 32, 64, 128)}
 BLOCK = 128
 HOW = {"repeats": 200, "cold": False}
 LEAST_SQNR_DB = 38  # of rows that were added in float32 and rounded to bf16
@@ -253,9 +254,9 @@ def main() -> None:
     parser = world.parser(__doc__, budget=0.1, seconds=85)
     parser.add_argument("--config", nargs=3, type=int, metavar=("EXPERTS", "TOP_K", "HIDDEN"), help="only this one")
     parser.add_argument("--tokens", nargs="+", type=int, help="of a rank")
-    args = parser.parse_args()
-    tokens = args.tokens or (SHORT_TOKENS if args.cases == "short" else TOKENS)
-    sizes = [Size(*config, count) for config in ([args.config] if args.config else CONFIGS) for count in tokens]
+    args = results_file.parse(parser)
+    configs = [args.config] if args.config else TINY_CONFIGS if args.cases == "tiny" else CONFIGS
+    sizes = [Size(*config, count) for config in configs for count in args.tokens or TOKENS[args.cases]]
     world.main("latency", args, lambda: run(sizes, args.budget, args.seconds - world.ENDING_S))
 
 

@@ -11,7 +11,7 @@ host waits for the device in one forward and backward.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -22,6 +22,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_mxfp8_moe
+import results_file
 import world
 from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
@@ -47,6 +48,9 @@ class Case:
     hidden: int = 1408
     experts: int = 64
     top_k: int = 6
+
+
+TINY = Case(tokens=256, dim=128, hidden=128, experts=8, top_k=2)
 
 
 class SwiGLU(nn.Module):
@@ -271,10 +275,12 @@ def rows_of(rows: list[dict], contender: str) -> list[dict]:
 
 def main() -> None:
     parser = world.parser(__doc__, budget=0.6, seconds=85)
-    for field, value in asdict(Case()).items():
-        parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=value)
-    args = parser.parse_args()
-    case = Case(args.tokens, args.dim, args.hidden, args.experts, args.top_k)
+    for name, value in asdict(Case()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int,
+                            help=f"default: {value}; of --cases tiny {getattr(TINY, name)}")
+    args = results_file.parse(parser)
+    asked = {one.name: getattr(args, one.name) for one in fields(Case) if getattr(args, one.name) is not None}
+    case = replace(TINY if args.cases == "tiny" else Case(), **asked)
     world.main("moe_layer", args, lambda: run(case, args.budget, args.seconds - world.ENDING_S))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import results_file
 import shapes
 import show
+import timing
 
 BYTES_AT_MOST = 100e9  # cases that need more are left out
 SECONDS_BETWEEN_WRITES = 15
@@ -19,13 +20,16 @@ SECONDS_BETWEEN_WRITES = 15
 def parser(doc: str, jobs: bool = True) -> argparse.ArgumentParser:
     """`jobs`: with the arguments of `compile_beforehand`."""
     out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("--cases", choices=("short", "full"), default="full")
+    on_gpu = timing.on_gpu()
+    out.add_argument("--cases", choices=("tiny", "short", "full"), default="full" if on_gpu else "tiny",
+                     help="default: full, and without a GPU tiny, which takes seconds there")
     out.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each contender of a case")
-    out.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
+    out.add_argument("--out", type=Path, help="the result file (default on GPUs: under examples/benchmarks/results)")
     out.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     out.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
     if jobs:
-        out.add_argument("--jobs", type=int, default=8, help="processes that compile kernels beforehand; 0: none do")
+        out.add_argument("--jobs", type=int, default=8 if on_gpu else 0,
+                         help="processes that compile kernels beforehand; 0: none do")
         out.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
     return out
 
@@ -43,12 +47,25 @@ def part(items: Iterable, args: argparse.Namespace) -> list:
 
 
 def chosen(args: argparse.Namespace, bytes_of: Callable[[shapes.Case], float]) -> list[shapes.Case]:
-    """The cases that are asked for and fit."""
-    return [case for case in shapes.cases(args.cases)
-            if (not args.shapes or f"{case.dim}x{case.hidden}" in args.shapes)
-            and (not args.experts or case.experts in args.experts)
-            and (not args.tokens or case.tokens_per_expert in args.tokens)
-            and (not args.splits or case.split in args.splits) and bytes_of(case) <= BYTES_AT_MOST]
+    """The cases that are asked for and fit; exits with those that there are, if none is left."""
+    every = shapes.cases(args.cases)
+    found = [case for case in every
+             if (not args.shapes or f"{case.dim}x{case.hidden}" in args.shapes)
+             and (not args.experts or case.experts in args.experts)
+             and (not args.tokens or case.tokens_per_expert in args.tokens)
+             and (not args.splits or case.split in args.splits) and bytes_of(case) <= BYTES_AT_MOST]
+    if not found:
+        there = {"--shapes": [f"{case.dim}x{case.hidden}" for case in every],
+                 "--experts": [case.experts for case in every], "--tokens": [case.tokens_per_expert for case in every],
+                 "--splits": [case.split for case in every]}
+        sys.exit(f"--cases {args.cases} has no such case of at most {BYTES_AT_MOST / 1e9:.0f} GB; it has "
+                 + "; ".join(f"{name} {' '.join(map(str, dict.fromkeys(of)))}" for name, of in there.items()))
+    return found
+
+
+def rate_rows(args: argparse.Namespace) -> list[dict]:
+    """timing.rate_rows of a size that goes with the cases."""
+    return timing.rate_rows(1 << 20, 256) if args.cases == "tiny" else timing.rate_rows()
 
 
 def compile_beforehand(args: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
     parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
-    return parser.parse_args()
+    return results_file.parse(parser)
 
 
 def launch(model: str, contender: str, seed: int, args, folder: Path) -> subprocess.Popen:
@@ -88,7 +88,7 @@ def train_all(args) -> list[dict]:
 def row(model: str, contender: str, seed: int, args, summary: dict, log: list[dict]) -> dict:
     losses = [entry["loss"] for entry in log]
     converted = summary["layers_converted"] == (summary["moe_layers"] if CONTENDERS[contender] else 0)
-    return {"case": {"model": model, "parameters_per_rank": summary["parameters"], "steps": len(log), "zero_stage": 2,
+    return {"case": {"model": model, "parameters": summary["parameters"], "steps": len(log), "zero_stage": 2,
                      "lr": args.lr, "seed": seed},
             "contender": contender, "final_loss": sum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]),
             "heldout_loss": summary["heldout"], "layers_converted": summary["layers_converted"], "losses": losses,
@@ -108,13 +108,12 @@ def show(path: Path) -> bool:
         heldout_gap = heldout / mean(groups[model, "bf16"], "heldout_loss") - 1
         within &= all(r["correct"] for r in rows) and abs(gap) <= BAR
         spread = (max(r["final_loss"] for r in rows) - min(r["final_loss"] for r in rows)) / loss
-        lines.append([model, contender, rows[0]["case"]["parameters_per_rank"] / 1e6, rows[0]["case"]["steps"],
-                      len(rows), loss, f"{spread:.2%}", f"{gap:+.2%}", heldout, f"{heldout_gap:+.2%}",
-                      rows[0]["layers_converted"]])
+        lines.append([model, contender, rows[0]["case"]["steps"], len(rows), loss, f"{spread:.2%}", f"{gap:+.2%}",
+                      heldout, f"{heldout_gap:+.2%}", rows[0]["layers_converted"]])
     print(f"\n{result['machine']}, commit {result['commit']}, {result['date']}")
-    print(tabulate(lines, ["model", "run", "M parameters a rank", "steps", "seeds", f"loss (last {LAST_STEPS})",
+    print(tabulate(lines, ["model", "run", "steps", "seeds", f"loss (last {LAST_STEPS})",
                            "seeds' range", "to bf16", "held-out", "to bf16", "layers converted"],
-                   floatfmt=("", "", ".0f", "d", "d", ".4f", "", "", ".4f", "", "d")))
+                   floatfmt=("", "", "d", "d", ".4f", "", "", ".4f", "", "d")))
     _plot(groups, path.with_suffix(".png"))
     print(f"plot: {path.with_suffix('.png')}")
     return within

@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 import options
+import results_file
 import show
 import timing
 from ds_mxfp8_moe import kernels, mx
@@ -27,6 +28,7 @@ MODE = "rceil"
 ROWS = ((131072, 7168), (131072, 1408))
 HIDDEN = ((131072, 2048), (131072, 1408))  # P, F
 WEIGHTS = ((16, 2048, 7168), (64, 1408, 2048))  # experts, N, K
+TINY = ((512, 256), ), ((512, 128), ), ((4, 256, 128), )  # the same for a CPU
 CHECKED = 256  # rows at either end that are compared with mx.py; whole blocks along the rows
 LEAST_EQUAL = 0.999  # bytes of what is cast after exp, whose last bits differ
 
@@ -203,11 +205,12 @@ def check(kernel: Kernel) -> dict:
 
 def families(which: str) -> list[Callable[[], Iterator[Kernel]]]:
     """Each makes its own operands, and its kernels."""
-    some, blocks = (1, (128, )) if which == "short" else (2, (128, 32))
-    return [*(partial(of_rows, *shape, block) for shape in ROWS[:some] for block in blocks),
-            *(partial(of_weights, *shape, block, dtype) for shape in WEIGHTS[:some] for block in blocks
+    rows, hidden, weights = TINY if which == "tiny" else (ROWS, HIDDEN, WEIGHTS)
+    some, blocks = (2, (128, 32)) if which == "full" else (1, (128, ))
+    return [*(partial(of_rows, *shape, block) for shape in rows[:some] for block in blocks),
+            *(partial(of_weights, *shape, block, dtype) for shape in weights[:some] for block in blocks
               for dtype in (BF16, F32)),
-            *(partial(of_activation, *shape, block) for shape in HIDDEN[:some] for block in blocks)]
+            *(partial(of_activation, *shape, block) for shape in hidden[:some] for block in blocks)]
 
 
 def run(made: list[Callable[[], Iterator[Kernel]]], budget_s: float) -> Iterator[dict]:
@@ -219,7 +222,7 @@ def run(made: list[Callable[[], Iterator[Kernel]]], budget_s: float) -> Iterator
 
 
 def main() -> None:
-    args = options.parser(__doc__).parse_args()
+    args = results_file.parse(options.parser(__doc__))
     if args.show:
         show.show(args.show)
         return
@@ -231,7 +234,7 @@ def main() -> None:
                 kernel.call()
         return
     options.compile_beforehand(args)
-    options.finish("quantize", chain(timing.rate_rows(), run(made, args.budget)), args)
+    options.finish("quantize", chain(options.rate_rows(args), run(made, args.budget)), args)
 
 
 if __name__ == "__main__":

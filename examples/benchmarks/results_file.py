@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Result files: one JSON a run under examples/benchmarks/results/, from which every table and plot is derived."""
 
+import argparse
 import datetime
 import json
 import os
@@ -15,7 +16,23 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from timing import on_gpu
+
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
+          unwritten: tuple[str, ...] = ("show", )) -> argparse.Namespace:
+    """A benchmark's arguments; without a GPU, --out is required.
+
+    Args:
+        unwritten: the options with which no result file is written.
+    """
+    args = parser.parse_args(arguments)
+    if not on_gpu() and not args.out and all(getattr(args, name) is None for name in unwritten):
+        parser.error("name the result file with --out: there is no GPU here, and the files under "
+                     "examples/benchmarks/results are a GPU's")
+    return args
 
 
 def _version(package: str) -> str | None:
@@ -48,11 +65,10 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
         rows: {"case": {...}, "contender": str, figures with their unit in the name, "correct": bool}.
         of_commit: the commit measured, for machines that have the files without the repository.
     """
-    accelerator = get_accelerator()
-    on_gpu = accelerator.device_name() == "cuda"
     result = {
         "benchmark": benchmark,
-        "machine": f"{accelerator.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else platform.machine(),
+        "machine": (f"{get_accelerator().device_count()} x {torch.cuda.get_device_name()}" if on_gpu()
+                    else platform.machine()),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
         "commit": of_commit or commit(),

@@ -3,7 +3,7 @@
 
 import random
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 TILE = 128  # rows to which every group is padded
 SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408), (4096, 1024), (2048, 768))  # dim, hidden
@@ -15,6 +15,8 @@ SPLITS = ("even", "skewed")
 SHORT = (*((shape, 8, 16384, "even") for shape in SEED_SHAPES),
          ((7168, 2048), 8, 2048, "even"), ((7168, 2048), 8, 256, "even"), ((2048, 1408), 8, 2048, "skewed"),
          ((2048, 1408), 8, 64, "even"), ((2048, 768), 32, 4096, "even"), ((2048, 768), 32, 256, "skewed"))
+# What a CPU is through with in seconds.
+TINY = (((256, 128), 4, 128, "even"), ((256, 128), 4, 64, "even"), ((256, 128), 4, 256, "skewed"))
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def padded_rows(x, counts: tuple[int, ...]):
 
 
 def cases(which: str) -> list[Case]:
-    """Those of "short" or "full", shape by shape, so that a shape's buffers are made once."""
-    chosen = SHORT if which == "short" else [(shape, experts, tokens, split) for shape in SHAPES for experts in EXPERTS
-                                             for tokens in TOKENS for split in SPLITS]
-    return sorted((Case(*shape, *rest) for shape, *rest in chosen),
-                  key=lambda case: SHAPES.index((case.dim, case.hidden)))
+    """Those of "tiny", "short" or "full", shape by shape, so that a shape's buffers are made once."""
+    chosen = {"tiny": TINY, "short": SHORT, "full": [*product(SHAPES, EXPERTS, TOKENS, SPLITS)]}[which]
+    order = list(dict.fromkeys(shape for shape, *_ in chosen))
+    return [Case(*shape, *rest) for shape, *rest in sorted(chosen, key=lambda one: order.index(one[0]))]

@@ -387,7 +387,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, which sets LOCAL_RANK too
-    return parser.parse_args()
+    return results_file.parse(parser)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ from ds_mxfp8_moe.ep import (
 from ds_mxfp8_moe.parallel_style import MXFP8ExpertParallel
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
+OWN_BLOCK_SIZE = 32  # of the building blocks, unless they are told otherwise
 # dB of a SwiGLU layer in MXFP8 against bf16 on normal inputs. The router's gradient is made of differences between
 # experts' outputs, each with the noise of a whole one.
 BARS = {"output": 23.0, "input gradient": 22.5, "router": 20.0, "w1": 22.5, "w2": 22.5, "w3": 22.5}
@@ -147,10 +148,14 @@ def main():
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--block-size", type=int, choices=(32, 128), default=32)
+    parser.add_argument("--block-size", type=int, choices=(32, 128), default=32, help="of --style package")
     args = parser.parse_args()
 
     ranks = int(os.environ["WORLD_SIZE"])
+    if args.dp < 1 or ranks % args.dp:
+        parser.error(f"--dp {args.dp} does not divide the {ranks} ranks")
+    if args.style == "own" and args.block_size != OWN_BLOCK_SIZE:
+        parser.error(f"--style own takes blocks of {OWN_BLOCK_SIZE}, not --block-size {args.block_size}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -62,7 +62,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save_pretrained", type=Path, metavar="FOLDER", help="the trained --hf_model goes here too, "
                         "as a Hugging Face checkpoint")
     parser.add_argument("--log_every", type=int, default=10)
-    return deepspeed.add_config_arguments(parser).parse_args(arguments)
+    args = deepspeed.add_config_arguments(parser).parse_args(arguments)
+    if args.save_pretrained and not args.hf_model:
+        parser.error("--save_pretrained needs --hf_model: the GPT is no Hugging Face model")
+    return args
 
 
 def cosine_with_warmup(warmup_steps: int, total_steps: int):
@@ -88,6 +91,12 @@ def losses(engine, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def moe_layers(engine) -> list[torch.nn.Module]:
     """The MoE layers of either kind; DeepSpeed's AutoEP layers count the tokens of their experts in a buffer."""
     return [m for m in engine.module.modules() if isinstance(m, MoE) or hasattr(m, "tokens_per_expert")]
+
+
+def number_of_parameters(engine) -> int:
+    """Of the whole model: of experts a rank holds a part, and in ZeRO-3 of every parameter."""
+    ep_sizes = {id(p): layer.ep_size for layer in moe_layers(engine) for p in layer.parameters() if is_moe_param(p)}
+    return sum(getattr(p, "ds_numel", p.numel()) * ep_sizes.get(id(p), 1) for p in engine.module.parameters())
 
 
 def mean_over_ranks(values: list[float], device) -> list[float]:
@@ -151,12 +160,15 @@ def freeze(model: torch.nn.Module, pattern: str) -> None:
 
 
 def check_frozen(engine) -> None:
-    """In ZeRO-2, DeepSpeed 0.19.8 saves rank 0's frozen parameters and loads them into every rank."""
-    if engine.zero_optimization_stage() == 2:
-        for name, p in engine.module.named_parameters():
-            if is_moe_param(p) and not p.requires_grad:
-                raise ValueError(f"--freeze takes {name}, of which each rank has another part, but checkpoints of "
-                                 "ZeRO-2 hold rank 0's alone: use ZeRO-1, or ZeRO-0 if all experts are frozen")
+    """Of frozen experts, DeepSpeed 0.19.8 saves rank 0's in ZeRO-2 and loads them into every rank; ZeRO-3 refuses."""
+    stage = engine.zero_optimization_stage()
+    if stage < 2:
+        return
+    held = "rank 0's alone" if stage == 2 else "no frozen experts"
+    for name, p in engine.module.named_parameters():
+        if is_moe_param(p) and not p.requires_grad:
+            raise ValueError(f"--freeze takes {name}, of which each rank has another part, but checkpoints of "
+                             f"ZeRO-{stage} hold {held}: use ZeRO-1, or ZeRO-0 if all experts are frozen")
 
 
 def initialize(args):
@@ -177,7 +189,12 @@ def initialize(args):
     trained = (p for p in model.parameters() if p.requires_grad)
     engine, *_ = ds_mxfp8_moe.initialize(args=args, model=model, model_parameters=trained,
                                          lr_scheduler=cosine_with_warmup(args.warmup_steps, args.steps))
-    check_frozen(engine)
+    if not moe_layers(engine):
+        raise ValueError(f'--hf_model {args.hf_model} has no MoE layers of DeepSpeed: it makes them out of those of a '
+                         'Hugging Face model where its config has the section '
+                         '"expert_parallel": {"enabled": true, "autoep_size": N}')
+    if args.save_dir:
+        check_frozen(engine)
     if args.compile:
         engine.compile()
     return engine, seq_len
@@ -248,7 +265,7 @@ def run(args: argparse.Namespace) -> dict:
     layers = moe_layers(engine)
     summary |= {"moe_layers": len(layers),
                 "layers_converted": sum(hasattr(getattr(m, "deepspeed_moe", m), "mxfp8") for m in layers),
-                "parameters": sum(p.numel() for p in engine.module.parameters())}
+                "parameters": number_of_parameters(engine)}
     if dist.get_rank() == 0 and args.save_dir:
         (args.save_dir / "summary.json").write_text(json.dumps(summary))
         plot_losses({args.save_dir.name: args.save_dir}, args.save_dir / "loss.png")
