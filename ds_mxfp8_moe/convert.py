@@ -21,7 +21,6 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import ConfigError, MXFP8MoEConfig, current_device, parse, resolve
-from .expert_ffn import fewest_tokens
 from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate, recognise
 from .layer import CheckedGate, LayerSettings, MoE, MXFP8MOELayer
 
@@ -84,13 +83,14 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         ConfigError: the section is wrong, or a whole config has none.
     """
     report = convert_silently(model_or_engine, _section(config))
-    if on_first_rank():
-        print(report, flush=True)
+    say(report)
     return report
 
 
-def on_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def say(what: ConversionReport | str) -> None:
+    """Prints on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(what, flush=True)
 
 
 def convert_silently(model_or_engine: torch.nn.Module, settings: MXFP8MoEConfig) -> ConversionReport:
@@ -133,6 +133,7 @@ def convert_silently(model_or_engine: torch.nn.Module, settings: MXFP8MoEConfig)
 
 
 def reported(layers: Iterable[LayerReport], settings: MXFP8MoEConfig) -> ConversionReport:
+    """The report about these layers, which are all that there are."""
     layers = tuple(layers)
     return ConversionReport(layers, tuple(settings.idle_patterns(layer.name for layer in layers)))
 
@@ -157,8 +158,8 @@ def _section(config) -> MXFP8MoEConfig:
         return MXFP8MoEConfig(**config)
     settings = parse(config)
     if not settings.model_fields_set and not isinstance(config, (dict, MXFP8MoEConfig)):
-        raise ConfigError(f'{config} has no section "mxfp8_moe": add "mxfp8_moe": {{"enabled": true}}, or give no '
-                          "config to convert in the default recipe")
+        raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
+                          "give no config to convert in the default recipe")
     return settings
 
 
@@ -167,8 +168,7 @@ def _describe(formula: ExpertFormula, settings: LayerSettings, num_local_experts
     if not recipe.quantize_gemm:
         return f"recipe bf16 (no quantisation), {formula}"
     name = "mxfp8" if recipe.wgrad == "mxfp8" else "mxfp8_wgrad_with_hp"
-    fewest = fewest_tokens(formula, recipe, settings.min_tokens_per_expert, num_local_experts,
-                           torch.device(current_device()[0]))
+    fewest = settings.fewest_tokens(num_local_experts, torch.device(current_device()[0]))
     few = "" if fewest == 0 else ", bf16 whatever the batch" if math.isinf(fewest) else (
         f", bf16 below {fewest:.0f} tokens per expert")
     return f"recipe {name}{few}, blocks of {recipe.block_size}, {formula}"

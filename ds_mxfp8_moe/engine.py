@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, convert_silently, on_first_rank, reported, settle_transports
+from .convert import ConversionReport, convert_silently, reported, say, settle_transports
 from .transport.peer_memory import PeerMemory
 
 
@@ -119,13 +119,12 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         return
     engine._mxfp8_moe_config = config
     report = _agree(config, convert_silently(engine, config) if config.enabled else ConversionReport(()))
-    if on_first_rank() and config.enabled:
-        print(report, flush=True)
-    elif on_first_rank() and config.model_fields_set and "enabled" not in config.model_fields_set:
-        print('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s', flush=True)
     if config.enabled:
+        say(report)
         settle_transports(engine.module)
         _check_before_steps(engine)
+    elif config.model_fields_set and "enabled" not in config.model_fields_set:
+        say('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
 
 
 def _check_before_steps(engine: DeepSpeedEngine) -> None:
@@ -152,16 +151,16 @@ def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]
         raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
                           "same config")
-    layers = {}
-    for _, others in answers:
-        layers = {layer.name: layer for layer in others} | layers  # the first rank's line about each
-    for name in layers:
+    held = [{layer.name: layer for layer in layers} for _, layers in answers]
+    first = []
+    for name in dict.fromkeys(name for layers in held for name in layers):
+        by_rank = {rank: layers[name] for rank, layers in enumerate(held) if name in layers}
+        first.append(next(iter(by_rank.values())))
         # The kind of a layer's path and its recipe, not the whole line: a reason may speak of one rank's experts.
-        told = {rank: layer.detail if layer.converted else "not converted"
-                for rank, (_, others) in enumerate(answers) for layer in others if layer.name == name}
+        told = {rank: layer.detail if layer.converted else "not converted" for rank, layer in by_rank.items()}
         if len(set(told.values())) > 1:
             raise ConfigError(f"{name} is treated differently on different ranks, which would hang: "
                               + "; ".join(f"rank {rank}: {fate}" for rank, fate in told.items())
                               + ". Look for what was done to it on some ranks alone (hooks, adapters, devices), or "
                               "leave it out with 'exclude'")
-    return reported(layers.values(), config)
+    return reported(first, config)

@@ -15,7 +15,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .config import Recipe
-from .expert_ffn import ExpertFFN
+from .expert_ffn import ExpertFFN, fewest_tokens
 from .experts import ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.choose import choose
@@ -42,6 +42,10 @@ class LayerSettings:
         """The layer's transport over its expert-parallel group; None: the layer is this rank's alone."""
         return choose(group, self.name, self.transport, self.nvlink_sms, self.capacity_factor,
                       self.overlap)
+
+    def fewest_tokens(self, num_local_experts: int, device: torch.device) -> float:
+        """`expert_ffn.fewest_tokens` of the layer."""
+        return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, num_local_experts, device)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take."""

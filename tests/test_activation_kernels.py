@@ -74,7 +74,8 @@ def test_compiled(arch, dtype, block, activation, layout):
         kernels.add_weighted_bias(x, torch.empty(6, 512, dtype=dtype), weight, ends, torch.float32)
     assert len(launches) == 11
     for launch in launches:
-        assert launch.stack_bytes <= (16 if "_backward" in launch.kernel else 0), launch.kernel  # capped registers
+        capped = "_backward" in launch.kernel and (arch, launch.registers) == (100, 128)
+        assert launch.stack_bytes <= (16 if capped else 0), launch.kernel
         # What these two flush is nothing beside 1.
         assert ".ftz" not in re.sub(r"(ex2|rsqrt)\.approx\.ftz", "", launch.ptx), launch.kernel
         assert "ld.global.v4" in launch.ptx or "_sum_shares" in launch.kernel, launch.kernel

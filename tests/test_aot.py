@@ -239,10 +239,11 @@ def test_casts_to_e4m3_are_the_hardware_s(launches):
 
 
 def test_no_spills(launches):
-    """But for a few bytes where two warpgroups share all registers or registers are capped so that more warps fit, and
-    Blackwell's GEMMs when tested on Hopper."""
+    """But for a few bytes where two warpgroups share all registers or Blackwell's are capped so that more warps fit,
+    and Blackwell's GEMMs when tested on Hopper."""
     for launch in launches:
         if launch.arch == HOPPER and "grouped_gemm_blackwell" in launch.kernel:
             continue
-        limit = 160 if "_hopper." in launch.kernel else 16 if "activation._backward" in launch.kernel else 0
+        capped = "activation._backward" in launch.kernel and (launch.arch, launch.registers) == (100, 128)
+        limit = 160 if "_hopper." in launch.kernel else 16 if capped else 0
         assert launch.stack_bytes <= limit, (launch.kernel, launch.arch, launch.registers)

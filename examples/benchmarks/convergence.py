@@ -34,7 +34,6 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.utils import is_moe_param
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
@@ -178,10 +177,9 @@ def build(run: Run, args: argparse.Namespace) -> tuple:
 
 def case_of(run: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
     tokens = json.loads((args.state / "tokens.json").read_text())
-    experts = engine.module.blocks[0].moe.ep_size
-    case = {"size": run.size, "parameters": sum(p.numel() * (experts if is_moe_param(p) else 1)
-                                                for p in engine.module.parameters()),
-            "expert_parallel": experts, "ranks": dist.get_world_size(), "zero_stage": 2, "steps": args.steps,
+    case = {"size": run.size, "parameters": train.number_of_parameters(engine),
+            "expert_parallel": engine.module.blocks[0].moe.ep_size, "ranks": dist.get_world_size(), "zero_stage": 2,
+            "steps": args.steps,
             "tokens_per_step": SIZES[run.size].sequences * dist.get_world_size() * seq_len, "lr": SIZES[run.size].lr,
             "data": tokens["source"], "data_sha256": tokens["sha256"][:16],
             "training_tokens": tokens["training_tokens"], "heldout_windows": args.heldout_windows, "seed": run.seed}

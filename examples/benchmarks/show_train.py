@@ -90,8 +90,8 @@ def train_tables(result: dict) -> list[str]:
 def _goals(result: dict) -> list[list]:
     found = [g for g in groups(result) if g.case["size"] in SPEED_BARS]
 
-    def where(g: Group, name: str = HP) -> str:
-        experts_in = g.rows.get(name, {}).get("experts_in")
+    def where(g: Group) -> str:
+        experts_in = g.rows.get(HP, {}).get("experts_in")
         return _where(g.case) + (f", experts in {experts_in}" if experts_in else "")
 
     ranks = ", ".join(sorted({f"{g.case['ranks']} ranks" for g in found}))

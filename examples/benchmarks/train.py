@@ -72,13 +72,17 @@ class Case:
     def shape(self) -> models.Size:
         return models.SIZES[self.size]
 
+    @property
+    def tokens_per_expert(self) -> float:
+        """What an expert gets of a micro-batch from its group, the mean."""
+        return self.shape.tokens * self.ep * self.shape.top_k / self.shape.experts
+
     def described(self) -> dict:
-        """The case in a result file. tokens_per_rank: of a micro-batch; tokens_per_expert: what an expert gets of it
-        from its group, the mean."""
+        """The case in a result file. tokens_per_rank: of a micro-batch."""
         size = self.shape
         return {**asdict(self), "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
                 "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
-                "tokens_per_expert": size.tokens * self.ep * size.top_k / size.experts,
+                "tokens_per_expert": self.tokens_per_expert,
                 "predicted_bytes": round(size.bytes_of(self.layers, self.ranks, self.ep, self.zero))}
 
 
@@ -198,7 +202,7 @@ def measure(training: Training, case: Case, before: int) -> dict:
             "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
-            **models.experts_in(engine, case.described()["tokens_per_expert"]), **counted,
+            **models.experts_in(engine, case.tokens_per_expert), **counted,
             "losses": [round(loss, 5) for loss in losses],
             "gradient_norm": round(training.norms[first], 6), "correct": all(map(math.isfinite, losses))}
 

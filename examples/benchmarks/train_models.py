@@ -14,7 +14,6 @@ from torch import nn
 
 import ds_mxfp8_moe
 import world
-from ds_mxfp8_moe.expert_ffn import fewest_tokens
 from moe_layer import SwiGLU
 from timing import device
 from world import BF16
@@ -171,9 +170,8 @@ def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
     settings = getattr(layer, "mxfp8", None)
     if settings is None:
         return {}
-    fewest = fewest_tokens(settings.formula, settings.recipe, settings.min_tokens_per_expert, layer.num_local_experts,
-                           device())
-    return {"experts_in": "MXFP8" if settings.recipe.quantize_gemm and tokens_per_expert >= fewest else "bf16"}
+    enough = tokens_per_expert >= settings.fewest_tokens(layer.num_local_experts, device())
+    return {"experts_in": "MXFP8" if settings.recipe.quantize_gemm and enough else "bf16"}
 
 
 def free(engine: nn.Module) -> None:

@@ -24,24 +24,8 @@ from ds_mxfp8_moe.mx import MXTensor
 
 from .format import from_e4m3, power_of_two, quantized_rows
 from .library import cdiv, next_power_of_2, operator
-from .quantize import quantize_rows
+from .quantize import Tile, quantize_rows
 from .transpose import in_order, loaded_row, store_columns
-
-
-class Tile(NamedTuple):
-    """What one program covers, and its warps.
-
-    Attributes:
-        vector: most neighbours in a row that a thread holds, where a transposed output needs quads of rows.
-        registers: most that a thread may have.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    vector: int = 16
-    registers: int | None = None
-
 
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)

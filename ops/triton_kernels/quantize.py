@@ -159,7 +159,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
         if TO_COLUMNS:
             columns_scale_ptr += expert * tl.cdiv(M, B) * N + m0 // B * N + n0
             store_columns(in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
-                           FLOOR, VECTOR, WHOLE)
+                          FLOOR, VECTOR, WHOLE)
 
 
 @triton.jit
@@ -186,8 +186,7 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
     x = tl.reshape(x * power[:, :, None], [BP, BK])
     out_ptr += k0.to(tl.int64) * P + p0
     out_scale_ptr += p0 // B * K + k0
-    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR,
-                   WHOLE)
+    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE)
 
 
 @triton.jit
