@@ -142,20 +142,22 @@ class Event:
         return (other.at - self.at) * 1e3
 
 
-def _on_device():
-    slept = []
-    stages = {"first": lambda: time.sleep(2e-3), "second": lambda _: time.sleep(4e-3)}
+def _on_device(warm):
+    slept, first = [], []
+    stages = {"first": lambda: first.append(time.sleep(2e-3)), "second": lambda _: time.sleep(4e-3)}
     with mock.patch.object(world, "on_gpu", lambda: True), mock.patch.object(world, "FLUSHED_BYTES", 64), \
             mock.patch.object(torch.cuda, "Event", Event), mock.patch.object(torch.cuda, "_sleep", slept.append):
-        times = world.times_ms({"one": stages, "other": {"only": stages["first"]}}, 0.1)
-    return times, slept
+        times = world.times_ms({"one": stages, "other": {"only": stages["first"]}}, 0.1, warm=warm)
+    return times, slept, len(first)
 
 
-def test_times_on_a_device_begin_behind_a_pause_in_which_the_host_gets_ahead(ranks2):
-    (times, slept), _ = ranks2.run(_on_device)
+@pytest.mark.parametrize("warm", [False, True])
+def test_times_on_a_device_begin_behind_a_pause_in_which_the_host_gets_ahead(ranks2, warm):
+    (times, slept, runs), _ = ranks2.run(_on_device, warm)
     assert list(times["one"]) == ["first", "second", "total"] and list(times["other"]) == ["only"]
     first, second, total = (times["one"][stage]["median_ms"] for stage in times["one"])
     assert 2 <= first < second < total < 60 and total >= 6
+    assert runs == 2 * (1 + times["one"]["first"]["repeats"] * (1 + warm))
     assert len(slept) == 2 * times["one"]["first"]["repeats"] and min(slept) >= 2e9 * 1.5 * 2e-3
 
 

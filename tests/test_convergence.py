@@ -73,6 +73,9 @@ def test_an_interrupted_run_ends_with_the_losses_of_an_uninterrupted_one(ranks2,
     assert rows[-1]["loss"] < rows[1]["loss"] and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
     assert all(row["grad_norm"] > 0 and 1 / 4 <= row["busiest_expert"] < 1 and 0 < row["entropy"] <= 1
                for row in rows[1:])
+    others = [(row["heldout_loss"], row["heldout_loss_bf16"]) for row in rows if "heldout_loss_bf16" in row]
+    assert len(others) == (0 if recipe == "bf16" else 3)
+    assert all(own != bf16 and own == pytest.approx(bf16, rel=0.01) for own, bf16 in others)
     noise = [row["sqnr_db"] for row in rows if "sqnr_db" in row]
     assert len(noise) == (0 if recipe == "bf16" else 2)
     for values in noise:
@@ -185,6 +188,7 @@ def test_tables_and_plot(tmp_path, capsys):
                          "expert_parallel": 2, "seed": seed}, "contender": recipe, "heldout_loss": heldout,
                 "curves": {"loss": steps, "grad_norm": steps, "busiest_expert": steps, "entropy": steps,
                            "heldout_loss": {"0": 5.6, "100": 2.0, "300": heldout},
+                           "heldout_loss_bf16": {"0": 5.6, "300": heldout - 0.05} if recipe == "mxfp8_128" else {},
                            "sqnr_db": {} if recipe == "bf16" else noise}, "correct": True}
 
     rows = [row("bf16", seed, 1.5 + seed / 100) for seed in range(5)]
@@ -196,8 +200,10 @@ def test_tables_and_plot(tmp_path, capsys):
     results_file.write("convergence", rows, path, of_commit="abc")
     assert show.show(path) and path.with_suffix(".png").stat().st_size > 5000
     out = capsys.readouterr().out
-    verdicts = {line.split()[1]: line.split()[-1] for line in out[out.index("range of bf16"):].splitlines()
-                if line.startswith("50M")}
+    lines = {line.split()[1]: line.split() for line in out[out.index("range of bf16"):].splitlines()
+             if line.startswith("50M")}
+    assert lines["mxfp8_128"][-3:] == ["1.5000", "-1.32%", "inside"]
+    verdicts = {recipe: line[8] for recipe, line in lines.items() if len(line) > 8}
     assert verdicts["default_128"] == "inside" and verdicts["mxfp8_128"] == "ABOVE" and verdicts["floor"] == "below"
     assert "1.5000 to 1.5400" in out and "20.5 to 20.5" in out
     results_file.write("convergence", rows[:2] + rows[6:7], path, of_commit="abc")

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -224,6 +224,20 @@ class Caught(contextlib.AbstractContextManager):
         self.gradient = gradient
 
 
+@contextlib.contextmanager
+def in_bf16(layers: list[MXFP8MOELayer]) -> Iterator[None]:
+    """Computes them in the bf16 recipe within, with the weights that they have."""
+    recipe = resolve(MXFP8MoEConfig(recipe=BF16), *current_device())
+    settings = [layer.mxfp8 for layer in layers]
+    try:
+        for layer, own in zip(layers, settings, strict=True):
+            layer.mxfp8 = replace(own, recipe=recipe)
+        yield
+    finally:
+        for layer, own in zip(layers, settings, strict=True):
+            layer.mxfp8 = own
+
+
 def sqnr(layer: MXFP8MOELayer, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, float]:
     """dB of the layer in its recipe against the bf16 recipe: same weights, input and gradient; the mean over ranks.
 
@@ -238,16 +252,12 @@ def sqnr(layer: MXFP8MOELayer, x: torch.Tensor, gradient: torch.Tensor) -> dict[
         dx, *dw = torch.autograd.grad(y, [leaf, *weights], gradient)  # leaves the optimizer's gradients alone
         return {"output": y, "input_gradient": dx, "weight_gradient": torch.cat([w.flatten() for w in dw])}
 
-    settings = layer.mxfp8
-    recipe = settings.recipe
+    recipe = layer.mxfp8.recipe
     x_TH = x.reshape(-1, x.shape[-1])
     rounded_TH = kernels.dequantize(kernels.quantize(x_TH, recipe.block_size, recipe.scaling_mode), x.dtype)
     actual = {"tokens": rounded_TH} | outcome()
-    try:
-        layer.mxfp8 = replace(settings, recipe=resolve(MXFP8MoEConfig(recipe=BF16), *current_device()))
+    with in_bf16([layer]):
         expected = {"tokens": x_TH} | outcome()
-    finally:
-        layer.mxfp8 = settings
     values = train.mean_over_ranks([sqnr_db(expected[name], actual[name]) for name in actual], x.device)
     return dict(zip(actual, values, strict=True))
 
@@ -267,7 +277,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
     windows, heldout = (stored(args.state, name, seq_len) for name in ("training", "heldout"))
     layers = train.moe_layers(engine)
     probed = layers[len(layers) // 2].deepspeed_moe
-    converted = sum(isinstance(layer.deepspeed_moe, MXFP8MOELayer) for layer in layers)
+    converted = [layer.deepspeed_moe for layer in layers if isinstance(layer.deepspeed_moe, MXFP8MOELayer)]
     first, seconds = 0, 0.0
     if checkpoints.exists():
         _, state = engine.load_checkpoint(checkpoints)
@@ -281,8 +291,14 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
         if log:
             print(json.dumps(row), file=log, flush=True)
 
+    def losses_heldout() -> dict[str, float]:
+        """In the recipe, and of the same weights in bf16: what a model costs that is used, not trained, in MXFP8."""
+        with in_bf16(converted):
+            bf16 = {"heldout_loss_bf16": train.heldout_loss(engine, heldout, settings)} if converted else {}
+        return {"heldout_loss": train.heldout_loss(engine, heldout, settings), **bf16}
+
     if not first:
-        write({"step": 0, "heldout_loss": train.heldout_loss(engine, heldout, settings)})
+        write({"step": 0, **losses_heldout()})
     totals, norms = torch.zeros(2, device=engine.device), []
     for done in range(first + 1, args.steps + 1):
         # What a step draws at random depends on seed, step and rank alone, so that a resumed run repeats it.
@@ -306,7 +322,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
         totals.zero_()
         norms.clear()
         if done % args.heldout_every == 0 or done == args.steps:
-            row["heldout_loss"] = train.heldout_loss(engine, heldout, settings)
+            row |= losses_heldout()
         write(row)
         if late and done < args.steps:
             tag = f"step_{done}"
@@ -317,8 +333,8 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
                     shutil.rmtree(path)
             return False
     if writes:
-        summary = {"case": case, "contender": run.recipe, "moe_layers": len(layers), "layers_converted": converted,
-                   "seconds": round(time.time() - begin, 1)}
+        summary = {"case": case, "contender": run.recipe, "moe_layers": len(layers),
+                   "layers_converted": len(converted), "seconds": round(time.time() - begin, 1)}
         (folder / "summary.json").write_text(json.dumps(summary))
         shutil.rmtree(checkpoints, ignore_errors=True)
     return True
@@ -413,7 +429,8 @@ def row(folder: Path) -> dict:
     summary = json.loads((folder / "summary.json").read_text())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     curves: dict = {name: {str(entry["step"]): _rounded(entry[name]) for entry in log if name in entry}
-                    for name in ("loss", "grad_norm", "busiest_expert", "entropy", "heldout_loss", "sqnr_db")}
+                    for name in ("loss", "grad_norm", "busiest_expert", "entropy", "heldout_loss", "heldout_loss_bf16",
+                                 "sqnr_db")}
     heldout = list(curves["heldout_loss"].values())
     expected = summary["moe_layers"] if summary["contender"] != BF16 else 0
     return {**summary, "heldout_loss": heldout[-1], "curves": curves,

@@ -3,8 +3,9 @@
 beside ours in every recipe, over every transport that the machine has.
 
 Each contender is a layer of a DeepSpeed engine of its own (ZeRO-1), as users make it: ours by the section "mxfp8_moe".
-Gradients of the tokens and of every parameter of the layer. Also peak memory beyond the weights, and how often the
-host waits for the device in one forward and backward.
+Gradients of the tokens and of every parameter of the layer. Each timed step follows an untimed one of the same layer,
+as in a training, where the host has just run the same code for the layer before. Also peak memory beyond the weights,
+and how often the host waits for the device in one forward and backward.
 
     torchrun --nproc-per-node 8 examples/benchmarks/moe_layer.py      # run, write a result file, print its table
     python examples/benchmarks/moe_layer.py --show FILE               # table and plot of a result file
@@ -255,7 +256,7 @@ def run(case: Case, budget_s: float, seconds: float) -> Iterator[list[dict]]:
         else:
             contenders[one.name] = Contender(ways[one.name].stages, partial(_check, ways, one))
     world.say("all are built")
-    rows = world.rows(asdict(case), contenders, budget_s)
+    rows = world.rows(asdict(case), contenders, budget_s, warm=True)
     yield rows
     # Once all are timed: a profiler leaves its traces in what comes after it.
     for name in world.in_time([name for name in contenders if "failure" not in rows_of(rows, name)[0]], seconds):

@@ -62,12 +62,20 @@ def convergence_tables(result: dict) -> list[str]:
         bf16 = [row["heldout_loss"] for row in recipes.get(BF16, [])]
         for recipe, rows in recipes.items():
             losses = [row["heldout_loss"] for row in rows]
+            others = [row["curves"].get("heldout_loss_bf16", {}) for row in rows]
+            in_bf16 = [list(one.values())[-1] for one in others if one]
             lines.append([case["size"], recipe, len(rows), mean(losses),
-                          f"{min(bf16):.4f} to {max(bf16):.4f}" if bf16 else "",
-                          f"{mean(losses) / mean(bf16) - 1:+.2%}" if bf16 else "",
-                          "" if recipe == BF16 else verdict(losses, bf16)])
+                          f"{min(bf16):.4f} to {max(bf16):.4f}" if bf16 else "", _to_mean(losses, bf16),
+                          "" if recipe == BF16 else verdict(losses, bf16),
+                          mean(in_bf16) if in_bf16 else None, _to_mean(in_bf16, bf16),
+                          verdict(in_bf16, bf16) if in_bf16 else ""])
     return [*tables, tabulate(lines, ["size", "recipe", "seeds", "held-out loss", "range of bf16's seeds",
-                                      "to bf16's mean", "in the range"], floatfmt=("", "", "d", ".4f", "", "", ""))]
+                                      "to bf16's mean", "in the range", "the same weights\nin bf16", "to bf16's\nmean",
+                                      "in the\nrange"], floatfmt=("", "", "d", ".4f", "", "", "", ".4f", "", ""))]
+
+
+def _to_mean(losses: list[float], bf16: list[float]) -> str:
+    return f"{mean(losses) / mean(bf16) - 1:+.2%}" if losses and bf16 else ""
 
 
 def convergence_plot(result: dict, pyplot) -> None:

@@ -186,7 +186,9 @@ def _first(stages: dict[str, Callable]) -> tuple[float, float]:
     return issued, time.perf_counter() - begin
 
 
-def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
+def _sample_on_host(stages: dict[str, Callable], warm: bool) -> Callable[[], list]:
+    if warm:
+        run(stages)
     dist.barrier()
     at = [time.perf_counter()]
     run(stages, lambda: at.append(time.perf_counter()))
@@ -194,10 +196,12 @@ def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
     return lambda: [*times, sum(times), sum(times)]
 
 
-def _sample_on_device(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
+def _sample_on_device(stages: dict[str, Callable], warm: bool, busy_s: float, flushed: torch.Tensor,
                       token: torch.Tensor) -> Callable[[], list]:
     """Issues one run behind `busy_s` seconds of waiting, in which the host gets ahead; the ranks' devices then meet
     and begin together. Returns what reads milliseconds of each stage, of all, and of the host."""
+    if warm:
+        run(stages)
     events = [torch.cuda.Event(enable_timing=True)]
     flushed.sum()
     torch.cuda._sleep(int(CLOCK_HZ * min(busy_s, LONGEST_SLEEP_S)))
@@ -216,13 +220,15 @@ def _sample_on_device(stages: dict[str, Callable], busy_s: float, flushed: torch
 
 
 def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeats: int = 30, least: int = 5,
-             cold: bool = True) -> dict[str, dict[str, dict]]:
+             cold: bool = True, warm: bool = False) -> dict[str, dict[str, dict]]:
     """Times contenders that have each run once already: in turn, so that heat and clocks meet all of them alike.
 
     Args:
         contenders: for each name its stages.
         budget_s: a contender's share; fewer than `repeats`, but `least`, where it would take longer.
         cold: L2 is flushed before each run.
+        warm: each timed run follows an untimed one of the same contender, so that the host finds its code in its
+            caches, as it does in a training, where every layer but the first follows another one.
 
     Returns:
         For each contender and stage, and for `TOTAL` where there are several: median_ms, p10_ms, p90_ms, repeats, of
@@ -231,7 +237,7 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
     first = {name: _first(stages) for name, stages in contenders.items()}
     issued_s = dict(zip(first, largest(torch.tensor([s for s, _ in first.values()])).tolist(), strict=True))
     mean_s = largest(torch.tensor([sum(s for _, s in first.values()) / len(first)])).item()
-    count = max(least, min(repeats, int(budget_s / mean_s)))
+    count = max(least, min(repeats, int(budget_s / mean_s / (1 + warm))))
     if on_gpu():
         flushed = torch.ones(FLUSHED_BYTES // 4 if cold else 1, device=device())
         token = torch.zeros(1, device=device())
@@ -239,8 +245,8 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
     for _ in range(count):
         running = []
         for name, stages in contenders.items():
-            running.append(_sample_on_device(stages, 1.5 * issued_s[name] + 1e-4, flushed, token) if on_gpu()
-                           else _sample_on_host(stages))
+            running.append(_sample_on_device(stages, warm, 1.5 * issued_s[name] + 1e-4, flushed, token)
+                           if on_gpu() else _sample_on_host(stages, warm))
         get_accelerator().synchronize()
         for name, read in zip(contenders, running, strict=True):
             samples[name].append(read())
@@ -255,7 +261,7 @@ def _quantiles(stages: list[str], samples: torch.Tensor) -> dict[str, dict]:
     return {name: spread_ms(samples[:, i]) | of_all for i, name in enumerate(names)}
 
 
-def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int) -> list[dict]:
+def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int | bool) -> list[dict]:
     """The rows of one case in a result file, one for each contender and stage; "operation" in the case is the stage.
 
     A contender that is wrong or raises on any rank is so for all. `how`: as `times_ms` takes it.
