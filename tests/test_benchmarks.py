@@ -391,6 +391,13 @@ def test_results_older_than_the_code_are_marked(monkeypatch):
     assert not report.is_older(result)
 
 
+def test_the_readme_shows_the_most_ranks_of_each_benchmark():
+    names = {"train_2ranks": "train", "moe_layer_4ranks": "moe_layer", "train_8ranks": "train", "parity": "parity",
+             "moe_layer_2ranks": "moe_layer", "train_4ranks": "train", "expert_ffn": "expert_ffn"}
+    found = [(Path(f"{name}.json"), {"benchmark": benchmark}) for name, benchmark in names.items()]
+    assert [path.stem for path, _ in report.largest(found)] == ["train_8ranks", "moe_layer_4ranks", "expert_ffn"]
+
+
 def test_spread_of_a_file():
     rows = [{"median_ms": 2.0, "p10_ms": 1.9, "p90_ms": 2.1}, {"median_ms": 1.0, "p10_ms": 1, "p90_ms": 1.5}, {}]
     assert "10.0% in nine of ten, at most 50.0%" in report.spread({"rows": rows})

@@ -53,7 +53,7 @@ def files(state, folder, recipe):
         folder / "log.jsonl").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "default_32"])
+@pytest.mark.parametrize("recipe", ["bf16", "own_bf16", "default_32"])
 def test_an_interrupted_run_ends_with_the_losses_of_an_uninterrupted_one(ranks2, state, recipe):
     assert ranks2.run(_train, state, "whole", recipe, NEVER) == [True] * 2
     assert ranks2.run(_train, state, "pieces", recipe, 0.0) == [False] * 2
@@ -74,10 +74,10 @@ def test_an_interrupted_run_ends_with_the_losses_of_an_uninterrupted_one(ranks2,
     assert all(row["grad_norm"] > 0 and 1 / 4 <= row["busiest_expert"] < 1 and 0 < row["entropy"] <= 1
                for row in rows[1:])
     others = [(row["heldout_loss"], row["heldout_loss_bf16"]) for row in rows if "heldout_loss_bf16" in row]
-    assert len(others) == (0 if recipe == "bf16" else 3)
+    assert len(others) == (3 if recipe == "default_32" else 0)
     assert all(own != bf16 and own == pytest.approx(bf16, rel=0.01) for own, bf16 in others)
     noise = [row["sqnr_db"] for row in rows if "sqnr_db" in row]
-    assert len(noise) == (0 if recipe == "bf16" else 2)
+    assert len(noise) == (2 if recipe == "default_32" else 0)
     for values in noise:
         assert set(values) == set(show_convergence.SQNR) and all(10 < value < 40 for value in values.values())
 
@@ -133,8 +133,8 @@ def arguments(state, *more):
 def test_the_most_important_runs_come_first(tmp_path):
     names = [run.name for run in convergence.plan(arguments(tmp_path))]
     assert names[:9] == ["50M-bf16-0", "50M-default_128-0", "50M-mxfp8_128-0", "50M-default_32-0",
-                         *(f"50M-bf16-{seed}" for seed in range(1, 5)), "50M-combine_mxfp8-0"]
-    assert len(names) == 22 and names[11:] == [name.replace("50M", "300M") for name in names[:11]]
+                         *(f"50M-bf16-{seed}" for seed in range(1, 5)), "50M-own_bf16-0"]
+    assert len(names) == 24 and names[12:] == [name.replace("50M", "300M") for name in names[:12]]
     few = convergence.plan(arguments(tmp_path, "--recipes", "floor", "bf16", "--seeds", "2", "--bf16_seeds", "1",
                                      "--sizes", "50M"))
     assert [run.name for run in few] == ["50M-bf16-0", "50M-floor-0", "50M-floor-1"]

@@ -61,7 +61,9 @@ BF16 = "bf16"
 # The section "mxfp8_moe" of each; None: plain DeepSpeed. By priority, bf16's further seeds before the ablations.
 RECIPES = {BF16: None, "default_128": {"scale_block_size": 128},
            "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, "default_32": {"scale_block_size": 32}}
-ABLATIONS = {"combine_mxfp8": {"scale_block_size": 128, "combine_fwd_dtype": "mxfp8"},
+# "own_bf16": the converted layer without quantisation, which tells the layer's doing from that of MXFP8.
+ABLATIONS = {"own_bf16": {"recipe": "bf16"},
+             "combine_mxfp8": {"scale_block_size": 128, "combine_fwd_dtype": "mxfp8"},
              "dispatch_gradient_mxfp8": {"scale_block_size": 128, "dispatch_bwd_dtype": "mxfp8"},
              "floor": {"scale_block_size": 128, "scaling_mode": "floor"}}
 HELDOUT_SHARE = 0.05  # of the texts
@@ -278,6 +280,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
     layers = train.moe_layers(engine)
     probed = layers[len(layers) // 2].deepspeed_moe
     converted = [layer.deepspeed_moe for layer in layers if isinstance(layer.deepspeed_moe, MXFP8MOELayer)]
+    quantised = [layer for layer in converted if layer.mxfp8.recipe.quantize_gemm]
     first, seconds = 0, 0.0
     if checkpoints.exists():
         _, state = engine.load_checkpoint(checkpoints)
@@ -293,8 +296,8 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
 
     def losses_heldout() -> dict[str, float]:
         """In the recipe, and of the same weights in bf16: what a model costs that is used, not trained, in MXFP8."""
-        with in_bf16(converted):
-            bf16 = {"heldout_loss_bf16": train.heldout_loss(engine, heldout, settings)} if converted else {}
+        with in_bf16(quantised):
+            bf16 = {"heldout_loss_bf16": train.heldout_loss(engine, heldout, settings)} if quantised else {}
         return {"heldout_loss": train.heldout_loss(engine, heldout, settings), **bf16}
 
     if not first:
@@ -303,7 +306,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
     for done in range(first + 1, args.steps + 1):
         # What a step draws at random depends on seed, step and rank alone, so that a resumed run repeats it.
         torch.manual_seed((run.seed * 1_000_003 + done) * case["ranks"] + dist.get_rank())
-        probing = converted and (done % args.sqnr_every == 0 or done == args.log_every)
+        probing = quantised and (done % args.sqnr_every == 0 or done == args.log_every)
         tokens_BS = windows.training_batch(run.seed, done - 1, SIZES[run.size].sequences, dist.get_rank(),
                                            case["ranks"])
         with Caught(probed) if probing else contextlib.nullcontext() as caught:
