@@ -296,9 +296,11 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
 
     def losses_heldout() -> dict[str, float]:
         """In the recipe, and of the same weights in bf16: what a model costs that is used, not trained, in MXFP8."""
-        with in_bf16(quantised):
-            bf16 = {"heldout_loss_bf16": train.heldout_loss(engine, heldout, settings)} if quantised else {}
-        return {"heldout_loss": train.heldout_loss(engine, heldout, settings), **bf16}
+        losses = {"heldout_loss": train.heldout_loss(engine, heldout, settings)}
+        if quantised:
+            with in_bf16(quantised):
+                losses["heldout_loss_bf16"] = train.heldout_loss(engine, heldout, settings)
+        return losses
 
     if not first:
         write({"step": 0, **losses_heldout()})

@@ -54,7 +54,7 @@ def _training_table(recipes: dict[str, list[dict]]) -> str:
 
 def convergence_tables(result: dict) -> list[str]:
     """For each case what training was like, medians of its last tenth; then the held-out losses of all."""
-    tables, lines, again = [], [], []
+    tables, lines = [], []
     for case, recipes in cases(result):
         tables.append(f"{case['size']}: {case['parameters'] / 1e6:.0f} M parameters, {case['steps']} steps of "
                       f"{case['tokens_per_step']} tokens, EP {case['expert_parallel']}; SQNR of one layer against the "
@@ -62,17 +62,17 @@ def convergence_tables(result: dict) -> list[str]:
         bf16 = [row["heldout_loss"] for row in recipes.get(BF16, [])]
         for recipe, rows in recipes.items():
             losses = [row["heldout_loss"] for row in rows]
+            # Files of before it was measured have none.
+            in_bf16 = [list(curve.values())[-1] for row in rows if (curve := row["curves"].get("heldout_loss_bf16"))]
             lines.append([case["size"], recipe, len(rows), mean(losses),
                           f"{min(bf16):.4f} to {max(bf16):.4f}" if bf16 else "", _to_mean(losses, bf16),
-                          "" if recipe == BF16 else verdict(losses, bf16)])
-            others = [row["curves"].get("heldout_loss_bf16", {}) for row in rows]
-            in_bf16 = [list(one.values())[-1] for one in others if one]
-            again.append([mean(in_bf16), _to_mean(in_bf16, bf16), verdict(in_bf16, bf16)] if in_bf16 else [None] * 3)
-    names = ["size", "recipe", "seeds", "held-out loss", "range of bf16's seeds", "to bf16's mean", "in the range"]
-    if any(loss is not None for loss, *_ in again):  # files of before it was measured
-        lines = [line + more for line, more in zip(lines, again, strict=True)]
-        names += ["the same weights\nin bf16", "to bf16's\nmean", "in the\nrange"]
-    return [*tables, tabulate(lines, names, floatfmt=("", "", "d", ".4f", "", "", "", ".4f", "", ""))]
+                          "" if recipe == BF16 else verdict(losses, bf16), mean(in_bf16) if in_bf16 else None,
+                          _to_mean(in_bf16, bf16), verdict(in_bf16, bf16) if in_bf16 else ""])
+    names = ["size", "recipe", "seeds", "held-out loss", "range of bf16's seeds", "to bf16's mean", "in the range",
+             "the same weights\nin bf16", "to bf16's\nmean", "in the\nrange"]
+    columns = len(names) if any(line[-3] is not None for line in lines) else len(names) - 3
+    return [*tables, tabulate([line[:columns] for line in lines], names[:columns],
+                              floatfmt=("", "", "d", ".4f", "", "", "", ".4f", "", ""))]
 
 
 def _to_mean(losses: list[float], bf16: list[float]) -> str:

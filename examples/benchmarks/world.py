@@ -186,9 +186,7 @@ def _first(stages: dict[str, Callable]) -> tuple[float, float]:
     return issued, time.perf_counter() - begin
 
 
-def _sample_on_host(stages: dict[str, Callable], warm: bool) -> Callable[[], list]:
-    if warm:
-        run(stages)
+def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
     dist.barrier()
     at = [time.perf_counter()]
     run(stages, lambda: at.append(time.perf_counter()))
@@ -196,12 +194,10 @@ def _sample_on_host(stages: dict[str, Callable], warm: bool) -> Callable[[], lis
     return lambda: [*times, sum(times), sum(times)]
 
 
-def _sample_on_device(stages: dict[str, Callable], warm: bool, busy_s: float, flushed: torch.Tensor,
+def _sample_on_device(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
                       token: torch.Tensor) -> Callable[[], list]:
     """Issues one run behind `busy_s` seconds of waiting, in which the host gets ahead; the ranks' devices then meet
     and begin together. Returns what reads milliseconds of each stage, of all, and of the host."""
-    if warm:
-        run(stages)
     events = [torch.cuda.Event(enable_timing=True)]
     flushed.sum()
     torch.cuda._sleep(int(CLOCK_HZ * min(busy_s, LONGEST_SLEEP_S)))
@@ -245,8 +241,10 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
     for _ in range(count):
         running = []
         for name, stages in contenders.items():
-            running.append(_sample_on_device(stages, warm, 1.5 * issued_s[name] + 1e-4, flushed, token)
-                           if on_gpu() else _sample_on_host(stages, warm))
+            if warm:
+                run(stages)
+            running.append(_sample_on_device(stages, 1.5 * issued_s[name] + 1e-4, flushed, token) if on_gpu()
+                           else _sample_on_host(stages))
         get_accelerator().synchronize()
         for name, read in zip(contenders, running, strict=True):
             samples[name].append(read())
@@ -261,7 +259,7 @@ def _quantiles(stages: list[str], samples: torch.Tensor) -> dict[str, dict]:
     return {name: spread_ms(samples[:, i]) | of_all for i, name in enumerate(names)}
 
 
-def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int | bool) -> list[dict]:
+def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how: int) -> list[dict]:
     """The rows of one case in a result file, one for each contender and stage; "operation" in the case is the stage.
 
     A contender that is wrong or raises on any rank is so for all. `how`: as `times_ms` takes it.
