@@ -198,7 +198,7 @@ def main():
         failed |= value < bar
         if dist.get_rank() == 0:
             print(f"{name:15s} {value:5.1f} dB   bar {bar}")
-    time.sleep(0.2)  # gloo's threads let go of the last tensors: one that does so while Python exits aborts the process
+    time.sleep(0.2)  # gloo's threads let go of the last tensors: one that does so while Python exits aborts it
     dist.destroy_process_group()
     if failed:
         raise SystemExit("below the bar")
