@@ -408,7 +408,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
 
     beside = 0 if not wants_ups else transport.sms_beside(
         layer.plan, x_PH.shape[1], layer.dtype, _wire(recipe, recipe.dispatch_bwd),
-        kernels.wgrad_seconds(g_wgrad, x_PH, layer.wgrad_quantized))
+        *kernels.wgrad_cost(g_wgrad, x_PH, len(layer.plan.group_ends_E), layer.wgrad_quantized))
     # Alone, in the order that takes less memory; bytes of P rows, G and H wide. The weight gradient first: dpre's rows
     # G P, x dequantised or dx 2 H P, the gradient 2 E G H, and dpre plain 2 G P or, with dx, weights quantised E G H.
     # dx first: dpre plain 2 G P, dx and x dequantised 4 H P, the gradient 2 E G H.

@@ -137,11 +137,13 @@ def mxfp8_wgrad_of_rows(g: MXTensor, a_PK: MXTensor) -> Callable | None:
     return grouped_mm_wgrad_mxfp8_rows
 
 
-def wgrad_seconds(g: torch.Tensor, a_PK: torch.Tensor, mxfp8: bool) -> float:
-    """About what a weight gradient of rows takes, at the rates measured on an H200, if its kernel can leave
-    multiprocessors to others; 0: it cannot."""
+def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, mxfp8: bool) -> tuple[float, int]:
+    """About how many seconds a weight gradient of rows takes, at the rates measured on an H200, and in how many tiles,
+    if its kernel can leave multiprocessors to others; 0 s: it cannot."""
     own = mxfp8_wgrad_of_rows(g, a_PK) if mxfp8 else plain_wgrad(g, a_PK)
-    return 0.0 if own is None else 2 * math.prod(a_PK.shape) * g.shape[1] / (1.05e15 if mxfp8 else 0.71e15)
+    (P, K), N = a_PK.shape, g.shape[1]
+    seconds = 0.0 if own is None else 2 * P * K * N / (1.05e15 if mxfp8 else 0.71e15)
+    return seconds, experts * -(-N // 128) * -(-K // 256)
 
 
 def _casts() -> ModuleType:

@@ -65,6 +65,10 @@ CASES = {
     "nobody has tokens": Case(tokens=(0, ) * 8, wire=MX128),
     "one rank has tokens": Case(tokens=(0, 77, 0, 0, 0, 0, 0, 0), top_k=2),
     "one token each": Case(tokens=(1, ) * 8, top_k=1, local_experts=1, wire=MX32),
+    "one choice a token": Case(top_k=1, hidden=2336),
+    "one choice a token, mxfp8": Case(top_k=1, hidden=1568, wire=MX32, tokens=(9, 4, 3, 2, 0, 1, 5, 7)),
+    "one choice a token, blocks of 128": Case(top_k=1, hidden=4640, wire=MX128, tokens=(3, 4, 1, 0, 2, 0, 5, 6)),
+    "one choice a token, float32 answers": Case(top_k=1, hidden=1056, wire=MX128, y_dtype=FP32),
     "more choices than experts": Case(top_k=8, local_experts=1, wire=MX128, hidden=64),
     "more rows than a tile": Case(tokens=(150, 1, 2, 140, 0, 0, 9, 150), local_experts=1, wire=MX128, hidden=32,
                                   top_k=2),
@@ -81,11 +85,12 @@ CASES = {
 
 
 def answers(case: Case, plan) -> tuple:
-    """What this rank's experts answer over the collective transport's plan, a number beside each row; NaN in the
-    padding."""
+    """What this rank's experts answer over the collective transport's plan, with some -0, which a sum turns into 0; a
+    number beside each row; NaN in the padding."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     y_PH = torch.randn(plan.num_rows, case.hidden, generator=generator)
     y_PH *= torch.exp2(torch.randint(-9, 9, (plan.num_rows, 1), generator=generator))
+    y_PH[::2, ::5] = -0.0
     number_P = torch.randn(plan.num_rows, generator=generator)
     padding = plan.source_P == plan.slot_RK.numel()
     y_PH[padding], number_P[padding] = float("nan"), float("nan")

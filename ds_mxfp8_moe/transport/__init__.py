@@ -89,9 +89,10 @@ class Pending:
 class Transport:
     """What transports have in common that run nothing beside a GEMM."""
 
-    def sms_beside(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float) -> int:
-        """Multiprocessors that a combine of rows of `dtype` takes best beside a GEMM of so many seconds; 0: none,
-        it runs before or after."""
+    def sms_beside(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
+                   gemm_tiles: int) -> int:
+        """Multiprocessors that a combine of rows of `dtype` takes best beside a GEMM of so many seconds and tiles; 0:
+        none, it runs before or after."""
         return 0
 
     def start_combine(self, *args, sms: int = 0, **kwargs) -> Pending:

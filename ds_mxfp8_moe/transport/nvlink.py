@@ -253,13 +253,14 @@ class NVLink(Transport):
         return self.start_combine(plan, y_PH, wire, dtype, weight_P, phase).result()
 
     def sms_beside(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire,
-                   gemm_seconds: float) -> int:
+                   gemm_seconds: float, gemm_tiles: int) -> int:
         W, total = self.world_size, self.memory.multiprocessors
         if not self.overlap or self.memory.side is None:
             return 0
         row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
         moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
-        return model.share(total, row * plan.received * (W - 1) // W, moved, gemm_seconds, self.sms)
+        return model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8, gemm_seconds, gemm_tiles,
+                           self.sms)
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:

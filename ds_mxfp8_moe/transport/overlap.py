@@ -2,26 +2,36 @@
 """How many multiprocessors an exchange takes: the model, and its constants, measured on H200s.
 
     alone       max(off-rank bytes / LINK, bytes read and written / MOVED_ALONE), with ALONE multiprocessors
-    beside      the longest of off-rank bytes / LINK, bytes read and written / (multiprocessors * MOVED_BESIDE), and
-                the GEMM's time alone * all multiprocessors / those left to it
+    beside      the longest of off-rank bytes / LINK; bytes read and written / (multiprocessors * MOVED_BESIDE), or
+                / MOVED_ALONE; and the GEMM's time alone * its rounds on the multiprocessors left / its rounds on all
+
+A round is what a persistent GEMM computes at a time, a tile on each multiprocessor: a share that leaves it no more
+rounds costs it nothing.
 """
 
 LINK = 320e9  # bytes/s that leave or enter a GPU over all its links
 MOVED_ALONE = 2.1e12  # bytes/s
-MOVED_BESIDE = 28e9  # bytes/s of one multiprocessor while a GEMM uses the same memory; without one it is 37e9
+MOVED_BESIDE = 60e9  # bytes/s of one multiprocessor while a GEMM uses the same memory
+QUANTISED_BESIDE = 42e9  # the same where it quantises what it sends
 ALONE = 128
-SHARES = range(8, 68, 4)
+GAIN = 1.05  # at least, for running beside: the model knows no better
+SHARES = range(8, 68, 2)
 
 
-def share(total: int, link_bytes: int, moved_bytes: int, gemm_seconds: float, most: int | None = None) -> int:
-    """Multiprocessors of `total`, at most `most`, for an exchange beside a GEMM of so many seconds; 0: one by one is
-    faster, or the GEMM's time is 0."""
+def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, gemm_seconds: float, gemm_tiles: int,
+          most: int | None = None) -> int:
+    """Multiprocessors of `total`, at most `most`, for an exchange beside a GEMM of so many seconds and tiles; 0: one
+    by one is about as fast, or the GEMM's time is 0."""
     if gemm_seconds <= 0:
         return 0
+    rate, rounds = QUANTISED_BESIDE if quantises else MOVED_BESIDE, -(-gemm_tiles // total)
 
     def together(sms: int) -> float:
-        return max(link_bytes / LINK, moved_bytes / (sms * MOVED_BESIDE), gemm_seconds * total / (total - sms))
+        return max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE),
+                   gemm_seconds * -(-gemm_tiles // (total - sms)) / rounds)
 
-    best = min((sms for sms in SHARES if sms <= min(most or total, total // 2)), key=together, default=0)
+    # Of equals, the most: the exchange is the sooner out of the GEMM's way.
+    best = min((sms for sms in SHARES if sms <= min(most or total, total // 2)),
+               key=lambda sms: (together(sms), -sms), default=0)
     one_by_one = max(link_bytes / LINK, moved_bytes / MOVED_ALONE) + gemm_seconds
-    return best if best and together(best) < one_by_one else 0
+    return best if best and GAIN * together(best) < one_by_one else 0

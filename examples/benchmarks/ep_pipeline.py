@@ -139,7 +139,7 @@ class _Pipeline(torch.autograd.Function):
         dx_PD = layer.dgrad_gemm(g_rows, [w_EHD])
         wire = _wire(recipe, recipe.dispatch_bwd)
         beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire,
-                                      kernels.wgrad_seconds(g_wgrad, x_PD, layer.wgrad_quantized))
+                                      *kernels.wgrad_cost(g_wgrad, x_PD, len(w_EHD), layer.wgrad_quantized))
         back = transport.start_combine(plan, dx_PD, wire, BF16, sms=beside)
         dw_EHD = layer.wgrad_gemm(g_wgrad, x_PD, w_EHD.dtype, columns, beside)
         dx_TD, _ = back.result()
