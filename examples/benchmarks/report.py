@@ -49,16 +49,17 @@ def is_older(result: dict) -> bool:
 
 
 def largest(found: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
-    """Of each benchmark of IN_README, in that order, the file of most ranks."""
+    """The files of IN_README's benchmarks, in that order; of those named alike but for their ranks, that of most."""
 
     def ranks(path: Path) -> int:
         named = re.search(r"_(\d+)ranks", path.stem)
         return int(named[1]) if named else 1
 
-    by_benchmark: dict = {}
+    by_name: dict = {}
     for path, result in sorted(found, key=lambda file: ranks(file[0])):
-        by_benchmark[result["benchmark"]] = path, result
-    return [by_benchmark[benchmark] for benchmark in IN_README if benchmark in by_benchmark]
+        by_name[re.sub(r"_\d+ranks", "", path.stem)] = path, result
+    return sorted((file for file in by_name.values() if file[1]["benchmark"] in IN_README),
+                  key=lambda file: (IN_README.index(file[1]["benchmark"]), file[0].stem))
 
 
 def spread(result: dict) -> str:
