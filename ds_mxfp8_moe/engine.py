@@ -145,7 +145,8 @@ def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return report
     answers = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (fingerprint(config), report.layers))
+    # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know, and this is one.
+    torch.distributed.all_gather_object(answers, (fingerprint(config), report.layers))
     sections = [section for section, _ in answers]
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]

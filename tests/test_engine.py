@@ -24,6 +24,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layer import MXFP8MOELayer
+from ds_mxfp8_moe.transport.deadline import answers_of_all
 
 MXFP8 = {"enabled": True}
 REMAPS = hasattr(deepspeed_engine, "_remap_client_optimizer_after_module_replacement")
@@ -269,7 +270,23 @@ def test_client_optimizers_train_the_converted_experts_or_are_refused(ranks2, ho
         assert ours[0] == pytest.approx(plain[0], abs=1e-5)
 
 
-# ---------------------------------------------------------------- other engines of DeepSpeed
+# ---------------------------------------------------------------- other sections, other engines of DeepSpeed
+
+
+def logged():
+    config = ds_config(MXFP8, comms_logger={"enabled": True})
+    try:
+        engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+        answers_of_all(dist.get_world_group(), dist.get_rank(), "a question")
+        losses = train(engine, 1)
+    finally:
+        dist.configure(enabled=False)
+    return converted(engine), len(losses), "all_to_all_single" in dist.comms_logger.comms_dict
+
+
+def test_deepspeeds_comms_logger_leaves_the_process_alive(ranks2):
+    """It calls exit(0) at an operation that it does not know, such as all_gather_object."""
+    assert ranks2.run(logged) == [(2, 1, True)] * 2
 
 
 class Block(torch.nn.Module):
