@@ -31,6 +31,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .watch import HOOKS
+
 ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
@@ -238,9 +240,9 @@ def _check_alike(experts: Sequence[nn.Module], elsewhere: Mapping[nn.Parameter, 
             raise NotRecognised(f"expert {i} is a {type(expert).__name__}, expert 0 a {type(experts[0]).__name__}")
         for name, module in expert.named_modules():
             where = f"expert {i}" + (f", module {name}," if name else "")
-            for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
-                if getattr(module, f"_{kind}"):
-                    raise NotRecognised(f"{where} has a {kind[:-1].replace('_', ' ')}")
+            for kind in HOOKS:
+                if getattr(module, kind):
+                    raise NotRecognised(f"{where} has a {kind[1:-1].replace('_', ' ')}")
             if "forward" in vars(module):
                 raise NotRecognised(f"{where} has its forward method replaced on the instance")
         for name, _ in expert.named_buffers():

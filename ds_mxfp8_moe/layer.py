@@ -22,6 +22,7 @@ from .transport.choose import choose
 from .transport.collective import Collective
 from .transport.deadline import published
 from .transport.nvlink import NVLink
+from .watch import Watch
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class MXFP8MOELayer(MOELayer):
     """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
 
     mxfp8: LayerSettings
+    mxfp8_watch: Watch
 
     def forward(self, *input: torch.Tensor, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
@@ -86,8 +88,10 @@ class MXFP8MOELayer(MOELayer):
 
     @published
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises, on this rank and before any collective, for input that the experts cannot take."""
+        """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts that
+        are not what they were at conversion."""
         settings = self.mxfp8
+        self.mxfp8_watch.check(settings.name)
         settings.check_input(x, self.experts.deepspeed_experts[0].get_parameter(settings.formula.up).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "

@@ -3,7 +3,6 @@
 
 import copy
 
-import deepspeed
 import peft
 import pytest
 import torch
@@ -17,19 +16,7 @@ from ds_mxfp8_moe.layer import CheckedGate, MXFP8MOELayer
 
 HIDDEN = 64
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank():
-    """A group of one rank: layers can run without a launcher."""
-    with pytest.MonkeyPatch.context() as patch:
-        from ranks import free_port
-        for key, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1",
-                               MASTER_PORT=free_port()).items():
-            patch.setenv(key, str(value))
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        yield
-        torch.distributed.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def mlp():
