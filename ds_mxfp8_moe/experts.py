@@ -19,10 +19,12 @@ device shows the same operations with the same arguments at both. Where it does 
 import copy
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -31,7 +33,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .watch import HOOKS
+from .watch import HOOKS, TORCH_OWN
 
 ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -398,9 +400,8 @@ class _Trace(_Watch):
 
 def _same_state(one: nn.Module, other: nn.Module) -> bool:
     """Whether two experts of the same structure hold equal attributes: then they run the same code alike."""
-    torch_own = vars(nn.Module()).keys()
     for pair in zip(one.modules(), other.modules(), strict=True):
-        a, b = ({k: v for k, v in vars(m).items() if k not in torch_own} for m in pair)
+        a, b = ({k: v for k, v in vars(m).items() if k not in TORCH_OWN} for m in pair)
         try:
             if a.keys() != b.keys() or any(type(a[k]) is not type(b[k]) or not bool(a[k] == b[k]) for k in a):
                 return False
@@ -452,12 +453,45 @@ def _differentiate(fn: Callable, params: Mapping[str, nn.Parameter], x: torch.Te
     return _Outcome(y.detach(), {"its input": x.grad, **{name: p.grad for name, p in params.items()}})
 
 
+def _state(module: nn.Module) -> dict[str, list]:
+    """What each attribute of a module holds; of torch's own ones which object it is."""
+    return {key: [value] if key in TORCH_OWN else list(_inside(value, set())) for key, value in vars(module).items()}
+
+
+def _inside(value: Any, seen: set[int]) -> Iterator:
+    """An object and all objects in it; of tensors and arrays the bytes."""
+    yield value
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value._version  # all that there is of it on the meta device
+        if not value.is_meta:
+            yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, numpy.ndarray):
+        yield value.tobytes()
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _inside(item, seen)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for item in value:
+            yield from _inside(item, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, FunctionType, ModuleType)):
+        yield from _inside(vars(value), seen)
+
+
+def _unchanged(old: list, new: list) -> bool:
+    return len(old) == len(new) and all(a is b or type(a) is type(b) in (bytes, int) and a == b
+                                        for a, b in zip(old, new, strict=True))
+
+
 def _run(clone: nn.Module, params: Mapping[str, nn.Parameter], x: torch.Tensor, upstream: torch.Tensor | None = None,
          training: bool = False, watch: _Watch | None = None) -> _Outcome:
     """Runs a cloned expert, watched. Whatever it raises becomes NotRecognised."""
     clone.train(training)
     watch = watch or _Watch()
-    before = [(m, dict(vars(m))) for m in clone.modules()]
+    before = [(module, _state(module)) for module in clone.modules()]
     try:
         with watch:
             outcome = _differentiate(clone, params, x, upstream)
@@ -468,9 +502,9 @@ def _run(clone: nn.Module, params: Mapping[str, nn.Parameter], x: torch.Tensor, 
     if watch.refusal is not None:  # raised in there, and caught by the expert
         raise watch.refusal
     for module, old in before:
-        new = vars(module)
+        new = _state(module)
         for key in old.keys() | new.keys():
-            if key not in old or key not in new or old[key] is not new[key]:
+            if not _unchanged(old.get(key, []), new.get(key, [])):
                 raise NotRecognised(f"the expert's forward changes the attribute {key} of its "
                                     f"{type(module).__name__}: it keeps state")
     return outcome

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TORCH_OWN = vars(nn.Module()).keys()
+TORCH_OWN = vars(nn.Module()).keys()  # attributes that every module has
 
 
 def foreign_hooks(module: nn.Module) -> list[str]:
@@ -37,7 +37,7 @@ def _contents(module: nn.Module) -> Iterator[_Held]:
     yield from (_Held(module, "_parameters", key, None) for key, p in module._parameters.items() if p is None)
     if type(module) is not nn.Linear:
         yield from (_Held(module, "__dict__", key, value) for key, value in vars(module).items()
-                    if key not in _TORCH_OWN)
+                    if key not in TORCH_OWN)
 
 
 class Watch:

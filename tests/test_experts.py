@@ -4,6 +4,7 @@
 import copy
 import random
 import time
+from collections import deque
 
 import numpy
 import pytest
@@ -504,6 +505,53 @@ class Unwilling:
 ])
 def test_computations_refused(reason, compute):
     assert reason in refused(Mlp(compute))
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def up(self):
+        self.count += 1
+
+
+def keeps_track(memory, note):
+    """An expert that notes something in `memory` at each call, and computes a recognised formula."""
+
+    def compute(m, x):
+        note(m.memory, x)
+        return m.down(F.relu(m.up(x)))
+
+    expert = Mlp(compute)
+    expert.memory = memory
+    return expert
+
+
+@pytest.mark.parametrize("memory, note", [
+    ([], lambda memory, x: memory.append(len(x))),
+    ({"calls": 300}, lambda memory, x: memory.update(calls=memory["calls"] + 1)),
+    ({"of": {"calls": [0]}}, lambda memory, x: memory["of"]["calls"].append(1)),
+    (set(), lambda memory, x: memory.add(len(x))),
+    (deque([1, 2], maxlen=2), lambda memory, x: memory.append(3)),
+    (torch.zeros(()), lambda memory, x: memory.mul_(0.9).add_(x.detach().mean())),
+    (torch.zeros(H), lambda memory, x: memory.data.add_(1)),
+    ([torch.zeros(2, dtype=torch.bfloat16)], lambda memory, x: memory[0].data.add_(1)),
+    (numpy.zeros(2), lambda memory, x: memory.__iadd__(1)),
+    (Counter(), lambda memory, x: memory.up()),
+], ids=["list", "dict", "nested", "set", "deque", "running mean", "tensor's data", "tensors", "array", "object"])
+@pytest.mark.parametrize("ffn", [FFN, 4096])
+def test_experts_that_keep_state(memory, note, ffn):
+    small = keeps_track(copy.deepcopy(memory), note)
+    small.up, small.down = nn.Linear(H, ffn), nn.Linear(ffn, H)
+    assert "changes the attribute memory of its Mlp: it keeps state" in refused(small)
+
+
+@pytest.mark.parametrize("memory", [[1, torch.full((2, ), torch.nan)], {"a": {2.5}}, torch.ones(3, dtype=torch.bool),
+                                    numpy.ones(2), Counter(), range(10**12), torch.zeros(0)], ids=type)
+def test_attributes_that_forward_leaves_alone(memory):
+    if isinstance(memory, list):
+        memory.append(memory)  # in a circle
+    assert recognise(nn.ModuleList([keeps_track(memory, lambda memory, x: None)]), H)
 
 
 @pytest.mark.parametrize("compute", [lambda m, x: m.down(F.relu(m.up(x))).float(),
