@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -131,10 +132,13 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
     return project("down", hidden)
 
 
-def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula) -> dict[str, list[nn.Parameter] | None]:
-    """The experts' live Parameters: for each of ROLES one per expert, in the experts' order, or None without it."""
+def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula) -> dict[str, list[torch.Tensor] | None]:
+    """The experts' weights of this moment: for each of ROLES one per expert, in the experts' order, or None without it.
+
+    Parameters, or what torch.func.functional_call has put into their places.
+    """
     names = formula.names()
-    return {role: [e.get_parameter(names[role]) for e in experts] if role in names else None for role in ROLES}
+    return {role: list(map(attrgetter(names[role]), experts)) if role in names else None for role in ROLES}
 
 
 # ---- registration -------------------------------------------------------------------------------------------------

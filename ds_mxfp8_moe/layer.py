@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import deepspeed.comm as dist
@@ -92,7 +93,7 @@ class MXFP8MOELayer(MOELayer):
         are not what they were at conversion."""
         settings = self.mxfp8
         self.mxfp8_watch.check(settings.name)
-        settings.check_input(x, self.experts.deepspeed_experts[0].get_parameter(settings.formula.up).dtype)
+        settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
                                "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")

@@ -232,3 +232,19 @@ def test_two_models_with_different_sections():
     convert(second, {"recipe": "mxfp8"})
     assert not first.blocks[0].moe.deepspeed_moe.mxfp8.recipe.quantize_gemm
     assert second.blocks[0].moe.deepspeed_moe.mxfp8.recipe.wgrad == "mxfp8"
+
+
+def test_functional_call_computes_with_the_given_parameters():
+    model = Model()
+    convert(model, {"recipe": "bf16"})
+    given = {name: (p.detach() + 0.01).requires_grad_() for name, p in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(given)
+    x, results = torch.randn(2, 8, HIDDEN), []
+    for call in (twin, lambda x: torch.func.functional_call(model, given, (x, ))):
+        torch.manual_seed(0)
+        results.append(call(x))
+        results[-1].square().sum().backward()
+    assert torch.equal(*results)
+    assert all(torch.equal(p.grad, given[name].grad) for name, p in twin.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
