@@ -133,7 +133,7 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
 
 
 def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula) -> dict[str, list[torch.Tensor] | None]:
-    """The experts' weights of this moment: for each of ROLES one per expert, in the experts' order, or None without it.
+    """The experts' weights of this moment: for each of ROLES one per expert, in the experts' order, or None if absent.
 
     Parameters, or what torch.func.functional_call has put into their places.
     """

@@ -178,15 +178,18 @@ def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
 class CheckedGate(TopKGate):
     """The gate of a layer that stays on DeepSpeed's path: where that would hang or stop one rank, all ranks raise."""
 
-    def forward(self, input: torch.Tensor, *args, **kwargs):
-        if self.ep_group is None or dist.get_world_size(group=self.ep_group) == 1:
-            return super().forward(input, *args, **kwargs)
+    def forward(self, input: torch.Tensor, used_token: torch.Tensor | None = None, sparse_routes: bool = False,
+                use_tutel: bool = False) -> tuple:
+        # Layers ask for sparse routes. Who asks for dense ones looks at the gate alone, perhaps on one rank.
+        alone = self.ep_group is None or dist.get_world_size(group=self.ep_group) == 1
+        if alone or not sparse_routes:
+            return super().forward(input, used_token, sparse_routes, use_tutel)
         tokens = self._on_every_rank(input.shape[0], input.device)
         given = f"an unconverted MoE layer got {tokens} tokens on the ranks of its expert-parallel group"
         if self.k == 1 and min(tokens) < self.min_capacity:
             raise ValueError(f"{given}; DeepSpeed's top-1 gate needs at least min_capacity = {self.min_capacity} on "
                              "every rank")
-        output = super().forward(input, *args, **kwargs)
+        output = super().forward(input, used_token, sparse_routes, use_tutel)
         capacities = self._on_every_rank(int(output[1]), input.device)
         if len(set(capacities)) > 1:
             raise ValueError(f"{given}, which makes expert capacities of {capacities}; DeepSpeed's all-to-all needs "
