@@ -176,6 +176,13 @@ def _describe(formula: ExpertFormula, settings: LayerSettings, num_local_experts
     return f"recipe {name}{few}, blocks of {recipe.block_size}, {formula}"
 
 
+def restore(model_or_engine: torch.nn.Module) -> None:
+    """Puts every MoE layer back on DeepSpeed's own path, without a word."""
+    for module in getattr(model_or_engine, "module", model_or_engine).modules():
+        if isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
+            _restore(module)
+
+
 def _restore(module: torch.nn.Module) -> None:
     """Undoes an earlier conversion of this layer. Our MoE around DeepSpeed's inner layer is DeepSpeed's MoE."""
     swaps = {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8GroupedExperts: GroupedExperts, MXFP8MOELayer: MOELayer,

@@ -16,6 +16,7 @@ from autoep_models import autoep_layers, batch, ds_config, model
 from deepspeed import initialize as imported_before
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -215,6 +216,23 @@ def test_engines_with_different_sections_live_side_by_side(ranks2):
         assert together == alone
         assert counts == [2, 2, 0]
         assert together[0] not in together[1:]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("section, inner", [({"enabled": False}, MOELayer), ({"recipe": "bf16"}, MOELayer),
+                                            (None, MXFP8MOELayer), ({"enabled": True}, MXFP8MOELayer)])
+def test_a_section_that_is_off_takes_an_earlier_conversion_back(section, inner, patched):
+    net = torch.nn.Sequential(Block())
+    assert ds_mxfp8_moe.convert(net).converted == 1
+    config = ds_config(section, expert_parallel={"enabled": False})
+    if patched:
+        with enabled():
+            engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    else:
+        engine = ds_mxfp8_moe.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    assert type(engine.module[0].moe.deepspeed_moe) is inner
+    engine(torch.randn(2, 4, 32))
 
 
 # ---------------------------------------------------------------- optimizers of the client's own
