@@ -17,7 +17,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .config import Recipe
 from .expert_ffn import ExpertFFN, fewest_tokens
-from .experts import ExpertFormula, expert_weights
+from .experts import DTYPES, ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
@@ -54,6 +54,10 @@ class LayerSettings:
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
+        if experts_dtype not in DTYPES:
+            raise TypeError(f"{self.name}: the experts are {experts_dtype} since the layer was converted; expected "
+                            "bfloat16, float16 or float32. Cast the model before ds_mxfp8_moe.initialize or convert, "
+                            "which then leave the layer on DeepSpeed's path")
         if x.dtype != experts_dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
                             "them, or enable autocast")

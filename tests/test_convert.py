@@ -179,6 +179,18 @@ def test_sizes_and_dtypes_fall_back():
     assert type(model.blocks[0].moe) is PlainMoE
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_experts_made_float64_after_conversion_raise_and_converting_anew_leaves_them_plain(recipe):
+    model = Model()
+    convert(model, {"recipe": recipe})
+    model.double()
+    x = torch.randn(2, 8, HIDDEN, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"^blocks\.0\.moe: the experts are torch\.float64 since .* expected bfloat16"):
+        model(x)
+    assert "torch.float64" in reason(model, recipe=recipe)
+    assert model(x).dtype == torch.float64
+
+
 def test_tutel_falls_back():
     model = Model(Block())
     model.blocks[0].moe.deepspeed_moe.use_tutel = True  # what the argument sets where Tutel is installed
