@@ -21,8 +21,9 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import ConfigError, MXFP8MoEConfig, current_device, parse, resolve
-from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate, recognise
+from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate
 from .layer import CheckedGate, LayerSettings, MoE, MXFP8MOELayer
+from .recognise import recognise
 from .watch import Watch, foreign_hooks
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}

@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from ds_mxfp8_moe import experts as experts_file
-from ds_mxfp8_moe.experts import ROLES, NotRecognised, evaluate, expert_weights, recognise, register_expert
+from ds_mxfp8_moe import proof
+from ds_mxfp8_moe import recognise as recognise_file
+from ds_mxfp8_moe.experts import ROLES, NotRecognised, evaluate, expert_weights
+from ds_mxfp8_moe.recognise import recognise, register_expert
 
 H, FFN = 64, 96
 
@@ -243,8 +245,8 @@ class GradientWhenBig(Gated):
 def test_big_experts(cls, small, ffn, monkeypatch):
     """Proven at small sizes where the program is the same there, else at their own; never by their own weights."""
     seen = []
-    compare = experts_file._compare
-    monkeypatch.setattr(experts_file, "_compare", lambda c, f, p, b: (seen.append(b.x.shape[-1]), compare(c, f, p, b)))
+    compare = proof._compare
+    monkeypatch.setattr(proof, "_compare", lambda c, f, p, b: (seen.append(b.x.shape[-1]), compare(c, f, p, b)))
     with torch.device("meta"):
         experts = local_experts(cls(512, ffn).bfloat16())
     formula = recognise(experts, 512)
@@ -592,7 +594,7 @@ def test_expert_that_communicates(monkeypatch):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(experts_file, "_registered", {})
+    monkeypatch.setattr(recognise_file, "_registered", {})
 
 
 class Raw(nn.Module):
@@ -654,7 +656,7 @@ def test_registration_that_makes_no_sense(registry, error, changes):
     keys = dict(cls=Raw) | RAW | changes
     with pytest.raises(error, match="register_expert: "):
         register_expert(keys.pop("cls"), **keys)
-    assert not experts_file._registered
+    assert not recognise_file._registered
 
 
 # ---- no trace -----------------------------------------------------------------------------------------------------
