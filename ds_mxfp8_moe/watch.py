@@ -6,7 +6,8 @@ activation or another `forward` given to them later would have no effect. The la
 """
 
 from collections.abc import Iterator
-from operator import getitem
+from itertools import repeat
+from operator import contains, getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,8 @@ class Watch:
         hooks, instances, stores, keys, values = self._lookups
         try:
             # Three passes in C; equality is settled by identity.
-            if not any(hooks) and not any(map(dict.__contains__, instances, ["forward"] * len(instances))) \
-                    and list(map(getitem, stores, keys)) == values:
+            replaced = any(map(contains, instances, repeat("forward")))
+            if not any(hooks) and not replaced and list(map(getitem, stores, keys)) == values:
                 return
         except Exception:  # an attribute is gone, or does not compare: below it is found and named
             pass
