@@ -4,9 +4,9 @@
 from .config import ConfigError, MXFP8MoEConfig
 from .convert import ConversionReport, convert
 from .engine import enable, initialize
-from .experts import register_expert
 from .layer import MoE
 from .pretrained import save_pretrained
+from .recognise import register_expert
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "convert", "enable", "initialize",
            "register_expert", "save_pretrained"]

@@ -21,8 +21,10 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import ConfigError, MXFP8MoEConfig, current_device, parse, resolve
-from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate, recognise
+from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate
 from .layer import CheckedGate, LayerSettings, MoE, MXFP8MOELayer
+from .recognise import recognise
+from .watch import Watch, foreign_hooks
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
 
@@ -124,6 +126,7 @@ def convert_silently(model_or_engine: torch.nn.Module, settings: MXFP8MoEConfig)
             module.__class__ = MoE
             module.deepspeed_moe.__class__ = MXFP8MOELayer
             module.deepspeed_moe.mxfp8 = layer_settings
+            module.deepspeed_moe.mxfp8_watch = Watch(module.deepspeed_moe.experts)
         else:
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = MXFP8GroupedExperts
@@ -174,6 +177,13 @@ def _describe(formula: ExpertFormula, settings: LayerSettings, num_local_experts
     return f"recipe {name}{few}, blocks of {recipe.block_size}, {formula}"
 
 
+def restore(model_or_engine: torch.nn.Module) -> None:
+    """Puts every MoE layer back on DeepSpeed's own path, without a word."""
+    for module in getattr(model_or_engine, "module", model_or_engine).modules():
+        if isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
+            _restore(module)
+
+
 def _restore(module: torch.nn.Module) -> None:
     """Undoes an earlier conversion of this layer. Our MoE around DeepSpeed's inner layer is DeepSpeed's MoE."""
     swaps = {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8GroupedExperts: GroupedExperts, MXFP8MOELayer: MOELayer,
@@ -182,7 +192,8 @@ def _restore(module: torch.nn.Module) -> None:
     for part in (module, inner, getattr(inner, "gate", None), getattr(module, "experts", None)):
         if type(part) in swaps:
             part.__class__ = swaps[type(part)]
-            vars(part).pop("mxfp8", None)
+            for ours in ("mxfp8", "mxfp8_watch"):
+                vars(part).pop(ours, None)
 
 
 def _shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
@@ -197,12 +208,9 @@ def _shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 def _hooks_of(modules: Iterable[torch.nn.Module]) -> str | None:
     for module in modules:
-        hooks = [hook for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-                 for hook in getattr(module, f"_{kind}").values()]
         # ZeRO-3 hooks every module. Its hooks do run: only AutoEP layers meet it, and their experts are called.
-        count = sum(not getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks)
-        if count:
-            return f"{type(module).__name__} has hooks ({count}) that this path would not call as they are meant"
+        if hooks := foreign_hooks(module):
+            return f"{type(module).__name__} has hooks ({len(hooks)}) that this path would not call as they are meant"
         if "forward" in vars(module):
             return f"the forward method of {type(module).__name__} is replaced on the instance"
     return None

@@ -15,14 +15,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, convert_silently, reported, say, settle_transports
+from .convert import ConversionReport, convert_silently, reported, restore, say, settle_transports
 from .transport.peer_memory import PeerMemory
 
 
 def initialize(*args, **kwargs) -> tuple:
     """`deepspeed.initialize`, with its arguments and results; reads the section "mxfp8_moe" of the config.
 
-    Where the section is enabled, the model's MoE layers take the MXFP8 path; else the engine is plain DeepSpeed's.
+    Where the section is enabled, the model's MoE layers take the MXFP8 path; else the engine is plain DeepSpeed's. A
+    section that is not enabled takes an earlier `convert` back; without the section, what `convert` did stays.
 
     Raises:
         ConfigError: the section is wrong (before any collective), or differs between ranks; or the optimizer given
@@ -118,6 +119,8 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`: done already
         return
     engine._mxfp8_moe_config = config
+    if config.model_fields_set and not config.enabled:  # without the section, what `convert` did stays
+        restore(engine)
     report = _agree(config, convert_silently(engine, config) if config.enabled else ConversionReport(()))
     if config.enabled:
         say(report)
@@ -145,7 +148,8 @@ def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return report
     answers = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (fingerprint(config), report.layers))
+    # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know, and this is one.
+    torch.distributed.all_gather_object(answers, (fingerprint(config), report.layers))
     sections = [section for section, _ in answers]
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]

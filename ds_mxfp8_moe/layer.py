@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import deepspeed.comm as dist
@@ -16,12 +17,13 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .config import Recipe
 from .expert_ffn import ExpertFFN, fewest_tokens
-from .experts import ExpertFormula, expert_weights
+from .experts import DTYPES, ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
 from .transport.deadline import published
 from .transport.nvlink import NVLink
+from .watch import Watch
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class LayerSettings:
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
+        if experts_dtype not in DTYPES:
+            raise TypeError(f"{self.name}: the experts are {experts_dtype} since the layer was converted; expected "
+                            "bfloat16, float16 or float32. Cast the model before ds_mxfp8_moe.initialize or convert, "
+                            "which then leave the layer on DeepSpeed's path")
         if x.dtype != experts_dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
                             "them, or enable autocast")
@@ -70,6 +76,7 @@ class MXFP8MOELayer(MOELayer):
     """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
 
     mxfp8: LayerSettings
+    mxfp8_watch: Watch
 
     def forward(self, *input: torch.Tensor, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
@@ -86,9 +93,11 @@ class MXFP8MOELayer(MOELayer):
 
     @published
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises, on this rank and before any collective, for input that the experts cannot take."""
+        """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts that
+        are not what they were at conversion."""
         settings = self.mxfp8
-        settings.check_input(x, self.experts.deepspeed_experts[0].get_parameter(settings.formula.up).dtype)
+        self.mxfp8_watch.check(settings.name)
+        settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
                                "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")
@@ -173,15 +182,18 @@ def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
 class CheckedGate(TopKGate):
     """The gate of a layer that stays on DeepSpeed's path: where that would hang or stop one rank, all ranks raise."""
 
-    def forward(self, input: torch.Tensor, *args, **kwargs):
-        if self.ep_group is None or dist.get_world_size(group=self.ep_group) == 1:
-            return super().forward(input, *args, **kwargs)
+    def forward(self, input: torch.Tensor, used_token: torch.Tensor | None = None, sparse_routes: bool = False,
+                use_tutel: bool = False) -> tuple:
+        # Layers ask for sparse routes. Who asks for dense ones looks at the gate alone, perhaps on one rank.
+        alone = self.ep_group is None or dist.get_world_size(group=self.ep_group) == 1
+        if alone or not sparse_routes:
+            return super().forward(input, used_token, sparse_routes, use_tutel)
         tokens = self._on_every_rank(input.shape[0], input.device)
         given = f"an unconverted MoE layer got {tokens} tokens on the ranks of its expert-parallel group"
         if self.k == 1 and min(tokens) < self.min_capacity:
             raise ValueError(f"{given}; DeepSpeed's top-1 gate needs at least min_capacity = {self.min_capacity} on "
                              "every rank")
-        output = super().forward(input, *args, **kwargs)
+        output = super().forward(input, used_token, sparse_routes, use_tutel)
         capacities = self._on_every_rank(int(output[1]), input.device)
         if len(set(capacities)) > 1:
             raise ValueError(f"{given}, which makes expert capacities of {capacities}; DeepSpeed's all-to-all needs "

@@ -75,7 +75,8 @@ def _skeleton(model):
     """The model as transformers makes it from its config, on the meta device."""
     with torch.device("meta"):
         skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype)
-    skeleton.generation_config = copy.deepcopy(model.generation_config)
+    if hasattr(model, "generation_config"):  # classifiers have none
+        skeleton.generation_config = copy.deepcopy(model.generation_config)
     if hasattr(model, "_weight_conversions"):  # how from_pretrained renamed what it read
         skeleton._weight_conversions = model._weight_conversions
     return skeleton

@@ -5,8 +5,10 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed  # noqa: E402
 import pytest  # noqa: E402
-from ranks import RankPool  # noqa: E402
+import torch  # noqa: E402
+from ranks import RankPool, free_port  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -18,6 +20,19 @@ def _pool(world_size):
     pool = RankPool(world_size)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A group of this process alone: layers can run without a launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1",
+                               MASTER_PORT=free_port()).items():
+            patch.setenv(key, str(value))
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        yield
+        torch.distributed.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 
 import copy
 
-import deepspeed
 import peft
 import pytest
 import torch
@@ -17,19 +16,7 @@ from ds_mxfp8_moe.layer import CheckedGate, MXFP8MOELayer
 
 HIDDEN = 64
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank():
-    """A group of one rank: layers can run without a launcher."""
-    with pytest.MonkeyPatch.context() as patch:
-        from ranks import free_port
-        for key, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1",
-                               MASTER_PORT=free_port()).items():
-            patch.setenv(key, str(value))
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        yield
-        torch.distributed.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def mlp():
@@ -192,6 +179,18 @@ def test_sizes_and_dtypes_fall_back():
     assert type(model.blocks[0].moe) is PlainMoE
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_experts_made_float64_after_conversion_raise_and_converting_anew_leaves_them_plain(recipe):
+    model = Model()
+    convert(model, {"recipe": recipe})
+    model.double()
+    x = torch.randn(2, 8, HIDDEN, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"^blocks\.0\.moe: the experts are torch\.float64 since .* expected bfloat16"):
+        model(x)
+    assert "torch.float64" in reason(model, recipe=recipe)
+    assert model(x).dtype == torch.float64
+
+
 def test_tutel_falls_back():
     model = Model(Block())
     model.blocks[0].moe.deepspeed_moe.use_tutel = True  # what the argument sets where Tutel is installed
@@ -245,3 +244,19 @@ def test_two_models_with_different_sections():
     convert(second, {"recipe": "mxfp8"})
     assert not first.blocks[0].moe.deepspeed_moe.mxfp8.recipe.quantize_gemm
     assert second.blocks[0].moe.deepspeed_moe.mxfp8.recipe.wgrad == "mxfp8"
+
+
+def test_functional_call_computes_with_the_given_parameters():
+    model = Model()
+    convert(model, {"recipe": "bf16"})
+    given = {name: (p.detach() + 0.01).requires_grad_() for name, p in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(given)
+    x, results = torch.randn(2, 8, HIDDEN), []
+    for call in (twin, lambda x: torch.func.functional_call(model, given, (x, ))):
+        torch.manual_seed(0)
+        results.append(call(x))
+        results[-1].square().sum().backward()
+    assert torch.equal(*results)
+    assert all(torch.equal(p.grad, given[name].grad) for name, p in twin.named_parameters())
+    assert all(p.grad is None for p in model.parameters())

@@ -16,6 +16,7 @@ from autoep_models import autoep_layers, batch, ds_config, model
 from deepspeed import initialize as imported_before
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -24,6 +25,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layer import MXFP8MOELayer
+from ds_mxfp8_moe.transport.deadline import answers_of_all
 
 MXFP8 = {"enabled": True}
 REMAPS = hasattr(deepspeed_engine, "_remap_client_optimizer_after_module_replacement")
@@ -216,6 +218,23 @@ def test_engines_with_different_sections_live_side_by_side(ranks2):
         assert together[0] not in together[1:]
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("section, inner", [({"enabled": False}, MOELayer), ({"recipe": "bf16"}, MOELayer),
+                                            (None, MXFP8MOELayer), ({"enabled": True}, MXFP8MOELayer)])
+def test_a_section_that_is_off_takes_an_earlier_conversion_back(section, inner, patched):
+    net = torch.nn.Sequential(Block())
+    assert ds_mxfp8_moe.convert(net).converted == 1
+    config = ds_config(section, expert_parallel={"enabled": False})
+    if patched:
+        with enabled():
+            engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    else:
+        engine = ds_mxfp8_moe.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+    assert type(engine.module[0].moe.deepspeed_moe) is inner
+    engine(torch.randn(2, 4, 32))
+
+
 # ---------------------------------------------------------------- optimizers of the client's own
 
 
@@ -269,7 +288,23 @@ def test_client_optimizers_train_the_converted_experts_or_are_refused(ranks2, ho
         assert ours[0] == pytest.approx(plain[0], abs=1e-5)
 
 
-# ---------------------------------------------------------------- other engines of DeepSpeed
+# ---------------------------------------------------------------- other sections, other engines of DeepSpeed
+
+
+def logged():
+    config = ds_config(MXFP8, comms_logger={"enabled": True})
+    try:
+        engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+        answers_of_all(dist.get_world_group(), dist.get_rank(), "a question")
+        losses = train(engine, 1)
+    finally:
+        dist.configure(enabled=False)
+    return converted(engine), len(losses), "all_to_all_single" in dist.comms_logger.comms_dict
+
+
+def test_deepspeeds_comms_logger_leaves_the_process_alive(ranks2):
+    """It calls exit(0) at an operation that it does not know, such as all_gather_object."""
+    assert ranks2.run(logged) == [(2, 1, True)] * 2
 
 
 class Block(torch.nn.Module):

@@ -4,6 +4,7 @@
 import copy
 import random
 import time
+from collections import deque
 
 import numpy
 import pytest
@@ -14,8 +15,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from ds_mxfp8_moe import experts as experts_file
-from ds_mxfp8_moe.experts import ROLES, NotRecognised, evaluate, expert_weights, recognise, register_expert
+from ds_mxfp8_moe import proof
+from ds_mxfp8_moe import recognise as recognise_file
+from ds_mxfp8_moe.experts import ROLES, NotRecognised, evaluate, expert_weights
+from ds_mxfp8_moe.recognise import recognise, register_expert
 
 H, FFN = 64, 96
 
@@ -242,8 +245,8 @@ class GradientWhenBig(Gated):
 def test_big_experts(cls, small, ffn, monkeypatch):
     """Proven at small sizes where the program is the same there, else at their own; never by their own weights."""
     seen = []
-    compare = experts_file._compare
-    monkeypatch.setattr(experts_file, "_compare", lambda c, f, p, b: (seen.append(b.x.shape[-1]), compare(c, f, p, b)))
+    compare = proof._compare
+    monkeypatch.setattr(proof, "_compare", lambda c, f, p, b: (seen.append(b.x.shape[-1]), compare(c, f, p, b)))
     with torch.device("meta"):
         experts = local_experts(cls(512, ffn).bfloat16())
     formula = recognise(experts, 512)
@@ -506,6 +509,53 @@ def test_computations_refused(reason, compute):
     assert reason in refused(Mlp(compute))
 
 
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def up(self):
+        self.count += 1
+
+
+def keeps_track(memory, note):
+    """An expert that notes something in `memory` at each call, and computes a recognised formula."""
+
+    def compute(m, x):
+        note(m.memory, x)
+        return m.down(F.relu(m.up(x)))
+
+    expert = Mlp(compute)
+    expert.memory = memory
+    return expert
+
+
+@pytest.mark.parametrize("memory, note", [
+    ([], lambda memory, x: memory.append(len(x))),
+    ({"calls": 300}, lambda memory, x: memory.update(calls=memory["calls"] + 1)),
+    ({"of": {"calls": [0]}}, lambda memory, x: memory["of"]["calls"].append(1)),
+    (set(), lambda memory, x: memory.add(len(x))),
+    (deque([1, 2], maxlen=2), lambda memory, x: memory.append(3)),
+    (torch.zeros(()), lambda memory, x: memory.mul_(0.9).add_(x.detach().mean())),
+    (torch.zeros(H), lambda memory, x: memory.data.add_(1)),
+    ([torch.zeros(2, dtype=torch.bfloat16)], lambda memory, x: memory[0].data.add_(1)),
+    (numpy.zeros(2), lambda memory, x: memory.__iadd__(1)),
+    (Counter(), lambda memory, x: memory.up()),
+], ids=["list", "dict", "nested", "set", "deque", "running mean", "tensor's data", "tensors", "array", "object"])
+@pytest.mark.parametrize("ffn", [FFN, 4096])
+def test_experts_that_keep_state(memory, note, ffn):
+    small = keeps_track(copy.deepcopy(memory), note)
+    small.up, small.down = nn.Linear(H, ffn), nn.Linear(ffn, H)
+    assert "changes the attribute memory of its Mlp: it keeps state" in refused(small)
+
+
+@pytest.mark.parametrize("memory", [[1, torch.full((2, ), torch.nan)], {"a": {2.5}}, torch.ones(3, dtype=torch.bool),
+                                    numpy.ones(2), Counter(), range(10**12), torch.zeros(0)], ids=type)
+def test_attributes_that_forward_leaves_alone(memory):
+    if isinstance(memory, list):
+        memory.append(memory)  # in a circle
+    assert recognise(nn.ModuleList([keeps_track(memory, lambda memory, x: None)]), H)
+
+
 @pytest.mark.parametrize("compute", [lambda m, x: m.down(F.relu(m.up(x))).float(),
                                      lambda m, x: m.down(F.relu(m.up(x)) * (2 if x.dtype == torch.bfloat16 else 1))])
 def test_other_result_in_bfloat16(compute):
@@ -544,7 +594,7 @@ def test_expert_that_communicates(monkeypatch):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(experts_file, "_registered", {})
+    monkeypatch.setattr(recognise_file, "_registered", {})
 
 
 class Raw(nn.Module):
@@ -606,7 +656,7 @@ def test_registration_that_makes_no_sense(registry, error, changes):
     keys = dict(cls=Raw) | RAW | changes
     with pytest.raises(error, match="register_expert: "):
         register_expert(keys.pop("cls"), **keys)
-    assert not experts_file._registered
+    assert not recognise_file._registered
 
 
 # ---- no trace -----------------------------------------------------------------------------------------------------

@@ -251,6 +251,27 @@ def test_unconverted_layers_are_plain_deepspeed_to_the_bit(ranks2):
     ranks2.run(fallback_is_plain)
 
 
+def asked_for_dense_routes(k):
+    plain = make(expert=Unknown, k=k)
+    group = plain.moe.deepspeed_moe.ep_group
+    ours = copy.deepcopy(plain, {id(group): group})
+    ds_mxfp8_moe.convert(ours)
+    x = torch.randn(30 + dist.get_rank(), HIDDEN)
+    if dist.get_rank() == 0:  # alone
+        answers = []
+        for model in (plain, ours):
+            torch.manual_seed(0)
+            answers.append(model.moe.deepspeed_moe.gate(x))
+        assert len(answers[0]) == 4 and answers[0][1].shape[:2] == (30, EXPERTS)
+        assert all(map(torch.equal, *answers))
+    return type(ours.moe.deepspeed_moe.gate).__name__
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_gate_of_an_unconverted_layer_answers_for_dense_routes_too(ranks2, k):
+    assert ranks2.run(asked_for_dense_routes, k) == ["CheckedGate"] * 2
+
+
 # ---- odd use
 
 

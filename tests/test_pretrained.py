@@ -7,7 +7,7 @@ import pytest
 import torch
 from autoep_models import FAMILIES, batch, ds_config, model, skip_unknown
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeForSequenceClassification
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
@@ -100,6 +100,30 @@ def test_tied_embeddings_are_written_once(ranks2, tmp_path, stage):
                         tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
+
+
+def classifier(directory):
+    config = FAMILIES["qwen2_moe"]()
+    config.num_labels = 3
+    torch.manual_seed(0)
+    net = Qwen2MoeForSequenceClassification(config).train()
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, 2))[0]
+    ids = batch(0)
+    engine.backward(engine(input_ids=ids, labels=torch.tensor([1, 2])).loss)
+    engine.step()
+    save_pretrained(engine, directory)
+    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    engine.eval()
+    with torch.no_grad():
+        return engine(input_ids=batch(HELD_OUT, rank=0)).logits
+
+
+def test_a_classifier_which_generates_nothing(ranks2, tmp_path):
+    logits, _ = ranks2.run(classifier, tmp_path)
+    net, info = Qwen2MoeForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.allclose(net.eval()(input_ids=batch(HELD_OUT, rank=0)).logits, logits, atol=1e-5)
 
 
 def no_room(directory):

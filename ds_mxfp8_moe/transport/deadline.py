@@ -79,7 +79,8 @@ def answers_of_all(group: Any, answer: Any, where: str) -> list:
     set_deadline(group, torch.device(get_accelerator().current_device_name()))
     answers = [None] * dist.get_world_size(group=group)
     try:
-        dist.all_gather_object(answers, answer, group=group)
+        # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know.
+        torch.distributed.all_gather_object(answers, answer, group=group)
     except RuntimeError as error:
         raise peer_failure(group, where) from error
     return answers

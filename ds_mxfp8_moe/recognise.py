@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which formula the experts of a layer compute: suggested by their structure, decided by the proof.
+
+Structure only suggests which parameter could play which role; proof.py runs the expert and decides. Experts of other
+structures are registered.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from .experts import ACTIVATIONS, DTYPES, ExpertFormula, NotRecognised
+from .proof import brief, isolated, prove, same_state
+from .watch import HOOKS
+
+# ---- registration -------------------------------------------------------------------------------------------------
+
+_registered: dict[type, ExpertFormula] = {}
+
+
+def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None = None, up: str,
+                    gate: str | None = None, down: str | None = None, gate_bias: str | None = None,
+                    up_bias: str | None = None, down_bias: str | None = None, packed: str = "none") -> None:
+    """Says what the experts of a class compute, where plain nn.Linear modules don't show it.
+
+    For weights held as plain nn.Parameters, or in subclasses of nn.Linear. Holds for exactly this class, no subclass,
+    and is proven by running, as everything else is. Registering a class again replaces what was said before.
+
+    Args:
+        cls: the expert's class.
+        kind, activation, packed: see ExpertFormula.
+        up, gate, down, gate_bias, up_bias, down_bias: dotted parameter names inside one expert; weights are
+            [out, in], as in nn.Linear. Every parameter of the expert must be named.
+
+    Raises:
+        TypeError: cls is no nn.Module class.
+        ValueError: kind, activation, packed and the named roles don't fit together.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"register_expert: expected a class derived from torch.nn.Module, got {cls!r}")
+    formula = ExpertFormula(kind, activation, 32, 32, up, gate, down, gate_bias, up_bias, down_bias, packed)
+    if packed not in ("none", "gate_up", "up_gate") or (packed != "none" and kind != "gated"):
+        raise ValueError(f"register_expert: packed={packed!r} with kind={kind!r}; expected 'none', or for kind "
+                         "'gated' one of 'gate_up', 'up_gate'")
+    weights = {"linear": {"up"}, "mlp": {"up", "down"},
+               "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
+    if kind not in weights:
+        raise ValueError(f"register_expert: kind={kind!r}; expected one of {', '.join(weights)}")
+    if activation not in ([None] if kind == "linear" else ACTIVATIONS):
+        expected = "None" if kind == "linear" else "one of " + ", ".join(ACTIVATIONS)
+        raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected {expected}")
+    given = {role for role in formula.names() if not role.endswith("_bias")}
+    biases = {role.removesuffix("_bias") for role in formula.names()} - given
+    if given != weights[kind] or biases:
+        raise ValueError(f"register_expert: kind {kind!r} with packed={packed!r} names the weights "
+                         f"{sorted(weights[kind])} and biases of these; got {sorted(formula.names())}")
+    _registered[cls] = formula
+
+
+# ---- recognition --------------------------------------------------------------------------------------------------
+
+
+def recognise(experts: Sequence[nn.Module], hidden_size: int,
+              elsewhere: Mapping[nn.Parameter, str] | None = None) -> ExpertFormula:
+    """Decides what the local experts of one layer compute, and proves it.
+
+    Takes tens of milliseconds, on the CPU, whatever the experts' device (meta included); leaves the modules, their
+    parameters and gradients, their training flags and all random states as they were.
+
+    Args:
+        experts: the layer's local experts, `Experts.deepspeed_experts`.
+        hidden_size: H, the width of the experts' input and output.
+        elsewhere: parameters that the model uses outside of these experts, with their names; experts that share one
+            of them are refused.
+
+    Raises:
+        NotRecognised: they compute something else, or what they compute cannot be shown.
+    """
+    try:
+        _check_alike(experts, elsewhere or {})
+        if hidden_size % 32:
+            raise NotRecognised(f"hidden size {hidden_size} is no multiple of 32")
+        candidates = _registered_candidates(experts[0], hidden_size) or _linear_candidates(experts[0], hidden_size)
+        if candidates[0].ffn_size % 32:
+            raise NotRecognised(f"FFN size {candidates[0].ffn_size} is no multiple of 32")
+        with isolated():
+            formula = prove(experts[0], candidates)
+            for i, expert in enumerate(experts):
+                if not same_state(experts[0], expert):
+                    try:
+                        prove(expert, [formula])
+                    except NotRecognised as reason:
+                        raise NotRecognised(f"expert {i} differs from expert 0: {reason}") from reason
+            return formula
+    except NotRecognised:
+        raise
+    except Exception as error:
+        raise NotRecognised(f"looking at the experts raised {brief(error)}") from error
+
+
+def _signature(expert: nn.Module) -> tuple:
+    modules = [(name, type(m)) for name, m in expert.named_modules(remove_duplicate=False)]
+    return modules, [(name, tuple(p.shape), p.dtype, p.device) for name, p in expert.named_parameters()]
+
+
+def _check_alike(experts: Sequence[nn.Module], elsewhere: Mapping[nn.Parameter, str]) -> None:
+    """Refuses experts that differ from each other, carry hooks, buffers or patches, or share parameters."""
+    if len(experts) == 0:
+        raise NotRecognised("the layer has no local experts")
+    owners = {p: f"{name}, outside of these experts" for p, name in elsewhere.items()}
+    for i, expert in enumerate(experts):
+        if type(expert) is not type(experts[0]):
+            raise NotRecognised(f"expert {i} is a {type(expert).__name__}, expert 0 a {type(experts[0]).__name__}")
+        for name, module in expert.named_modules():
+            where = f"expert {i}" + (f", module {name}," if name else "")
+            for kind in HOOKS:
+                if getattr(module, kind):
+                    raise NotRecognised(f"{where} has a {kind[1:-1].replace('_', ' ')}")
+            if "forward" in vars(module):
+                raise NotRecognised(f"{where} has its forward method replaced on the instance")
+        for name, _ in expert.named_buffers():
+            raise NotRecognised(f"expert {i} has a buffer, {name}")
+        for name, param in expert.named_parameters(remove_duplicate=False):
+            where = f"parameter {name} of expert {i}"
+            if param in owners:
+                raise NotRecognised(f"{where} is shared with {owners[param]}")
+            owners[param] = f"{name} of expert {i}"
+            if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
+                raise NotRecognised(f"{where} is a {type(param).__name__}, not a plain nn.Parameter")
+            if param.numel() == 0:
+                raise NotRecognised(f"{where} is empty here (partitioned by ZeRO-3?)")
+            if param.dtype not in DTYPES:
+                raise NotRecognised(f"{where} is {param.dtype}; expected bfloat16, float16 or float32")
+        dtypes = {p.dtype for p in expert.parameters()}
+        if len(dtypes) > 1:
+            raise NotRecognised(f"the parameters of expert {i} have different dtypes: "
+                                f"{', '.join(sorted(map(str, dtypes)))}")
+        if _signature(expert) != _signature(experts[0]):
+            raise NotRecognised(f"expert {i} differs from expert 0 in its modules, or in its parameters' names, "
+                                "shapes, dtypes or devices")
+
+
+def _registered_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
+    """The one formula registered for this class with its sizes filled in; [] without one."""
+    if type(expert) not in _registered:
+        return []
+    said = _registered[type(expert)]
+    shapes = {name: tuple(p.shape) for name, p in expert.named_parameters()}
+    names = said.names()
+    if set(names.values()) != set(shapes):
+        raise NotRecognised(f"{type(expert).__name__} is registered with parameters {sorted(names.values())}, "
+                            f"but has {sorted(shapes)}")
+    ffn_size = shapes[said.up][0] // (1 if said.packed == "none" else 2)
+    formula = replace(said, hidden_size=hidden_size, ffn_size=ffn_size)
+    for role, expected in formula.shapes().items():
+        if shapes[names[role]] != expected:
+            raise NotRecognised(f"{type(expert).__name__} is registered with {role}={names[role]} of shape "
+                                f"{expected}, but has {shapes[names[role]]}")
+    return [formula]
+
+
+def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
+    """Every formula that the shapes of the expert's nn.Linears allow; all of one FFN size."""
+    linears = {}
+    for name, module in expert.named_modules():
+        own = {key for key, p in module._parameters.items() if p is not None}
+        if own and type(module) is not nn.Linear:
+            raise NotRecognised(f"module {name or type(expert).__name__} is a {type(module).__name__} with "
+                                "parameters of its own; only plain nn.Linear may have some "
+                                "(register_expert() adds other classes)")
+        if type(module) is nn.Linear:
+            if not own <= {"weight", "bias"} or "weight" not in own:
+                raise NotRecognised(f"module {name} holds the parameters {sorted(own)} in place of weight and bias")
+            linears[name] = module
+    if not 1 <= len(linears) <= 3:
+        listed = f" ({', '.join(linears)})" if linears else ""
+        raise NotRecognised(f"{type(expert).__name__} has {len(linears)} nn.Linear modules{listed}; a recognised "
+                            "expert has 1, 2 or 3")
+
+    def formula(kind: str, ffn_size: int, packed: str = "none", **roles: str) -> ExpertFormula:
+        named = {}
+        for role, name in roles.items():
+            prefix = f"{name}." if name else ""
+            named[role] = f"{prefix}weight"
+            named[f"{role}_bias"] = f"{prefix}bias" if linears[name].bias is not None else None
+        return ExpertFormula(kind, None, hidden_size, ffn_size, packed=packed, **named)
+
+    layouts = []
+    shapes = {name: tuple(m.weight.shape) for name, m in linears.items()}
+    for order in itertools.permutations(linears):
+        out_sizes, in_sizes = zip(*(shapes[name] for name in order), strict=True)
+        ffn_size = in_sizes[-1]
+        ends_fit = in_sizes[0] == hidden_size and out_sizes[-1] == hidden_size
+        if len(order) == 1 and ends_fit:
+            layouts.append(formula("linear", hidden_size, up=order[0]))
+        elif len(order) == 2 and ends_fit and out_sizes[0] == ffn_size:
+            layouts.append(formula("mlp", ffn_size, up=order[0], down=order[1]))
+        elif len(order) == 2 and ends_fit and out_sizes[0] == 2 * ffn_size:
+            layouts += [formula("gated", ffn_size, packed, up=order[0], down=order[1])
+                        for packed in ("gate_up", "up_gate")]
+        elif len(order) == 3 and ends_fit and shapes[order[0]] == shapes[order[1]] == (ffn_size, hidden_size):
+            layouts.append(formula("gated", ffn_size, gate=order[0], up=order[1], down=order[2]))
+    if not layouts:
+        listed = ", ".join(f"{name or 'weight'} {list(shape)}" for name, shape in shapes.items())
+        raise NotRecognised(f"the shapes of its nn.Linear modules ({listed}) fit no recognised formula for hidden "
+                            f"size {hidden_size}")
+    return [replace(layout, activation=act) for layout in layouts
+            for act in ([None] if layout.kind == "linear" else ACTIVATIONS)]
