@@ -161,6 +161,13 @@ def test_times_on_a_device_begin_behind_a_pause_in_which_the_host_gets_ahead(ran
     assert len(slept) == 2 * times["one"]["first"]["repeats"] and min(slept) >= 2e9 * 1.5 * 2e-3
 
 
+def test_without_a_launcher_it_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["latency.py", "--cases", "tiny"])
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2 latency.py --cases tiny"):
+        world.start()
+
+
 def _in_time():
     shown = []
     for item in world.in_time(range(5), time.time() - world.STARTED + 1):

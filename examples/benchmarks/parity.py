@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
 import results_file
+from tables import read
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples/gpt_moe/train.py"
@@ -97,7 +98,9 @@ def row(model: str, contender: str, seed: int, args, summary: dict, log: list[di
 
 def show(path: Path) -> bool:
     """Prints the table of a result file and draws its plot; whether MXFP8's mean loss is within the bar of bf16's."""
-    result = json.loads(path.read_text())
+    result = read(path)
+    if result["benchmark"] != "parity":
+        sys.exit(f"{path} has results of {result['benchmark']}: show them by show.py")
     groups: dict = {}
     for r in result["rows"]:
         groups.setdefault((r["case"]["model"], r["contender"]), []).append(r)

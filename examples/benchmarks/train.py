@@ -41,6 +41,7 @@ import world
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from moe_layer import RECIPES
 from show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
+from tables import read
 from timing import device, on_gpu, spread_ms
 
 WARM_UP = 4  # micro-batches
@@ -303,7 +304,7 @@ def stored(path: Path) -> list[dict]:
     """The rows of a result file of this kind of machine; none where there is no such file."""
     if not path.exists():
         return []
-    result = json.loads(path.read_text())
+    result = read(path)
     here = torch.cuda.get_device_name() if on_gpu() else platform.machine()
     if result["benchmark"] != "train" or not result["machine"].endswith(here):
         sys.exit(f"{path} has results of {result['benchmark']} on {result['machine']}: name another file by --out")
