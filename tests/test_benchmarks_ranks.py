@@ -345,6 +345,18 @@ def test_without_a_gpu_the_default_case_is_tiny(monkeypatch, module, name):
                       "latency": [latency.Size(8, 2, 256, tokens) for tokens in (1, 8)]}[name]]
 
 
+@pytest.mark.parametrize("module, arguments, told", [
+    (moe_layer, ["--tokens", "0"], "0 is less than 1"), (ep_pipeline, ["--shapes", "big"], "dims value: 'big'"),
+    (ep_pipeline, ["--shapes", "64x0"], "0 is less than 1"), (latency, ["--tokens", "-1"], "-1 is less than 1"),
+    (dispatch_combine, ["--case", "8", "64", "2", "8", "even"], "expected four numbers and one of random skewed"),
+    (dispatch_combine, ["--case", "8", "64", "two", "8", "random"], "expected four numbers")])
+def test_odd_arguments_end_in_one_line(monkeypatch, capsys, module, arguments, told):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--out", "x.json", *arguments])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
 # ---- tables and plots ---------------------------------------------------------------------------------------------
 
 

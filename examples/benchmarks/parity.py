@@ -22,6 +22,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
+import options
 import results_file
 from tables import read
 
@@ -38,7 +39,7 @@ BAR = 0.005
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=options.one_or_more, default=250)
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

@@ -34,6 +34,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import breakdown
+import options
 import results_file
 import show
 import train_models as models
@@ -379,11 +380,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", nargs="+", type=int, choices=(1, 2))
     parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--layers", type=int, help="at most; default: as many as fit")
-    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4], metavar="N",
+    parser.add_argument("--layers", type=options.one_or_more, help="at most; default: as many as fit")
+    parser.add_argument("--accumulation", nargs="+", type=options.one_or_more, default=[1, 4], metavar="N",
                         help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
                         "compare between contenders that have run the same cases before")
-    parser.add_argument("--steps", type=int, default=10,
+    parser.add_argument("--steps", type=options.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
