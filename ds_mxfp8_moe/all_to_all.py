@@ -117,7 +117,8 @@ class AllToAll:
             dp_x: [m, H]: of out_expert_x's dtype, or bf16 or fp16 to be quantised.
             dp_x_scale: [m, scales], contiguous; the scales of rows that come quantised.
             indices: int32, uint32 or int64 [m, K], of a token all different; ids that are no expert's are dropped.
-            bound_m: uint32 or int32 [1] on the device: how many of the m rows there are; None: all.
+            bound_m: uint32 or int32 [1] on the device, read as uint32: how many of the m rows there are, all of them
+                where it holds more; None: all.
             do_send, do_recv: one part alone; the same arguments go to both.
 
         Raises:

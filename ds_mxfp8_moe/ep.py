@@ -14,6 +14,8 @@ lists of ints. Under torch.compile each function breaks the graph and runs eager
 T: rows of this rank, R: rows that arrive, D: columns, E: local experts, P: rows sorted by expert with their padding.
 """
 
+import operator
+
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -23,6 +25,7 @@ from .kernels import quantize
 from .mx import MXTensor, ScaleCalculationMode, check_quantizable
 
 HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 GRAPH_BREAK = "collectives with data-dependent sizes run eagerly"
 
 
@@ -39,14 +42,32 @@ def _group(group_name) -> dist.ProcessGroup:
     return group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
 
 
-def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> tuple:
-    """Both lists as tuples of ints, checked against the group and the rows."""
+def check_rows(name: str, x: torch.Tensor) -> None:
+    """Raises a TypeError for what an exchange does not take."""
     if x.dim() != 2 or x.dtype not in HP_DTYPES or isinstance(x, MXTensor):
         raise TypeError(f"{name}: expected a plain 2-D tensor of bfloat16, float16 or float32, got "
                         f"{type(x).__name__} of {x.dtype} and shape {tuple(x.shape)}")
+
+
+def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str) -> None:
+    """Raises a ValueError unless num_tokens_per_expert are integers [size]; none negative, where they lie on the CPU:
+    looking would stop another device."""
+    if counts.shape != (size, ) or counts.dtype not in INTEGERS:
+        raise ValueError(f"{name}: num_tokens_per_expert must be integers [{size}], {meaning}; got {counts.dtype} "
+                         f"{list(counts.shape)}")
+    if counts.device.type == "cpu" and (counts < 0).any():
+        raise ValueError(f"{name}: num_tokens_per_expert is {counts.tolist()}; expected 0 or more rows each")
+
+
+def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> tuple:
+    """Both lists as tuples of ints, checked against the group and the rows."""
+    check_rows(name, x)
     splits = []
     for label, given in (("output_splits", output_splits), ("input_splits", input_splits)):
-        rows = tuple(int(n) for n in given)
+        try:
+            rows = tuple(map(operator.index, given))
+        except TypeError:
+            raise TypeError(f"{name}: {label} is {given!r}; expected a list of ints") from None
         if len(rows) != group.size() or min(rows) < 0:
             raise ValueError(f"{name}: {label} is {list(rows)}; expected a count of rows, 0 or more, for each of "
                              f"the {group.size()} ranks of the group")
@@ -221,7 +242,8 @@ def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.T
 
     Args:
         mx_tensor: [R, D] rows as they arrived from dispatch.
-        num_tokens_per_expert: int [ep_degree * num_local_experts], rank-major: rows from rank r for local expert e.
+        num_tokens_per_expert: int [ep_degree * num_local_experts], rank-major: rows from rank r for local expert e;
+            R at most in all, and rows behind them are in no group.
         group_size_multiple_of: each group is padded to a multiple of it; an empty one to one multiple.
         use_mxfp8: False takes plain rows too and gives plain rows, the high-precision twin for comparisons.
         use_triton_for_bwd: accepted for torchao's sake; backward is the same one scatter of rows either way.
@@ -235,18 +257,27 @@ def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.T
         group_offsets: int32 [num_local_experts], where each group ends.
 
     Raises:
-        TypeError, ValueError: rows or counts of the wrong kind or shape.
+        TypeError, ValueError: rows or counts of the wrong kind or shape; counts that the rows do not have, where the
+            counts lie on the CPU.
     """
     if mx_tensor.dim() != 2 or use_mxfp8 and not isinstance(mx_tensor, MXTensor):
         raise TypeError(f"permute: expected a 2-D MXTensor, got {type(mx_tensor).__name__} of shape "
                         f"{tuple(mx_tensor.shape)}; plain rows need use_mxfp8=False")
-    if num_tokens_per_expert.shape != (ep_degree * num_local_experts, ):
-        raise ValueError(f"permute: num_tokens_per_expert has shape {tuple(num_tokens_per_expert.shape)}; expected "
-                         f"({ep_degree * num_local_experts},), one count for each of {ep_degree} ranks x "
-                         f"{num_local_experts} local experts, rank-major")
-    if group_size_multiple_of < 1:
-        raise ValueError(f"permute: group_size_multiple_of must be at least 1, got {group_size_multiple_of}")
+    if isinstance(mx_tensor, MXTensor) and mx_tensor.tiled:
+        raise TypeError(f"permute: the rows of {mx_tensor} share scales; expected one of mx.quantize")
+    for label, given in (("ep_degree", ep_degree), ("num_local_experts", num_local_experts),
+                         ("group_size_multiple_of", group_size_multiple_of)):
+        if given < 1:
+            raise ValueError(f"permute: {label} must be at least 1, got {given}")
+    check_counts("permute", num_tokens_per_expert, ep_degree * num_local_experts,
+                 f"one for each of {ep_degree} ranks x {num_local_experts} local experts, rank-major")
     num_rows, columns = mx_tensor.shape
+    if num_tokens_per_expert.device != mx_tensor.device:
+        raise ValueError(f"permute: the rows are on {mx_tensor.device} and num_tokens_per_expert on "
+                         f"{num_tokens_per_expert.device}; expected both on one device")
+    if num_tokens_per_expert.device.type == "cpu" and num_tokens_per_expert.sum() > num_rows:
+        raise ValueError(f"permute: num_tokens_per_expert {num_tokens_per_expert.tolist()} sum to "
+                         f"{int(num_tokens_per_expert.sum())}, but there are {num_rows} rows")
     max_len = num_rows + num_local_experts * group_size_multiple_of
     max_len += -max_len % group_size_multiple_of
     indices_P, sizes_E, ends_E = generate_permute_indices(num_tokens_per_expert, num_local_experts, ep_degree, max_len,
@@ -269,11 +300,23 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 
     Returns:
         [R, N] of input's dtype.
+
+    Raises:
+        ValueError: rows, indices or a shape that do not fit together; the indices are looked at where they lie on the
+            CPU.
     """
-    if input.dim() != 2 or isinstance(input, MXTensor) or permuted_indices.shape != input.shape[:1]:
-        raise ValueError(f"unpermute: expected plain rows [P, N] and an index for each of them, got "
-                         f"{type(input).__name__} {tuple(input.shape)} and {tuple(permuted_indices.shape)} indices")
-    return _Unpermute.apply(input, permuted_indices, padded_shape[0] - 1)
+    num_rows = padded_shape[0] - 1
+    if (input.dim() != 2 or isinstance(input, MXTensor) or permuted_indices.shape != input.shape[:1]
+            or permuted_indices.dtype not in INTEGERS or permuted_indices.device != input.device):
+        raise ValueError(f"unpermute: expected plain rows [P, N] and an integer index for each of them on the same "
+                         f"device, got {type(input).__name__} {tuple(input.shape)} on {input.device} and "
+                         f"{tuple(permuted_indices.shape)} of {permuted_indices.dtype} on {permuted_indices.device}")
+    if num_rows < 0:
+        raise ValueError(f"unpermute: padded_shape is {tuple(padded_shape)}; expected permute's, (R + 1, D)")
+    if input.device.type == "cpu" and (permuted_indices >= num_rows).any():
+        raise ValueError(f"unpermute: permuted_indices go up to {int(permuted_indices.max())}, and by padded_shape "
+                         f"{tuple(padded_shape)} there are {num_rows} rows; expected both from the same permute")
+    return _Unpermute.apply(input, permuted_indices, num_rows)
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)

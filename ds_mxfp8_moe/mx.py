@@ -78,7 +78,9 @@ class MXTensor(torch.Tensor):
         return self.scale_bytes.view(torch.float8_e8m0fnu)
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `output_dtype` (default: `orig_dtype`), same shape."""
+        """The values as a plain tensor of `output_dtype` (default: `orig_dtype`), same shape. Differentiable."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Dequantize.apply(self, output_dtype)
         return dequantize(self, output_dtype)
 
     def with_parts(self, qdata, scale) -> "MXTensor":
@@ -115,9 +117,22 @@ class MXTensor(torch.Tensor):
                             "the plain tensor that it returns")
 
         def plain(x):
-            return x.dequantize() if isinstance(x, MXTensor) else x
+            return dequantize(x) if isinstance(x, MXTensor) else x  # autograd is above this
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+class _Dequantize(torch.autograd.Function):
+    """A change of dtype, as far as gradients go."""
+
+    @staticmethod
+    def forward(ctx, mx, output_dtype):
+        ctx.dtype = mx.dtype
+        return dequantize(mx, output_dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype), None
 
 
 def _on_parts(func, args, kwargs):
@@ -277,7 +292,8 @@ def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
 
 
 def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """data * scale, in float32, then cast to `output_dtype` (default: the tensor's own)."""
+    """data * scale, in float32, then cast to `output_dtype` (default: the tensor's own). Carries no gradient, as all
+    functions here; MXTensor.dequantize does."""
     scale = _power_of_two(mx.scale.contiguous().view(torch.uint8).int())
     if mx.tiled:
         scale = scale.repeat_interleave(TILE, dim=-2)[..., :mx.shape[-2], :]

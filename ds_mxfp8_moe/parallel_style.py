@@ -18,10 +18,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    check_counts,
+    check_rows,
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from .mx import ScaleCalculationMode
+from .mx import BLOCK_SIZES, SCALING_MODES, ScaleCalculationMode, check_quantizable
 
 
 class MXFP8ExpertParallel(ParallelStyle):
@@ -36,11 +38,19 @@ class MXFP8ExpertParallel(ParallelStyle):
         block_size: 32 or 128 values to a scale.
         scaling_mode: RCEIL or FLOOR.
         mxfp8_bwd: whether the gradient of combine travels in MXFP8.
+
+    Raises:
+        ValueError: a block size, scaling mode or multiple that there is not; and from the module's forward, before
+            any collective, rows or counts that do not fit (counts are looked at where they lie on the CPU).
     """
 
     def __init__(self, group_size_multiple_of: int = 32, block_size: int = 32,
                  scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL, mxfp8_bwd: bool = True):
         super().__init__()
+        if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES or group_size_multiple_of < 1:
+            raise ValueError(f"MXFP8ExpertParallel: block_size {block_size!r}, scaling_mode {scaling_mode!r} and "
+                             f"group_size_multiple_of {group_size_multiple_of!r} were given; expected one of "
+                             f"{BLOCK_SIZES}, one of {SCALING_MODES}, and 1 or more")
         self.group_size_multiple_of = group_size_multiple_of
         self.cast = {"block_size": block_size, "scaling_mode": scaling_mode}
         self.mxfp8_bwd = mxfp8_bwd
@@ -51,11 +61,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         style, inner = self, type(module)
 
         def forward(self, x, num_tokens_per_expert):
-            counts = num_tokens_per_expert
-            if counts.shape != (num_experts, ) or counts.is_floating_point():
-                raise ValueError(f"num_tokens_per_expert must be integers [{num_experts}], the rows of each expert; "
-                                 f"got {counts.dtype} {list(counts.shape)}")
-            return style._run(super(cls, self).forward, x, counts, device_mesh)
+            style._check_call(x, num_tokens_per_expert, num_experts)
+            return style._run(super(cls, self).forward, x, num_tokens_per_expert, device_mesh)
 
         cls = type(f"ExpertParallel{inner.__name__}", (inner, ), {"forward": forward, "__module__": inner.__module__})
         module.__class__ = cls
@@ -81,6 +88,16 @@ class MXFP8ExpertParallel(ParallelStyle):
             raise ValueError(f"every parameter of {name} must be [experts, ...] with the same number of experts, a "
                              f"multiple of the {device_mesh.size()} ranks; got {given or 'none'}")
         return num_experts
+
+    @torch.compiler.disable(reason="looks at counts")
+    def _check_call(self, x_TD: torch.Tensor, counts: torch.Tensor, num_experts: int) -> None:
+        """Raises what would leave the other ranks in a collective."""
+        check_rows("MXFP8ExpertParallel", x_TD)
+        check_quantizable(x_TD, **self.cast)
+        check_counts("MXFP8ExpertParallel", counts, num_experts, "the rows of each expert")
+        if counts.device.type == "cpu" and counts.sum() != x_TD.shape[0]:
+            raise ValueError(f"MXFP8ExpertParallel: num_tokens_per_expert {counts.tolist()} sum to "
+                             f"{int(counts.sum())}, but the input has {x_TD.shape[0]} rows")
 
     @staticmethod
     def _shard(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -108,6 +125,7 @@ class MXFP8ExpertParallel(ParallelStyle):
 
         The one device-to-host read of a call.
         """
+        counts = counts.long()  # of one size on all ranks, whatever each was given
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts.contiguous(), group=group)
         splits = torch.stack([arriving, counts]).view(2, ranks, -1).sum(2).tolist()

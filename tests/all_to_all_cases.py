@@ -31,6 +31,7 @@ class Case:
     y_dtype: torch.dtype = BF16
     out_dtype: torch.dtype = BF16
     bound: bool = False
+    beyond: int | None = None  # what bound_m holds, in place of the number of all rows
     split: bool = False
 
     @property
@@ -56,6 +57,8 @@ CASES = {
     "send apart from receive": Case(split=True, hidden=1056, dtype=FP16, out_dtype=FP16, y_dtype=FP16,
                                     index_dtype=torch.int32),
     "many experts": Case(max_tokens=1, top_k=8, local_experts=8),
+    "a bound of 2^31": Case(beyond=2**31),
+    "a bound of 2^32 - 1": Case(beyond=2**32 - 1, routing="dropped"),
     "more tokens than blocks": Case(max_tokens=40, top_k=6, local_experts=3, hidden=32, bound=True),
 }
 
@@ -92,8 +95,8 @@ class Inputs:
                 self.x, self.scale = quantized.qdata, scale
         self.ids = _routing(case, rows, world, generator)
         self.weights = torch.rand(self.ids.shape, generator=generator)
-        if case.bound:
-            self.bound = torch.tensor([self.tokens], dtype=torch.int32).view(torch.uint32)
+        if case.bound or case.beyond is not None:
+            self.bound = torch.tensor([self.tokens if case.bound else case.beyond], dtype=torch.uint32)
 
     def choices_of(self, expert: int) -> torch.Tensor:
         """Tokens with a choice of this expert, in the order of (token, choice)."""

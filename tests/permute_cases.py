@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The permute kernels against the plain path of the collective transport, on whatever device the kernels run.
+"""The kernels of permute.py and unpermute.py against the plain path of the collective transport, on whatever device
+the kernels run.
 
 A group of any size lives in one process: its ranks are threads that take turns and swap their messages.
 """
@@ -176,7 +177,7 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
-def exchange(problem: Problem, device: str, kernels) -> list:
+def exchange(problem: Problem, device: str, in_kernels: bool) -> list:
     """(x_PH, weight_P, y_TH, weight_TK, and x_PH and y_TH without numbers beside them) of each rank."""
     inputs, peers = problem.inputs(), Peers(len(problem.tokens))
 
@@ -198,15 +199,14 @@ def exchange(problem: Problem, device: str, kernels) -> list:
         return x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH
 
     # The accelerator of this process may be the CPU: read the counts without its events.
-    with mock.patch.object(collective, "_kernels", lambda x: kernels), poisoned(), \
+    with mock.patch.object(collective, "_in_kernels", lambda x: in_kernels), poisoned(), \
             mock.patch.object(Collective, "_read_counts", lambda self, counts, meanwhile: counts.tolist()):
         return peers.run(body)
 
 
 def check_exchange(device: str, problem: Problem) -> None:
     """Both paths give the same bits, dtypes and shapes."""
-    from ds_mxfp8_moe.ops.triton_kernels import permute
-    plain, with_kernels = exchange(problem, device, None), exchange(problem, device, permute)
+    plain, with_kernels = exchange(problem, device, False), exchange(problem, device, True)
     for rank, (expected, actual) in enumerate(zip(plain, with_kernels, strict=True)):
         for name, a, b in zip(("x", "weight", "y", "back", "bare x", "bare y"), expected, actual, strict=True):
             assert (type(a), a.shape, a.dtype) == (type(b), b.shape, b.dtype), (rank, name)
@@ -218,6 +218,7 @@ def check_exchange(device: str, problem: Problem) -> None:
 
 def check_message(device: str, hidden: int, block_size: int, top_k: int, weights: bool) -> None:
     """Every byte of a message row is written; its parts come back, and lie where wide accesses can take them."""
+    from ds_mxfp8_moe.ops.triton_kernels import message as packed
     from ds_mxfp8_moe.ops.triton_kernels import permute
     T, W = 7, 3
     mx = quantize(torch.randn(T, hidden, device=device), block_size)
@@ -229,12 +230,12 @@ def check_message(device: str, hidden: int, block_size: int, top_k: int, weights
     with poisoned():
         message = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
         again = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
-    assert message.shape[1] % permute.ROW_BYTES == 0 and torch.equal(message, again)
-    data, scale, back = permute.split_rows(message, hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
+    assert message.shape[1] % packed.ROW_BYTES == 0 and torch.equal(message, again)
+    data, scale, back = packed.split_rows(message, hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
     token = sent.nonzero()[:, 1]
     assert torch.equal(data, mx.qdata.view(torch.uint8)[token]) and torch.equal(scale, mx.scale_bytes[token])
     assert back is None if weight is None else torch.equal(back, weight[token])
-    at = permute.layout(hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
+    at = packed.layout(hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
     zeros = [message[:, hidden + mx.scale_bytes.shape[1]:at.weights_at]]
     if weights:
         zeros.append(message[:, at.weights_at + 4 * top_k:])
@@ -243,7 +244,8 @@ def check_message(device: str, hidden: int, block_size: int, top_k: int, weights
 
 def check_fakes() -> None:
     """The ops' schemas and fake results hold."""
-    from ds_mxfp8_moe.ops.triton_kernels import permute
+    from ds_mxfp8_moe.ops.triton_kernels import message as packed
+    from ds_mxfp8_moe.ops.triton_kernels import permute, unpermute
     problem = Problem((9, 4), hidden=64, wire=MX32)
     peers, inputs = Peers(2), problem.inputs()
 
@@ -255,17 +257,17 @@ def check_fakes() -> None:
         pack = (mx.qdata.view(torch.uint8), mx.scale_bytes, weight, plan.sent_slot_WT, plan.send_token_S.shape[0], 2)
         message = permute.pack_rows(*pack)
         message = transport._exchange(message, plan.send_splits, plan.recv_splits, "")
-        expand = (*permute.split_rows(message, 64, 2, 2), None, plan.slot_RK, plan.source_P)
+        expand = (*packed.split_rows(message, 64, 2, 2), None, plan.slot_RK, plan.source_P)
         y = torch.randn(plan.num_rows, 64)
         combine = (y, permute.expand_rows(*expand)[2], plan.slot_RK, torch.bfloat16, 32, "rceil")
-        back = permute.combine_rows(*combine)
+        back = unpermute.combine_rows(*combine)
         back = transport._exchange(back, plan.recv_splits, plan.send_splits, "")
         sums = (back, plan.sent_slot_WT, 64, 2, 2, torch.bfloat16, 32)
         local = Collective().plan(expert % 4, 4)
         y = torch.randn(local.num_rows, 64)
         alone = (y, y[:, 0].clone(), local.slot_RK, local.sent_slot_WT[0], torch.bfloat16, 0, "rceil")
-        for op, args in ((permute.pack_rows, pack), (permute.expand_rows, expand), (permute.combine_rows, combine),
-                         (permute.sum_rows, sums), (permute.combine_local, alone)):
+        for op, args in ((permute.pack_rows, pack), (permute.expand_rows, expand), (unpermute.combine_rows, combine),
+                         (unpermute.sum_rows, sums), (unpermute.combine_local, alone)):
             torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
     peers.run(body)

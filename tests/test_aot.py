@@ -88,19 +88,19 @@ def activations():
 
 
 def exchanges():
-    rows = module("permute")
+    permute, unpermute = module("permute"), module("unpermute")
     R, S = T * W, T * W
     x, scale, weight = torch.empty(T, H, dtype=BF16), torch.empty(T, H // 32, dtype=BYTE), torch.empty(T, K)
     sent, slot, source = torch.empty(W, T).long(), torch.empty(R, K).long(), torch.empty(P).long()
     y, weight_P = torch.empty(P, H, dtype=BF16), torch.empty(P)
     for block in (0, 32, 128):
         data, scales = (mx(T, H).qdata, scale[:, :H // block]) if block else (x, None)
-        rows.pack_rows(data, scales, weight, sent, S, K)
+        permute.pack_rows(data, scales, weight, sent, S, K)
         received = [part if part is None else part.repeat(W, 1) for part in (data.view(BYTE), scales, weight)]
-        rows.expand_rows(*received, None, slot, source)
-        answers = rows.combine_rows(y, weight_P, slot, BF16, block, "rceil")
-        rows.sum_rows(answers, sent, H, K, K, BF16, block)
-        rows.combine_local(y, weight_P, slot, sent[0], BF16, block, "rceil")
+        permute.expand_rows(*received, None, slot, source)
+        answers = unpermute.combine_rows(y, weight_P, slot, BF16, block, "rceil")
+        unpermute.sum_rows(answers, sent, H, K, K, BF16, block)
+        unpermute.combine_local(y, weight_P, slot, sent[0], BF16, block, "rceil")
 
 
 def hopper_gemms():
@@ -225,7 +225,7 @@ def test_hopper_multiplies_natively(launches):
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. Sums of a few numbers a row, and a table of pointers,
     move next to nothing."""
-    moving = [launch for launch in launches if re.search(r"\.(quantize|activation|permute)\.", launch.kernel)
+    moving = [launch for launch in launches if re.search(r"\.(quantize|activation|permute|unpermute)\.", launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_pointers_kernel"))]
     assert moving
     for launch in moving:

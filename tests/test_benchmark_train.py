@@ -294,4 +294,14 @@ def test_tables_state_the_bars(tmp_path, capsys):
     assert "deepseek, ZeRO-1, EP 8 x DP 1, even, 4 micro-batches" in out
     speeds = [line.split() for line in out.splitlines() if AUTOEP in line and "x" in line]
     assert [words[5] for words in speeds if words[4] == "even" and words[5].isdigit()] == ["1", "4", "1"]
-    assert "6144" in out and "did not end" in out and set(show_train.COLORS) == set(parts)
+    assert f"did not run to their end:\n  {MXFP8}, deepseek, ZeRO-1, EP 8 x DP 1, even: did not end" in out
+    assert "6144" in out and out.count("did not run to their end") == 1 and set(show_train.COLORS) == set(parts)
+
+
+def test_a_model_that_no_contender_can_train_is_in_the_tables():
+    failure = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 60.00 MiB."
+    row = {"case": _row(CLASSIC, 1.0, "deepseek", "router", 1)["case"], "contender": CLASSIC, "correct": False,
+           "failure": failure}
+    table, _ = show_train.train_tables({"rows": [row]})
+    assert table.endswith(f"did not run to their end:\n  {CLASSIC}, deepseek, ZeRO-1, EP 8 x DP 1, own router: "
+                          "out of memory")

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "examples/benchmarks"))
 import expert_ffn  # noqa: E402
 import grouped_gemm  # noqa: E402
 import options  # noqa: E402
+import parity  # noqa: E402
 import quantize  # noqa: E402
 import report  # noqa: E402
 import results_file  # noqa: E402
@@ -380,6 +381,30 @@ def test_what_a_run_takes_is_written_on_its_way(tmp_path, monkeypatch, rates):
 
 def test_the_pages_say_what_the_result_files_say():
     assert report.outdated() == [], "run make report"
+
+
+def test_help_of_the_report_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("written"))
+    for arguments, end in ((["--help"], 0), (["--chek"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            report.main(arguments)
+        assert ended.value.code == end
+    told = capsys.readouterr()
+    assert "usage:" in told.out and "--check" in told.out and "unrecognized arguments: --chek" in told.err
+
+
+@pytest.mark.parametrize("text, told", [
+    (None, "No such file"), ("\x89PNG", "no result file"), ("[1]", "expected what a benchmark writes"),
+    ('{"rows": []}', "expected what a benchmark writes"),
+    ('{"benchmark": "other", "machine": "", "commit": "", "date": "", "rows": []}', "has results of other")])
+@pytest.mark.parametrize("of", [show, parity])
+def test_a_file_that_is_no_result_ends_in_one_line(tmp_path, of, text, told):
+    path = tmp_path / "file.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        of.show(path)
+    assert told in ended.value.code and str(path) in ended.value.code and "\n" not in ended.value.code
 
 
 def test_results_older_than_the_code_are_marked(monkeypatch):

@@ -161,6 +161,13 @@ def test_times_on_a_device_begin_behind_a_pause_in_which_the_host_gets_ahead(ran
     assert len(slept) == 2 * times["one"]["first"]["repeats"] and min(slept) >= 2e9 * 1.5 * 2e-3
 
 
+def test_without_a_launcher_it_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["latency.py", "--cases", "tiny"])
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2 latency.py --cases tiny"):
+        world.start()
+
+
 def _in_time():
     shown = []
     for item in world.in_time(range(5), time.time() - world.STARTED + 1):
@@ -336,6 +343,18 @@ def test_without_a_gpu_the_default_case_is_tiny(monkeypatch, module, name):
     assert asked == [{"moe_layer": moe_layer.TINY, "ep_pipeline": [(256, 128)],
                       "dispatch_combine": dispatch_combine.cases("tiny"),
                       "latency": [latency.Size(8, 2, 256, tokens) for tokens in (1, 8)]}[name]]
+
+
+@pytest.mark.parametrize("module, arguments, told", [
+    (moe_layer, ["--tokens", "0"], "0 is less than 1"), (ep_pipeline, ["--shapes", "big"], "dims value: 'big'"),
+    (ep_pipeline, ["--shapes", "64x0"], "0 is less than 1"), (latency, ["--tokens", "-1"], "-1 is less than 1"),
+    (dispatch_combine, ["--case", "8", "64", "2", "8", "even"], "expected four numbers and one of random skewed"),
+    (dispatch_combine, ["--case", "8", "64", "two", "8", "random"], "expected four numbers")])
+def test_odd_arguments_end_in_one_line(monkeypatch, capsys, module, arguments, told):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--out", "x.json", *arguments])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert told in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- tables and plots ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ds_mxfp8_moe.ep import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from ds_mxfp8_moe.mx import MXTensor, ScaleCalculationMode, quantize, sqnr_db
+from ds_mxfp8_moe.mx import MXTensor, ScaleCalculationMode, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
 D, N, LOCAL_EXPERTS = 256, 160, 3
@@ -219,6 +219,7 @@ def bad_calls():
         "sum to 5, but the input has 4 rows": (x, good | {"input_splits": [2, 3]}),
         "output_splits is [4]": (x, good | {"output_splits": [4]}),
         "output_splits is [5, -1]": (x, good | {"output_splits": [5, -1]}),
+        "input_splits is [1.5, 2.5]": (x, good | {"input_splits": [1.5, 2.5]}),
         "plain 2-D tensor": (torch.zeros(4, 64, dtype=torch.int32), good),
         "got MXTensor": (quantize(x), good),
         "shape (4, 2, 32)": (x.view(4, 2, 32), good),
@@ -319,12 +320,44 @@ def test_permute_rejects_what_does_not_fit():
     mx, counts = quantize(torch.zeros(10, 64)), torch.tensor([3, 0, 1, 2, 0, 4])
     with pytest.raises(TypeError, match="use_mxfp8=False"):
         permute_mxfp8_fwd_hp_bwd(torch.zeros(10, 64), counts, 2, 3)
-    with pytest.raises(ValueError, match="expected \\(8,\\)"):
-        permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 4)
-    with pytest.raises(ValueError, match="at least 1"):
-        permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 3, group_size_multiple_of=0)
-    with pytest.raises(ValueError, match="an index for each"):
-        unpermute_hp_fwd_mxfp8_bwd(torch.zeros(10, 64), torch.zeros(9, dtype=torch.int32), torch.Size((5, 64)))
+    with pytest.raises(TypeError, match="share scales"):
+        permute_mxfp8_fwd_hp_bwd(quantize_tiles(torch.zeros(10, 64)), counts, 2, 3)
+    for given, ranks, experts, multiple, text in (
+            (counts, 2, 4, 32, "integers \\[8\\]"), (counts, 2, 3, 0, "group_size_multiple_of must be at least 1"),
+            (counts, -2, -3, 32, "ep_degree must be at least 1"), (counts.float(), 2, 3, 32, "got torch.float32"),
+            (counts.bool(), 2, 3, 32, "got torch.bool"), (counts - 1, 2, 3, 32, "-1, 3\\]; expected 0 or more"),
+            (counts + 1, 2, 3, 32, "sum to 16, but there are 10 rows"),
+            (counts.to("meta"), 2, 3, 32, "on one device")):
+        with pytest.raises(ValueError, match=text):
+            permute_mxfp8_fwd_hp_bwd(mx, given, ranks, experts, group_size_multiple_of=multiple)
+
+
+def test_unpermute_rejects_what_does_not_fit():
+    rows, shape = torch.zeros(10, 64), torch.Size((5, 64))
+    for indices, of_shape, text in (
+            (torch.zeros(9, dtype=torch.int32), shape, "an integer index for each"),
+            (torch.zeros(10), shape, "of torch.float32"),
+            (torch.zeros(10, dtype=torch.int32, device="meta"), shape, "on meta"),
+            (torch.arange(10), shape, "go up to 9, .* there are 4 rows"),
+            (torch.full((10, ), -1), torch.Size((0, 64)), "expected permute's")):
+        with pytest.raises(ValueError, match=text):
+            unpermute_hp_fwd_mxfp8_bwd(rows, indices, of_shape)
+
+
+def test_rows_behind_the_counted_ones_are_in_no_group():
+    x, counts = torch.randn(12, 32, requires_grad=True), torch.tensor([3, 0, 1, 2, 0, 4])
+    shape, rows, indices, _, _ = permute_mxfp8_fwd_hp_bwd(x, counts, 2, 3, 4, use_mxfp8=False)
+    back = unpermute_hp_fwd_mxfp8_bwd(rows, indices, shape)
+    back.sum().backward()
+    assert torch.equal(back[:10], x[:10]) and not back[10:].any()
+    assert bool((x.grad[:10] == 1).all()) and not x.grad[10:].any()
+
+
+def test_permute_of_dequantised_rows_passes_the_gradient_on():
+    x = quantize(torch.randn(10, 64)).requires_grad_()
+    _, rows, _, _, _ = permute_mxfp8_fwd_hp_bwd(x, torch.tensor([3, 0, 1, 2, 0, 4]), 2, 3, use_mxfp8=False)
+    rows.sum().backward()
+    assert torch.equal(x.grad, torch.ones(10, 64))
 
 
 def test_enum_members_are_their_strings():

@@ -119,6 +119,67 @@ def test_resume_repeats_the_uninterrupted_run(base, folder, ranks2):
                                  "4", "--load_dir", str(out), "--load_tag", "step_2", "--save_dir",
                                  str(folder / "resumed"))
     assert resumed == {step: losses[step] for step in (3, 4)}
+    # The last step done once more, in the folder of the run itself: no step is logged twice.
+    again = ("--model", str(folder / "gpt.yaml"), "--load_dir", str(out), "--load_tag", "step_2")
+    assert "already made 2" in ranks2.run(refused, str(folder), *again, "--steps", "2")[0]
+    ranks2.run(run_training, str(folder), "zero2", *again, "--steps", "4", "--save_dir", str(out))
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == list(losses.items())
+
+
+def refused(*arguments: str) -> str:
+    """What a training ends with that does not begin."""
+    with pytest.raises(SystemExit) as ended:
+        run_training(arguments[0], "zero2", *arguments[1:])
+    return str(ended.value.code)
+
+
+def test_a_log_is_cut_at_the_step_that_a_run_goes_on_from(tmp_path):
+    rows = [f'{{"step": {step}}}\n' for step in (2, 4, 6)]
+    for step, kept in ((4, 0), (0, 0), (4, 2), (3, 1)):  # at first there is none
+        with train.open_log(tmp_path / "run", step) as log:
+            assert log.tell() == len("".join(rows[:kept]))
+            log.write("".join([*rows[kept:], '{"st']))  # and here the run is killed
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["--steps", "0"], "argument --steps: 0 is less than 1"), (["--steps", "-3"], "-3 is less than 1"),
+    (["--steps", "many"], "invalid one_or_more value: 'many'"),
+    (["--warmup_steps", "-1"], "--warmup_steps: -1 is less than 0"), (["--log_every", "0"], "0 is less than 1"),
+    (["--heldout_windows", "0"], "0 is less than 1"), (["--save_every", "-1"], "-1 is less than 0"),
+    (["--seq_len", "0"], "0 is less than 1"), (["--ep_size", "0"], "0 is less than 1"),
+    (["--model", "none.yaml"], "--model: there is no file none.yaml"),
+    (["--deepspeed_config", "none.json"], "--deepspeed_config: there is no file none.json"),
+    (["--load_dir", "none"], "--load_dir none: no checkpoint latest there"),
+    (["--load_dir", "none", "--load_tag", "step_3"], "no checkpoint step_3 there"),
+    (["--finetune"], "need --load_dir"), (["--load_tag", "step_3"], "need --load_dir"),
+    (["--heldout_data", "none"], "--data 'none': expected stdlib")])
+def test_odd_arguments_end_in_one_line(capsys, arguments, told):
+    with pytest.raises(SystemExit):
+        train.parse_args(arguments)
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_config_or_launcher_it_says_what_to_do(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match="--deepspeed_config: name a file"):
+        train.main()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", str(ROOT / "configs/ds/zero2.json")])
+    with pytest.raises(SystemExit, match="deepspeed train.py --deepspeed_config"):
+        train.main()
+
+
+@pytest.mark.parametrize("sizes, arguments, told", [
+    ("{hidden: 32}", (), "unexpected keyword argument 'hidden'"), ("tiny", (), "must be a mapping"),
+    (MODEL.replace("num_experts", "experts"), (), "'num_experts'; expected"),
+    (MODEL, ("--ep_size", "3"), "--ep_size 3: expected a divisor of the 4 experts and of the 2 ranks")])
+def test_a_model_that_cannot_be_built_ends_in_one_line(ranks2, tmp_path, sizes, arguments, told):
+    (tmp_path / "model.yaml").write_text(sizes)
+    (tmp_path / "text").write_text("text")
+    found = ranks2.run(refused, str(tmp_path), "--model", str(tmp_path / "model.yaml"), *arguments)
+    assert all(told in text and "\n" not in text for text in found)
 
 
 @pytest.mark.parametrize("config", ["zero2", "zero1_mxfp8", "zero2_mxfp8"])

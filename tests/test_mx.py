@@ -492,6 +492,35 @@ def test_gradients_flow_through_one(mx):
     assert leaf.grad.shape == (6, 128) and not leaf.grad[0].any() and leaf.grad[1].any()
 
 
+@pytest.mark.parametrize("dtype", (None, *ALL), ids=str)
+def test_gradients_flow_through_dequantize(mx, dtype):
+    """As through the cast of a plain tensor that holds the same values."""
+    leaf, plain = mx.detach().requires_grad_(), mx.dequantize().requires_grad_()
+    w = torch.randn(6, 128)
+    for x, values in ((leaf, leaf[1:4].dequantize(dtype)), (plain, plain[1:4].to(dtype or BF16))):
+        assert type(values) is torch.Tensor and values.dtype == (dtype or BF16)
+        (values.float().square() * w[1:4]).sum().backward()
+        assert type(x.grad) is torch.Tensor and x.grad.dtype == BF16
+    assert torch.equal(leaf.grad, plain.grad) and leaf.grad[1:4].any()
+    with torch.no_grad():
+        assert not leaf.dequantize().requires_grad
+    assert not mx.dequantize().requires_grad
+
+
+def test_an_mxtensor_as_the_gradient_of_a_dequantised_one(mx):
+    leaf = mx.detach().requires_grad_()
+    GivesMX.apply(leaf.dequantize(F32)).backward(torch.ones(6, 128))
+    assert type(leaf.grad) is MXTensor and leaf.grad.dtype == BF16
+    assert torch.equal(leaf.grad.dequantize(), torch.ones(6, 128).bfloat16())
+
+
+def test_torch_compile_of_a_leafs_dequantize(mx):
+    leaf = mx.detach().requires_grad_()
+    torch.compile(lambda x: x.dequantize() * 2, backend="aot_eager", fullgraph=True)(leaf).sum().backward()
+    torch._dynamo.reset()
+    assert torch.equal(leaf.grad, torch.full((6, 128), 2.0).bfloat16())
+
+
 def test_torch_compile(mx):
 
     def f(x, y):

@@ -79,7 +79,7 @@ def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     sources = [path for path in (ROOT / "ops/csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".cpp", ".h")]
     assert {f"ds_mxfp8_moe/{path.relative_to(ROOT)}" for path in sources} <= set(names)
-    assert "ds_mxfp8_moe/ops/csrc/probe/kernel.cuh" in names
+    assert {"ds_mxfp8_moe/ops/csrc/probe/kernel.cuh", "ds_mxfp8_moe/py.typed"} <= set(names)
     assert not [n for n in names if n.startswith(("ops/", "tests/", "examples/"))]
     site = tmp_path / "site"
     run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, wheel, cwd=tmp_path)
@@ -117,6 +117,23 @@ def test_metadata(dist):
     assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.6", "<0.20"}
     assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "test"}
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
+    core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
+                    if ("extra ==" in line) == optional} for optional in (False, True)]
+    # transformers is imported where there is one of its models.
+    assert imports("ds_mxfp8_moe", "ops") - {"transformers"} <= core
+    assert imports("ds_mxfp8_moe", "ops", "examples") - {"yaml"} <= core | extra and "pyyaml" in extra
+
+
+def imports(*folders: str) -> set[str]:
+    """Packages that the sources import, other than Python's and their own."""
+    found, own = set(), {"ds_mxfp8_moe"}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        own.add(path.stem)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found |= {name.split(".")[0] for name in names}
+    return found - own - set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("folder", ["ds_mxfp8_moe", "ops", "examples", "tests"])

@@ -214,7 +214,7 @@ def bad_use():
         try:
             fn()
             texts.append("nothing raised")
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             texts.append(str(error))
 
     style = MXFP8ExpertParallel()
@@ -226,14 +226,39 @@ def bad_use():
     attempt(lambda: style._apply(experts, mesh))
     attempt(lambda: experts(torch.zeros(4, D), torch.tensor([4, 0])))
     attempt(lambda: experts(torch.zeros(4, D), torch.zeros(EXPERTS)))
+    if dist.get_rank() == 0:  # alone: nothing may wait for the other one
+        counts = torch.tensor([4] + [0] * (EXPERTS - 1))
+        attempt(lambda: experts(torch.zeros(4, D), counts.bool()))
+        attempt(lambda: experts(torch.zeros(5, D), counts))
+        attempt(lambda: experts(torch.zeros(4, D), counts - 1))
+        attempt(lambda: experts(torch.zeros(4, D - 8), counts))
+        attempt(lambda: experts(torch.zeros(4, 1, D), counts))
+        for given in ({"block_size": 64}, {"scaling_mode": "even"}, {"group_size_multiple_of": 0}):
+            attempt(lambda given=given: MXFP8ExpertParallel(**given))
     return texts
 
 
 def test_bad_use_raises_before_the_collective(ranks2):
     expected = ("pass mesh['ep']", "set on the object", "a multiple of the 2 ranks; got w [3, 32, 32]",
                 "must be [experts, ...]", "distributed already", "integers [8]", "integers [8]")
-    for texts in ranks2.run(bad_use):
-        assert [part in text for part, text in zip(expected, texts, strict=True)] == [True] * len(expected), texts
+    alone = ("got torch.bool", "sum to 4, but the input has 5 rows", "expected 0 or more", "multiple of 32",
+             "plain 2-D tensor", "block_size 64", "scaling_mode 'even'", "group_size_multiple_of 0")
+    for texts, parts in zip(ranks2.run(bad_use), (expected + alone, expected), strict=True):
+        assert [part in text for part, text in zip(parts, texts, strict=True)] == [True] * len(parts), texts
+
+
+def counts_of_own_dtypes():
+    """Rank 0 counts in int32, rank 1 in int64: the same step as with int64 on both."""
+    def how(experts, x, counts):
+        return experts(x, counts.int() if dist.get_rank() == 0 else counts)
+
+    plain, mixed = train_step(expert_parallel()), train_step(expert_parallel(), how=how)
+    return [torch.equal(a, b) for a, b in zip((*plain[0][0], *plain[1].values()), (*mixed[0][0], *mixed[1].values()),
+                                              strict=True)]
+
+
+def test_counts_of_another_dtype_on_each_rank(ranks2):
+    assert ranks2.run(counts_of_own_dtypes) == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize("ranks, arguments", ((2, ["--block-size", "128"]), (4, ["--dp", "2", "--style", "own"])))

@@ -7,7 +7,6 @@ routing weights share one uint8 message. The only device-to-host read is `Collec
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import deepspeed.comm as dist
@@ -43,12 +42,9 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype)
     return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), wire.block_size, dtype)
 
 
-def _kernels(x: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels where they run and for rows that they take; else None, for the same in plain torch."""
-    if not kernels.fused(x):
-        return None
-    from ..ops.triton_kernels import permute  # Triton is there on Linux alone
-    return permute
+def _in_kernels(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels run, and take such rows; else the same is done in plain torch."""
+    return kernels.fused(x)
 
 
 @dataclass(frozen=True)
@@ -147,9 +143,8 @@ class Collective(Transport):
             x_PH, expert-sorted rows, zero in the padding: MXTensor if `wire.mxfp8`, else of x_TH's dtype; and
             weight_P, float32 routing weight of each row (0 in the padding), or None without `weight_TK`.
         """
-        permute = _kernels(x_TH)
-        if permute is not None:
-            return self._dispatch(permute, plan, x_TH, wire, weight_TK, phase)
+        if _in_kernels(x_TH):
+            return self._dispatch(plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
             mx_TH = kernels.quantize(x_TH, wire.block_size, wire.scaling_mode)
@@ -181,9 +176,8 @@ class Collective(Transport):
         Returns:
             y_TH in `dtype`, zeros for tokens without experts; and weight_TK float32, or None without `weight_P`.
         """
-        permute = _kernels(y_PH)
-        if permute is not None:
-            return self._combine(permute, plan, y_PH, wire, dtype, weight_P, phase)
+        if _in_kernels(y_PH):
+            return self._combine(plan, y_PH, wire, dtype, weight_P, phase)
         H = y_PH.shape[1]
         y_PH = _with_zero_row(y_PH)
         partial_RH = y_PH.new_zeros((plan.slot_RK.shape[0], H), dtype=torch.float32)
@@ -212,9 +206,10 @@ class Collective(Transport):
         weight_SK = back[-1].view(torch.float32)
         return y_TH.to(dtype), sum(weight_SK.index_select(0, slot_T) for slot_T in plan.sent_slot_WT)
 
-    def _dispatch(self, permute: ModuleType, plan: Plan, x_TH: torch.Tensor, wire: Wire,
-                  weight_TK: torch.Tensor | None, phase: str) -> tuple:
+    def _dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None,
+                  phase: str) -> tuple:
         """`dispatch` in kernels. An MXFP8 result's scales are a view of K-block-major memory, as GEMMs read them."""
+        from ..ops.triton_kernels import message, permute  # Triton is there on Linux alone
         data, scale, row_R = x_TH, None, None
         if wire.mxfp8:
             mx_TH = kernels.quantize(x_TH, wire.block_size, wire.scaling_mode)
@@ -227,22 +222,23 @@ class Collective(Transport):
             message_S = permute.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0],
                                           plan.top_k)
             message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
-            data, scale, weight = permute.split_rows(message_R, *sizes)
+            data, scale, weight = message.split_rows(message_R, *sizes)
         x_PH, scale_BP, weight_P = permute.expand_rows(data, scale, weight, row_R, plan.slot_RK, plan.source_P)
         x_PH = _mx(x_PH, scale_BP.t(), wire, x_TH.dtype) if wire.mxfp8 else x_PH.view(x_TH.dtype)
         return x_PH, None if weight_TK is None else weight_P
 
-    def _combine(self, permute: ModuleType, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
-                 weight_P: torch.Tensor | None, phase: str) -> tuple:
+    def _combine(self, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype, weight_P: torch.Tensor | None,
+                 phase: str) -> tuple:
         """`combine` in kernels."""
+        from ..ops.triton_kernels import unpermute
         block_size = wire.block_size if wire.mxfp8 else 0
         if self.world_size == 1:
-            y_TH, weight_TK = permute.combine_local(y_PH, weight_P, plan.slot_RK, plan.sent_slot_WT[0], dtype,
-                                                    block_size, wire.scaling_mode)
+            y_TH, weight_TK = unpermute.combine_local(y_PH, weight_P, plan.slot_RK, plan.sent_slot_WT[0], dtype,
+                                                      block_size, wire.scaling_mode)
         else:
-            message_R = permute.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
+            message_R = unpermute.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
             message_S = self._exchange(message_R, plan.recv_splits, plan.send_splits, phase)
             weights = 0 if weight_P is None else plan.top_k
-            y_TH, weight_TK = permute.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k, dtype,
-                                               block_size)
+            y_TH, weight_TK = unpermute.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k,
+                                                 dtype, block_size)
         return y_TH, None if weight_P is None else weight_TK

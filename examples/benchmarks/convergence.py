@@ -89,16 +89,17 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="for this piece with its start")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, *ABLATIONS], default=[*RECIPES, *ABLATIONS])
-    parser.add_argument("--seeds", type=int, default=1, help="seeds of each recipe")
-    parser.add_argument("--bf16_seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--log_every", type=int, default=10, help="steps; a run can stop at these only")
-    parser.add_argument("--heldout_every", type=int, default=100)
-    parser.add_argument("--sqnr_every", type=int, default=250)
-    parser.add_argument("--heldout_windows", type=int, default=128)
+    parser.add_argument("--seeds", type=train.none_or_more, default=1, help="seeds of each recipe")
+    parser.add_argument("--bf16_seeds", type=train.none_or_more, default=5)
+    parser.add_argument("--steps", type=train.one_or_more, default=1000)
+    parser.add_argument("--log_every", type=train.one_or_more, default=10, help="steps; a run can stop at these only")
+    parser.add_argument("--heldout_every", type=train.one_or_more, default=100)
+    parser.add_argument("--sqnr_every", type=train.one_or_more, default=250)
+    parser.add_argument("--heldout_windows", type=train.one_or_more, default=128)
     parser.add_argument("--data", default="installed", help="stdlib, pydoc, installed, or a file or folder")
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs of a run, which its experts are spread over")
-    parser.add_argument("--sharing", type=int, default=1, help="runs that share a GPU")
+    parser.add_argument("--ranks", type=train.one_or_more, default=2,
+                        help="GPUs of a run, which its experts are spread over")
+    parser.add_argument("--sharing", type=train.one_or_more, default=1, help="runs that share a GPU")
     parser.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
     parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
@@ -288,7 +289,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
         if state["case"] != case:
             raise ValueError(f"{folder} is of another run: {state['case']}, not {case}; name another --state")
     begin = time.time() - seconds
-    log = _log_up_to(first, folder) if writes else None
+    log = train.open_log(folder, first) if writes else None
 
     def write(row: dict) -> None:
         if log:
@@ -343,15 +344,6 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
         (folder / "summary.json").write_text(json.dumps(summary))
         shutil.rmtree(checkpoints, ignore_errors=True)
     return True
-
-
-def _log_up_to(step: int, folder: Path):
-    """The run's log without what was logged after `step`, open for more."""
-    path = folder / "log.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines(keepends=True) if step else []
-    path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
-    return path.open("a")
 
 
 def rank_main(args: argparse.Namespace) -> None:

@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--case", nargs=5, metavar=("TOKENS", "HIDDEN", "TOP_K", "EXPERTS", "ROUTING"),
                         help="only this one; ROUTING is random or skewed")
     args = results_file.parse(parser)
+    if args.case and not (all(map(str.isdecimal, args.case[:4])) and args.case[4] in ROUTINGS):
+        parser.error(f"--case {' '.join(args.case)}: expected four numbers and one of {' '.join(ROUTINGS)}")
     chosen = [Case(*map(int, args.case[:4]), args.case[4])] if args.case else cases(args.cases)
     world.main("dispatch_combine", args, lambda: run(chosen, args.budget, args.seconds - world.ENDING_S))
 

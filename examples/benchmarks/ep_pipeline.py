@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+import options
 import results_file
 import shapes
 import world
@@ -269,11 +270,12 @@ def main() -> None:
     parser = world.parser(__doc__, budget=1.0, seconds=95)
     parser.add_argument("--transport", choices=("collective", "nvlink"), help="ours (default: chosen for the machine)")
     parser.add_argument("--bits", action="store_true", help="compare ours with those over the collective transport")
-    parser.add_argument("--shapes", nargs="+", metavar="DIMxHIDDEN", help="other shapes")
-    parser.add_argument("--rows", type=int, help=f"rows of a rank (default: {ROWS}; of --cases tiny {TINY_ROWS})")
-    parser.add_argument("--experts", type=int, default=EXPERTS, help="experts of a rank")
+    parser.add_argument("--shapes", nargs="+", type=options.dims, metavar="DIMxHIDDEN", help="other shapes")
+    parser.add_argument("--rows", type=options.one_or_more,
+                        help=f"rows of a rank (default: {ROWS}; of --cases tiny {TINY_ROWS})")
+    parser.add_argument("--experts", type=options.one_or_more, default=EXPERTS, help="experts of a rank")
     args: argparse.Namespace = results_file.parse(parser)
-    cases = [tuple(map(int, shape.split("x"))) for shape in args.shapes or ()] or list(SHAPES[args.cases])
+    cases = args.shapes or list(SHAPES[args.cases])
     rows = args.rows or (TINY_ROWS if args.cases == "tiny" else ROWS)
     world.main("ep_pipeline", args, lambda: run(cases, rows, args.experts, args.budget,
                                                 args.seconds - world.ENDING_S, args.transport, args.bits))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import options
 import results_file
 import world
 from ds_mxfp8_moe import kernels
@@ -252,8 +253,9 @@ def run(sizes: list[Size], budget_s: float, seconds: float) -> Iterator[list[dic
 
 def main() -> None:
     parser = world.parser(__doc__, budget=0.1, seconds=85)
-    parser.add_argument("--config", nargs=3, type=int, metavar=("EXPERTS", "TOP_K", "HIDDEN"), help="only this one")
-    parser.add_argument("--tokens", nargs="+", type=int, help="of a rank")
+    parser.add_argument("--config", nargs=3, type=options.one_or_more, metavar=("EXPERTS", "TOP_K", "HIDDEN"),
+                        help="only this one")
+    parser.add_argument("--tokens", nargs="+", type=options.one_or_more, help="of a rank")
     args = results_file.parse(parser)
     configs = [args.config] if args.config else TINY_CONFIGS if args.cases == "tiny" else CONFIGS
     sizes = [Size(*config, count) for config in configs for count in args.tokens or TOKENS[args.cases]]

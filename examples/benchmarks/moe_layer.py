@@ -23,6 +23,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_mxfp8_moe
+import options
 import results_file
 import world
 from ds_mxfp8_moe.config import WIRE_KEYS
@@ -277,7 +278,7 @@ def rows_of(rows: list[dict], contender: str) -> list[dict]:
 def main() -> None:
     parser = world.parser(__doc__, budget=0.6, seconds=85)
     for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int,
+        parser.add_argument(f"--{name.replace('_', '-')}", type=options.one_or_more,
                             help=f"default: {value}; of --cases tiny {getattr(TINY, name)}")
     args = results_file.parse(parser)
     asked = {one.name: getattr(args, one.name) for one in fields(Case) if getattr(args, one.name) is not None}

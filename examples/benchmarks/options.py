@@ -17,6 +17,19 @@ BYTES_AT_MOST = 100e9  # cases that need more are left out
 SECONDS_BETWEEN_WRITES = 15
 
 
+def one_or_more(text: str) -> int:
+    """The type of an argument that is an integer from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
+def dims(text: str) -> tuple[int, int]:
+    """The type of an argument like 7168x2048."""
+    dim, _, hidden = text.partition("x")
+    return one_or_more(dim), one_or_more(hidden)
+
+
 def parser(doc: str, jobs: bool = True) -> argparse.ArgumentParser:
     """`jobs`: with the arguments of `compile_beforehand`."""
     out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)

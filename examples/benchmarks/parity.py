@@ -22,7 +22,9 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
+import options
 import results_file
+from tables import read
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples/gpt_moe/train.py"
@@ -37,7 +39,7 @@ BAR = 0.005
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=options.one_or_more, default=250)
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -97,7 +99,9 @@ def row(model: str, contender: str, seed: int, args, summary: dict, log: list[di
 
 def show(path: Path) -> bool:
     """Prints the table of a result file and draws its plot; whether MXFP8's mean loss is within the bar of bf16's."""
-    result = json.loads(path.read_text())
+    result = read(path)
+    if result["benchmark"] != "parity":
+        sys.exit(f"{path} has results of {result['benchmark']}: show them by show.py")
     groups: dict = {}
     for r in result["rows"]:
         groups.setdefault((r["case"]["model"], r["contender"]), []).append(r)

@@ -7,7 +7,7 @@ this file; and the plots beside the files.
     python examples/benchmarks/report.py --check     # exits with 1 if that would change a figure
 """
 
-import json
+import argparse
 import re
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import results_file
 import show
+from tables import read
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", Path(__file__).with_name("RESULTS.md")
@@ -32,7 +33,7 @@ that small layers run bf16. *Seed shapes*: 8192x5120, 7168x2048, 2048x1408."""
 
 def results(folder: Path = results_file.RESULTS) -> list[tuple[Path, dict]]:
     """The files that tables are made of."""
-    found = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    found = [(path, read(path)) for path in sorted(folder.glob("*.json"))]
     return [(path, result) for path, result in found if result["benchmark"] in show.SHOWN]
 
 
@@ -112,11 +113,17 @@ def outdated() -> list[str]:
     return [path.name for path, new in pages if path.read_text().replace(OLDER, "") != new.replace(OLDER, "")]
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a figure would change")
+    if parser.parse_args(arguments).check:
         wrong = outdated()
         sys.exit(f"not what the results say: {', '.join(wrong)}; run make report" if wrong else 0)
     README.write_text(readme(README.read_text()))
     PAGE.write_text(page())
-    for result_path, of_it in results():
-        show.draw(result_path, of_it)
+    for path, result in results():
+        show.draw(path, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,6 @@ show_convergence.py those of whole trainings.
     python examples/benchmarks/show.py FILE...     # prints each file's tables and draws its plot beside it
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +15,7 @@ import shapes
 import show_convergence
 import show_ranks
 import show_train
-from tables import Group, bar, bars, groups, legends, speedup
+from tables import Group, bar, bars, groups, legends, read, speedup
 
 WGRAD_FROM_MXFP8 = "ours, bf16 from MXFP8"
 GEMMS = ("torch._grouped_mm", "cuBLAS loop", "torch rowwise fp8", "ours, bf16", WGRAD_FROM_MXFP8, "ours, MXFP8")
@@ -248,7 +247,9 @@ def draw(path: Path, result: dict) -> None:
 
 def show(path: Path) -> bool:
     """Draws the plot of a result file beside it and prints its tables; whether every row of it is correct."""
-    result = json.loads(path.read_text())
+    result = read(path)
+    if result["benchmark"] not in SHOWN:
+        sys.exit(f"{path} has results of {result['benchmark']}; shown here: {', '.join(SHOWN)}")
     tables, _ = SHOWN[result["benchmark"]]
     draw(path, result)
     wrong = [row for row in result["rows"] if not row["correct"]]

@@ -44,6 +44,16 @@ def _gib(value: float | None) -> float | None:
     return None if value is None else value / 2**30
 
 
+def _failed(result: dict, head: str) -> str:
+    """The rows that a model's table lacks since their training failed, each with why."""
+    lines = []
+    for row in result["rows"]:
+        if row.get("failure") and _head(row["case"]) == head:
+            why = "out of memory" if "OutOfMemoryError" in row["failure"] else row["failure"]
+            lines.append(f"\n  {row['contender']}, {_where(row['case'])}: {why}")
+    return "\ndid not run to their end:" + "".join(lines) if lines else ""
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.2%}"
 
@@ -68,6 +78,7 @@ def train_tables(result: dict) -> list[str]:
                     parts.append([*layout, name, case["tokens_per_expert"],
                                   *(row["breakdown"].get(part) for part in COLORS)])
         if not speeds:
+            tables.append(head + _failed(result, head))
             continue
         tables.append(head + "\n" + tabulate(
             speeds, ["ZeRO", "EP x DP", "routing", "micro-\nbatches", "contender", "experts\nin",
@@ -76,7 +87,7 @@ def train_tables(result: dict) -> list[str]:
                      "tokens per\nexpert, mean", "\nfewest", "\nmost", "last\nloss", "loss off\nat most",
                      "gradient\nnorm off"],
             floatfmt=("", ) * 6 + (".0f", ) + (".1f", ) * 5 + ("", "", ".1f", ".2f", ".1f", ".0f", "d", "d", ".4f")
-            + ("", "")))
+            + ("", "")) + _failed(result, head))
         if parts:
             tables.append(f"{head.split(':')[0]}: where the time of a step goes, ms of kernels; those that overlap "
                           "count each\n" + tabulate(

@@ -2,9 +2,22 @@
 """What every table and plot is made of: the rows of a result file by case and contender, speedups, and bars."""
 
 import json
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from tabulate import tabulate
+
+
+def read(path: Path) -> dict:
+    """A result file; exits where it is none."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} is no result file: {error}")
+    if not isinstance(result, dict) or not {"benchmark", "machine", "commit", "date", "rows"} <= result.keys():
+        sys.exit(f'{path} is no result file: expected what a benchmark writes, with "benchmark" and "rows"')
+    return result
 
 
 class Group:

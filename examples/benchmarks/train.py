@@ -34,6 +34,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import breakdown
+import options
 import results_file
 import show
 import train_models as models
@@ -41,6 +42,7 @@ import world
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from moe_layer import RECIPES
 from show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
+from tables import read
 from timing import device, on_gpu, spread_ms
 
 WARM_UP = 4  # micro-batches
@@ -303,7 +305,7 @@ def stored(path: Path) -> list[dict]:
     """The rows of a result file of this kind of machine; none where there is no such file."""
     if not path.exists():
         return []
-    result = json.loads(path.read_text())
+    result = read(path)
     here = torch.cuda.get_device_name() if on_gpu() else platform.machine()
     if result["benchmark"] != "train" or not result["machine"].endswith(here):
         sys.exit(f"{path} has results of {result['benchmark']} on {result['machine']}: name another file by --out")
@@ -378,11 +380,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", nargs="+", type=int, choices=(1, 2))
     parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--layers", type=int, help="at most; default: as many as fit")
-    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4], metavar="N",
+    parser.add_argument("--layers", type=options.one_or_more, help="at most; default: as many as fit")
+    parser.add_argument("--accumulation", nargs="+", type=options.one_or_more, default=[1, 4], metavar="N",
                         help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
                         "compare between contenders that have run the same cases before")
-    parser.add_argument("--steps", type=int, default=10,
+    parser.add_argument("--steps", type=options.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")

@@ -8,6 +8,7 @@ A time is the slowest rank's, sample by sample. Every rank runs the same calls i
 import argparse
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -72,6 +73,8 @@ def main(benchmark: str, args: argparse.Namespace, batches: Callable[[], Iterabl
 
 def start() -> None:
     """Device, process group and random numbers of this rank, by the launcher's environment."""
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit(f"this runs on ranks that a launcher starts: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}")
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False,

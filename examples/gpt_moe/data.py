@@ -17,6 +17,7 @@ SEPARATOR = 256  # stands before each piece of text
 VOCABULARY = 288  # 256 bytes and the separator, rounded up to a multiple of 32
 PIECE_BYTES = 8192
 HELDOUT_FRACTION = 0.05
+SOURCES = ("stdlib", "pydoc", "installed")
 
 Encode = Callable[[bytes], np.ndarray]
 
@@ -28,12 +29,19 @@ def python_sources(root: Path, without: tuple[str, ...] = ()) -> Iterator[bytes]
             yield path.read_bytes()
 
 
+def check(source: str) -> None:
+    """Raises FileNotFoundError for a source that there is not."""
+    if source not in SOURCES and not Path(source).exists():
+        raise FileNotFoundError(f"--data {source!r}: expected {', '.join(SOURCES)}, or an existing file or folder")
+
+
 def documents(source: str) -> Iterator[bytes]:
     """The texts of a source.
 
     "stdlib": the sources of Python's standard library without pydoc_data; "pydoc": the English text of
     pydoc_data.topics; "installed": the sources of all installed packages; else a file, or a folder of files.
     """
+    check(source)
     if source == "pydoc":
         yield from (text.encode() for _, text in sorted(pydoc_data.topics.topics.items()))
     elif source == "stdlib":
@@ -43,10 +51,8 @@ def documents(source: str) -> Iterator[bytes]:
             yield from python_sources(Path(root))
     elif Path(source).is_dir():
         yield from (path.read_bytes() for path in sorted(Path(source).rglob("*")) if path.is_file())
-    elif Path(source).is_file():
-        yield Path(source).read_bytes()
     else:
-        raise FileNotFoundError(f"--data {source!r}: expected stdlib, pydoc, installed, or an existing file or folder")
+        yield Path(source).read_bytes()
 
 
 def encode_bytes(text: bytes) -> np.ndarray:

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
 from plot import plot_losses
+from train import one_or_more
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -28,8 +29,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="folder of the three runs")
     parser.add_argument("--model", type=Path, help="sizes of the GPT (default: gpt_tiny on CPU, gpt_small on GPUs)")
-    parser.add_argument("--base_steps", type=int, default=450)
-    parser.add_argument("--finetune_steps", type=int, default=120)
+    parser.add_argument("--base_steps", type=one_or_more, default=450)
+    parser.add_argument("--finetune_steps", type=one_or_more, default=120)
     parser.add_argument("--seed", type=int, default=1234)
     return parser.parse_args()
 

@@ -6,6 +6,7 @@ a scalar summed over the MoE layers (the caller multiplies it by its coefficient
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -149,9 +150,17 @@ def expert_parallel_size(num_experts: int) -> int:
 
 
 def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointing: bool) -> GPT:
-    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`."""
-    config = GPTConfig(**yaml.safe_load(path.read_text()))
-    ep_size = ep_size or expert_parallel_size(config.moe["num_experts"])
+    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`. Exits for sizes that it has
+    not."""
+    try:
+        config = GPTConfig(**yaml.safe_load(path.read_text()))
+        experts = config.moe["num_experts"]
+    except (TypeError, KeyError) as error:
+        sys.exit(f"--model {path}: {error}; expected the fields of GPTConfig, with num_experts in moe")
+    ep_size = ep_size or expert_parallel_size(experts)
+    if experts % ep_size or dist.get_world_size() % ep_size:
+        sys.exit(f"--ep_size {ep_size}: expected a divisor of the {experts} experts and of the "
+                 f"{dist.get_world_size()} ranks")
     model = GPT(config, ep_size, activation_checkpointing)
     initialize_weights(model, seed, dist.get_rank())
     return model

@@ -44,11 +44,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="holds Hugging Face checkpoints in "
                         "folders named by their model type; a family without one gets one built from its config")
     parser.add_argument("--out", type=Path, default=Path("runs/presets"), help="folder of the runs")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each finetuning")
-    parser.add_argument("--hidden_size", type=int, default=128 if on_cpu else 512, help="of models built here")
-    parser.add_argument("--layers", type=int, default=2 if on_cpu else 4, help="of models built here")
-    parser.add_argument("--experts", type=int, default=8 if on_cpu else 16, help="of models built here")
-    parser.add_argument("--seq_len", type=int, default=64 if on_cpu else 512, help="tokens a sequence")
+    parser.add_argument("--steps", type=train.one_or_more, default=30, help="optimizer steps of each finetuning")
+    parser.add_argument("--hidden_size", type=train.one_or_more, default=128 if on_cpu else 512,
+                        help="of models built here")
+    parser.add_argument("--layers", type=train.one_or_more, default=2 if on_cpu else 4, help="of models built here")
+    parser.add_argument("--experts", type=train.one_or_more, default=8 if on_cpu else 16, help="of models built here")
+    parser.add_argument("--seq_len", type=train.one_or_more, default=64 if on_cpu else 512, help="tokens a sequence")
     parser.add_argument("--data", default="pydoc", help="the text, as train.py takes it")
     parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained, as train.py takes it")
     parser.add_argument("--deepspeed_config", type=Path, default=CONFIGS / "ds/autoep_zero2.json", help="of all runs; "
@@ -59,6 +60,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     unknown = set(args.presets) - {*PRESET_MODELS, *families()}
     if unknown:
         parser.error(f"--presets {' '.join(sorted(unknown))}: this DeepSpeed has {', '.join(PRESET_MODELS)}")
+    if args.checkpoints and not args.checkpoints.is_dir():
+        parser.error(f"--checkpoints: there is no folder {args.checkpoints}")
+    if not args.deepspeed_config.is_file():
+        parser.error(f"--deepspeed_config: there is no file {args.deepspeed_config}")
     return args
 
 

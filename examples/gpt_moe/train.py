@@ -9,13 +9,16 @@ Whether it trains in MXFP8 is decided by the section "mxfp8_moe" of the DeepSpee
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import deepspeed
 import deepspeed.comm as dist
@@ -34,19 +37,36 @@ from plot import plot_losses
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def none_or_more(text: str) -> int:
+    """The type of an argument that is an integer from 0 on."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return int(text)
+
+
+def one_or_more(text: str) -> int:
+    """The type of an argument that is an integer from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_tiny.yaml", help="sizes of the GPT")
     kind.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
-    parser.add_argument("--ep_size", type=int, help="expert-parallel size of the GPT (default: as large as it can be)")
-    parser.add_argument("--seq_len", type=int, help="tokens a sequence (default: the GPT's; 256 with --hf_model)")
+    parser.add_argument("--ep_size", type=one_or_more,
+                        help="expert-parallel size of the GPT (default: as large as it can be)")
+    parser.add_argument("--seq_len", type=one_or_more,
+                        help="tokens a sequence (default: the GPT's; 256 with --hf_model)")
     parser.add_argument("--data", default="stdlib", help="stdlib, pydoc, installed, or a file or folder")
     parser.add_argument("--heldout_data", help="the text whose held-out part is evaluated (default: --data)")
-    parser.add_argument("--heldout_windows", type=int, default=64, help="sequences evaluated, over all ranks")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps, those before a resume included")
-    parser.add_argument("--warmup_steps", type=int, default=20)
+    parser.add_argument("--heldout_windows", type=one_or_more, default=64, help="sequences evaluated, over all ranks")
+    parser.add_argument("--steps", type=one_or_more, default=200,
+                        help="optimizer steps, those before a resume included")
+    parser.add_argument("--warmup_steps", type=none_or_more, default=20)
     parser.add_argument("--moe_loss_coeff", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--activation_checkpointing", action="store_true")
@@ -55,17 +75,38 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                         r"'.*\.experts\..*' (of all experts: in ZeRO-0; DeepSpeed refuses more)")
     parser.add_argument("--compile", action="store_true", help="torch.compile through DeepSpeed's engine")
     parser.add_argument("--save_dir", type=Path, help="checkpoints, log.jsonl, summary.json and loss.png go here")
-    parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints (0: only the last)")
+    parser.add_argument("--save_every", type=none_or_more, default=0,
+                        help="steps between checkpoints (0: only the last)")
     parser.add_argument("--load_dir", type=Path, help="the save_dir of a run to resume")
     parser.add_argument("--load_tag", help="a checkpoint in load_dir other than the latest, such as step_100")
     parser.add_argument("--finetune", action="store_true", help="take only the weights from load_dir; start at step 0")
     parser.add_argument("--save_pretrained", type=Path, metavar="FOLDER", help="the trained --hf_model goes here too, "
                         "as a Hugging Face checkpoint")
-    parser.add_argument("--log_every", type=int, default=10)
+    parser.add_argument("--log_every", type=one_or_more, default=10)
     args = deepspeed.add_config_arguments(parser).parse_args(arguments)
     if args.save_pretrained and not args.hf_model:
         parser.error("--save_pretrained needs --hf_model: the GPT is no Hugging Face model")
+    if not args.hf_model and not args.model.is_file():
+        parser.error(f"--model: there is no file {args.model}")
+    # DeepSpeed's autotuner hands over the config itself, encoded.
+    if Path(args.deepspeed_config or "").suffix and not Path(args.deepspeed_config).is_file():
+        parser.error(f"--deepspeed_config: there is no file {args.deepspeed_config}")
+    if (args.load_tag or args.finetune) and not args.load_dir:
+        parser.error("--load_tag and --finetune need --load_dir")
+    if args.load_dir and not checkpoint(args).is_dir():
+        parser.error(f"--load_dir {args.load_dir}: no checkpoint {args.load_tag or 'latest'} there")
+    for source in filter(None, (args.data, args.heldout_data)):
+        try:
+            data.check(source)
+        except FileNotFoundError as error:
+            parser.error(str(error))
     return args
+
+
+def checkpoint(args: argparse.Namespace) -> Path:
+    """The folder in args.load_dir that is to be loaded, whether or not it is there."""
+    latest = args.load_dir / "latest"
+    return args.load_dir / (args.load_tag or (latest.read_text().strip() if latest.is_file() else latest.name))
 
 
 def cosine_with_warmup(warmup_steps: int, total_steps: int):
@@ -200,13 +241,23 @@ def initialize(args):
     return engine, seq_len
 
 
+def open_log(folder: Path, step: int) -> TextIO:
+    """The log.jsonl of a run that goes on after `step`, open for more: without the steps that it makes once again, and
+    without a line that was cut short."""
+    path = folder / "log.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+    path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+    return path.open("a")
+
+
 def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step: int, args) -> dict:
     """Trains from `first_step` to args.steps. Writes one line a logged step to log.jsonl, and returns a summary."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     tokens_per_step = batch_size * accumulation * world_size * train_windows.seq_len
     load = ExpertLoad(moe_layers(engine))
-    log = (args.save_dir / "log.jsonl").open("a" if first_step else "w") if rank == 0 and args.save_dir else None
+    log = open_log(args.save_dir, first_step) if rank == 0 and args.save_dir else None
     bar = tqdm(total=args.steps, initial=first_step, disable=rank != 0, unit="step",
                mininterval=1 if sys.stderr.isatty() else 30)
     summary = {"heldout_before": heldout_loss(engine, heldout, args)}
@@ -254,10 +305,10 @@ def run(args: argparse.Namespace) -> dict:
     if args.load_dir:
         path, state = engine.load_checkpoint(args.load_dir, tag=args.load_tag, load_module_only=args.finetune)
         if path is None:
-            raise FileNotFoundError(f"--load_dir {args.load_dir}: no checkpoint {args.load_tag or 'latest'} there")
+            sys.exit(f"--load_dir {args.load_dir}: DeepSpeed finds no files of {checkpoint(args)} that it can load")
         first_step = 0 if args.finetune else state["step"]
         if first_step >= args.steps:
-            raise ValueError(f"--steps {args.steps}: the checkpoint has already made {first_step}")
+            sys.exit(f"--steps {args.steps}: the checkpoint has already made {first_step}")
 
     summary = train(engine, train_windows, heldout, first_step, args)
     if args.save_pretrained:
@@ -274,6 +325,10 @@ def run(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     args = parse_args()
+    if not args.deepspeed_config:
+        sys.exit("--deepspeed_config: name a file such as configs/ds/zero2.json")
+    if "LOCAL_RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None:
+        sys.exit(f"this runs on ranks that a launcher starts: deepspeed {shlex.join(sys.argv)}")
     deepspeed.init_distributed()  # also finds its rank through mpi4py where a launcher set none
     args.local_rank = int(os.environ["LOCAL_RANK"])
     get_accelerator().set_device(args.local_rank)

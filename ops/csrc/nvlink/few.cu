@@ -25,7 +25,7 @@ struct View {
   __device__ int lane() const { return threadIdx.x % 32; }
   __device__ int world() const { return a.group.world; }
   __device__ int rank() const { return a.group.rank; }
-  __device__ int tokens() const { return a.bound ? min(int(*at<uint32_t>(a.bound)), a.T) : a.T; }
+  __device__ int tokens() const { return a.bound ? int(min(*at<uint32_t>(a.bound), uint32_t(a.T))) : a.T; }
   __device__ int expert(int i) const { // -1: dropped
     const int64_t e = a.index_bytes == 4 ? at<int32_t>(a.index_TK)[i] : at<int64_t>(a.index_TK)[i];
     return e >= 0 && e < a.experts ? int(e) : -1;

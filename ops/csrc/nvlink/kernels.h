@@ -122,7 +122,7 @@ struct Combine {
 struct Few {
   Group group;
   Address index_TK = 0;     // ids of experts; beyond the experts, or negative: dropped
-  Address bound = 0;        // uint32 [1]: how many of the T there are; 0: all
+  Address bound = 0;        // uint32 [1]: how many of the T there are, T at most; address 0: all
   Address routes = 0;       // int32 [W, max_tokens, K] and [W]: the row of each choice that is served here; -1: none
   int64_t data_at = 0, scale_at = 0, route_at = 0, count_at = 0; // in a half
   int T = 0, K = 0, experts = 0, local_experts = 0, max_tokens = 0, H = 0;

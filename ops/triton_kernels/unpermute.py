@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows from experts back to tokens: what the collective transport does in combine besides exchanging bytes.
+
+    combine_rows    sums of the experts' answers to a row, rounded to the wire                      P rows -> R rows
+    sum_rows        sums of the rows that come back to a token                                      S rows -> T tokens
+    combine_local   the two in one, where one rank holds all experts and nothing travels            P rows -> T tokens
+
+Oracle, letters, tables and sizes as in permute.py; here too each byte is read once and written once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .format import from_e4m3, power_of_two, quantized_rows
+from .library import cdiv, next_power_of_2, operator
+from .message import (
+    Shape,
+    contiguous_or,
+    fill_gap,
+    lanes_for,
+    layout,
+    parts_of,
+    places_of_row,
+    rows_of_token,
+)
+
+
+def combine_shape(H: int, block_size: int) -> Shape:
+    """For sums at the expert's rank. MXFP8: one warp, so that no value of a block changes warps."""
+    if block_size:
+        return Shape(512, 1)
+    block = min(next_power_of_2(H), 2048)
+    return Shape(block, max(1, block // 512))
+
+
+def sum_shape(H: int, block_size: int) -> Shape:
+    """For sums at the owner, which have up to top_k rows in flight."""
+    if block_size:
+        return Shape(512, 1)
+    block = min(next_power_of_2(H), 1024)
+    return Shape(block, max(1, block // 256))
+
+
+@triton.jit
+def _rounded(x, B: tl.constexpr, FLOOR: tl.constexpr):
+    """float32 [N] in blocks of B as MXFP8: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
+    data, byte = quantized_rows(tl.reshape(x, [x.shape[0] // B, B]), B, FLOOR)
+    return data, tl.reshape(byte, [x.shape[0] // B])
+
+
+@triton.jit
+def _values(data, byte):
+    """float32 [N, B] of e4m3 bytes [N, B] and scale bytes [N]."""
+    return from_e4m3(data) * power_of_two(byte)[:, None]
+
+
+@triton.jit
+def _partial(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ONCE: tl.constexpr):
+    """float32 sums of the rows at `slots`, in their order. AT_ONCE rows are in flight together; no more are read
+    after one that is missing."""
+    total = tl.zeros(column.shape, tl.float32)
+    for first in tl.static_range(0, K, AT_ONCE):
+        if slots[first] < P:
+            for k in tl.static_range(first, min(first + AT_ONCE, K)):
+                y = tl.load(y_ptr + slots[k] * H + column, mask=(column < H) & (slots[k] < P), other=0.0)
+                total += y.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _weights(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
+    """float32 [LANES]: what stands in weight_P for the choices of row r; 0 for those served elsewhere."""
+    k = tl.arange(0, LANES)
+    slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
+    return tl.load(weight_ptr + slot, mask=slot < P, other=0.0)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _combine_kernel(
+        y_ptr,  # [P, H]
+        weight_ptr,  # [P] float32
+        slot_ptr,  # [R, K] int64
+        out_ptr,  # [R, STRIDE] of the wire's dtype; MXFP8: uint8, with the scales at H
+        out_weight_ptr,  # [R, WEIGHT_STRIDE] float32, at its weights
+        P, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr,
+        SCALE_ROOM: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, WEIGHT_ROOM: tl.constexpr,
+        WEIGHT_LANES: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (R, )."""
+    r = tl.program_id(0).to(tl.int64)
+    slots = places_of_row(slot_ptr, r, True, P, K, LANES)
+    for first in range(0, H, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        total = _partial(y_ptr, slots, column, P, H, K, 2)
+        if B:
+            data, byte = _rounded(total, B, FLOOR)
+            tl.store(out_ptr + r * STRIDE + column, tl.reshape(data, [BLOCK]), mask=column < H)
+            block = first // B + tl.arange(0, BLOCK // B)
+            tl.store(out_ptr + (r * STRIDE + H) + block, byte, mask=block < SCALES)
+        else:
+            tl.store(out_ptr + r * STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
+    if B:
+        fill_gap(out_ptr + (r * STRIDE + H), SCALES, SCALE_ROOM, True)
+    if WEIGHT_ROOM:
+        k = tl.arange(0, WEIGHT_LANES)
+        weight = _weights(weight_ptr, slot_ptr, r, True, P, K, WEIGHT_LANES)
+        tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < WEIGHT_ROOM)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def _sum_kernel(
+        data_ptr,  # [S, STRIDE] of the wire's dtype; MXFP8: uint8, with the scales at H
+        weight_ptr,  # [S, WEIGHT_STRIDE] float32, at its weights
+        sent_slot_ptr,  # [W, T] int64
+        y_ptr,  # [T, H]
+        out_weight_ptr,  # [T, K] float32
+        T, S, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr,
+        K: tl.constexpr, WEIGHT_LANES: tl.constexpr, W: tl.constexpr, RANK_LANES: tl.constexpr, ROWS: tl.constexpr,
+        B: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (T, )."""
+    t = tl.program_id(0).to(tl.int64)
+    rows = rows_of_token(sent_slot_ptr, t, T, S, W, RANK_LANES, ROWS)
+    for first in range(0, H, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(ROWS):
+            data = tl.load(data_ptr + rows[i] * STRIDE + column, mask=(column < H) & (rows[i] < S), other=0)
+            if B:
+                block = first // B + tl.arange(0, BLOCK // B)
+                inside = (block < SCALES) & (rows[i] < S)
+                byte = tl.load(data_ptr + (rows[i] * STRIDE + H) + block, mask=inside, other=0)
+                total += tl.reshape(_values(tl.reshape(data, [BLOCK // B, B]), byte), [BLOCK])
+            else:
+                total += data.to(tl.float32)
+        tl.store(y_ptr + t * H + column, total.to(y_ptr.dtype.element_ty), mask=column < H)
+    if K:
+        k = tl.arange(0, WEIGHT_LANES)
+        weight = tl.zeros([WEIGHT_LANES], tl.float32)
+        for i in tl.static_range(ROWS):
+            weight += tl.load(weight_ptr + rows[i] * WEIGHT_STRIDE + k, mask=(k < K) & (rows[i] < S), other=0.0)
+        tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
+
+
+@triton.jit(do_not_specialize=["P", "R"])
+def _combine_local_kernel(
+        y_ptr,  # [P, H]
+        weight_ptr,  # [P] float32
+        slot_ptr,  # [R, K] int64
+        sent_slot_ptr,  # [T] int64
+        out_ptr,  # [T, H]
+        out_weight_ptr,  # [T, K] float32
+        P, R, H: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, WEIGHTS: tl.constexpr, B: tl.constexpr,
+        FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (T, ). With B, rounded to MXFP8 in between, as if it had travelled."""
+    t = tl.program_id(0).to(tl.int64)
+    r = tl.load(sent_slot_ptr + t)
+    slots = places_of_row(slot_ptr, r, r < R, P, K, LANES)
+    for first in range(0, H, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        total = _partial(y_ptr, slots, column, P, H, K, K)
+        if B:
+            data, byte = _rounded(total, B, FLOOR)
+            total = 0.0 + tl.reshape(_values(data, byte), [BLOCK])  # the owner's sum, whose zeros have no sign
+        tl.store(out_ptr + t * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
+    if WEIGHTS:
+        k = tl.arange(0, LANES)
+        weight = 0.0 + _weights(weight_ptr, slot_ptr, r, r < R, P, K, LANES)
+        tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
+
+
+def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
+    """dtype and bytes of a row's data, and the number of its scales; block_size 0: not quantised."""
+    wire = torch.uint8 if block_size else dtype
+    return wire, H * wire.itemsize, cdiv(H, block_size) if block_size else 0
+
+
+def _combine_rows_fake(y_PH, weight_P, slot_RK, dtype, block_size, scaling_mode):
+    _, data_bytes, scales = _wire(y_PH.shape[1], dtype, block_size)
+    width = layout(data_bytes, scales, 0 if weight_P is None else slot_RK.shape[1]).width
+    return y_PH.new_empty((slot_RK.shape[0], width), dtype=torch.uint8)
+
+
+def _summed(message, sent_slot_WT, hidden, weights, top_k, dtype, block_size):
+    T = sent_slot_WT.shape[1]
+    return message.new_empty((T, hidden), dtype=dtype), message.new_empty((T, weights), dtype=torch.float32)
+
+
+def _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode):
+    T = sent_slot_T.shape[0]
+    weights = 0 if weight_P is None else slot_RK.shape[1]
+    return y_PH.new_empty((T, y_PH.shape[1]), dtype=dtype), y_PH.new_empty((T, weights), dtype=torch.float32)
+
+
+@operator(_combine_rows_fake)
+def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, dtype: torch.dtype,
+                 block_size: int, scaling_mode: str) -> torch.Tensor:
+    """Message rows, uint8 [R, width]: float32 sums of a row's choices, rounded once, and K numbers beside them.
+
+    Args:
+        y_PH: bf16, fp16 or fp32; padding rows are not read.
+        weight_P: float32.
+        dtype, block_size, scaling_mode: of the wire; block_size 0: rows of `dtype`, else MXFP8.
+    """
+    (P, H), (R, K) = y_PH.shape, slot_RK.shape
+    wire, data_bytes, scales = _wire(H, dtype, block_size)
+    where = layout(data_bytes, scales, 0 if weight_P is None else K)
+    out = y_PH.new_empty((R, where.width), dtype=torch.uint8)
+    if R == 0:
+        return out
+    out_data, out_scale, out_weight = parts_of(out, where, wire)
+    shape, weight_room = combine_shape(H, block_size), out_weight.shape[1]
+    with torch.cuda.device_of(y_PH):
+        _combine_kernel[(R, )](y_PH.contiguous(), contiguous_or(weight_P, out), slot_RK, out_data, out_weight, P,
+                               where.width // wire.itemsize, where.width // 4, H, scales, out_scale.shape[1], K,
+                               lanes_for(K), weight_room, lanes_for(weight_room), block_size, scaling_mode == "floor",
+                               shape.block, num_warps=shape.warps)
+    return out
+
+
+@operator(_summed)
+def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, weights: int, top_k: int,
+             dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """y_TH in `dtype`: float32 sums of the rows that came back for each token, in ascending rank; and weights [T, K].
+
+    Args:
+        message: rows of `combine_rows`, uint8 [S, width], in the order in which their tokens were sent.
+        weights: floats beside each row, top_k or 0; with 0, the second result has no columns.
+        dtype, block_size: of the wire, as for `combine_rows`.
+    """
+    (S, _), (ranks, T) = message.shape, sent_slot_WT.shape
+    wire, data_bytes, scales = _wire(hidden, dtype, block_size)
+    y_TH, weight_TK = outs = _summed(message, sent_slot_WT, hidden, weights, top_k, dtype, block_size)
+    if T == 0:
+        return outs
+    where = layout(data_bytes, scales, weights)
+    data, _, weight = parts_of(message, where, wire)
+    shape = sum_shape(hidden, block_size)
+    with torch.cuda.device_of(message):
+        # Unfused: a product beyond float32's range is Inf before it is added.
+        _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
+                           where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
+                           min(ranks, top_k), block_size, shape.block, num_warps=shape.warps, enable_fp_fusion=False)
+    return outs
+
+
+@operator(_combined)
+def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, sent_slot_T: torch.Tensor,
+                  dtype: torch.dtype, block_size: int, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `sum_rows` returns for the rows of `combine_rows` in a group of one rank; rounded in between all the same.
+
+    Args:
+        sent_slot_T: int64, the row r of each token; R for a token without experts.
+    """
+    (P, H), (R, K), T = y_PH.shape, slot_RK.shape, sent_slot_T.shape[0]
+    y_TH, weight_TK = outs = _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode)
+    if T == 0:
+        return outs
+    shape = combine_shape(H, block_size)
+    with torch.cuda.device_of(y_PH):
+        _combine_local_kernel[(T, )](y_PH.contiguous(), contiguous_or(weight_P, y_TH), slot_RK, sent_slot_T, y_TH,
+                                     weight_TK, P, R, H, K, lanes_for(K), weight_P is not None, block_size,
+                                     scaling_mode == "floor", shape.block, num_warps=shape.warps)
+    return outs
