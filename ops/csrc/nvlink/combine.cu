@@ -79,6 +79,11 @@ template <class In, class Wire> struct CombineWork {
   static constexpr int PIECE = 32 * VALUES;
   static constexpr int AHEAD = Wire::AHEAD;
   using Unit = typename Wire::Unit;
+  // What is in flight together: of a token's rows here; pieces of its only row here, and of its only row that came back.
+  // Registers hold no more.
+  static constexpr int SUMMED_AHEAD = sizeof(In) == 4 ? 1 : 2;
+  static constexpr int ONE_AHEAD = sizeof(In) == 2 ? 32 / VALUES : 1;
+  static constexpr int ONE_AHEAD_BACK = sizeof(In) == 2 && sizeof(Unit) <= 2 ? 32 / VALUES : 1;
   const Combine &a;
   const RowsView v;
   const Wire wire;
@@ -90,9 +95,91 @@ template <class In, class Wire> struct CombineWork {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
   }
 
+  // To row r of rank w: this rank's only row for its token.
+  __device__ __forceinline__ void send_one(int w, int64_t r, int64_t p) {
+    const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE;
+    const In *from = at<In>(a.y_PH) + p * H + mine;
+    Unit *to = row_at(w, r) + mine;
+    Wire out = wire;
+    for (int first = 0; first <= last; first += ONE_AHEAD) {
+      Piece<In, VALUES> in[ONE_AHEAD];
+#pragma unroll
+      for (int j = 0; j < ONE_AHEAD; j++) {
+        if ((first + j) * PIECE + mine < H)
+          in[j].load(from + (first + j) * PIECE);
+        else
+          in[j].zero();
+      }
+#pragma unroll
+      for (int j = 0; j < ONE_AHEAD; j++) {
+        if (first + j > last)
+          break;
+        float sum[VALUES];
+        in[j].floats(sum);
+#pragma unroll
+        for (int i = 0; i < VALUES; i++)
+          sum[i] = __fadd_rn(0.0f, sum[i]); // -0 becomes 0, as in a longer sum
+        send_piece(out, w, r, first + j, last, sum, to);
+      }
+    }
+  }
+
+  // To row r of rank w: the sum of the rows whose places the lanes of `here` hold.
+  __device__ __forceinline__ void send_sum(int w, int64_t r, int place, uint32_t here) {
+    const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE;
+    Unit *to = row_at(w, r) + mine;
+    Wire out = wire;
+    for (int first = 0; first <= last; first += AHEAD) {
+      float sum[AHEAD][VALUES] = {};
+      for (uint32_t left = here; left;) {
+        Piece<In, VALUES> in[SUMMED_AHEAD][AHEAD];
+        bool there[SUMMED_AHEAD];
+#pragma unroll
+        for (int n = 0; n < SUMMED_AHEAD; n++) {
+          there[n] = left != 0;
+          const int64_t p = __shfl_sync(~0u, place, (__ffs(left) - 1) & 31);
+          left &= left - 1;
+          if (there[n])
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++)
+              if ((first + j) * PIECE + mine < H)
+                in[n][j].load(at<In>(a.y_PH) + p * H + (first + j) * PIECE + mine);
+        }
+#pragma unroll
+        for (int n = 0; n < SUMMED_AHEAD; n++)
+          if (there[n])
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++)
+              if ((first + j) * PIECE + mine < H) {
+                float values[VALUES];
+                in[n][j].floats(values);
+#pragma unroll
+                for (int i = 0; i < VALUES; i++)
+                  sum[j][i] = __fadd_rn(sum[j][i], values[i]);
+              }
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        const int piece = first + j;
+        if (piece > last)
+          break;
+        send_piece(out, w, r, piece, last, sum[j], to);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void send_piece(Wire &out, int w, int64_t r, int piece, int last,
+                                             const float (&sum)[VALUES], Unit *to) {
+    Piece<Unit, VALUES> data;
+    out.encode(piece, sum, data);
+    if (piece * PIECE + v.lane() * VALUES < a.rows.H)
+      data.store(to + piece * PIECE);
+    out.flush(v, w, r, piece, piece == last);
+  }
+
   // Item i: the rows of a chunk of their owner's tokens.
   __device__ void send(int i) {
-    const int w = owner(i), c = chunk(i), H = a.rows.H, mine = v.lane() * VALUES;
+    const int w = owner(i), c = chunk(i);
     if (c >= v.chunks_of(w))
       return;
     const int2 range = v.arriving(w, c);
@@ -105,50 +192,10 @@ template <class In, class Wire> struct CombineWork {
       if (r + v.warps() < end)
         following = v.place(r + v.warps());
       const uint32_t here = __ballot_sync(~0u, place >= 0);
-      Unit *to = row_at(w, r + shift) + mine;
-      Wire out = wire;
-      const int last = (H - 1) / PIECE;
-      for (int first = 0; first <= last; first += AHEAD) {
-        float sum[AHEAD][VALUES] = {};
-        for (uint32_t left = here; left;) {
-          Piece<In, VALUES> in[2][AHEAD];
-          bool there[2];
-#pragma unroll
-          for (int n = 0; n < 2; n++) { // two rows are in flight together
-            there[n] = left != 0;
-            const int64_t p = __shfl_sync(~0u, place, (__ffs(left) - 1) & 31);
-            left &= left - 1;
-            if (there[n])
-#pragma unroll
-              for (int j = 0; j < AHEAD; j++)
-                if ((first + j) * PIECE + mine < H)
-                  in[n][j].load(at<In>(a.y_PH) + p * H + (first + j) * PIECE + mine);
-          }
-#pragma unroll
-          for (int n = 0; n < 2; n++)
-            if (there[n])
-#pragma unroll
-              for (int j = 0; j < AHEAD; j++)
-                if ((first + j) * PIECE + mine < H) {
-                  float values[VALUES];
-                  in[n][j].floats(values);
-#pragma unroll
-                  for (int i = 0; i < VALUES; i++)
-                    sum[j][i] = __fadd_rn(sum[j][i], values[i]);
-                }
-        }
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
-          const int piece = first + j;
-          if (piece > last)
-            break;
-          Piece<Unit, VALUES> data;
-          out.encode(piece, sum[j], data);
-          if (piece * PIECE + mine < H)
-            data.store(to + piece * PIECE);
-          out.flush(v, w, r + shift, piece, piece == last);
-        }
-      }
+      if (ONE_AHEAD > 1 && __popc(here) == 1)
+        send_one(w, r + shift, __shfl_sync(~0u, place, __ffs(here) - 1));
+      else
+        send_sum(w, r + shift, place, here);
       if (a.rows.weights && v.lane() < a.rows.K)
         v.weights(w, r + shift)[v.lane()] = place >= 0 ? at<float>(a.weight_P)[place] : 0.0f;
     }
@@ -168,34 +215,58 @@ template <class In, class Wire> struct CombineWork {
   }
 
   __device__ void receive(int c) {
-    const int H = a.rows.H, mine = v.lane() * VALUES, fanout = a.rows.fanout;
-    for (int64_t t = v.token_begin(c) / fanout + v.warp(); t < v.token_end(c) / fanout; t += v.warps()) {
+    const int64_t end = v.token_end(c) / a.rows.fanout;
+    int64_t t = v.token_begin(c) / a.rows.fanout + v.warp();
+    int following = t < end ? slot(t, v.lane()) : -1;
+    for (; t < end; t += v.warps()) {
+      const int slots = following;
+      if (t + v.warps() < end)
+        following = slot(t + v.warps(), v.lane());
       int own;
-      const int count = rows_back(t, own);
-      for (int first = 0; first < H; first += PIECE) {
-        const bool inside = first + mine < H;
-        float sum[VALUES] = {};
-        for (int n = 0; n < count; n += ROWS_AHEAD) {
-          typename Wire::Loaded in[ROWS_AHEAD];
-#pragma unroll
-          for (int i = 0; i < ROWS_AHEAD; i++) {
-            const int row = __shfl_sync(~0u, own, n + i);
-            if (n + i < count && inside)
-              wire.load(v, row, first + mine, row_at(v.rank(), row) + first + mine, in[i]);
-          }
-#pragma unroll
-          for (int i = 0; i < ROWS_AHEAD; i++)
-            if (n + i < count && inside)
-              wire.add(in[i], sum);
-        }
-        if (inside) {
-          Piece<typename Wire::Out, VALUES> out;
-          out.set(sum);
-          out.store(at<typename Wire::Out>(a.out_TH) + t * H + first + mine);
-        }
-      }
+      const int count = rows_back(t, slots, own);
+      if (ONE_AHEAD_BACK > 1 && count == 1)
+        add_up<1, ONE_AHEAD_BACK>(t, own, count);
+      else
+        add_up<ROWS_AHEAD, 1>(t, own, count);
       if (a.rows.weights)
         weights_back(t);
+    }
+  }
+
+  // Token t: the sum of its rows that came back, lane n holding the n-th of `count`. So many ROWS' loads of PIECES are
+  // in flight together; of several pieces, count is ROWS.
+  template <int ROWS, int PIECES> __device__ __forceinline__ void add_up(int64_t t, int own, int count) const {
+    const int H = a.rows.H, mine = v.lane() * VALUES;
+    for (int first = mine; first - mine < H; first += PIECES * PIECE) {
+      typename Wire::Loaded in[PIECES][ROWS];
+      const auto load = [&](int n, int j) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+          const int row = __shfl_sync(~0u, own, n + i), value = first + j * PIECE;
+          if (n + i < count && value < H)
+            wire.load(v, row, value, row_at(v.rank(), row) + value, in[j][i]);
+        }
+      };
+#pragma unroll
+      for (int j = 0; j < PIECES; j++)
+        load(0, j);
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) {
+        float sum[VALUES] = {};
+        for (int n = 0; n == 0 || (PIECES == 1 && n < count); n += ROWS) {
+          if (n > 0)
+            load(n, j);
+#pragma unroll
+          for (int i = 0; i < ROWS; i++)
+            if (n + i < count && first + j * PIECE < H)
+              wire.add(in[j][i], sum);
+        }
+        if (first + j * PIECE < H) {
+          Piece<typename Wire::Out, VALUES> out;
+          out.set(sum);
+          out.store(at<typename Wire::Out>(a.out_TH) + t * H + first + j * PIECE);
+        }
+      }
     }
   }
 
@@ -205,14 +276,24 @@ template <class In, class Wire> struct CombineWork {
     return slot < 0 ? -1 : slot + v.segment(SEND_BASE, w);
   }
 
+  // Where candidate c of token t, its choice c / W (with a fanout) at rank c % W, stands among the rows to that rank;
+  // -1: there is none.
+  __device__ int slot(int64_t t, int c) const {
+    const int W = v.world(), fanout = a.rows.fanout;
+    return c < fanout * W ? at<int>(a.rows.slot_WT)[c % W * a.rows.T + t * fanout + c / W] : -1;
+  }
+
   // Lane n: the n-th of the rows that came back for a token, ascending by choice (with a fanout) and rank. How many.
-  __device__ int rows_back(int64_t t, int &row) const {
+  // `slots`: of the first 32 candidates, a lane's own.
+  __device__ int rows_back(int64_t t, int slots, int &row) const {
     const int W = v.world(), candidates = a.rows.fanout * W;
     int count = 0;
     row = 0;
     for (int c0 = 0; c0 < candidates; c0 += 32) {
       const int c = c0 + v.lane();
-      const int own = c < candidates ? row_sent(t * a.rows.fanout + c / W, c % W) : -1;
+      if (c0 > 0)
+        slots = slot(t, c);
+      const int own = slots < 0 ? -1 : slots + v.segment(SEND_BASE, c % W);
       const uint32_t valid = __ballot_sync(~0u, own >= 0);
       const int nth = v.lane() - count;
       const int from = nth >= 0 && nth < __popc(valid) ? __fns(valid, 0, nth + 1) : 0;
