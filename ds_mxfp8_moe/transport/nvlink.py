@@ -259,8 +259,8 @@ class NVLink(Transport):
             return 0
         row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
         moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
-        return model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8, gemm_seconds, gemm_tiles,
-                           self.sms)
+        return model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8,
+                           plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms)
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:

@@ -2,29 +2,42 @@
 """How many multiprocessors an exchange takes: the model, and its constants, measured on H200s.
 
     alone       max(off-rank bytes / LINK, bytes read and written / MOVED_ALONE), with ALONE multiprocessors
-    beside      the longest of off-rank bytes / LINK; bytes read and written / (multiprocessors * MOVED_BESIDE), or
-                / MOVED_ALONE; and the GEMM's time alone * its rounds on the multiprocessors left / its rounds on all
+    beside      the longest of
+                off-rank bytes / LINK
+                bytes read and written / (multiprocessors * MOVED_BESIDE * sums), or / MOVED_ALONE
+                the GEMM's time alone * its rounds on the multiprocessors left to it / its rounds on all
 
-A round is what a persistent GEMM computes at a time, a tile on each multiprocessor: a share that leaves it no more
-rounds costs it nothing.
+sums: 1 where each row that travels is one row of y, falling to SUMS where it is the sum of many. A round is what a
+persistent GEMM computes at a time, a tile on each multiprocessor: a share that leaves it no more of them costs it
+nothing.
 """
 
 LINK = 320e9  # bytes/s that leave or enter a GPU over all its links
 MOVED_ALONE = 2.1e12  # bytes/s
 MOVED_BESIDE = 60e9  # bytes/s of one multiprocessor while a GEMM uses the same memory
 QUANTISED_BESIDE = 42e9  # the same where it quantises what it sends
+SUMS = 0.3
 ALONE = 128
 GAIN = 1.05  # at least, for running beside: the model knows no better
 SHARES = range(8, 68, 2)
 
 
-def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, gemm_seconds: float, gemm_tiles: int,
-          most: int | None = None) -> int:
-    """Multiprocessors of `total`, at most `most`, for an exchange beside a GEMM of so many seconds and tiles; 0: one
-    by one is about as fast, or the GEMM's time is 0."""
+def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsummed: float, gemm_seconds: float,
+          gemm_tiles: int, most: int | None = None) -> int:
+    """Multiprocessors for an exchange beside a GEMM of so many seconds and tiles.
+
+    Args:
+        total, most: multiprocessors that there are, that the exchange may have at most.
+        quantises: the exchange quantises what it sends.
+        unsummed: rows that travel, of the rows that they are sums of: 1 where none is a sum.
+
+    Returns:
+        0 where one by one is about as fast, or the GEMM's time is 0.
+    """
     if gemm_seconds <= 0:
         return 0
-    rate, rounds = QUANTISED_BESIDE if quantises else MOVED_BESIDE, -(-gemm_tiles // total)
+    rate = (QUANTISED_BESIDE if quantises else MOVED_BESIDE) * (SUMS + (1 - SUMS) * min(unsummed, 1))
+    rounds = -(-gemm_tiles // total)
 
     def together(sms: int) -> float:
         return max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE),
