@@ -180,6 +180,37 @@ def test_as_many_runs_side_by_side_as_there_are_places(tmp_path):
         assert convergence.work(convergence.plan(args), args) and not events
 
 
+def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys):
+    """All but one of two; that one finishes at once."""
+    def row(seed):
+        curve = dict.fromkeys(("100", "200"), 1.5)
+        return {"case": {"size": "tiny", "parameters": 1e6, "steps": 200, "tokens_per_step": 64, "expert_parallel": 2,
+                         "seed": seed}, "contender": "bf16", "heldout_loss": 1.5 + seed, "correct": True,
+                "curves": dict.fromkeys(("loss", "grad_norm", "busiest_expert", "entropy", "heldout_loss"), curve)
+                | {"sqnr_db": {}, "heldout_loss_bf16": {}}}
+
+    known, out, state = tmp_path / "known.json", tmp_path / "out.json", tmp_path / "state"
+    results_file.write("convergence", [row(0)], known, of_commit="older")
+    asked = []
+
+    def work(runs, args):
+        asked.extend(run.name for run in runs)
+        for run in runs:
+            (state / run.name).mkdir(parents=True)
+            (state / run.name / "summary.json").touch()
+        return True
+
+    monkeypatch.setattr(convergence, "work", work)
+    monkeypatch.setattr(convergence, "store_tokens", lambda *_: None)
+    monkeypatch.setattr(convergence, "row", lambda folder: row(int(folder.name[-1])))
+    monkeypatch.setattr(sys, "argv", ["convergence.py", "--state", str(state), "--sizes", "tiny", "--recipes", "bf16",
+                                      "--bf16_seeds", "2", "--known", str(known), "--out", str(out)])
+    convergence.main()
+    assert asked == ["tiny-bf16-1"] and "2 of 2 runs are finished" in capsys.readouterr().err
+    result = show.read(out)
+    assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5] and result["commit"] == "older"
+
+
 def test_tables_and_plot(tmp_path, capsys):
     def row(recipe, seed, heldout):
         steps = {str(step): 2.0 - step / 1000 for step in (100, 200, 300)}

@@ -9,8 +9,9 @@ losses that bf16's own seeds span.
     python examples/benchmarks/convergence.py --state /tmp/convergence --seconds 540
 
 trains for so many seconds, the most important runs first, as many side by side as the GPUs hold, and shows what is
-finished. The same command again goes on where it stopped, on the same machine: checkpoints lie under --state. Of a
-finished run only the small files in its folder are needed. Runs share the machine, so their speed says nothing.
+finished. The same command again goes on where it stopped, on the same machine: checkpoints lie under --state. On
+another machine --known FILE takes the finished runs of a result file as they are. Runs share the machine, so their
+speed says nothing.
 """
 
 import argparse
@@ -100,6 +101,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=train.one_or_more, default=2,
                         help="GPUs of a run, which its experts are spread over")
     parser.add_argument("--sharing", type=train.one_or_more, default=1, help="runs that share a GPU")
+    parser.add_argument("--known", type=Path, metavar="FILE", help="a result file whose runs are not run again; they "
+                        "stand in the new file too, which is then called as old as that one")
     parser.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
     parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
@@ -393,6 +396,15 @@ def say(line: str) -> None:
     print(f"{time.time() - STARTED:5.0f} s  {line}", file=sys.stderr, flush=True)
 
 
+def known_rows(path: Path | None) -> tuple[dict[Run, dict], str | None]:
+    """The rows of a result file by their runs, and its commit; nothing without a file."""
+    if path is None:
+        return {}, None
+    result = show.read(path)
+    return {Run(row["case"]["size"], row["contender"], row["case"]["seed"]): row
+            for row in result["rows"]}, result["commit"]
+
+
 def work(runs: Iterable[Run], args: argparse.Namespace) -> bool:
     """Runs what is not finished until this process is args.seconds old; whether no run failed."""
     end = STARTED + args.seconds
@@ -449,15 +461,17 @@ def main() -> None:
     path = args.show
     good = True
     if path is None:
+        known, known_commit = known_rows(args.known)
         store_tokens(args.data, args.state)
         runs = plan(args)
-        good = work(runs, args)
-        done = [run for run in runs if finished(run, args)]
-        say(f"{len(done)} of {len(runs)} runs are finished" + ("" if len(done) == len(runs) else ": run this again"))
-        if not done:
+        good = work([run for run in runs if run not in known], args)
+        rows = known | {run: row(args.state / run.name) for run in runs if run not in known and finished(run, args)}
+        left = len(set(runs) - set(rows))
+        say(f"{len(runs) - left} of {len(runs)} runs are finished" + (": run this again" if left else ""))
+        if not rows:
             sys.exit("no run is finished: nothing to show yet")
         path = args.out or results_file.RESULTS / "convergence.json"
-        results_file.write("convergence", [row(args.state / run.name) for run in done], path, of_commit=args.commit)
+        results_file.write("convergence", list(rows.values()), path, of_commit=known_commit or args.commit)
     if not (show.show(path) and good):
         sys.exit("a run failed or went wrong")
 
