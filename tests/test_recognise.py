@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts by their structure: what is recognised, each reason to refuse, and what is registered."""
+
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from ds_mxfp8_moe import recognise as recognise_file
+from ds_mxfp8_moe.experts import NotRecognised, expert_weights
+from ds_mxfp8_moe.recognise import recognise, register_expert
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(bias):
+    formula = recognise(local_experts(nn.Linear(H, H, bias=bias)), H)
+    assert (formula.kind, formula.activation, formula.ffn_size) == ("linear", None, H)
+    assert formula.names() == {"up": "weight", **({"up_bias": "bias"} if bias else {})}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name, act", [("relu", nn.ReLU()), ("relu", nn.ReLU(inplace=True)), ("gelu", nn.GELU()),
+                                       ("gelu_tanh", nn.GELU(approximate="tanh")), ("silu", nn.SiLU())])
+def test_mlp(name, act, bias):
+    formula = recognise(local_experts(mlp(act, bias=bias)), H)
+    assert (formula.kind, formula.activation, formula.ffn_size, formula.packed) == ("mlp", name, FFN, "none")
+    assert (formula.gate, formula.up, formula.down) == (None, "0.weight", "2.weight")
+    assert (formula.up_bias, formula.down_bias) == (("0.bias", "2.bias") if bias else (None, None))
+
+
+@pytest.mark.parametrize("name, act", [
+    ("relu", lambda x: x.clamp(min=0)), ("silu", lambda x: x * torch.sigmoid(x)),
+    ("gelu", lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
+    ("gelu_tanh", lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi)**0.5 * (x + 0.044715 * x**3)))),
+])
+def test_activations_written_out_by_hand(name, act):
+    compute = lambda m, x: (act(x @ m.up.weight.t() + m.up.bias) @ m.down.weight.t()).add_(m.down.bias)  # noqa: E731
+    assert recognise(local_experts(Mlp(compute).bfloat16()), H).activation == name
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name, act", [("relu", torch.relu), ("gelu", F.gelu), ("silu", nn.SiLU()),
+                                       ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))])
+def test_gated(name, act, bias):
+    formula = recognise(local_experts(Gated(act=act, bias=bias)), H)
+    assert (formula.kind, formula.activation, formula.hidden_size, formula.ffn_size) == ("gated", name, H, FFN)
+    assert (formula.gate, formula.up, formula.down) == ("c.weight", "b.weight", "a.weight")
+    assert (formula.gate_bias, formula.up_bias, formula.down_bias) == (("c.bias", "b.bias", "a.bias") if bias
+                                                                       else (None, None, None))
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_packed(gate_first):
+    formula = recognise(local_experts(Packed(gate_first)), H)
+    assert (formula.kind, formula.activation, formula.ffn_size) == ("gated", "silu", FFN)
+    assert formula.packed == ("gate_up" if gate_first else "up_gate")
+    assert formula.names() == {"up": "gate_up.weight", "down": "down.weight", "up_bias": "gate_up.bias",
+                               "down_bias": "down.bias"}
+
+
+def test_square_weights_need_the_proof_to_tell_roles_apart():
+    formula = recognise(local_experts(Gated(ffn=H)), H)
+    assert (formula.gate, formula.up, formula.down) == ("c.weight", "b.weight", "a.weight")
+    backwards = Mlp(lambda m, x: m.up(F.relu(m.down(x))), ffn=H)
+    assert recognise(local_experts(backwards), H).names()["up"] == "down.weight"
+
+
+def test_half_width():
+    for ffn in (H // 2, 2 * H):
+        assert recognise(local_experts(Gated(ffn=ffn)), H).ffn_size == ffn
+
+
+def test_some_biases():
+    template = Gated()
+    template.b = nn.Linear(H, FFN, bias=True)
+    assert recognise(local_experts(template), H).names().keys() == {"gate", "up", "down", "up_bias"}
+
+
+@pytest.mark.parametrize("extra", [nn.Dropout(0.0), nn.Identity()])
+def test_modules_that_do_nothing(extra):
+    template = nn.Sequential(nn.Linear(H, FFN), nn.GELU(), extra, nn.Linear(FFN, H))
+    assert recognise(local_experts(template), H).down == "3.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype):
+    assert recognise(local_experts(Gated().to(dtype)), H).kind == "gated"
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputing_expert(reentrant):
+    def compute(m, x):
+        return m.down(checkpoint(lambda x: F.relu(m.up(x)), x, use_reentrant=reentrant))
+
+    assert recognise(local_experts(Mlp(compute)), H).kind == "mlp"
+
+
+def test_expert_that_only_takes_deepspeeds_shape():
+    def compute(m, x):
+        g, one, c, h = x.shape
+        assert one == 1
+        return m.down(F.relu(m.up(x.reshape(g * c, h)))).view(g, 1, c, h)
+
+    assert recognise(local_experts(Mlp(compute)), H).kind == "mlp"
+
+
+def test_frozen_parameters():
+    template = mlp()
+    template[0].requires_grad_(False)
+    assert recognise(local_experts(template), H).kind == "mlp"
+
+
+def test_activation_in_float32():
+    compute = lambda m, x: m.down(F.silu(m.up(x).float()).to(x.dtype))  # noqa: E731
+    assert recognise(local_experts(Mlp(compute).bfloat16()), H).activation == "silu"
+
+
+# ---- refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [4, 84])
+def test_hidden_size_no_multiple_of_32(hidden):
+    assert refused(mlp(hidden=hidden), hidden_size=hidden) == f"hidden size {hidden} is no multiple of 32"
+
+
+def test_ffn_size_no_multiple_of_32():
+    assert refused(mlp(ffn=100)) == "FFN size 100 is no multiple of 32"
+
+
+def test_no_experts():
+    assert "no local experts" in refused(nn.ModuleList())
+
+
+class SubclassedLinear(nn.Linear):
+    pass
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = mlp(), nn.LayerNorm(H)
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+class TensorSubclass(torch.Tensor):
+    pass
+
+
+def with_weight(data):
+    linear = nn.Linear(H, H)
+    linear.weight = nn.Parameter(data)
+    return linear
+
+
+class WithBuffer(nn.Linear):
+    def __init__(self):
+        super().__init__(H, H)
+        self.register_buffer("scale", torch.ones(()))
+
+
+@pytest.mark.parametrize("make, reason", [
+    (lambda: nn.Identity(), "has 0 nn.Linear modules"),
+    (lambda: nn.Sequential(*[nn.Linear(H, H) for _ in range(4)]), "has 4 nn.Linear modules (0, 1, 2, 3)"),
+    (lambda: nn.Linear(H, FFN), "fit no recognised formula"),
+    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.Linear(FFN, FFN), nn.Linear(FFN, H)), "fit no recognised formula"),
+    (lambda: Normed(), "norm is a LayerNorm with parameters"),
+    (lambda: nn.Sequential(SubclassedLinear(H, FFN), nn.ReLU(), nn.Linear(FFN, H)), "0 is a SubclassedLinear"),
+    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.PReLU(), nn.Linear(FFN, H)), "1 is a PReLU with parameters"),
+    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.BatchNorm1d(FFN), nn.Linear(FFN, H)), "has a buffer"),
+    (lambda: WithBuffer(), "has a buffer, scale"),
+    (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(H, FFN)), nn.ReLU(), nn.Linear(FFN, H)),
+     "0 is a ParametrizedLinear"),
+    (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(H, H, bias=False))), "ParametrizationList"),
+    (lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(H, H))), "has a buffer"),
+    (lambda: mlp().double(), "is torch.float64"),
+    (lambda: nn.Sequential(nn.Linear(H, FFN).bfloat16(), nn.ReLU(), nn.Linear(FFN, H)), "different dtypes"),
+    (lambda: nn.LazyLinear(H), "has a forward pre hook"),
+    (lambda: with_weight(torch.ones(H, H).as_subclass(TensorSubclass)), "is a TensorSubclass, not a plain"),
+    (lambda: with_weight(torch.ones(0)), "is empty here"),
+])
+def test_structures_refused(make, reason):
+    assert reason in refused(nn.ModuleList([make()]))  # not all can be deep-copied
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_old_weight_norm_and_pruning():
+    experts = nn.ModuleList([nn.utils.weight_norm(nn.Linear(H, H)) for _ in range(2)])
+    assert "forward pre hook" in refused(experts)
+    for expert in experts:
+        expert._forward_pre_hooks.clear()
+    assert "weight_g" in refused(experts)
+    pruned = prune.l1_unstructured(nn.Linear(H, H), "weight", 0.5)
+    assert "forward pre hook" in refused(nn.ModuleList([pruned]))
+
+
+@pytest.mark.parametrize("rank", [8, H])
+def test_peft_lora(rank):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    def adapted(experts, *names):
+        return inject_adapter_in_model(LoraConfig(r=rank, target_modules=list(names)), experts)
+
+    assert "has 4 nn.Linear modules (up.base_layer, up.lora_A.default," in refused(
+        adapted(local_experts(Mlp(lambda m, x: m.down(F.relu(m.up(x))))), "up"))
+    alone = adapted(nn.ModuleDict({"up": nn.Linear(H, H)}), "up")["up"]
+    assert ("differs from the nearest" if rank == H else "fit no recognised formula") in refused(
+        nn.ModuleList([alone]))  # of rank H it has the shapes of a gated expert
+
+
+def hook_registrations():
+    return [("forward hook", lambda m: m.register_forward_hook(lambda *a: None)),
+            ("forward hook", lambda m: m.register_forward_hook(lambda *a, **k: None, with_kwargs=True)),
+            ("forward pre hook", lambda m: m.register_forward_pre_hook(lambda *a: None)),
+            ("backward hook", lambda m: m.register_full_backward_hook(lambda *a: None)),
+            ("backward pre hook", lambda m: m.register_full_backward_pre_hook(lambda *a: None))]
+
+
+@pytest.mark.parametrize("kind, register", hook_registrations())
+def test_hooks(kind, register):
+    experts = local_experts(mlp(), 4)
+    handle = register(experts[3][1])
+    assert refused(experts) == f"expert 3, module 1, has a {kind}"
+    handle.remove()
+    register(experts[2])
+    assert refused(experts) == f"expert 2 has a {kind}"
+
+
+def test_forward_replaced_on_an_instance():
+    experts = local_experts(mlp())
+    experts[1][0].forward = lambda x: x
+    assert refused(experts) == "expert 1, module 0, has its forward method replaced on the instance"
+
+
+def test_tied_weights():
+    template = Gated()
+    template.c = template.b
+    assert refused(template) == "parameter c.weight of expert 0 is shared with b.weight of expert 0"
+    experts = local_experts(mlp(), 3)
+    experts[2][0].weight = experts[0][0].weight
+    assert refused(experts) == "parameter 0.weight of expert 2 is shared with 0.weight of expert 0"
+    assert "shared with" in refused(nn.ModuleList([mlp()] * 2))
+
+
+def test_weights_tied_with_the_rest_of_the_model():
+    experts = local_experts(mlp())
+    elsewhere = {nn.Parameter(torch.ones(1)): "head.weight"}
+    assert recognise(experts, H, elsewhere)
+    elsewhere[experts[1][2].weight] = "layers.2.weight"
+    with pytest.raises(NotRecognised, match="2.weight of expert 1 is shared with layers.2.weight, outside"):
+        recognise(experts, H, elsewhere)
+
+
+@pytest.mark.parametrize("other, reason", [
+    (Gated(), "expert 1 is a Gated, expert 0 a Sequential"),
+    (mlp(nn.GELU()), "expert 1 differs from expert 0 in its modules"),
+    (mlp(ffn=128), "expert 1 differs from expert 0 in its modules"),
+    (mlp(bias=False), "expert 1 differs from expert 0 in its modules"),
+    (mlp().bfloat16(), "expert 1 differs from expert 0 in its modules"),
+])
+def test_experts_unlike_each_other(other, reason):
+    assert refused(nn.ModuleList([mlp(), other])).startswith(reason)
+
+
+def test_experts_of_one_structure_but_unlike_state():
+    experts = nn.ModuleList([mlp(nn.GELU()), mlp(nn.GELU()), mlp(nn.GELU(approximate="tanh"))])
+    assert refused(experts).startswith("expert 2 differs from expert 0: the output differs")
+    experts = nn.ModuleList([Gated(), Gated(act=torch.tanh)])
+    assert refused(experts).startswith("expert 1 differs from expert 0: the output differs")
+    experts = nn.ModuleList([Gated(), Gated(act=lambda x: F.silu(x))])  # other code, same function
+    assert recognise(experts, H).activation == "silu"
+
+
+# ---- register_expert ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(recognise_file, "_registered", {})
+
+
+class Raw(nn.Module):
+    def __init__(self, act=F.gelu):
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(2 * FFN, H))
+        self.w2 = nn.Parameter(torch.randn(H, FFN))
+        self.b2 = nn.Parameter(torch.randn(H))
+        self.act = act
+
+    def forward(self, x):
+        gate, up = F.linear(x, self.w13).chunk(2, -1)
+        return F.linear(self.act(gate) * up, self.w2, self.b2)
+
+
+RAW = dict(kind="gated", activation="gelu", up="w13", down="w2", down_bias="b2", packed="gate_up")
+
+
+def test_registered_class(registry):
+    assert "is a Raw with parameters of its own" in refused(Raw())
+    register_expert(Raw, **RAW)
+    experts = local_experts(Raw())
+    formula = recognise(experts, H)
+    assert (formula.kind, formula.packed, formula.ffn_size, formula.down_bias) == ("gated", "gate_up", FFN, "b2")
+    assert expert_weights(experts, formula)["up"][1] is experts[1].w13
+
+
+def test_registered_subclass_of_linear(registry):
+    register_expert(SubclassedLinear, kind="linear", up="weight", up_bias="bias")
+    assert recognise(local_experts(SubclassedLinear(H, H)), H).kind == "linear"
+
+
+def test_registration_holds_for_the_exact_class(registry):
+    register_expert(Raw, **RAW)
+    assert "parameters of its own" in refused(type("Derived", (Raw,), {})())
+
+
+@pytest.mark.parametrize("changes, reason", [
+    (dict(activation="silu"), "differs from the nearest recognised formula"),
+    (dict(packed="up_gate"), "differs from the nearest recognised formula"),
+    (dict(kind="mlp", packed="none"), "is registered with down=w2 of shape (64, 192), but has (64, 96)"),
+    (dict(down_bias=None), "is registered with parameters ['w13', 'w2'], but has ['b2', 'w13', 'w2']"),
+    (dict(up="w1"), "is registered with parameters ['b2', 'w1', 'w2'], but has ['b2', 'w13', 'w2']"),
+    (dict(up="w2", down="w13"), "is registered with up=w2 of shape"),
+])
+def test_lying_registration(registry, changes, reason):
+    register_expert(Raw, **(RAW | changes))
+    assert reason in refused(Raw())
+
+
+@pytest.mark.parametrize("error, changes", [
+    (ValueError, dict(kind="ffn")), (ValueError, dict(activation="tanh")), (ValueError, dict(activation=None)),
+    (ValueError, dict(kind="linear", packed="none")), (ValueError, dict(packed="none")),
+    (ValueError, dict(packed="both")), (ValueError, dict(kind="mlp")), (ValueError, dict(gate="w1")),
+    (ValueError, dict(gate_bias="b1")), (ValueError, dict(down=None)), (TypeError, dict(cls="Raw")),
+    (TypeError, dict(cls=Raw())),
+])
+def test_registration_that_makes_no_sense(registry, error, changes):
+    keys = dict(cls=Raw) | RAW | changes
+    with pytest.raises(error, match="register_expert: "):
+        register_expert(keys.pop("cls"), **keys)
+    assert not recognise_file._registered
