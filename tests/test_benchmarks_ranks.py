@@ -21,11 +21,13 @@ import dispatch_combine  # noqa: E402
 import ep_pipeline  # noqa: E402
 import latency  # noqa: E402
 import moe_layer  # noqa: E402
+import overlap  # noqa: E402
 import results_file  # noqa: E402
 import show  # noqa: E402
 import show_ranks  # noqa: E402
 import world  # noqa: E402
 from ds_mxfp8_moe.mx import MXTensor  # noqa: E402
+from ds_mxfp8_moe.transport import nvlink  # noqa: E402
 from ds_mxfp8_moe.transport.collective import Collective  # noqa: E402
 from today import Today  # noqa: E402
 from world import Contender  # noqa: E402
@@ -325,6 +327,32 @@ def test_layers_are_correct_by_their_own_check(ranks2):
     assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
 
 
+def _overlaps(top_k):
+    case = overlap.Case(64, 64, 96, 2, top_k, "all MXFP8")
+    with mock.patch.object(overlap, "SHARES", (16, )):
+        return flat([overlap.measure(case, 0.001)])
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_overlaps_are_correct_by_their_own_check(ranks2, top_k):
+    rows = correct(ranks2.run(_overlaps, top_k))
+    backward = {row["contender"]: row["share"] for row in rows if row["case"]["operation"] == "backward"}
+    assert backward == {show_ranks.ONE_BY_ONE: 0, show_ranks.MODELS_SHARE: 0, "16": 16}
+
+
+def test_other_bits_beside_a_gemm_are_noticed():
+    one, other = ({"only": lambda value=value: (torch.tensor([value]), )} for value in (1.0, 2.0))
+    assert overlap.check(one, one) == {"correct": True} and overlap.check(other, one) == {"correct": False}
+
+
+def test_a_share_is_given_or_the_model_s_is_told(monkeypatch):
+    transport = nvlink.NVLink(memory=mock.Mock(), name="a layer", sms=64)
+    assert overlap.with_share(transport, 12).sms_beside() == 12
+    monkeypatch.setattr(nvlink.NVLink, "sms_beside", lambda *args: 20)
+    model = overlap.with_share(transport, None)
+    assert model.sms_beside() == 20 and model.picked == [20] and (model.name, model.sms) == ("a layer", 64)
+
+
 def test_only_what_begins_within_the_step_counts_as_a_wait():
     events = [("one step", 4, 9), ("cudaStreamSynchronize", 0, 1), ("one step", 2, 10), ("aten::mm", 4, 5),
               ("cudaStreamSynchronize", 3, 4), ("Memcpy DtoH (Device -> Pageable)", 11, 12),
@@ -427,3 +455,17 @@ def test_tables_of_layers(tmp_path, capsys):
     assert lines["the same over dropless classic bf16"] == "bar"
     assert lines["host waits, exact"] == lines["host waits, static"] == "aim"
     assert lines["synchronising CUDA calls of both"] == "aim"
+
+
+def test_tables_of_overlaps(tmp_path, capsys):
+    case = asdict(overlap.Case(131072, 2048, 1408, 8, 1, "mxfp8")) | {"operation": "backward", "ranks": 2}
+    shares = {show_ranks.ONE_BY_ONE: (0, 3.0), show_ranks.MODELS_SHARE: (30, 2.5), "28": (28, 2.4), "40": (40, 2.6)}
+    rows = [{"case": case, "contender": name, "share": share, "median_ms": ms, "correct": True}
+            for name, (share, ms) in shares.items()]
+    path = tmp_path / "overlap.json"
+    results_file.write("overlap", rows, path)
+    assert show.show(path) and path.with_suffix(".png").stat().st_size > 5000
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if "131072" in line).split()
+    assert line[5:] == ["mxfp8", "3.000", "30", "2.500", "1.20x", "28", "2.400", "1.25x"]
+    assert "0.96" in out

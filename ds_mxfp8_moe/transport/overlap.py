@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many multiprocessors an exchange takes: the model, and its constants, measured on H200s.
+"""How many multiprocessors an exchange takes: the model, and its constants, measured on H200s
+(examples/benchmarks/overlap.py).
 
     alone       max(off-rank bytes / LINK, bytes read and written / MOVED_ALONE), with ALONE multiprocessors
     beside      the longest of
