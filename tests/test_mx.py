@@ -417,7 +417,7 @@ def test_deepcopy_and_save(mx):
     buffer = io.BytesIO()
     torch.save(mx, buffer)
     buffer.seek(0)
-    for other in (copy.deepcopy(mx), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(mx), torch.load(buffer, weights_only=True)):
         assert type(other) is MXTensor and same_bytes(other, mx) and other.dtype == BF16
         assert other.qdata.data_ptr() != mx.qdata.data_ptr()
 
