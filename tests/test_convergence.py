@@ -185,18 +185,21 @@ def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys)
     def row(seed):
         curve = dict.fromkeys(("100", "200"), 1.5)
         return {"case": {"size": "tiny", "parameters": 1e6, "steps": 200, "tokens_per_step": 64, "expert_parallel": 2,
-                         "seed": seed}, "contender": "bf16", "heldout_loss": 1.5 + seed, "correct": True,
+                         "ranks": 2, "data_sha256": "ab" * 8, "seed": seed},
+                "contender": "bf16", "heldout_loss": 1.5 + seed, "correct": True,
                 "curves": dict.fromkeys(("loss", "grad_norm", "busiest_expert", "entropy", "heldout_loss"), curve)
                 | {"sqnr_db": {}, "heldout_loss_bf16": {}}}
 
     known, out, state = tmp_path / "known.json", tmp_path / "out.json", tmp_path / "state"
     results_file.write("convergence", [row(0)], known, of_commit="older")
+    state.mkdir()
+    (state / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
     asked = []
 
     def work(runs, args):
         asked.extend(run.name for run in runs)
         for run in runs:
-            (state / run.name).mkdir(parents=True)
+            (state / run.name).mkdir()
             (state / run.name / "summary.json").touch()
         return True
 
@@ -204,11 +207,14 @@ def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(convergence, "store_tokens", lambda *_: None)
     monkeypatch.setattr(convergence, "row", lambda folder: row(int(folder.name[-1])))
     monkeypatch.setattr(sys, "argv", ["convergence.py", "--state", str(state), "--sizes", "tiny", "--recipes", "bf16",
-                                      "--bf16_seeds", "2", "--known", str(known), "--out", str(out)])
+                                      "--bf16_seeds", "2", "--known", str(known), "--out", str(out), "--steps", "200"])
     convergence.main()
     assert asked == ["tiny-bf16-1"] and "2 of 2 runs are finished" in capsys.readouterr().err
     result = show.read(out)
     assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5] and result["commit"] == "older"
+    sys.argv[-1] = "300"
+    with pytest.raises(SystemExit, match="has runs of {'steps': 200, .* and these are of {'steps': 300"):
+        convergence.main()
 
 
 def test_tables_and_plot(tmp_path, capsys):

@@ -396,11 +396,18 @@ def say(line: str) -> None:
     print(f"{time.time() - STARTED:5.0f} s  {line}", file=sys.stderr, flush=True)
 
 
-def known_rows(path: Path | None) -> tuple[dict[Run, dict], str | None]:
-    """The rows of a result file by their runs, and its commit; nothing without a file."""
-    if path is None:
+def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], str | None]:
+    """The rows of --known by their runs, and its commit; nothing without it. Exits where they are of other runs than
+    these arguments ask for."""
+    if args.known is None:
         return {}, None
-    result = show.read(path)
+    result = show.read(args.known)
+    asked = {"steps": args.steps, "ranks": args.ranks,
+             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
+    for row in result["rows"]:
+        given = {key: row["case"].get(key) for key in asked}
+        if given != asked:
+            sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked}: leave it out")
     return {Run(row["case"]["size"], row["contender"], row["case"]["seed"]): row
             for row in result["rows"]}, result["commit"]
 
@@ -461,8 +468,8 @@ def main() -> None:
     path = args.show
     good = True
     if path is None:
-        known, known_commit = known_rows(args.known)
         store_tokens(args.data, args.state)
+        known, known_commit = known_rows(args)
         runs = plan(args)
         good = work([run for run in runs if run not in known], args)
         rows = known | {run: row(args.state / run.name) for run in runs if run not in known and finished(run, args)}

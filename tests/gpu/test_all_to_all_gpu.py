@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed
 from all_to_all_cases import BF16, CASES, FP16, FP32, Call, Case
+from capture import capture
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
@@ -109,7 +110,7 @@ def replayed(case: Case) -> list[str]:
     graphs = []
     for exchange in (call.dispatch, call.combine):
         graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
+        with capture(graphs[-1]):
             for part in parts:
                 exchange(a2a, **part)
                 gemm()

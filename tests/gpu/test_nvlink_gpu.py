@@ -22,6 +22,7 @@ import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
+from capture import capture
 from nvlink_cases import BF16, FP32, MX32, MX128, PLAIN, TOKENS, Case, expected, same
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
@@ -442,7 +443,7 @@ def overflow_in_a_replay() -> str:
     step()
     mine.settle()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         kept = step()
     for _ in range(2):
         graph.replay()
@@ -502,7 +503,7 @@ def replayed(recipe, kind: type) -> int:
     torch.cuda.synchronize(), dist.barrier()
     waited = memory().host_waits
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         captured = step()
     for values in inputs + inputs[::-1]:
         load(values)
