@@ -84,7 +84,8 @@ def test_out_dtype():
 
 
 def test_any_strides():
-    """Steps that torch._grouped_mm refuses are copied away: every second column, odd row steps, expanded rows."""
+    """Steps that torch._grouped_mm refuses are copied away: every second column, odd row steps, expanded rows. Columns
+    it multiplies as they lie, on some CPUs in another order of sums."""
     a, b, g = operands(torch.bfloat16)
 
     def spread(x):
@@ -102,8 +103,12 @@ def test_any_strides():
 
     for change in (spread, odd_rows, column_major):
         assert not change(a).is_contiguous()
-        assert torch.equal(grouped_mm(a, b, ENDS), grouped_mm(change(a), change(b), ENDS))
-        assert torch.equal(grouped_mm_wgrad(g, a, ENDS), grouped_mm_wgrad(change(g), change(a), ENDS))
+        for want, got in ((grouped_mm(a, b, ENDS), grouped_mm(change(a), change(b), ENDS)),
+                          (grouped_mm_wgrad(g, a, ENDS), grouped_mm_wgrad(change(g), change(a), ENDS))):
+            if change is column_major:
+                torch.testing.assert_close(got, want)
+            else:
+                assert torch.equal(got, want)
     one_row = a[:1].expand(P, K)
     assert torch.equal(grouped_mm(one_row, b, ENDS), grouped_mm(one_row.contiguous(), b, ENDS))
 
