@@ -45,7 +45,7 @@ from .experts import ROLES, ExpertFormula
 from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad_rows
 from .mx import MXTensor
 from .routing import Routes
-from .transport import Pending, Plan, Transport, Wire
+from .transport import Feed, Pending, Plan, Transport, Wire
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,17 +176,30 @@ class _Layer:
         """Rows times the stacked weights: contracts over the weights' last axis."""
         return self._gemm(x_PK, parts, transposed=False)
 
+    def last_gemm(self, x_PK: torch.Tensor, parts: list, transport: Transport) -> tuple[torch.Tensor, Feed | None]:
+        """`forward_gemm`, and how it feeds the combine of what it computes, if it does."""
+        if not self.recipe.quantize_gemm:
+            return self.forward_gemm(x_PK, parts), None
+        mx = self._operand(parts, transposed=False)
+        feed = transport.feed(self.plan, mx.shape[1], self.dtype, _wire(self.recipe, self.recipe.combine_fwd),
+                              *kernels.fed_gemm_cost(x_PK, mx.shape[1]))
+        return grouped_mm(x_PK, mx, self.plan.group_ends_E, self.dtype, self._covered, feed=feed), feed
+
     def dgrad_gemm(self, g_PN: torch.Tensor, parts: list) -> torch.Tensor:
         """Contracts over the axis before it."""
         return self._gemm(g_PN, parts, transposed=True)
 
     def _gemm(self, x_PK: torch.Tensor, parts: list, transposed: bool) -> torch.Tensor:
-        plan, recipe = self.plan, self.recipe
-        covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
-        if not recipe.quantize_gemm:
-            return grouped_mm_parts(x_PK, parts, plan.group_ends_E, transposed, covered)
-        mx = self.ahead.pop(0) if self.ahead else self._quantized_weights(parts, transposed)
-        return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
+        if not self.recipe.quantize_gemm:
+            return grouped_mm_parts(x_PK, parts, self.plan.group_ends_E, transposed, self._covered)
+        return grouped_mm(x_PK, self._operand(parts, transposed), self.plan.group_ends_E, self.dtype, self._covered)
+
+    @property
+    def _covered(self) -> bool:
+        return self.plan.group_ends is not None and self.plan.group_ends[-1] == self.plan.num_rows
+
+    def _operand(self, parts: list, transposed: bool) -> MXTensor:
+        return self.ahead.pop(0) if self.ahead else self._quantized_weights(parts, transposed)
 
     def _quantized_weights(self, parts: list, transposed: bool) -> MXTensor:
         mx = kernels.quantize_weights(parts, self.recipe.block_size, self.recipe.scaling_mode, transposed)
@@ -276,7 +289,7 @@ class _Function(torch.autograd.Function):
         with ffn.timed("dispatch"):
             x_PH, weight_P = ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
         x_PH = layer.quantized(x_PH)
-        pre_PG = layer.forward_gemm(x_PH, layer.ups)
+        pre_PG, feed = layer.forward_gemm(x_PH, layer.ups), None
         if ffn.formula.kind == "linear":
             h_PF = pre_PG.new_empty(0)
             if layer.up_bias_EG is not None:
@@ -287,11 +300,14 @@ class _Function(torch.autograd.Function):
             keep = recipe.quantize_gemm and recipe.preactivation == "mxfp8" and any(ctx.needs_input_grad)
             h_PF, kept_PG = activate(pre_PG, weight_P, quantized=recipe.quantize_gemm, keep=keep, **layer.activation())
             pre_PG = kept_PG if keep else pre_PG if any(ctx.needs_input_grad) else None
-            y_PH = layer.forward_gemm(h_PF, layer.down)
-            if layer.down_bias_EH is not None:
+            if layer.down_bias_EH is None:
+                y_PH, feed = layer.last_gemm(h_PF, layer.down, ffn.transport)
+            else:
+                y_PH = layer.forward_gemm(h_PF, layer.down)
                 y_PH = add_weighted_bias(y_PH, layer.down_bias_EH, weight_P, plan.group_ends_E)
         with ffn.timed("combine"):
-            y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
+            y_TH, _ = ffn.transport.start_combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype,
+                                                  feed=feed).result()
         ctx.call = (ffn, layout, plan, recipe, dtype)
         ctx.kept = _Kept(ctx, x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors))
         return y_TH

@@ -12,6 +12,7 @@ import torch
 
 from . import kernels
 from .mx import TILE, MXTensor
+from .transport import Feed
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def _native(a: torch.Tensor, b: torch.Tensor) -> kernels.Gemms | None:
 
 
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
-               covered: bool = False, aligned: bool = True) -> torch.Tensor:
+               covered: bool = False, aligned: bool = True, feed: Feed | None = None) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
 
     Rows at and past ends_E[-1] come back as zeros.
@@ -54,13 +55,14 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
     Args:
         covered: the caller knows that there are no rows past the last group, which saves a pass.
         aligned: groups and P are multiples of 128 rows. False, for plain operands alone: of any size.
+        feed: a combine that runs beside takes the rows as they come; where kernels.fed_gemm_cost says so.
     """
     out_dtype = out_dtype or a_PK.dtype
     native = _native(a_PK, b_ENK)
     if native is not None and b_ENK.block_size == TILE and not b_ENK.tiled:  # which Hopper's kernel does not know
         native = None
     if native is not None:
-        return native.forward(a_PK, b_ENK, ends_E, out_dtype)
+        return native.forward(a_PK, b_ENK, ends_E, out_dtype, **({} if feed is None else {"feed": feed}))
     a, b = _operands(a_PK, b_ENK)
     if a.shape[0] == 0:
         return a.new_zeros((0, b.shape[1]), dtype=out_dtype)

@@ -146,6 +146,14 @@ def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, mxfp8: bool) -
     return seconds, experts * -(-N // 128) * -(-K // 256)
 
 
+def fed_gemm_cost(x_PK: torch.Tensor, N: int) -> tuple[float, int]:
+    """About how many seconds a GEMM of rows into N columns takes on an H200, and in how many tiles, if its kernel can
+    feed a combine that runs beside; 0 s: it cannot."""
+    P, K = x_PK.shape
+    feeds = isinstance(x_PK, MXTensor) and capability(x_PK.device) == (9, 0) and x_PK.block_size == TILE
+    return 2 * P * K * N / 1.1e15 if feeds else 0.0, P // 128 * -(-N // 256)
+
+
 def _casts() -> ModuleType:
     from .ops.triton_kernels import quantize as casts  # Triton is there on Linux alone
     return casts

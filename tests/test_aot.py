@@ -21,6 +21,7 @@ from aot import Launch, launches_for
 from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.transport import Feed
 
 PACKAGE = "ds_mxfp8_moe.ops.triton_kernels"
 HOPPER, BLACKWELL = 90, 100
@@ -107,7 +108,9 @@ def hopper_gemms():
     gemm, wgrad = module("grouped_gemm_hopper"), module("grouped_wgrad_hopper")
     wide, narrow = 128 * 132, 128
     for rows in (wide, narrow):
-        gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16)
+        tiles = torch.zeros(2, rows // 128, dtype=torch.int32)
+        for feed in (None, Feed(24, 1, *tiles, None)):
+            gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16, feed)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
     g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)
     for dtype, into in ((BF16, None), (torch.float32, None), (None, torch.empty(E, F, H))):

@@ -336,8 +336,9 @@ def _overlaps(top_k):
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_overlaps_are_correct_by_their_own_check(ranks2, top_k):
     rows = correct(ranks2.run(_overlaps, top_k))
-    backward = {row["contender"]: row["share"] for row in rows if row["case"]["operation"] == "backward"}
-    assert backward == {show_ranks.ONE_BY_ONE: 0, show_ranks.MODELS_SHARE: 0, "16": 16}
+    both = {share: {"forward": share, "backward": share} for share in (0, 16)}
+    shares = {row["contender"]: row["share"] for row in rows if row["case"]["operation"] == "backward"}
+    assert shares == {show_ranks.ONE_BY_ONE: both[0], show_ranks.MODELS_SHARE: both[0], "16": both[16]}
 
 
 def test_other_bits_beside_a_gemm_are_noticed():
@@ -350,7 +351,9 @@ def test_a_share_is_given_or_the_model_s_is_told(monkeypatch):
     assert overlap.with_share(transport, 12).sms_beside() == 12
     monkeypatch.setattr(nvlink.NVLink, "sms_beside", lambda *args: 20)
     model = overlap.with_share(transport, None)
-    assert model.sms_beside() == 20 and model.picked == [20] and (model.name, model.sms) == ("a layer", 64)
+    assert model.sms_beside(*range(6)) == 20 and model.picked == {"forward": 0, "backward": 20}
+    assert model.sms_beside(*range(7)) == 20 and model.picked == {"forward": 20, "backward": 20}
+    assert (model.name, model.sms) == ("a layer", 64)
 
 
 def test_only_what_begins_within_the_step_counts_as_a_wait():
@@ -458,14 +461,16 @@ def test_tables_of_layers(tmp_path, capsys):
 
 
 def test_tables_of_overlaps(tmp_path, capsys):
-    case = asdict(overlap.Case(131072, 2048, 1408, 8, 1, "mxfp8")) | {"operation": "backward", "ranks": 2}
+    case = asdict(overlap.Case(131072, 2048, 1408, 8, 1, "mxfp8")) | {"ranks": 2}
     shares = {show_ranks.ONE_BY_ONE: (0, 3.0), show_ranks.MODELS_SHARE: (30, 2.5), "28": (28, 2.4), "40": (40, 2.6)}
-    rows = [{"case": case, "contender": name, "share": share, "median_ms": ms, "correct": True}
-            for name, (share, ms) in shares.items()]
+    rows = [{"case": case | {"operation": operation}, "contender": name, "median_ms": ms * times, "correct": True,
+             "share": {"forward": share // 2, "backward": share}}
+            for name, (share, ms) in shares.items() for operation, times in (("forward", 0.5), ("backward", 1))]
     path = tmp_path / "overlap.json"
     results_file.write("overlap", rows, path)
     assert show.show(path) and path.with_suffix(".png").stat().st_size > 5000
     out = capsys.readouterr().out
-    line = next(line for line in out.splitlines() if "131072" in line).split()
-    assert line[5:] == ["mxfp8", "3.000", "30", "2.500", "1.20x", "28", "2.400", "1.25x"]
+    lines = {line.split()[0]: line.split()[6:] for line in out.splitlines() if " 131072 " in line}
+    assert lines["backward"] == ["mxfp8", "3.000", "30", "2.500", "1.20x", "28", "2.400", "1.25x"]
+    assert lines["forward"] == ["mxfp8", "1.500", "15", "1.250", "1.20x", "14", "1.200", "1.25x"]
     assert "0.96" in out

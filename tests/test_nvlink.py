@@ -2,9 +2,13 @@
 """The NVLink transport on ranks without GPUs, over the emulator of CUDA: the collective transport's bits, and what is
 said of peers that fail."""
 
+import mmap
+import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -13,17 +17,18 @@ import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, same
+from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, expected, same
 from test_expert_ffn import RECIPES, formula
 from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.routing import Routes
-from ds_mxfp8_moe.transport import overlap, peer_memory
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, overlap, peer_memory
+from ds_mxfp8_moe.transport import nvlink as nvlink_transport
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-from ds_mxfp8_moe.transport.nvlink import NVLink
+from ds_mxfp8_moe.transport.nvlink import NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
@@ -216,6 +221,113 @@ def test_multiprocessors_beside_a_gemm_where_rows_are_sums(quantises, gemm_ms, b
 def test_multiprocessors_beside_a_gemm_have_limits(total, most, gemm_ms, sms):
     row = 131072 * 7168 * 2
     assert overlap.share(total, row // 2, 4 * row, False, 1, gemm_ms / 1e3, 3584, most) == sms
+
+
+# ---------------------------------------------------------------- fed by the GEMM of its rows
+
+
+class Fed(NVLink):
+    """Runs a combine beside the GEMM of its rows however little it gains."""
+
+    def sms_beside(self, *args):
+        return 2
+
+
+def fake_accelerator() -> SimpleNamespace:
+    """Streams and events of the emulator, whose kernels run one after the other."""
+    event = SimpleNamespace(record=lambda stream=None: None)
+    return SimpleNamespace(Event=lambda: event)
+
+
+def wanted_order(case: Case, parts: int) -> list:
+    """Tiles of this rank's 128 rows at a time, sorted by part, turn of the owner, and number."""
+    world, rank, E = dist.get_world_size(), dist.get_rank(), case.local_experts
+    routed = [expert_TK for expert_TK, _, _ in case.inputs(world)]
+    chunks_W = [-(-len(ids) // _chunk(len(ids))) for ids in routed]
+    run, keys = -(-max(chunks_W) // parts), []
+    for expert in range(rank * E, rank * E + E):
+        rows = [(w, j, n) for w, n in enumerate((ids == expert).sum().item() for ids in routed) for j in range(n)]
+        for first in range(0, len(rows), ROW_ALIGNMENT):
+            key = {}
+            for w, j, n in rows[first:first + ROW_ALIGNMENT]:
+                key.setdefault(w, (j * chunks_W[w] // n // run, (w - rank - 1) % world))
+            keys.append(min(key.values()))
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def fed(case: Case, parts: int) -> None:
+    """Another process plays the GEMM: rows come one tile after the other, in the order that the plan asks for."""
+    exchange = Fed(memory_of_all_cases(), NAME)
+    memory, want = exchange.memory, expected(case, exchange.memory.group)
+    memory.begin_case()
+    memory.side = SimpleNamespace(wait_event=lambda event: None, cuda_stream=0)
+    plan = exchange.plan(want["inputs"][0], case.local_experts)
+    y_PH, number_P = want["answers"]
+    given_PH = shared_like(y_PH).fill_(float("nan"))
+    with mock.patch.object(nvlink_transport, "get_accelerator", fake_accelerator), \
+            mock.patch.multiple(nvlink_transport, MOST_PARTS=parts, LEAST_TILES=0.001):
+        assert exchange.feed(plan, case.hidden, case.dtype, case.wire, 0.0, 1) is None
+        feed = exchange.feed(plan, case.hidden, case.dtype, case.wire, 1.0, 1)
+        assert feed.order.tolist() == wanted_order(case, parts)
+        assert feed.parts == (parts if plan.num_rows else 1)
+        feed = replace(feed, done=shared_like(feed.done).zero_())
+        arrays = [t.view(torch.uint8).numpy() for t in (y_PH, given_PH)]
+        order, done = feed.order.tolist(), feed.done.numpy()
+        gemm = os.fork()
+        if gemm == 0:
+            for tile in order:
+                time.sleep(0.02)
+                rows = slice(tile * ROW_ALIGNMENT, (tile + 1) * ROW_ALIGNMENT)
+                for _ in range(2):
+                    time.sleep(0.005)
+                    arrays[1][rows] = arrays[0][rows]
+                    done[tile] += -(-case.hidden // 128)
+            os._exit(0)
+        results = exchange.start_combine(plan, given_PH, case.wire, case.dtype, number_P, feed=feed).results
+        assert os.waitpid(gemm, 0)[1] == 0
+    memory.side = None
+    memory.check()
+    same("y", want["y"], results[0]), same("number", want["number"], results[1])
+    memory.end_case()
+
+
+def shared_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory that a forked process shares."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    return torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=torch.uint8).view(x.dtype).view(x.shape)
+
+
+def starved() -> str:
+    """The first rank's GEMM never runs."""
+    memory, case = new_memory(), Case(tokens=(30, 20))
+    memory.side = SimpleNamespace(wait_event=lambda event: None, cuda_stream=0)
+    exchange = Fed(memory, NAME)
+    plan = exchange.plan(case.inputs(2)[memory.rank][0], case.local_experts)
+    with mock.patch.object(nvlink_transport, "get_accelerator", fake_accelerator):
+        feed = exchange.feed(plan, case.hidden, case.dtype, PLAIN, 1.0, 1)
+        feed.done.fill_(0 if memory.rank == 0 else 2)
+        exchange.start_combine(plan, torch.zeros(plan.num_rows, case.hidden, dtype=BF16), PLAIN, BF16, feed=feed)
+    with pytest.raises(PeerFailure) as caught:
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_gemm_that_does_not_run_is_named_on_every_rank(ranks2):
+    own, other = ranks2.run(starved)
+    assert "rank 0 waited in vain for rank 0 in" in own and "the GEMM that computes its rows" in own
+    assert "rank 1 waited in vain for rank 0 in" in other and "phase combine" in other
+
+
+@pytest.mark.parametrize("change, parts", [
+    ({}, 1), ({"tokens": (700, 300), "top_k": 1, "wire": MX128}, 4), ({"tokens": (90, 600), "routing": "skewed"}, 3),
+    ({"tokens": (500, 500), "routing": "dropped", "wire": MX32, "top_k": 3}, 2),
+    ({"tokens": (0, 400), "routing": "one expert"}, 2)], ids=str)
+def test_a_combine_that_a_gemm_feeds(ranks2, change, parts):
+    ranks2.run(fed, Case(**change), parts)
+
+
 
 
 # ---------------------------------------------------------------- peers that fail

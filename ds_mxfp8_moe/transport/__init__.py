@@ -5,7 +5,8 @@ A transport has three methods. `plan(expert_TK, num_local_experts, meanwhile)` t
 immutable Plan; where the host has to wait for other ranks' counts, it calls `meanwhile` first, if given, to launch
 what needs none of them. `dispatch` brings every token to the ranks of its experts and lays it out in expert-sorted,
 padded rows; `combine` brings rows back and adds them up. Dispatch and combine are each other's gradient over the same
-plan. `start_combine` is the first half of a combine, beside which a GEMM may run.
+plan. `start_combine` is the first half of a combine, beside which a GEMM may run; with a `Feed` that which computes
+its rows.
 
 Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
 expert's rank an fp32 partial per token in ascending choice, of rows as the last GEMM rounds them; one rounding to the
@@ -86,6 +87,26 @@ class Pending:
         return self.results
 
 
+@dataclass(frozen=True)
+class Feed:
+    """How a grouped GEMM hands its rows to a combine that runs beside it.
+
+    Attributes:
+        sms: multiprocessors that the combine takes.
+        parts: runs of chunks that each owner's rows are sent in.
+        order: int32 [P / 128], on the device: which 128 rows to compute first.
+        done: int32 [P / 128], zeros: there the GEMM counts, with release, the blocks of 64 rows by 128 columns that
+            are in memory.
+        ready: event from which on both are there.
+    """
+
+    sms: int
+    parts: int
+    order: torch.Tensor
+    done: torch.Tensor
+    ready: Any
+
+
 class Transport:
     """What transports have in common that run nothing beside a GEMM."""
 
@@ -95,7 +116,14 @@ class Transport:
         none, it runs before or after."""
         return 0
 
-    def start_combine(self, *args, sms: int = 0, **kwargs) -> Pending:
-        """`combine` on `sms` multiprocessors, beside what the caller launches next; 0: not beside anything. Its
-        result is taken before the group's next exchange."""
+    def feed(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
+             gemm_tiles: int) -> Feed | None:
+        """How a GEMM of so many seconds and tiles, or of 0 if it cannot, best computes the rows of a combine that
+        begins with it; None: the combine comes after it."""
+        return None
+
+    def start_combine(self, *args, sms: int = 0, feed: Feed | None = None, **kwargs) -> Pending:
+        """`combine` on `sms` multiprocessors, beside what the caller launches next, or, with `feed`, beside the GEMM
+        of its rows, which has been launched; 0: not beside anything. Its result is taken before the group's next
+        exchange."""
         return Pending(self.combine(*args, **kwargs))

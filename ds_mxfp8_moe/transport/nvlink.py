@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
-from . import ROW_ALIGNMENT, Pending, Transport, Wire
+from . import ROW_ALIGNMENT, Feed, Pending, Transport, Wire
 from . import overlap as model
 from .peer_memory import KINDS, PeerMemory
 
@@ -28,6 +28,7 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, D
 CHUNKS = 512  # at most, of a rank's tokens
 LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes, of the parts of a half
+MOST_PARTS, LEAST_TILES = 8, 8  # of a feed: parts, and row tiles of an owner and expert in each
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +56,7 @@ class NVLinkPlan:
     rows: Any = field(repr=False)  # the extension's Rows
     choices: int = field(repr=False)  # K of the rows that travel
     group_sizes_E: int = field(repr=False)  # an address
+    counts_WC: int = field(repr=False)  # an address
     tables: tuple = field(repr=False)  # tensors that hold what addresses point to
 
 
@@ -173,6 +175,7 @@ class NVLink(Transport):
                           group_ends=sizes.group_ends, group_ends_E=of_all[:E], num_rows=sizes.rows,
                           received=sizes.received, most_rows=sizes.most_rows,
                           rows=ext.Rows(P=sizes.rows, fanout=fanout, **known), choices=K, group_sizes_E=group_sizes,
+                          counts_WC=counts,
                           tables=(of_all, of_rows))
 
     def _totals(self, T: int, K: int, E: int, known: dict, meanwhile: Callable[[], None] | None) -> "_Sizes":
@@ -253,17 +256,36 @@ class NVLink(Transport):
         return self.start_combine(plan, y_PH, wire, dtype, weight_P, phase).result()
 
     def sms_beside(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire,
-                   gemm_seconds: float, gemm_tiles: int) -> int:
+                   gemm_seconds: float, gemm_tiles: int, steps: int | None = None) -> int:
         W, total = self.world_size, self.memory.multiprocessors
         if not self.overlap or self.memory.side is None:
             return 0
         row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
         moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
         return model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8,
-                           plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms)
+                           plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms, steps)
+
+    def feed(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
+             gemm_tiles: int) -> Feed | None:
+        memory, ext, W, E = self.memory, self.memory.extension, self.world_size, plan.group_ends_E.shape[0]
+        tiles = plan.num_rows // ROW_ALIGNMENT
+        if gemm_seconds <= 0:
+            return None
+        parts = max(1, min(MOST_PARTS, tiles // (LEAST_TILES * W * E)))
+        sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, parts * W)
+        if not sms:
+            return None
+        order, done = torch.zeros((2, tiles), dtype=torch.int32, device=memory.device).unbind(0)
+        ext.order(ext.Order(counts_WC=plan.counts_WC, group_ends_E=plan.group_ends_E.data_ptr(),
+                            order=order.data_ptr(), tiles=tiles, parts=parts, experts=W * E, local_experts=E, world=W,
+                            rank=memory.rank), memory.stream())
+        ready = get_accelerator().Event()
+        ready.record()
+        return Feed(sms, parts, order, done, ready)
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
-                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
+                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0,
+                      feed: Feed | None = None) -> Pending:
         memory, ext, device = self.memory, self.memory.extension, y_PH.device
         y_PH = _dense(y_PH)
         H = y_PH.shape[1]
@@ -275,17 +297,22 @@ class NVLink(Transport):
             weight_P = weight_P.contiguous()
             weight_TK = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=device)
             wanted = {"weight_P": weight_P.data_ptr(), "out_weight_TK": weight_TK.data_ptr()}
+        if feed is not None:
+            wanted |= {"done": feed.done.data_ptr(), "parts": feed.parts}
         args = ext.Combine(rows=rows, y_PH=y_PH.data_ptr(), dtype=DTYPES[y_PH.dtype], out_TH=out_TH.data_ptr(),
                            out_dtype=DTYPES[dtype], **wanted)
-        if not sms:
+        if feed is None and not sms:
             ext.combine(args, self._alone, memory.stream())
             return Pending((out_TH, weight_TK))
         # All memory is the current stream's: the other one is joined before any of it is freed.
-        memory.side.wait_stream(get_accelerator().current_stream())
-        ext.combine(args, sms, memory.side.cuda_stream)
+        if feed is None:
+            memory.side.wait_stream(get_accelerator().current_stream())
+        else:
+            memory.side.wait_event(feed.ready)
+        ext.combine(args, sms if feed is None else feed.sms, memory.side.cuda_stream)
         done = get_accelerator().Event()
         done.record(memory.side)
-        return Pending((out_TH, weight_TK), done, (y_PH, weight_P, plan))
+        return Pending((out_TH, weight_TK), done, (y_PH, weight_P, plan, feed))
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

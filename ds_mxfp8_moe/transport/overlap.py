@@ -7,6 +7,7 @@
                 off-rank bytes / LINK
                 bytes read and written / (multiprocessors * MOVED_BESIDE * sums), or / MOVED_ALONE
                 the GEMM's time alone * its rounds on the multiprocessors left to it / its rounds on all
+    fed         as beside; and of the shorter of both what one of the steps takes that one hands to the other in
 
 sums: 1 where each row that travels is one row of y, falling to SUMS where it is the sum of many. A round is what a
 persistent GEMM computes at a time, a tile on each multiprocessor: a share that leaves it no more of them costs it
@@ -24,13 +25,14 @@ SHARES = range(8, 68, 2)
 
 
 def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsummed: float, gemm_seconds: float,
-          gemm_tiles: int, most: int | None = None) -> int:
+          gemm_tiles: int, most: int | None = None, steps: int | None = None) -> int:
     """Multiprocessors for an exchange beside a GEMM of so many seconds and tiles.
 
     Args:
         total, most: multiprocessors that there are, that the exchange may have at most.
         quantises: the exchange quantises what it sends.
         unsummed: rows that travel, of the rows that they are sums of: 1 where none is a sum.
+        steps: the GEMM computes what the exchange sends, in so many steps. None: something else.
 
     Returns:
         0 where one by one is about as fast, or the GEMM's time is 0.
@@ -41,8 +43,9 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
     rounds = -(-gemm_tiles // total)
 
     def together(sms: int) -> float:
-        return max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE),
-                   gemm_seconds * -(-gemm_tiles // (total - sms)) / rounds)
+        exchange = max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE))
+        gemm = gemm_seconds * -(-gemm_tiles // (total - sms)) / rounds
+        return max(exchange, gemm) + (min(exchange, gemm) / steps if steps else 0)
 
     # Of equals, the most: the exchange is the sooner out of the GEMM's way.
     best = min((sms for sms in SHARES if sms <= min(most or total, total // 2)),

@@ -223,8 +223,10 @@ class PeerMemory:
             raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: all ranks of the group must make "
                               "the same calls in the same order, with rows of the same width and dtype",
                               (ranks[peer], ))
-        raise PeerFailure(f"{me} waited in vain for {other} in {place} (phase {kind}, epoch {epoch}): it hangs "
-                          "elsewhere, is late, or has died. The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= "
+        why = ("the GEMM that computes its rows did not run in time" if peer == rank else
+               "it hangs elsewhere, is late, or has died")
+        raise PeerFailure(f"{me} waited in vain for {other} in {place} (phase {kind}, epoch {epoch}): {why}. "
+                          "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= "
                           "of deepspeed.init_distributed", (ranks[peer], ))
 
 

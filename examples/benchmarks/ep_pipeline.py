@@ -126,8 +126,8 @@ class _Pipeline(torch.autograd.Function):
     def forward(ctx, transport, layer: _Layer, x_TD, w_EHD):
         plan, recipe = layer.plan, layer.recipe
         x_PD, _ = transport.dispatch(plan, x_TD, _wire(recipe, recipe.dispatch_fwd))
-        y_PH = layer.forward_gemm(layer.quantized(x_PD), [w_EHD])
-        y_TH, _ = transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), BF16)
+        y_PH, feed = layer.last_gemm(layer.quantized(x_PD), [w_EHD], transport)
+        y_TH, _ = transport.start_combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), BF16, feed=feed).result()
         ctx.call, ctx.kept = (transport, layer, w_EHD), x_PD
         return y_TH
 

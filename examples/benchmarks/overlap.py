@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient's way home beside the weight gradient, by the multiprocessors that it gets: what the constants of
+"""A combine beside a GEMM, by the multiprocessors that it gets: what the constants of
 ds_mxfp8_moe/transport/overlap.py rest on.
 
-Backward of ep_pipeline.py's pipelines, whose tokens have one choice, and of SwiGLU experts whose tokens have several:
+Forward, where the last GEMM feeds the combine, and backward, where the gradient's way home runs beside the weight
+gradient, of ep_pipeline.py's pipelines, whose tokens have one choice, and of SwiGLU experts whose tokens have several:
 one after the other, with the model's share, and with others. On CPUs the collective transport stands in, which knows
 no share.
 
@@ -32,6 +33,8 @@ from world import Contender
 
 RECIPES = {"mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"}, "mxfp8": {"recipe": "mxfp8"},
            "all MXFP8": {"recipe": "mxfp8", **ep_pipeline.ALL_MXFP8}}
+PASSES = ("forward", "backward")
+STEPS_GIVEN = 7  # arguments of NVLink.sms_beside: of the forward's, which knows in how many steps its rows come
 SHARES = (8, 12, 16, 20, 24, 28, 32, 40, 48)
 
 
@@ -49,16 +52,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Shared(NVLink):
-    """Gives the gradient's combine `share` multiprocessors; None: the model's, which it puts into `picked`."""
+    """Gives combines `share` multiprocessors; None: the model's, which it puts into `picked`."""
 
     share: int | None = None
-    picked: list = field(default_factory=list)
+    picked: dict = field(default_factory=lambda: dict.fromkeys(PASSES, 0))
 
     def sms_beside(self, *args) -> int:
         if self.share is not None:
             return self.share
-        self.picked.append(super().sms_beside(*args))
-        return self.picked[-1]
+        sms = super().sms_beside(*args)
+        self.picked["backward" if len(args) < STEPS_GIVEN else "forward"] = sms
+        return sms
 
 
 def with_share(transport: Any, share: int | None) -> Any:
@@ -107,9 +111,9 @@ def measure(case: Case, budget_s: float) -> list[dict]:
     transports = {name: with_share(base, share) for name, share in found.items()}
     stages = {name: make(transport) for name, transport in transports.items()}
     world.run(stages[MODELS_SHARE])
-    picked = getattr(transports[MODELS_SHARE], "picked", [])[-1:]
-    contenders = {name: Contender(calls, partial(check, calls, stages[ONE_BY_ONE]),
-                                  {"share": found[name] if name != MODELS_SHARE else picked[0] if picked else 0})
+    shares = {name: dict.fromkeys(PASSES, share) for name, share in found.items()}
+    shares[MODELS_SHARE] = getattr(transports[MODELS_SHARE], "picked", shares[ONE_BY_ONE])
+    contenders = {name: Contender(calls, partial(check, calls, stages[ONE_BY_ONE]), {"share": shares[name]})
                   for name, calls in stages.items()}
     return world.rows(asdict(case), contenders, budget_s)
 

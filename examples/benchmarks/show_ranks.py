@@ -304,33 +304,42 @@ ONE_BY_ONE, MODELS_SHARE = "one by one", "the model's share"
 OVERLAP_CASE = ("tokens", "dim", "hidden", "experts", "top_k", "recipe")
 
 
+def _share(g: Group, name: str) -> int:
+    return g.figure(name, "share")[g.case["operation"]]
+
+
 def overlap_tables(result: dict) -> list[str]:
-    lines, gained, missed = [], [], []
-    for g in groups(result, "backward"):
-        best = g.fastest(g.rows)
-        share, chosen = g.figure(MODELS_SHARE, "share"), g.ratio(ONE_BY_ONE, MODELS_SHARE)
-        lines.append([*(g.case[key] for key in OVERLAP_CASE), g.figure(ONE_BY_ONE), share, g.figure(MODELS_SHARE),
-                      speedup(chosen), g.figure(best, "share"), g.figure(best), speedup(g.ratio(ONE_BY_ONE, best))])
-        where = ", ".join(str(g.case[key]) for key in OVERLAP_CASE)
-        gained.append((chosen, where))
-        missed.append((g.ratio(best, MODELS_SHARE), where))
-    table = tabulate(lines, ["tokens", "dim", "hidden", "experts", "top-k", "recipe", "one by one\nms",
+    lines, goals = [], []
+    for operation in ("forward", "backward"):
+        gained, missed = [], []
+        for g in groups(result, operation):
+            best, chosen = g.fastest(g.rows), g.ratio(ONE_BY_ONE, MODELS_SHARE)
+            lines.append([operation, *(g.case[key] for key in OVERLAP_CASE), g.figure(ONE_BY_ONE),
+                          _share(g, MODELS_SHARE), g.figure(MODELS_SHARE), speedup(chosen), _share(g, best),
+                          g.figure(best), speedup(g.ratio(ONE_BY_ONE, best))])
+            where = ", ".join(str(g.case[key]) for key in OVERLAP_CASE)
+            gained.append((chosen, where))
+            missed.append((g.ratio(best, MODELS_SHARE), where))
+        goals += [bar(f"{operation}, one by one over the model's share", gained),
+                  bar(f"{operation}, the best share measured, of the model's", missed)]
+    table = tabulate(lines, ["", "tokens", "dim", "hidden", "experts", "top-k", "recipe", "one by one\nms",
                              "model's\nshare", "\nms", "\ngain", "best\nshare", "\nms", "\ngain"],
-                     floatfmt=("", ) * 6 + (".3f", "", ".3f", "", "", ".3f", ""))
-    return [table, bars([bar("backward, one by one over the model's share", gained),
-                         bar("the best share measured, of the model's", missed)])]
+                     floatfmt=("", ) * 7 + (".3f", "", ".3f", "", "", ".3f", ""))
+    return [table, bars(goals)]
 
 
 def overlap_plot(result: dict, pyplot) -> None:
-    found = groups(result, "backward")
+    found = groups(result, "forward") + groups(result, "backward")
     _, axes = pyplot.subplots(-(-len(found) // 3), 3, figsize=(15, 3.2 * -(-len(found) // 3)), squeeze=False)
     for axis, g in zip(axes.flat, found, strict=False):
-        points = sorted((row["share"], row["median_ms"]) for name, row in g.rows.items() if name != MODELS_SHARE)
+        operation = g.case["operation"]
+        points = sorted((row["share"][operation], row["median_ms"]) for name, row in g.rows.items()
+                        if name != MODELS_SHARE)
         axis.plot(*zip(*points, strict=True), ".-", color="tab:blue", label="0: one by one")
         if MODELS_SHARE in g.rows:
-            axis.plot(g.figure(MODELS_SHARE, "share"), g.figure(MODELS_SHARE), "o", color="tab:red",
+            axis.plot(_share(g, MODELS_SHARE), g.figure(MODELS_SHARE), "o", color="tab:red",
                       label=MODELS_SHARE)
-        axis.set(xlabel="multiprocessors of the gradient's combine", ylabel="backward, ms",
+        axis.set(xlabel="multiprocessors of the combine", ylabel=f"{operation}, ms",
                  title=f"{g.case['dim']}x{g.case['hidden']}, top-{g.case['top_k']}, {g.case['recipe']}")
     legends(axes[0, :1])
 

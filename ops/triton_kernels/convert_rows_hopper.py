@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .grouped_gemm_hopper import descriptor
+from .grouped_gemm_hopper import count_up, descriptor
 from .library import cdiv
 
 
@@ -269,15 +269,6 @@ def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_s
 
 
 @gluon.jit
-def _count(done, block, pending: gl.constexpr):
-    """Counts a tile in `done` once all but the last `pending` boxes are in memory."""
-    gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
-                              [], gl.int32, False, 1)
-    gl.thread_barrier()
-    gl.atomic_add(done + block, 1, block >= 0, sem="release")
-
-
-@gluon.jit
 def _next(at, index, left, ends, tickets, E, tiles_of_one, tiles, BY_EXPERT: gl.constexpr):
     """Draws the next tile to convert.
 
@@ -331,7 +322,7 @@ def convert(g_desc, g_out, g, a_desc, a_out, a, ends, E, tiles_of_one, smem, out
             _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile)
         else:
             _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B)
-        _count(done, before, BOXES)  # and every thread has read the slot
+        count_up(done, before, 1, BOXES)  # and every thread has read the slot
         byte = next_byte
         there = next_there
         next_there = at < E * tiles_of_one
@@ -340,7 +331,7 @@ def convert(g_desc, g_out, g, a_desc, a_out, a, ends, E, tiles_of_one, smem, out
         index = following
         following = after
         step += 1
-    _count(done, before, 0)
+    count_up(done, before, 1, 0)
 
 
 @gluon.jit

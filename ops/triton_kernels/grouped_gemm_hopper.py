@@ -11,6 +11,9 @@ then starts the second product before the first is added up, and spills. L2 is n
 where the bf16 weight gradient gets 9.
 
 Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows: a tile never straddles two.
+
+FED: a combine reads the result while it is computed (transport.Feed): in whose order of 128 rows at a time, what is in
+memory counted a tile later.
 """
 
 from functools import lru_cache
@@ -29,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ds_mxfp8_moe.kernels import multiprocessors
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.transport import Feed
 
 from .library import cdiv, next_power_of_2, operator
 
@@ -65,8 +69,26 @@ def group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
-          column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):
+def count_up(done, block, amount, pending: gl.constexpr):
+    """Adds to `done[block]`, if there is a block, once all but the last `pending` boxes are in memory."""
+    gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
+                              [], gl.int32, False, 1)
+    gl.thread_barrier()
+    gl.atomic_add(done + block, amount, block >= 0, sem="release")
+
+
+@gluon.jit
+def _place(index, order, tiles, FED: gl.constexpr):
+    """The 128 rows that are computed as the index-th; any where index is past the last."""
+    if FED:
+        index = gl.load(order + gl.minimum(index, tiles - 1))
+    return index
+
+
+@gluon.jit
+def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, order, E, P, N, K,
+          row_tiles, column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+          HALVES: gl.constexpr, FED: gl.constexpr):
     """The producer: operands by TMA, and for each row and half the exponent of its product."""
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [1], [0])
     row_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
@@ -75,7 +97,7 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
-        row = row_tile * 128
+        row = _place(row_tile, order, row_tiles, FED) * 128
         group = group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
             n_block = column_tile * HALVES
@@ -144,19 +166,26 @@ def accumulate(part: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, s
 
 
 @gluon.jit
-def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles,
-             column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-             BUFFERS: gl.constexpr):
+def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K,
+             row_tiles, column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+             HALVES: gl.constexpr, BUFFERS: gl.constexpr, FED: gl.constexpr):
     """Rows [64 part, 64 part + 64) of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [gl.num_warps()], [0])
     k_blocks = gl.cdiv(K, 128)
     n_blocks = gl.cdiv(N, 128)
     step = 0
+    before = -1  # the tile before this one: its rows, and in the lowest bit how many blocks of columns it had
+    row_tile, column_tile = tile_of(gl.program_id(0), row_tiles, column_tiles, GROUP)
+    following = _place(row_tile, order, row_tiles, FED)
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
-        row = row_tile * 128
         n_block = column_tile * HALVES
+        if FED:
+            row_tile = following
+            next_tile, _ = tile_of(index + gl.num_programs(0), row_tiles, column_tiles, GROUP)
+            following = _place(next_tile, order, row_tiles, FED)  # comes while this one is computed
+        row = row_tile * 128
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
         if group_of(row, ends, E, E_PAD, ends_layout) < E:
@@ -166,18 +195,25 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
             else:
                 acc0, acc1, step = accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
                                               STAGES, HALVES, True, layout)
+        if FED:
+            count_up(done, before >> 1, (before & 1) + 1, 0)
+            before = row_tile * 2 + gl.minimum(n_blocks - n_block, HALVES) - 1
         for half in gl.static_range(HALVES):
             tma.store_wait(BUFFERS - 1)
             c_buffer = c_smem.index(part * BUFFERS + half % BUFFERS)
             c_buffer.store((acc0 if half == 0 else acc1).to(c_desc.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(c_desc, [row + part * 64, (n_block + half) * 128], c_buffer)
-    tma.store_wait(0)
+    if FED:
+        count_up(done, before >> 1, (before & 1) + 1, 0)
+    else:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K, E_PAD: gl.constexpr,
-                      GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):
+def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, order, done, E, P, N, K, E_PAD: gl.constexpr,
+                      GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr,
+                      FED: gl.constexpr):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
@@ -190,12 +226,12 @@ def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K
     row_tiles = P // 128
     column_tiles = gl.cdiv(N, 128 * HALVES)
     gl.warp_specialize([
-        (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
-                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
-        (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
-                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
-        (_feed, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
-                 column_tiles, E_PAD, GROUP, STAGES, HALVES)),
+        (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K, row_tiles,
+                    column_tiles, E_PAD, GROUP, STAGES, HALVES, BUFFERS, FED)),
+        (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K, row_tiles,
+                    column_tiles, E_PAD, GROUP, STAGES, HALVES, BUFFERS, FED)),
+        (_feed, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, order, E, P, N, K,
+                 row_tiles, column_tiles, E_PAD, GROUP, STAGES, HALVES, FED)),
     ], [4, 1], [216, 72])
 
 
@@ -220,40 +256,45 @@ def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None
     return _Descriptor(x, shape or list(x.shape), strides or list(x.stride()), block, _layout(tuple(block), x.dtype))
 
 
-def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
+def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype, order, done, sms):
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
-@operator(_grouped_mm_fake)
+@operator(_grouped_mm_fake, mutates_args=("done", ))
 def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
-                             b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+                             b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                             order: torch.Tensor | None, done: torch.Tensor | None, sms: int) -> torch.Tensor:
     (P, K), (E, N, _) = a_PK.shape, b_ENK.shape
     out_PN = torch.empty(P, N, dtype=out_dtype, device=a_PK.device)
     if out_PN.numel() == 0:
         return out_PN
-    row_tiles, sms = P // 128, multiprocessors(a_PK.device)
+    row_tiles, fed = P // 128, order is not None
     # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
     halves = 2 if row_tiles * cdiv(N, 256) >= sms else 1
     tiles = row_tiles * cdiv(N, 128 * halves)
     with torch.cuda.device_of(a_PK):
         grouped_mm_kernel[(min(sms, tiles), )](
             descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
-            a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, next_power_of_2(E)), GROUP=16,
-            STAGES=3, HALVES=halves, BUFFERS=halves if out_dtype.itemsize == 2 else 1, num_warps=4)
+            a_scale_KP, b_scale_ENK, ends_E, order if fed else ends_E, done if fed else ends_E, E, P, N, K,
+            E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3, HALVES=halves,
+            BUFFERS=halves if out_dtype.itemsize == 2 else 1, FED=fed, num_warps=4)
     return out_PN
 
 
-def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                     feed: Feed | None = None) -> torch.Tensor:
     """Multiplies each group's rows with its own matrix: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
     Args:
         a_PK: blocks of 128, contiguous data, P a multiple of 128. Scales are best K-block-major (strides (1, P)).
         b_ENK: tiled, contiguous data.
         ends_E: int32 ends of the groups on the device, multiples of 128.
+        feed: a combine that runs beside takes the rows as they come.
 
     Scales whose product is 2^-127 or less count as nothing; above 2^127 they are clamped; 255 gives NaN.
     """
     # Where a row-major scale becomes the GEMM's own: a copy unless it is already.
     a_scale_KP = a_PK.scale_bytes.t().contiguous()
+    order, done, others = (feed.order, feed.done, feed.sms) if feed is not None else (None, None, 0)
     return _grouped_mm_mxfp8_hopper(a_PK.qdata, a_scale_KP, b_ENK.qdata, b_ENK.scale_bytes.contiguous(), ends_E,
-                                    out_dtype)
+                                    out_dtype, order, done, multiprocessors(a_PK.device) - others)

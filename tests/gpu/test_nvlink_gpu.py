@@ -29,7 +29,9 @@ from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
+from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.grouped_gemm import grouped_mm
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.choose import choose
@@ -463,7 +465,7 @@ def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
 
 
 class Beside(NVLink):
-    """Takes the gradient's way back beside the GEMM however little it gains."""
+    """Has the last GEMM feed its combine, and the gradient's way back beside a GEMM, however little it gains."""
 
     def sms_beside(self, *args):
         return 24
@@ -553,16 +555,46 @@ def test_combine_beside_other_work(pool):
     pool.run(check_beside, 20, seconds=SECONDS)
 
 
-def check_layer_beside(recipe) -> None:
+def check_layer_beside(recipe, tokens: int, repetitions: int) -> None:
     mine = nvlink()
-    want, got = (layer(exchange, recipe, tokens=(300, ) * 8) for exchange in (mine, Beside(mine.memory, mine.name)))
-    for key, value in want.items():
-        same(key, value.cpu(), got[key])
+    want = layer(mine, recipe, tokens=(tokens, ) * 8)
+    for _ in range(repetitions):
+        got = layer(Beside(mine.memory, mine.name), recipe, tokens=(tokens, ) * 8)
+        for key, value in want.items():
+            same(key, value.cpu(), got[key])
 
 
+@pytest.mark.parametrize("tokens, repetitions", [(300, 1), (6000, 5)])
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16", "hp-32"])
-def test_a_layer_beside_its_gemm_computes_the_same_bits(pool, recipe_name):
-    pool.run(check_layer_beside, RECIPES[recipe_name], seconds=SECONDS)
+def test_a_layer_beside_its_gemm_computes_the_same_bits(pool, recipe_name, tokens, repetitions):
+    pool.run(check_layer_beside, RECIPES[recipe_name], tokens, repetitions, seconds=SECONDS)
+
+
+def check_fed(case: Case, repetitions: int) -> None:
+    """A combine of rows that a GEMM of MXFP8 computes meanwhile: the bits of one that comes after it."""
+    exchange = Beside(memory(), "block.3.moe")
+    expert_TK, x_TH, _ = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(repetitions):
+        w_ENK = torch.randn(case.local_experts, 1056, case.hidden, device="cuda", dtype=BF16)
+        w = kernels.quantize_weights([w_ENK], 128, "rceil")
+        plan = exchange.plan(expert_TK, case.local_experts)
+        x_PH, _ = exchange.dispatch(plan, x_TH, MX128)
+        rows = x_PH, w, plan.group_ends_E, BF16
+        want = exchange.combine(plan, grouped_mm(*rows), case.wire, BF16)[0]
+        feed = exchange.feed(plan, 1056, BF16, case.wire, *kernels.fed_gemm_cost(x_PH, 1056))
+        assert feed is not None and sorted(feed.order.tolist()) == list(range(plan.num_rows // 128))
+        got = exchange.start_combine(plan, grouped_mm(*rows, feed=feed), case.wire, BF16, feed=feed).result()[0]
+        wrong += (device_bits(want) != device_bits(got)).sum()
+    assert wrong.item() == 0
+    memory().check()
+
+
+@pytest.mark.parametrize("change", [{}, {"wire": MX128, "top_k": 1}, {"routing": "skewed"}, {"routing": "nowhere"},
+                                    {"routing": "one expert"},
+                                    {"tokens": (5000, 0, 3000, 100, 0, 70, 9, 4000)}], ids=str)
+def test_a_combine_that_a_gemm_feeds(pool, change):
+    pool.run(check_fed, Case(**{"tokens": (6000, ) * 8, "hidden": 512, "top_k": 3} | change), 6, seconds=SECONDS)
 
 
 def chosen() -> tuple:

@@ -140,7 +140,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          FIELD(Dispatch, dtype), FIELD(Dispatch, local_experts)});
   expose<Combine>(m, "Combine",
         {FIELD(Combine, rows), FIELD(Combine, y_PH), FIELD(Combine, weight_P), FIELD(Combine, out_TH),
-         FIELD(Combine, out_weight_TK), FIELD(Combine, dtype), FIELD(Combine, out_dtype)});
+         FIELD(Combine, out_weight_TK), FIELD(Combine, done), FIELD(Combine, parts), FIELD(Combine, dtype),
+         FIELD(Combine, out_dtype)});
+  expose<Order>(m, "Order",
+        {FIELD(Order, counts_WC), FIELD(Order, group_ends_E), FIELD(Order, order), FIELD(Order, tiles),
+         FIELD(Order, parts), FIELD(Order, experts), FIELD(Order, local_experts), FIELD(Order, world),
+         FIELD(Order, rank)});
   expose<Few>(m, "Few",
         {FIELD(Few, group), FIELD(Few, index_TK), FIELD(Few, bound), FIELD(Few, routes), FIELD(Few, data_at),
          FIELD(Few, scale_at), FIELD(Few, route_at), FIELD(Few, count_at), FIELD(Few, T), FIELD(Few, K),
@@ -161,12 +166,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("places", [](const Places &a, int sms, Address stream) { check(launch(a, sms, stream), "places"); });
   m.def("dispatch", [](const Dispatch &a, int sms, Address stream) { check(launch(a, sms, stream), "dispatch"); });
   m.def("combine", [](const Combine &a, int sms, Address stream) { check(launch(a, sms, stream), "combine"); });
+  m.def("order", [](const Order &a, Address stream) { check(launch(a, stream), "order"); });
   m.def("few_dispatch", [](const FewDispatch &a, int sms, Address s) { check(launch(a, sms, s), "few_dispatch"); });
   m.def("few_combine", [](const FewCombine &a, int sms, Address s) { check(launch(a, sms, s), "few_combine"); });
   m.def("load", [] {
     check(load_route(), "route");
     check(load_dispatch(), "dispatch");
     check(load_combine(), "combine");
+    check(load_order(), "order");
     check(load_few(), "few");
   });
   m.def("wait_for_totals", &wait_for_totals, py::call_guard<py::gil_scoped_release>());

@@ -87,9 +87,20 @@ template <class In, class Wire> struct CombineWork {
   const Combine &a;
   const RowsView v;
   const Wire wire;
+  const int run; // chunks of one owner that are sent one after the other
 
-  __device__ int owner(int i) const { return (i + v.rank() + 1) % v.world(); }
-  __device__ int chunk(int i) const { return i / v.world(); }
+  __device__ int owner(int i) const { return (i / run + v.rank() + 1) % v.world(); }
+  __device__ int chunk(int i) const { return i / (run * v.world()) * run + i % run; }
+
+  // Waits until the GEMM beside has computed the rows that a chunk's are sums of.
+  __device__ void await_rows(int2 range) const {
+    const uint32_t blocks = 2 * ((a.rows.H + 127) / 128);
+    const int64_t begin = int64_t(range.x) * a.rows.K, end = begin + int64_t(range.y) * a.rows.K;
+    for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+      if (const int place = at<int>(a.rows.place_RK)[i]; place >= 0)
+        v.x.await_count(at<uint32_t>(a.done) + place / ROW_ALIGNMENT, blocks);
+    sync_team();
+  }
 
   __device__ Unit *row_at(int w, int64_t row) const {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
@@ -183,6 +194,8 @@ template <class In, class Wire> struct CombineWork {
     if (c >= v.chunks_of(w))
       return;
     const int2 range = v.arriving(w, c);
+    if (a.done)
+      await_rows(range);
     // From where rows of w stand here to where they stand there.
     const int64_t shift = int64_t(v.segment(PEER_SEND_BASE, w)) - v.segment(RECV_BASE, w);
     const int64_t end = range.x + range.y;
@@ -320,9 +333,10 @@ template <class In, class Wire> struct CombineWork {
 template <class In, class Wire>
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_constant__ Combine a, Wire wire) {
   Exchange x(a.rows.group);
-  CombineWork<In, Wire> work{a, RowsView{a.rows, x}, wire};
-  const int sends = work.v.most_chunks() * work.v.world();
-  exchange(x, work, sends, a.rows.chunks);
+  const RowsView v{a.rows, x};
+  const int chunks = v.most_chunks(), run = chunks_of_run(chunks, a.parts);
+  CombineWork<In, Wire> work{a, v, wire, run};
+  exchange(x, work, (chunks + run - 1) / run * run * v.world(), a.rows.chunks);
   x.finish();
 }
 

@@ -65,6 +65,12 @@ public:
     });
   }
 
+  // Any thread: waits until this rank's own work beside the exchange has counted so far. A barrier must follow before
+  // others read what was counted.
+  __device__ bool await_count(const uint32_t *count, uint32_t least) const {
+    return wait(g.rank, [&] { return load_acquire(count) >= least; });
+  }
+
   // All threads, at their end: once every team is here, tells the peers that this rank has read what they sent.
   // Not `complete`: the exchange goes on in another kernel.
   __device__ void finish(bool complete = true) const {

@@ -114,7 +114,20 @@ struct Combine {
   Rows rows;
   Address y_PH = 0, weight_P = 0;
   Address out_TH = 0, out_weight_TK = 0;
+  // A GEMM that runs beside computes y_PH, in the order of Order, and counts its blocks of 64 rows by 128 columns here.
+  Address done = 0;               // uint32 [P / 128]; address 0: y_PH is there
+  int parts = 0;                  // Order's
   int dtype = 0, out_dtype = 0;   // of y_PH; of out_TH and of an unquantised wire
+};
+
+// In which order a GEMM that feeds a combine computes its 128 rows at a time. Chunks of tokens are sent in `parts`
+// runs, within a run owner after owner: so are the rows computed that they are sums of, as far as a tile's first row of
+// each owner tells.
+struct Order {
+  Address counts_WC = 0, group_ends_E = 0;
+  Address order = 0;              // int32 [tiles]: out
+  int tiles = 0, parts = 0;
+  int experts = 0, local_experts = 0, world = 0, rank = 0;
 };
 
 // The exchange of few tokens at low latency: one kernel each way, nothing sized by what is routed. An expert has room
@@ -157,12 +170,14 @@ int launch(const Totals &, Address stream);
 int launch(const Places &, int sms, Address stream);
 int launch(const Dispatch &, int sms, Address stream);
 int launch(const Combine &, int sms, Address stream);
+int launch(const Order &, Address stream);
 int launch(const FewDispatch &, int sms, Address stream);
 int launch(const FewCombine &, int sms, Address stream);
 // Read the kernels into device memory: none is loaded while another waits for a peer.
 int load_route();
 int load_dispatch();
 int load_combine();
+int load_order();
 int load_few();
 
 } // namespace nvlink

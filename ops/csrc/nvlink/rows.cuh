@@ -55,6 +55,11 @@ struct RowsView {
   __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 };
 
+// Neighbouring chunks that go to one rank before the next rank's turn. parts 0: each alone.
+__device__ __forceinline__ int chunks_of_run(int most_chunks, int parts) {
+  return parts ? max((most_chunks + parts - 1) / parts, 1) : 1;
+}
+
 // The scale bytes of a row as words, each in the lane that will store it: one warp's, for pieces of 512 values.
 template <int BLOCK> struct ScaleWords {
   static constexpr int WORDS = 32 * LANE_VALUES / BLOCK / 4; // of a piece
