@@ -109,7 +109,7 @@ def hopper_gemms():
     wide, narrow = 128 * 132, 128
     for rows in (wide, narrow):
         tiles = torch.zeros(2, rows // 128, dtype=torch.int32)
-        for feed in (None, Feed(24, 1, *tiles, None)):
+        for feed in (None, Feed(24, 1, *tiles, None, None)):
             gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16, feed)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
     g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)

@@ -55,6 +55,8 @@ class Problem:
                 expert = torch.full_like(expert, E - 1)
             elif self.routing == "one rank":
                 expert = expert % self.local_experts
+            elif self.routing == "one after the other":
+                expert = (torch.arange(T) * E // max(T, 1)).unsqueeze(1).expand(T, K).contiguous()
             elif self.routing == "nowhere":
                 expert = torch.full_like(expert, -1)
             x = torch.randn(T, self.hidden, generator=generator).to(self.dtype)

@@ -97,13 +97,15 @@ class Feed:
         order: int32 [P / 128], on the device: which 128 rows to compute first.
         done: int32 [P / 128], zeros: there the GEMM counts, with release, the blocks of 64 rows by 128 columns that
             are in memory.
-        ready: event from which on both are there.
+        out_TH: what the combine writes: [T, H] of the dtype asked for.
+        ready: event from which on all are there.
     """
 
     sms: int
     parts: int
     order: torch.Tensor
     done: torch.Tensor
+    out_TH: torch.Tensor
     ready: Any
 
 
@@ -123,7 +125,7 @@ class Transport:
         return None
 
     def start_combine(self, *args, sms: int = 0, feed: Feed | None = None, **kwargs) -> Pending:
-        """`combine` on `sms` multiprocessors, beside what the caller launches next, or, with `feed`, beside the GEMM
-        of its rows, which has been launched; 0: not beside anything. Its result is taken before the group's next
-        exchange."""
+        """`combine` on `sms` multiprocessors, beside what the caller launches next, or, with `feed`, of rows without
+        numbers, beside the GEMM of them, which has been launched; 0: not beside anything. Its result is taken before
+        the group's next exchange."""
         return Pending(self.combine(*args, **kwargs))

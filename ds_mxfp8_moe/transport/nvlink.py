@@ -56,7 +56,6 @@ class NVLinkPlan:
     rows: Any = field(repr=False)  # the extension's Rows
     choices: int = field(repr=False)  # K of the rows that travel
     group_sizes_E: int = field(repr=False)  # an address
-    counts_WC: int = field(repr=False)  # an address
     tables: tuple = field(repr=False)  # tensors that hold what addresses point to
 
 
@@ -122,6 +121,7 @@ class NVLink(Transport):
             rank, at its next call or check, and before the optimizer's step.
         sms: multiprocessors that move rows; None: as overlap.py has it.
         overlap: a combine may run beside a GEMM.
+        feeds: a GEMM may feed the combine of its rows. Off: where that pays is not measured yet.
     """
 
     memory: PeerMemory
@@ -129,6 +129,7 @@ class NVLink(Transport):
     sms: int | None = None
     capacity_factor: float | None = None
     overlap: bool = True
+    feeds: bool = False
 
     @property
     def world_size(self) -> int:
@@ -175,7 +176,6 @@ class NVLink(Transport):
                           group_ends=sizes.group_ends, group_ends_E=of_all[:E], num_rows=sizes.rows,
                           received=sizes.received, most_rows=sizes.most_rows,
                           rows=ext.Rows(P=sizes.rows, fanout=fanout, **known), choices=K, group_sizes_E=group_sizes,
-                          counts_WC=counts,
                           tables=(of_all, of_rows))
 
     def _totals(self, T: int, K: int, E: int, known: dict, meanwhile: Callable[[], None] | None) -> "_Sizes":
@@ -269,19 +269,21 @@ class NVLink(Transport):
              gemm_tiles: int) -> Feed | None:
         memory, ext, W, E = self.memory, self.memory.extension, self.world_size, plan.group_ends_E.shape[0]
         tiles = plan.num_rows // ROW_ALIGNMENT
-        if gemm_seconds <= 0:
+        if gemm_seconds <= 0 or not self.feeds:
             return None
         parts = max(1, min(MOST_PARTS, tiles // (LEAST_TILES * W * E)))
         sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, parts * W)
         if not sms:
             return None
-        order, done = torch.zeros((2, tiles), dtype=torch.int32, device=memory.device).unbind(0)
-        ext.order(ext.Order(counts_WC=plan.counts_WC, group_ends_E=plan.group_ends_E.data_ptr(),
-                            order=order.data_ptr(), tiles=tiles, parts=parts, experts=W * E, local_experts=E, world=W,
-                            rank=memory.rank), memory.stream())
+        urgency, order, done = torch.zeros((3, tiles), dtype=torch.int32, device=memory.device).unbind(0)
+        rows = ext.Rows(plan.rows, group=memory.group_for(0))
+        ext.order(ext.Order(rows=rows, urgency=urgency.data_ptr(), order=order.data_ptr(), tiles=tiles, parts=parts),
+                  self._alone, memory.stream())
+        # Now: what is allocated later may be memory that the GEMM still reads.
+        out_TH = torch.empty((plan.num_tokens, hidden_size), dtype=dtype, device=memory.device)
         ready = get_accelerator().Event()
         ready.record()
-        return Feed(sms, parts, order, done, ready)
+        return Feed(sms, parts, order, done, out_TH, ready)
 
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0,
@@ -290,7 +292,11 @@ class NVLink(Transport):
         y_PH = _dense(y_PH)
         H = y_PH.shape[1]
         rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
-        out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
+        if feed is None:
+            out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
+        else:
+            out_TH = feed.out_TH
+            assert weight_P is None and out_TH.shape[1] == H and out_TH.dtype == dtype
         weight_TK = None
         wanted = {}
         if weight_P is not None:

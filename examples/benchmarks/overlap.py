@@ -68,7 +68,7 @@ class Shared(NVLink):
 def with_share(transport: Any, share: int | None) -> Any:
     if not isinstance(transport, NVLink):
         return transport
-    return Shared(**{one.name: getattr(transport, one.name) for one in fields(NVLink)}, share=share)
+    return Shared(**{one.name: getattr(transport, one.name) for one in fields(NVLink)} | {"feeds": True}, share=share)
 
 
 def experts(case: Case) -> Callable[[Any], dict]:

@@ -117,6 +117,13 @@ template <class T> T atomicAdd(T *p, std::type_identity_t<T> v, emulator::Site s
   emulator::maybe_yield(site);
   return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
+template <class T> T atomicMax(T *p, std::type_identity_t<T> v, emulator::Site site = emulator::Site::current()) {
+  emulator::maybe_yield(site);
+  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    ;
+  return old;
+}
 template <class T> T atomicOr(T *p, std::type_identity_t<T> v, emulator::Site site = emulator::Site::current()) {
   emulator::maybe_yield(site);
   return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);

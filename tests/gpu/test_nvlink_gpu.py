@@ -475,7 +475,7 @@ def replayed(recipe, kind: type) -> int:
     """A layer's forward and backward in a graph, replayed over other tokens, weights and routes, among them dropped
     ones; and the same eagerly. How often the host waited."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), "block.3.moe", capacity_factor=3.0), 2)
+    ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), "block.3.moe", capacity_factor=3.0, feeds=True), 2)
     experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
     inputs = [(xs[rank], grads[rank], *routes[rank])]
     for routing in ("dropped", "random", "nowhere"):
@@ -559,7 +559,7 @@ def check_layer_beside(recipe, tokens: int, repetitions: int) -> None:
     mine = nvlink()
     want = layer(mine, recipe, tokens=(tokens, ) * 8)
     for _ in range(repetitions):
-        got = layer(Beside(mine.memory, mine.name), recipe, tokens=(tokens, ) * 8)
+        got = layer(Beside(mine.memory, mine.name, feeds=True), recipe, tokens=(tokens, ) * 8)
         for key, value in want.items():
             same(key, value.cpu(), got[key])
 
@@ -572,7 +572,8 @@ def test_a_layer_beside_its_gemm_computes_the_same_bits(pool, recipe_name, token
 
 def check_fed(case: Case, repetitions: int) -> None:
     """A combine of rows that a GEMM of MXFP8 computes meanwhile: the bits of one that comes after it."""
-    exchange = Beside(memory(), "block.3.moe")
+    mine = new_memory(torch.distributed.new_group())  # that of all cases cannot grow once a graph was captured
+    exchange = Beside(mine, "block.3.moe", feeds=True)
     expert_TK, x_TH, _ = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(repetitions):
@@ -583,11 +584,12 @@ def check_fed(case: Case, repetitions: int) -> None:
         rows = x_PH, w, plan.group_ends_E, BF16
         want = exchange.combine(plan, grouped_mm(*rows), case.wire, BF16)[0]
         feed = exchange.feed(plan, 1056, BF16, case.wire, *kernels.fed_gemm_cost(x_PH, 1056))
-        assert feed is not None and sorted(feed.order.tolist()) == list(range(plan.num_rows // 128))
+        assert (feed is None) == (plan.num_rows == 0)
         got = exchange.start_combine(plan, grouped_mm(*rows, feed=feed), case.wire, BF16, feed=feed).result()[0]
         wrong += (device_bits(want) != device_bits(got)).sum()
     assert wrong.item() == 0
-    memory().check()
+    mine.check()
+    torch.cuda.synchronize(), dist.barrier()  # before the staging goes
 
 
 @pytest.mark.parametrize("change", [{}, {"wire": MX128, "top_k": 1}, {"routing": "skewed"}, {"routing": "nowhere"},

@@ -143,9 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          FIELD(Combine, out_weight_TK), FIELD(Combine, done), FIELD(Combine, parts), FIELD(Combine, dtype),
          FIELD(Combine, out_dtype)});
   expose<Order>(m, "Order",
-        {FIELD(Order, counts_WC), FIELD(Order, group_ends_E), FIELD(Order, order), FIELD(Order, tiles),
-         FIELD(Order, parts), FIELD(Order, experts), FIELD(Order, local_experts), FIELD(Order, world),
-         FIELD(Order, rank)});
+        {FIELD(Order, rows), FIELD(Order, urgency), FIELD(Order, order), FIELD(Order, tiles), FIELD(Order, parts)});
   expose<Few>(m, "Few",
         {FIELD(Few, group), FIELD(Few, index_TK), FIELD(Few, bound), FIELD(Few, routes), FIELD(Few, data_at),
          FIELD(Few, scale_at), FIELD(Few, route_at), FIELD(Few, count_at), FIELD(Few, T), FIELD(Few, K),
@@ -166,7 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("places", [](const Places &a, int sms, Address stream) { check(launch(a, sms, stream), "places"); });
   m.def("dispatch", [](const Dispatch &a, int sms, Address stream) { check(launch(a, sms, stream), "dispatch"); });
   m.def("combine", [](const Combine &a, int sms, Address stream) { check(launch(a, sms, stream), "combine"); });
-  m.def("order", [](const Order &a, Address stream) { check(launch(a, stream), "order"); });
+  m.def("order", [](const Order &a, int sms, Address stream) { check(launch(a, sms, stream), "order"); });
   m.def("few_dispatch", [](const FewDispatch &a, int sms, Address s) { check(launch(a, sms, s), "few_dispatch"); });
   m.def("few_combine", [](const FewCombine &a, int sms, Address s) { check(launch(a, sms, s), "few_combine"); });
   m.def("load", [] {

@@ -87,18 +87,12 @@ template <class In, class Wire> struct CombineWork {
   const Combine &a;
   const RowsView v;
   const Wire wire;
-  const int run; // chunks of one owner that are sent one after the other
-
-  __device__ int owner(int i) const { return (i / run + v.rank() + 1) % v.world(); }
-  __device__ int chunk(int i) const { return i / (run * v.world()) * run + i % run; }
+  const Sends sends;
 
   // Waits until the GEMM beside has computed the rows that a chunk's are sums of.
   __device__ void await_rows(int2 range) const {
     const uint32_t blocks = 2 * ((a.rows.H + 127) / 128);
-    const int64_t begin = int64_t(range.x) * a.rows.K, end = begin + int64_t(range.y) * a.rows.K;
-    for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
-      if (const int place = at<int>(a.rows.place_RK)[i]; place >= 0)
-        v.x.await_count(at<uint32_t>(a.done) + place / ROW_ALIGNMENT, blocks);
+    v.each_place(range, [&](int p) { v.x.await_count(at<uint32_t>(a.done) + p / ROW_ALIGNMENT, blocks); });
     sync_team();
   }
 
@@ -190,7 +184,7 @@ template <class In, class Wire> struct CombineWork {
 
   // Item i: the rows of a chunk of their owner's tokens.
   __device__ void send(int i) {
-    const int w = owner(i), c = chunk(i);
+    const int w = sends.owner(i), c = sends.chunk(i);
     if (c >= v.chunks_of(w))
       return;
     const int2 range = v.arriving(w, c);
@@ -215,8 +209,8 @@ template <class In, class Wire> struct CombineWork {
   }
 
   __device__ void announce(int i) {
-    if (threadIdx.x == 0 && chunk(i) < v.chunks_of(owner(i)))
-      v.x.announce(owner(i), chunk(i));
+    if (threadIdx.x == 0 && sends.chunk(i) < v.chunks_of(sends.owner(i)))
+      v.x.announce(sends.owner(i), sends.chunk(i));
   }
 
   // Item c: a chunk of this rank's tokens.
@@ -334,9 +328,8 @@ template <class In, class Wire>
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_constant__ Combine a, Wire wire) {
   Exchange x(a.rows.group);
   const RowsView v{a.rows, x};
-  const int chunks = v.most_chunks(), run = chunks_of_run(chunks, a.parts);
-  CombineWork<In, Wire> work{a, v, wire, run};
-  exchange(x, work, (chunks + run - 1) / run * run * v.world(), a.rows.chunks);
+  CombineWork<In, Wire> work{a, v, wire, Sends(v, a.parts)};
+  exchange(x, work, work.sends.count(), a.rows.chunks);
   x.finish();
 }
 

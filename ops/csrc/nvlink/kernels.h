@@ -121,13 +121,12 @@ struct Combine {
 };
 
 // In which order a GEMM that feeds a combine computes its 128 rows at a time. Chunks of tokens are sent in `parts`
-// runs, within a run owner after owner: so are the rows computed that they are sums of, as far as a tile's first row of
-// each owner tells.
+// runs, within a run owner after owner; of 128 rows that belong to several, what is sent first counts.
 struct Order {
-  Address counts_WC = 0, group_ends_E = 0;
+  Rows rows;
+  Address urgency = 0;            // int32 [tiles], zeros
   Address order = 0;              // int32 [tiles]: out
   int tiles = 0, parts = 0;
-  int experts = 0, local_experts = 0, world = 0, rank = 0;
 };
 
 // The exchange of few tokens at low latency: one kernel each way, nothing sized by what is routed. An expert has room
@@ -170,7 +169,7 @@ int launch(const Totals &, Address stream);
 int launch(const Places &, int sms, Address stream);
 int launch(const Dispatch &, int sms, Address stream);
 int launch(const Combine &, int sms, Address stream);
-int launch(const Order &, Address stream);
+int launch(const Order &, int sms, Address stream);
 int launch(const FewDispatch &, int sms, Address stream);
 int launch(const FewCombine &, int sms, Address stream);
 // Read the kernels into device memory: none is loaded while another waits for a peer.

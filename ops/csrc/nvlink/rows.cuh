@@ -12,9 +12,8 @@ static_assert(TEAMS <= MAX_TEAMS);
 constexpr int LANE_BYTES = 16;
 constexpr int PIECE_BYTES = 32 * LANE_BYTES; // what a warp moves at a time
 
-struct RowsView {
+struct RowsTables {
   const Rows &a;
-  const Exchange &x;
 
   __device__ int rank() const { return a.group.rank; }
   __device__ int world() const { return a.group.world; }
@@ -43,6 +42,20 @@ struct RowsView {
   }
   __device__ int64_t token_begin(int c) const { return int64_t(c) * a.chunk; }
   __device__ int64_t token_end(int c) const { return min(token_begin(c) + a.chunk, a.T); }
+  // Where a lane's choice of row r stands here; -1: nowhere, or lane beyond K.
+  __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
+
+  // Calls action(p) for the places of all rows of `range`, each on one thread of the team.
+  template <class Action> __device__ void each_place(int2 range, Action action) const {
+    const int64_t begin = int64_t(range.x) * a.K, end = begin + int64_t(range.y) * a.K;
+    for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+      if (const int p = at<int>(a.place_RK)[i]; p >= 0)
+        action(p);
+  }
+};
+
+struct RowsView : RowsTables {
+  const Exchange &x;
 
   __device__ char *data(int w, int64_t row, int64_t row_bytes) const {
     return at<char>(x.half(w), a.data_at + row * row_bytes);
@@ -51,14 +64,23 @@ struct RowsView {
     return at<uint8_t>(x.half(w), a.scale_at + row * a.scale_row);
   }
   __device__ float *weights(int w, int64_t row) const { return at<float>(x.half(w), a.weight_at + row * a.K * 4); }
-  // Where a lane's choice of row r stands here; -1: nowhere, or lane beyond K.
-  __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 };
 
-// Neighbouring chunks that go to one rank before the next rank's turn. parts 0: each alone.
-__device__ __forceinline__ int chunks_of_run(int most_chunks, int parts) {
-  return parts ? max((most_chunks + parts - 1) / parts, 1) : 1;
-}
+// The order in which a combine sends: runs of neighbouring chunks, within each the ranks in turn, this rank last.
+struct Sends {
+  int rank, world, chunks, run;
+
+  // parts 0: runs of one chunk.
+  __device__ Sends(const RowsTables &v, int parts)
+      : rank(v.rank()), world(v.world()), chunks(v.most_chunks()),
+        run(parts ? max((chunks + parts - 1) / parts, 1) : 1) {}
+
+  __device__ int count() const { return (chunks + run - 1) / run * run * world; }
+  __device__ int owner(int i) const { return (i / run + rank + 1) % world; }
+  __device__ int chunk(int i) const { return i / (run * world) * run + i % run; }
+  // Of item i: how many turns come before its own.
+  __device__ int turn(int i) const { return i / run; }
+};
 
 // The scale bytes of a row as words, each in the lane that will store it: one warp's, for pieces of 512 values.
 template <int BLOCK> struct ScaleWords {
