@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import data
 import train
+from arguments import one_or_more
 from finetune import CONFIGS, ranks, train_command
 
 # How far two losses of the same weights and text may be apart, as a share of the loss. Both in bf16: the rounding of
@@ -44,12 +45,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="holds Hugging Face checkpoints in "
                         "folders named by their model type; a family without one gets one built from its config")
     parser.add_argument("--out", type=Path, default=Path("runs/presets"), help="folder of the runs")
-    parser.add_argument("--steps", type=train.one_or_more, default=30, help="optimizer steps of each finetuning")
-    parser.add_argument("--hidden_size", type=train.one_or_more, default=128 if on_cpu else 512,
+    parser.add_argument("--steps", type=one_or_more, default=30, help="optimizer steps of each finetuning")
+    parser.add_argument("--hidden_size", type=one_or_more, default=128 if on_cpu else 512,
                         help="of models built here")
-    parser.add_argument("--layers", type=train.one_or_more, default=2 if on_cpu else 4, help="of models built here")
-    parser.add_argument("--experts", type=train.one_or_more, default=8 if on_cpu else 16, help="of models built here")
-    parser.add_argument("--seq_len", type=train.one_or_more, default=64 if on_cpu else 512, help="tokens a sequence")
+    parser.add_argument("--layers", type=one_or_more, default=2 if on_cpu else 4, help="of models built here")
+    parser.add_argument("--experts", type=one_or_more, default=8 if on_cpu else 16, help="of models built here")
+    parser.add_argument("--seq_len", type=one_or_more, default=64 if on_cpu else 512, help="tokens a sequence")
     parser.add_argument("--data", default="pydoc", help="the text, as train.py takes it")
     parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained, as train.py takes it")
     parser.add_argument("--deepspeed_config", type=Path, default=CONFIGS / "ds/autoep_zero2.json", help="of all runs; "

@@ -32,23 +32,10 @@ from tqdm import tqdm
 import data
 import ds_mxfp8_moe
 import model as models
+from arguments import none_or_more, one_or_more
 from plot import plot_losses
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def none_or_more(text: str) -> int:
-    """The type of an argument that is an integer from 0 on."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return int(text)
-
-
-def one_or_more(text: str) -> int:
-    """The type of an argument that is an integer from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
