@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finetunes a Hugging Face checkpoint of every family that AutoEP has a preset for, in bf16 and in MXFP8.
 
-Every run is examples/gpt_moe/train.py through the `deepspeed` launcher: on all GPUs, or on two CPU ranks over gloo.
-Both finetunings of a family start from the same checkpoint and see the same data in the same order. What the MXFP8 run
-has saved is then resumed by plain DeepSpeed, and read by transformers alone. Checkpoints that --checkpoints does not
-hold are built from the family's config, with random weights: a smaller model of the same parts.
+Every run is examples/gpt_moe/train.py through the `deepspeed` launcher: on all GPUs, or on two CPU ranks over gloo,
+where train.py puts float32 for bf16 if the CPU has no instructions for that. Both finetunings of a family start from
+the same checkpoint and see the same data in the same order. What the MXFP8 run has saved is then resumed by plain
+DeepSpeed, and read by transformers alone. Checkpoints that --checkpoints does not hold are built from the family's
+config, with random weights: a smaller model of the same parts.
 """
 
 import argparse
@@ -161,7 +162,7 @@ def launch(config: Path, save_dir: Path, bar: tqdm, *arguments: str) -> dict:
 @torch.no_grad()
 def transformers_loss(folder: Path, run: argparse.Namespace, batch_size: int, world_size: int) -> float:
     """The held-out loss that `world_size` ranks of train.py find, from transformers alone: mean cross-entropy."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     model.to(get_accelerator().current_device_name())
     heldout = train.load_data(run, run.seq_len)[1]
     found = [train.losses(model, batch)[0].item() for rank in range(world_size)
