@@ -3,6 +3,7 @@
 
 MXFP8 is multiplied by the device's own kernel (kernels.py says which); where there is none it is dequantised, exactly
 in bfloat16, and multiplied by torch._grouped_mm in the operands' dtype with accumulation in float32: the reference.
+Where a CPU would emulate that dtype, it multiplies in float32 and rounds the result once.
 P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device.
 """
 
@@ -35,7 +36,7 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
     a, b = plain(a), plain(b)
     if a.dtype != b.dtype:  # a dequantised half of a float16 pair is bfloat16
         a, b = a.float(), b.float()
-    if a.device.type == "cpu" and a.dtype == torch.float16:  # the CPU multiplies float16 by emulation, 40 times slower
+    if kernels.emulated(a.device, a.dtype):  # float32 holds the products exactly, and is what they are summed in
         a, b = a.float(), b.float()
     return a, b
 

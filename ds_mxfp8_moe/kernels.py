@@ -48,6 +48,15 @@ def fused(x: torch.Tensor) -> bool:
     return capability(x.device) >= (8, 9) and x.shape[-1] % 32 == 0
 
 
+def emulated(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this dtype without the processor's help, tens of times slower than float32:
+    float16 on every CPU, bfloat16 on those that oneDNN does not multiply it on (x86 without AVX-512 or AMX)."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    mkldnn = torch.backends.mkldnn.is_available()
+    return dtype == torch.float16 or not mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 # CUDA's limit for the second axis of a grid.
 MOST_MATRICES = 65535
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ranks import RankFailure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +172,19 @@ def test_without_config_or_launcher_it_says_what_to_do(monkeypatch):
         train.main()
 
 
+def test_a_cpu_without_bf16_trains_in_float32(monkeypatch, tmp_path):
+    (tmp_path / "float32.json").write_text("{}")
+
+    def would_emulate(config, *arguments):
+        return train.would_emulate_bf16(train.parse_args(["--deepspeed_config", str(config), *arguments]))
+
+    zero2 = ROOT / "configs/ds/zero2.json"
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda has=has_bf16: has)
+        assert would_emulate(zero2) == (not has_bf16)
+        assert not would_emulate(zero2, "--float32") and not would_emulate(tmp_path / "float32.json")
+
+
 @pytest.mark.parametrize("sizes, arguments, told", [
     ("{hidden: 32}", (), "unexpected keyword argument 'hidden'"), ("tiny", (), "must be a mapping"),
     (MODEL.replace("num_experts", "experts"), (), "'num_experts'; expected"),
@@ -182,22 +196,28 @@ def test_a_model_that_cannot_be_built_ends_in_one_line(ranks2, tmp_path, sizes, 
     assert all(told in text and "\n" not in text for text in found)
 
 
-@pytest.mark.parametrize("config", ["zero2", "zero1_mxfp8", "zero2_mxfp8"])
-def test_finetuning_starts_from_the_weights_of_the_base(base, folder, ranks2, config):
+@pytest.mark.parametrize("config, dtype", [("zero2", torch.bfloat16), ("zero1_mxfp8", torch.bfloat16),
+                                           ("zero2_mxfp8", torch.bfloat16), ("zero2_mxfp8", torch.float32)], ids=str)
+def test_finetuning_starts_from_the_weights_of_the_base(base, folder, ranks2, tmp_path, config, dtype):
     out, trained, _ = base
     (summary, losses), _ = ranks2.run(run_training, str(folder), config, "--model", str(folder / "gpt.yaml"),
                                       "--steps", "2", "--load_dir", str(out), "--finetune", "--save_dir",
-                                      str(folder / config), "--activation_checkpointing")
+                                      str(tmp_path), "--activation_checkpointing",
+                                      *(["--float32"] if dtype == torch.float32 else []))
+    saved = torch.load(tmp_path / "step_2/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
+    assert summary["layers_converted"] == (2 if "mxfp8" in config else 0)
     assert list(losses) == [1, 2]
     assert summary["heldout_before"] == pytest.approx(trained["heldout"], rel=5e-3 if "mxfp8" in config else 1e-6)
     assert summary["heldout"] < trained["heldout"]
 
 
-@pytest.mark.parametrize("config", ["autoep_zero2", "autoep_zero3_mxfp8"])
-def test_hf_model_through_autoep(folder, ranks2, config):
+@pytest.mark.parametrize("config, arguments", [("autoep_zero2", ()), ("autoep_zero3_mxfp8", ()),
+                                               ("autoep_zero2_mxfp8", ("--float32", ))])
+def test_hf_model_through_autoep(folder, ranks2, config, arguments):
     (summary, losses), _ = ranks2.run(run_training, str(folder), config, "--hf_model", str(folder / "qwen.yaml"),
                                       "--seq_len", "32", "--steps", "2", "--save_dir", str(folder / config),
-                                      "--activation_checkpointing")
+                                      "--activation_checkpointing", *arguments)
     assert summary["moe_layers"] == 2 and np.isfinite(losses[2])
     whole = train.models.build_hf(str(folder / "qwen.yaml"), 1, False)
     assert summary["parameters"] == sum(p.numel() for p in whole.parameters())

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad
 from ds_mxfp8_moe.mx import quantize, quantize_tiles, sqnr_db
 
@@ -81,6 +82,31 @@ def test_out_dtype():
     for dtype in DTYPES:
         same(loop(a, b), grouped_mm(a, b, ENDS, dtype), dtype)
         same(loop_wgrad(g, a), grouped_mm_wgrad(g, a, ENDS, dtype), dtype)
+
+
+@pytest.mark.parametrize("has_bf16", (True, False))
+def test_float16_and_on_some_cpus_bfloat16_are_emulated(monkeypatch, has_bf16):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert [kernels.emulated(torch.device("cpu"), dtype) for dtype in DTYPES] == [not has_bf16, True, False]
+    assert not any(kernels.emulated(torch.device("cuda"), dtype) for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_would_be_emulated_is_multiplied_in_float32_and_rounded_once(monkeypatch, dtype):
+    a, b, g = operands(dtype)
+    expected = [out.to(dtype) for out in (grouped_mm(a.float(), b.float(), ENDS),
+                                          grouped_mm_wgrad(g.float(), a.float(), ENDS))]
+    multiplied, plain = [], torch._grouped_mm
+
+    def spy(a, b, offs):
+        multiplied.append((a.dtype, b.dtype))
+        return plain(a, b, offs=offs)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch, "_grouped_mm", spy)
+    for out, want in zip((grouped_mm(a, b, ENDS), grouped_mm_wgrad(g, a, ENDS)), expected, strict=True):
+        assert out.dtype == dtype and torch.equal(out, want)
+    assert multiplied == [(torch.float32, torch.float32)] * 2
 
 
 def test_any_strides():

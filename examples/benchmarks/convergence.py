@@ -43,6 +43,7 @@ import data  # noqa: E402
 import results_file  # noqa: E402
 import show  # noqa: E402
 import train  # noqa: E402
+from arguments import none_or_more, one_or_more  # noqa: E402
 from ds_mxfp8_moe import MXFP8MoEConfig, kernels  # noqa: E402
 from ds_mxfp8_moe.config import current_device, resolve  # noqa: E402
 from ds_mxfp8_moe.layer import MXFP8MOELayer  # noqa: E402
@@ -90,17 +91,17 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="for this piece with its start")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, *ABLATIONS], default=[*RECIPES, *ABLATIONS])
-    parser.add_argument("--seeds", type=train.none_or_more, default=1, help="seeds of each recipe")
-    parser.add_argument("--bf16_seeds", type=train.none_or_more, default=5)
-    parser.add_argument("--steps", type=train.one_or_more, default=1000)
-    parser.add_argument("--log_every", type=train.one_or_more, default=10, help="steps; a run can stop at these only")
-    parser.add_argument("--heldout_every", type=train.one_or_more, default=100)
-    parser.add_argument("--sqnr_every", type=train.one_or_more, default=250)
-    parser.add_argument("--heldout_windows", type=train.one_or_more, default=128)
+    parser.add_argument("--seeds", type=none_or_more, default=1, help="seeds of each recipe")
+    parser.add_argument("--bf16_seeds", type=none_or_more, default=5)
+    parser.add_argument("--steps", type=one_or_more, default=1000)
+    parser.add_argument("--log_every", type=one_or_more, default=10, help="steps; a run can stop at these only")
+    parser.add_argument("--heldout_every", type=one_or_more, default=100)
+    parser.add_argument("--sqnr_every", type=one_or_more, default=250)
+    parser.add_argument("--heldout_windows", type=one_or_more, default=128)
     parser.add_argument("--data", default="installed", help="stdlib, pydoc, installed, or a file or folder")
-    parser.add_argument("--ranks", type=train.one_or_more, default=2,
+    parser.add_argument("--ranks", type=one_or_more, default=2,
                         help="GPUs of a run, which its experts are spread over")
-    parser.add_argument("--sharing", type=train.one_or_more, default=1, help="runs that share a GPU")
+    parser.add_argument("--sharing", type=one_or_more, default=1, help="runs that share a GPU")
     parser.add_argument("--known", type=Path, metavar="FILE", help="a result file whose runs are not run again; they "
                         "stand in the new file too, which is then called as old as that one")
     parser.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")

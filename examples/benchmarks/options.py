@@ -8,20 +8,17 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import results_file
-import shapes
-import show
-import timing
+# At the end: it has a module called train as well.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt_moe"))
+
+import results_file  # noqa: E402
+import shapes  # noqa: E402
+import show  # noqa: E402
+import timing  # noqa: E402
+from arguments import one_or_more  # noqa: E402
 
 BYTES_AT_MOST = 100e9  # cases that need more are left out
 SECONDS_BETWEEN_WRITES = 15
-
-
-def one_or_more(text: str) -> int:
-    """The type of an argument that is an integer from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
 
 
 def dims(text: str) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
+from arguments import one_or_more
 from plot import plot_losses
-from train import one_or_more
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finetunes a Hugging Face checkpoint of every family that AutoEP has a preset for, in bf16 and in MXFP8.
 
-Every run is examples/gpt_moe/train.py through the `deepspeed` launcher: on all GPUs, or on two CPU ranks over gloo.
-Both finetunings of a family start from the same checkpoint and see the same data in the same order. What the MXFP8 run
-has saved is then resumed by plain DeepSpeed, and read by transformers alone. Checkpoints that --checkpoints does not
-hold are built from the family's config, with random weights: a smaller model of the same parts.
+Every run is examples/gpt_moe/train.py through the `deepspeed` launcher: on all GPUs, or on two CPU ranks over gloo,
+where train.py puts float32 for bf16 if the CPU has no instructions for that. Both finetunings of a family start from
+the same checkpoint and see the same data in the same order. What the MXFP8 run has saved is then resumed by plain
+DeepSpeed, and read by transformers alone. Checkpoints that --checkpoints does not hold are built from the family's
+config, with random weights: a smaller model of the same parts.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import data
 import train
+from arguments import one_or_more
 from finetune import CONFIGS, ranks, train_command
 
 # How far two losses of the same weights and text may be apart, as a share of the loss. Both in bf16: the rounding of
@@ -44,12 +46,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="holds Hugging Face checkpoints in "
                         "folders named by their model type; a family without one gets one built from its config")
     parser.add_argument("--out", type=Path, default=Path("runs/presets"), help="folder of the runs")
-    parser.add_argument("--steps", type=train.one_or_more, default=30, help="optimizer steps of each finetuning")
-    parser.add_argument("--hidden_size", type=train.one_or_more, default=128 if on_cpu else 512,
+    parser.add_argument("--steps", type=one_or_more, default=30, help="optimizer steps of each finetuning")
+    parser.add_argument("--hidden_size", type=one_or_more, default=128 if on_cpu else 512,
                         help="of models built here")
-    parser.add_argument("--layers", type=train.one_or_more, default=2 if on_cpu else 4, help="of models built here")
-    parser.add_argument("--experts", type=train.one_or_more, default=8 if on_cpu else 16, help="of models built here")
-    parser.add_argument("--seq_len", type=train.one_or_more, default=64 if on_cpu else 512, help="tokens a sequence")
+    parser.add_argument("--layers", type=one_or_more, default=2 if on_cpu else 4, help="of models built here")
+    parser.add_argument("--experts", type=one_or_more, default=8 if on_cpu else 16, help="of models built here")
+    parser.add_argument("--seq_len", type=one_or_more, default=64 if on_cpu else 512, help="tokens a sequence")
     parser.add_argument("--data", default="pydoc", help="the text, as train.py takes it")
     parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained, as train.py takes it")
     parser.add_argument("--deepspeed_config", type=Path, default=CONFIGS / "ds/autoep_zero2.json", help="of all runs; "
@@ -160,7 +162,7 @@ def launch(config: Path, save_dir: Path, bar: tqdm, *arguments: str) -> dict:
 @torch.no_grad()
 def transformers_loss(folder: Path, run: argparse.Namespace, batch_size: int, world_size: int) -> float:
     """The held-out loss that `world_size` ranks of train.py find, from transformers alone: mean cross-entropy."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     model.to(get_accelerator().current_device_name())
     heldout = train.load_data(run, run.seq_len)[1]
     found = [train.losses(model, batch)[0].item() for rank in range(world_size)

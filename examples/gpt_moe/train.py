@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2.json
     mpirun -np 2 python examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2.json
 
-Whether it trains in MXFP8 is decided by the section "mxfp8_moe" of the DeepSpeed config alone.
+Whether it trains in MXFP8 is decided by the section "mxfp8_moe" of the DeepSpeed config alone. On a CPU without bf16
+instructions --float32 is the default, and a line says so.
 """
 
 import argparse
@@ -27,28 +28,17 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from tqdm import tqdm
 
 import data
 import ds_mxfp8_moe
 import model as models
+from arguments import none_or_more, one_or_more
+from ds_mxfp8_moe import kernels
 from plot import plot_losses
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def none_or_more(text: str) -> int:
-    """The type of an argument that is an integer from 0 on."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return int(text)
-
-
-def one_or_more(text: str) -> int:
-    """The type of an argument that is an integer from 1 on."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return int(text)
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,6 +63,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained: a regular expression "
                         r"for their whole names, such as '.*layers\.0\..*experts.*' (of experts: in ZeRO-0 or 1) or "
                         r"'.*\.experts\..*' (of all experts: in ZeRO-0; DeepSpeed refuses more)")
+    parser.add_argument("--float32", action="store_true", help='whatever the config says under "bf16"; so by itself '
+                        "on a CPU without bf16 instructions, which would emulate them")
     parser.add_argument("--compile", action="store_true", help="torch.compile through DeepSpeed's engine")
     parser.add_argument("--save_dir", type=Path, help="checkpoints, log.jsonl, summary.json and loss.png go here")
     parser.add_argument("--save_every", type=none_or_more, default=0,
@@ -212,6 +204,13 @@ def check_frozen(engine) -> None:
                              f"ZeRO-{stage} hold {held}: use ZeRO-1, or ZeRO-0 if all experts are frozen")
 
 
+def would_emulate_bf16(args) -> bool:
+    """Whether the config asks for bf16 on a CPU that has no instructions for it."""
+    device = torch.device(get_accelerator().device_name())
+    return (not args.float32 and load_ds_config(args.deepspeed_config).get("bf16", {}).get("enabled", False)
+            and kernels.emulated(device, torch.bfloat16))
+
+
 def initialize(args):
     """The engine around the model that the arguments ask for, and the sequence length.
 
@@ -223,6 +222,9 @@ def initialize(args):
     else:
         model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing)
         seq_len = args.seq_len or model.config.seq_len
+    if args.float32:
+        model.float()  # those of Hugging Face are built in bf16
+        args.deepspeed_config = {k: v for k, v in load_ds_config(args.deepspeed_config).items() if k != "bf16"}
     if args.freeze:
         freeze(model, args.freeze)
     # A generator, since AutoEP replaces parameters before DeepSpeed reads it. Of trained ones alone, since ZeRO-1 and
@@ -332,6 +334,11 @@ def main() -> None:
     deepspeed.init_distributed()  # also finds its rank through mpi4py where a launcher set none
     args.local_rank = int(os.environ["LOCAL_RANK"])
     get_accelerator().set_device(args.local_rank)
+    if would_emulate_bf16(args):
+        args.float32 = True
+        if dist.get_rank() == 0:
+            print("train.py: in float32 instead of bf16, for which this CPU has no instructions: emulated it would "
+                  "take ten times as long", flush=True)
     summary = run(args)
     if dist.get_rank() == 0:
         print(json.dumps(summary))
