@@ -297,6 +297,8 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
             return 24
 
         def start_combine(self, *args, sms=0, **kwargs):
+            if not sms:  # forward's
+                return super().start_combine(*args, **kwargs)
             seen.append([("started", sms)])
             return Recorded(self.combine(*args, **kwargs), None, seen[-1])
 
