@@ -64,6 +64,7 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
         native = None
     if native is not None:
         return native.forward(a_PK, b_ENK, ends_E, out_dtype, **({} if feed is None else {"feed": feed}))
+    assert feed is None, "this GEMM counts nothing that a combine could wait for: see kernels.fed_gemm_cost"
     a, b = _operands(a_PK, b_ENK)
     if a.shape[0] == 0:
         return a.new_zeros((0, b.shape[1]), dtype=out_dtype)

@@ -2,6 +2,7 @@
 """The training benchmark on two gloo ranks: a tiny size from engines to rows, what is noticed, how rows are added to,
 where time goes, tables and plot."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -208,6 +209,22 @@ def test_layers_fit_by_the_formula():
 
 
 # ---- breakdown ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, phase, wanted", [
+    ("plan", {}, "dispatch"), ("dispatch", {}, "dispatch"), ("combine", {}, "combine"),
+    ("start_combine", {}, "combine"), ("dispatch", {"phase": "dispatch of the gradient"}, "combine"),
+    ("start_combine", {"phase": "combine of the gradient"}, "dispatch")])
+def test_an_exchange_is_timed_with_the_one_that_it_is_the_gradient_of(monkeypatch, name, phase, wanted):
+    parts = []
+    monkeypatch.setattr(breakdown, "part", lambda part: parts.append(part) or contextlib.nullcontext())
+
+    def method(rows, phase="forward"):
+        return rows
+
+    method.__name__ = name
+    assert breakdown._exchange(method)(7, **phase) == 7 and parts == [wanted]
+
 
 
 def _event(cat, name, ts, dur, tid=1, **args):

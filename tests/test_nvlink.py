@@ -5,6 +5,8 @@ said of peers that fail."""
 import mmap
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -24,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.routing import Routes
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT, overlap, peer_memory
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Feed, overlap, peer_memory
 from ds_mxfp8_moe.transport import nvlink as nvlink_transport
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -233,10 +235,14 @@ class Fed(NVLink):
         return 2
 
 
-def fake_accelerator() -> SimpleNamespace:
+@contextmanager
+def fake_gpu(memory: PeerMemory) -> Iterator[None]:
     """Streams and events of the emulator, whose kernels run one after the other."""
+    side = SimpleNamespace(wait_event=lambda event: None, cuda_stream=0)
     event = SimpleNamespace(record=lambda stream=None: None)
-    return SimpleNamespace(Event=lambda: event)
+    with mock.patch.object(memory, "side", side), mock.patch.object(
+            nvlink_transport, "get_accelerator", lambda: SimpleNamespace(Event=lambda: event)):
+        yield
 
 
 def wanted_order(case: Case, parts: int) -> list:
@@ -259,35 +265,37 @@ def fed(case: Case, parts: int) -> None:
     exchange = Fed(memory_of_all_cases(), NAME, feeds=True)
     memory, want = exchange.memory, expected(case, exchange.memory.group)
     memory.begin_case()
-    memory.side = SimpleNamespace(wait_event=lambda event: None, cuda_stream=0)
     plan = exchange.plan(want["inputs"][0], case.local_experts)
     y_PH, _ = want["answers"]
     given_PH = shared_like(y_PH).fill_(float("nan"))
-    with mock.patch.object(nvlink_transport, "get_accelerator", fake_accelerator), \
-            mock.patch.multiple(nvlink_transport, MOST_PARTS=parts, LEAST_TILES=0.001):
+    with fake_gpu(memory), mock.patch.multiple(nvlink_transport, MOST_PARTS=parts, LEAST_TILES=0.001):
         assert exchange.feed(plan, case.hidden, case.dtype, case.wire, 0.0, 1) is None
         feed = exchange.feed(plan, case.hidden, case.dtype, case.wire, 1.0, 1)
         assert feed.order.tolist() == wanted_order(case, parts)
         assert feed.parts == (parts if plan.num_rows else 1)
         feed = replace(feed, done=shared_like(feed.done).zero_())
-        arrays = [t.view(torch.uint8).numpy() for t in (y_PH, given_PH)]
-        order, done = feed.order.tolist(), feed.done.numpy()
         gemm = os.fork()
         if gemm == 0:
-            for tile in order:
-                time.sleep(0.02)
-                rows = slice(tile * ROW_ALIGNMENT, (tile + 1) * ROW_ALIGNMENT)
-                for _ in range(2):
-                    time.sleep(0.005)
-                    arrays[1][rows] = arrays[0][rows]
-                    done[tile] += -(-case.hidden // 128)
-            os._exit(0)
+            compute(y_PH, given_PH, feed)
         y_TH, _ = exchange.start_combine(plan, given_PH, case.wire, case.dtype, feed=feed).results
         assert os.waitpid(gemm, 0)[1] == 0
-    memory.side = None
     memory.check()
     same("y", want["y"], y_TH)
     memory.end_case()
+
+
+def compute(y_PH: torch.Tensor, given_PH: torch.Tensor, feed: Feed) -> None:
+    """What the process does that plays the GEMM: half a tile's rows, counted, then the other half."""
+    try:
+        y, given = (t.view(torch.uint8).numpy() for t in (y_PH, given_PH))
+        done = feed.done.numpy()
+        for first in (64 * half for tile in feed.order.tolist() for half in (2 * tile, 2 * tile + 1)):
+            time.sleep(0.005)
+            given[first:first + 64] = y[first:first + 64]
+            done[first // ROW_ALIGNMENT] += -(-y_PH.shape[1] // 128)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def shared_like(x: torch.Tensor) -> torch.Tensor:
@@ -298,14 +306,14 @@ def shared_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def starved() -> str:
-    """The first rank's GEMM never runs."""
+    """The first rank's GEMM never runs. The other begins later: what the first one then sends would be in time."""
     memory, case = new_memory(), Case(tokens=(30, 20))
-    memory.side = SimpleNamespace(wait_event=lambda event: None, cuda_stream=0)
     exchange = Fed(memory, NAME, feeds=True)
     plan = exchange.plan(case.inputs(2)[memory.rank][0], case.local_experts)
-    with mock.patch.object(nvlink_transport, "get_accelerator", fake_accelerator):
+    with fake_gpu(memory):
         feed = exchange.feed(plan, case.hidden, case.dtype, PLAIN, 1.0, 1)
-        feed.done.fill_(0 if memory.rank == 0 else 2)
+        feed.done.fill_(2 * memory.rank)
+        time.sleep(memory.rank)
         exchange.start_combine(plan, torch.zeros(plan.num_rows, case.hidden, dtype=BF16), PLAIN, BF16, feed=feed)
     with pytest.raises(PeerFailure) as caught:
         memory.check()
@@ -313,16 +321,35 @@ def starved() -> str:
     return str(caught.value)
 
 
-def test_a_gemm_that_does_not_run_is_named_on_every_rank(ranks2):
+def test_a_gemm_that_does_not_run_is_an_error_on_every_rank(ranks2):
     own, other = ranks2.run(starved)
-    assert "rank 0 waited in vain for rank 0 in" in own and "the GEMM that computes its rows" in own
+    assert "rank 0 waited in vain for its own GEMM" in own and "phase combine" in own
     assert "rank 1 waited in vain for rank 0 in" in other and "phase combine" in other
+
+
+def unplanned(case: Case) -> str:
+    """More rows than the capacity: there are no places that an order could be made of."""
+    memory = new_memory()
+    exchange = Fed(memory, NAME, feeds=True, capacity_factor=1.0)
+    plan = exchange.plan(case.inputs(2)[memory.rank][0], case.local_experts)
+    with fake_gpu(memory):
+        feed = exchange.feed(plan, case.hidden, case.dtype, PLAIN, 1.0, 1)
+    with pytest.raises(PeerFailure) as caught:
+        memory.check()
+    assert feed.order.tolist() == list(range(len(feed.order)))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_without_places_there_is_an_order_and_the_error_of_the_plan(ranks2):
+    for text in ranks2.run(unplanned, Case(tokens=(700, 700), routing="one rank", local_experts=1)):
+        assert "more than its capacity" in text
 
 
 @pytest.mark.parametrize("change, parts", [
     ({}, 1), ({"tokens": (700, 300), "top_k": 1, "wire": MX128}, 4), ({"tokens": (90, 600), "routing": "skewed"}, 3),
     ({"tokens": (500, 500), "routing": "dropped", "wire": MX32, "top_k": 3}, 2),
-    ({"tokens": (0, 400), "routing": "one expert"}, 2),
+    ({"tokens": (0, 400), "routing": "one expert", "hidden": 160}, 2), ({"hidden": 544, "wire": MX128}, 2),
     ({"tokens": (900, 800), "routing": "one after the other", "top_k": 1}, 4)], ids=str)
 def test_a_combine_that_a_gemm_feeds(ranks2, change, parts):
     ranks2.run(fed, Case(**change), parts)

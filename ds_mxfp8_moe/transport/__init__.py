@@ -5,7 +5,7 @@ A transport has three methods. `plan(expert_TK, num_local_experts, meanwhile)` t
 immutable Plan; where the host has to wait for other ranks' counts, it calls `meanwhile` first, if given, to launch
 what needs none of them. `dispatch` brings every token to the ranks of its experts and lays it out in expert-sorted,
 padded rows; `combine` brings rows back and adds them up. Dispatch and combine are each other's gradient over the same
-plan. `start_combine` is the first half of a combine, beside which a GEMM may run; with a `Feed` that which computes
+plan. `start_combine` is the first half of a combine, beside which a GEMM may run: with a `Feed`, the one that computes
 its rows.
 
 Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
@@ -93,7 +93,7 @@ class Feed:
 
     Attributes:
         sms: multiprocessors that the combine takes.
-        parts: runs of chunks that each owner's rows are sent in.
+        parts: in how many runs of chunks each owner's rows are sent.
         order: int32 [P / 128], on the device: which 128 rows to compute first.
         done: int32 [P / 128], zeros: there the GEMM counts, with release, the blocks of 64 rows by 128 columns that
             are in memory.
@@ -125,7 +125,7 @@ class Transport:
         return None
 
     def start_combine(self, *args, sms: int = 0, feed: Feed | None = None, **kwargs) -> Pending:
-        """`combine` on `sms` multiprocessors, beside what the caller launches next, or, with `feed`, of rows without
-        numbers, beside the GEMM of them, which has been launched; 0: not beside anything. Its result is taken before
+        """`combine` on `sms` multiprocessors, beside what the caller launches next; 0: not beside anything. With
+        `feed`, and without `weight_P`: beside the GEMM of y_PH, which has been launched. Its result is taken before
         the group's next exchange."""
         return Pending(self.combine(*args, **kwargs))

@@ -121,7 +121,8 @@ class NVLink(Transport):
             rank, at its next call or check, and before the optimizer's step.
         sms: multiprocessors that move rows; None: as overlap.py has it.
         overlap: a combine may run beside a GEMM.
-        feeds: a GEMM may feed the combine of its rows. Off: where that pays is not measured yet.
+        feeds: a GEMM may feed the combine of its rows. Off: where that pays is not measured yet. Not for ranks that
+            share a GPU's time at once (MPS), where spinning combines may leave no GEMM any room.
     """
 
     memory: PeerMemory
@@ -275,7 +276,9 @@ class NVLink(Transport):
         sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, parts * W)
         if not sms:
             return None
-        urgency, order, done = torch.zeros((3, tiles), dtype=torch.int32, device=memory.device).unbind(0)
+        # At multiples of 16 bytes whatever the batch: Triton compiles anew for other pointers.
+        tables = torch.zeros((3, -(-tiles // 4) * 4), dtype=torch.int32, device=memory.device)
+        urgency, order, done = tables[:, :tiles].unbind(0)
         rows = ext.Rows(plan.rows, group=memory.group_for(0))
         ext.order(ext.Order(rows=rows, urgency=urgency.data_ptr(), order=order.data_ptr(), tiles=tiles, parts=parts),
                   self._alone, memory.stream())

@@ -21,6 +21,7 @@ from .deadline import PeerFailure, answers_of_all, peer_failure, ranks_of, set_d
 FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
 SLACK = 1.25  # with which a half grows, since routing varies
 CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
+OWN_GEMM = 1  # kernels.h: detail of a timeout
 KINDS = ("", "counts", "places", "dispatch", "combine", "few_dispatch", "few_combine")  # kernels.h, Kind
 HISTORY = 64  # exchanges whose names are remembered
 
@@ -223,11 +224,13 @@ class PeerMemory:
             raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: all ranks of the group must make "
                               "the same calls in the same order, with rows of the same width and dtype",
                               (ranks[peer], ))
-        why = ("the GEMM that computes its rows did not run in time" if peer == rank else
-               "it hangs elsewhere, is late, or has died")
-        raise PeerFailure(f"{me} waited in vain for {other} in {place} (phase {kind}, epoch {epoch}): {why}. "
-                          "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= "
-                          "of deepspeed.init_distributed", (ranks[peer], ))
+        what = f"{place} (phase {kind}, epoch {epoch})"
+        deadline = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
+        if detail == OWN_GEMM:
+            raise PeerFailure(f"{me} waited in vain for its own GEMM, whose rows it sends, in {what}: other work on "
+                              f"its GPU leaves it no room. {deadline}")
+        raise PeerFailure(f"{me} waited in vain for {other} in {what}: it hangs elsewhere, is late, or has died. "
+                          f"{deadline}", (ranks[peer], ))
 
 
 def _signed(epoch: int) -> int:

@@ -107,7 +107,7 @@ def _exchange(method: Callable) -> Callable:
     @functools.wraps(method)
     def call(*args, **kwargs):
         phase = parameters.bind(*args, **kwargs).arguments.get("phase", method.__name__)
-        with part("combine" if ("combine" in (phase, method.__name__)) != ("gradient" in phase) else "dispatch"):
+        with part("combine" if ("combine" in method.__name__) != ("gradient" in phase) else "dispatch"):
             return method(*args, **kwargs)
 
     return call

@@ -78,11 +78,9 @@ def count_up(done, block, amount, pending: gl.constexpr):
 
 
 @gluon.jit
-def _place(index, order, tiles, FED: gl.constexpr):
-    """The 128 rows that are computed as the index-th; any where index is past the last."""
-    if FED:
-        index = gl.load(order + gl.minimum(index, tiles - 1))
-    return index
+def _place(index, order, FED: gl.constexpr):
+    """The 128 rows that are computed as the index-th."""
+    return gl.load(order + index) if FED else index
 
 
 @gluon.jit
@@ -97,7 +95,7 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
-        row = _place(row_tile, order, row_tiles, FED) * 128
+        row = _place(row_tile, order, FED) * 128
         group = group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
             n_block = column_tile * HALVES
@@ -177,14 +175,15 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
     step = 0
     before = -1  # the tile before this one: its rows, and in the lowest bit how many blocks of columns it had
     row_tile, column_tile = tile_of(gl.program_id(0), row_tiles, column_tiles, GROUP)
-    following = _place(row_tile, order, row_tiles, FED)
+    following = _place(row_tile, order, FED)
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
         n_block = column_tile * HALVES
         if FED:
             row_tile = following
-            next_tile, _ = tile_of(index + gl.num_programs(0), row_tiles, column_tiles, GROUP)
-            following = _place(next_tile, order, row_tiles, FED)  # comes while this one is computed
+            last = row_tiles * column_tiles - 1
+            next_tile, _ = tile_of(gl.minimum(index + gl.num_programs(0), last), row_tiles, column_tiles, GROUP)
+            following = _place(next_tile, order, FED)  # comes while this one is computed
         row = row_tile * 128
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)

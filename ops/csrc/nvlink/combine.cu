@@ -88,12 +88,14 @@ template <class In, class Wire> struct CombineWork {
   const RowsView v;
   const Wire wire;
   const Sends sends;
+  bool sent = true; // the item; else the GEMM that computes its rows is late, and nobody may take it for complete
 
-  // Waits until the GEMM beside has computed the rows that a chunk's are sums of.
-  __device__ void await_rows(int2 range) const {
+  // Waits until the GEMM beside has computed the rows that a chunk's are sums of; false, for all threads: in vain.
+  __device__ bool await_rows(int2 range) const {
     const uint32_t blocks = 2 * ((a.rows.H + 127) / 128);
-    v.each_place(range, [&](int p) { v.x.await_count(at<uint32_t>(a.done) + p / ROW_ALIGNMENT, blocks); });
-    sync_team();
+    bool there = true;
+    v.each_tile(range, [&](int tile) { there &= v.x.await_count(at<uint32_t>(a.done) + tile, blocks); });
+    return !any_of_team(!there);
   }
 
   __device__ Unit *row_at(int w, int64_t row) const {
@@ -188,8 +190,8 @@ template <class In, class Wire> struct CombineWork {
     if (c >= v.chunks_of(w))
       return;
     const int2 range = v.arriving(w, c);
-    if (a.done)
-      await_rows(range);
+    if (a.done && !(sent = await_rows(range)))
+      return;
     // From where rows of w stand here to where they stand there.
     const int64_t shift = int64_t(v.segment(PEER_SEND_BASE, w)) - v.segment(RECV_BASE, w);
     const int64_t end = range.x + range.y;
@@ -209,7 +211,7 @@ template <class In, class Wire> struct CombineWork {
   }
 
   __device__ void announce(int i) {
-    if (threadIdx.x == 0 && sends.chunk(i) < v.chunks_of(sends.owner(i)))
+    if (threadIdx.x == 0 && sent && sends.chunk(i) < v.chunks_of(sends.owner(i)))
       v.x.announce(sends.owner(i), sends.chunk(i));
   }
 

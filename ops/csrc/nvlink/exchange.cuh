@@ -9,7 +9,7 @@
 // that flag, then a barrier. The halves of the staging serve exchanges in turn, so exchange n overwrites what peers
 // read in n-2: before it sends, a team sees that they have acknowledged that. What is sent never waits for anything of
 // the same exchange, and is sent by whichever teams the device has room for: no two ranks wait in a ring, whatever
-// else runs on their devices.
+// else runs on their devices. (But for a combine that a GEMM feeds: that has to have multiprocessors left to it.)
 //
 // A wait that lasts too long, or a peer that makes another call, ends with a record in host memory. Every wait and
 // every later kernel then returns at once, with whatever is there: the host raises when it next looks.
@@ -66,9 +66,9 @@ public:
   }
 
   // Any thread: waits until this rank's own work beside the exchange has counted so far. A barrier must follow before
-  // others read what was counted.
+  // others read what was counted. False: in vain.
   __device__ bool await_count(const uint32_t *count, uint32_t least) const {
-    return wait(g.rank, [&] { return load_acquire(count) >= least; });
+    return wait(g.rank, [&] { return load_acquire(count) >= least; }, OWN_GEMM);
   }
 
   // All threads, at their end: once every team is here, tells the peers that this rank has read what they sent.
@@ -124,7 +124,7 @@ private:
     return false;
   }
 
-  template <class Arrived> __device__ bool wait(int peer, Arrived arrived) const {
+  template <class Arrived> __device__ bool wait(int peer, Arrived arrived, uint32_t whose = 0) const {
     if (arrived())
       return true;
     const uint64_t start = nanoseconds();
@@ -133,7 +133,7 @@ private:
         if (arrived())
           return true;
       if (nanoseconds() - start > g.timeout_ns)
-        fail(TIMEOUT, peer);
+        fail(TIMEOUT, peer, whose);
     }
     return false;
   }

@@ -28,6 +28,8 @@ enum Kind : uint32_t { COUNTS = 1, PLACES = 2, DISPATCH = 3, COMBINE = 4, FEW_DI
 enum Code : uint32_t { TIMEOUT = 1, MISMATCH = 2, OVERFLOW = 3 };
 enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2 };
 
+constexpr uint32_t OWN_GEMM = 1; // detail of a TIMEOUT: not the peer's, but of the GEMM beside the exchange
+
 // In host memory that the device writes: why the exchange failed. `code` is written last.
 struct Failure {
   uint32_t code, rank, peer, phase, epoch, detail;

@@ -10,13 +10,15 @@ constexpr int THREADS = 256;
 
 // One block for each item that the combine sends: 128 rows are the more urgent, the sooner any of them is sent.
 __global__ void __launch_bounds__(THREADS) urgency(const __grid_constant__ Order a) {
+  if (*static_cast<volatile uint32_t *>(&at<State>(a.rows.group.state)->failed))
+    return; // the tables may not have been written
   const RowsTables v{a.rows};
   const Sends sends(v, a.parts);
   for (int i = blockIdx.x; i < sends.count(); i += gridDim.x) {
     const int w = sends.owner(i), c = sends.chunk(i);
     if (c < v.chunks_of(w))
-      v.each_place(v.arriving(w, c), [&](int p) {
-        atomicMax(at<int>(a.urgency) + p / ROW_ALIGNMENT, INT_MAX - sends.turn(i)); // in whatever order: the same
+      v.each_tile(v.arriving(w, c), [&](int tile) {
+        atomicMax(at<int>(a.urgency) + tile, INT_MAX - sends.turn(i)); // in whatever order: the same
       });
   }
 }

@@ -45,12 +45,16 @@ struct RowsTables {
   // Where a lane's choice of row r stands here; -1: nowhere, or lane beyond K.
   __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 
-  // Calls action(p) for the places of all rows of `range`, each on one thread of the team.
-  template <class Action> __device__ void each_place(int2 range, Action action) const {
+  // Calls action(tile) for the tiles of 128 rows here that the rows of `range` come from; each on one or more threads.
+  template <class Action> __device__ void each_tile(int2 range, Action action) const {
     const int64_t begin = int64_t(range.x) * a.K, end = begin + int64_t(range.y) * a.K;
-    for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
-      if (const int p = at<int>(a.place_RK)[i]; p >= 0)
-        action(p);
+    for (int64_t first = begin + warp() * 32; first < end; first += blockDim.x) {
+      const int p = first + lane() < end ? at<int>(a.place_RK)[first + lane()] : -1;
+      const int tile = p >= 0 ? p / ROW_ALIGNMENT : -1;
+      const uint32_t same = __match_any_sync(~0u, tile);
+      if (tile >= 0 && lane() == __ffs(same) - 1)
+        action(tile);
+    }
   }
 };
 
