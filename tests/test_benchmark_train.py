@@ -226,7 +226,6 @@ def test_an_exchange_is_timed_with_the_one_that_it_is_the_gradient_of(monkeypatc
     assert breakdown._exchange(method)(7, **phase) == 7 and parts == [wanted]
 
 
-
 def _event(cat, name, ts, dur, tid=1, **args):
     return {"ph": "X", "pid": 1, "tid": tid, "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
 

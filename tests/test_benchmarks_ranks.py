@@ -349,10 +349,10 @@ def test_other_bits_beside_a_gemm_are_noticed():
 def test_a_share_is_given_or_the_model_s_is_told(monkeypatch):
     transport = nvlink.NVLink(memory=mock.Mock(), name="a layer", sms=64)
     assert overlap.with_share(transport, 12).sms_beside() == 12
-    monkeypatch.setattr(nvlink.NVLink, "sms_beside", lambda *args: 20)
+    monkeypatch.setattr(nvlink.NVLink, "sms_beside", lambda *args, **keys: 20)
     model = overlap.with_share(transport, None)
-    assert model.sms_beside(*range(6)) == 20 and model.picked == {"forward": 0, "backward": 20}
-    assert model.sms_beside(*range(7)) == 20 and model.picked == {"forward": 20, "backward": 20}
+    assert model.sms_beside() == 20 and model.picked == {"forward": 0, "backward": 20}
+    assert model.sms_beside(steps=2) == 20 and model.picked == {"forward": 20, "backward": 20}
     assert (model.name, model.sms) == ("a layer", 64)
 
 

@@ -231,7 +231,7 @@ def test_multiprocessors_beside_a_gemm_have_limits(total, most, gemm_ms, sms):
 class Fed(NVLink):
     """Runs a combine beside the GEMM of its rows however little it gains."""
 
-    def sms_beside(self, *args):
+    def sms_beside(self, *args, **keys):
         return 2
 
 
@@ -353,8 +353,6 @@ def test_without_places_there_is_an_order_and_the_error_of_the_plan(ranks2):
     ({"tokens": (900, 800), "routing": "one after the other", "top_k": 1}, 4)], ids=str)
 def test_a_combine_that_a_gemm_feeds(ranks2, change, parts):
     ranks2.run(fed, Case(**change), parts)
-
-
 
 
 # ---------------------------------------------------------------- peers that fail

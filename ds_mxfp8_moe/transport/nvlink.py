@@ -268,12 +268,12 @@ class NVLink(Transport):
 
     def feed(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
              gemm_tiles: int) -> Feed | None:
-        memory, ext, W, E = self.memory, self.memory.extension, self.world_size, plan.group_ends_E.shape[0]
-        tiles = plan.num_rows // ROW_ALIGNMENT
         if gemm_seconds <= 0 or not self.feeds:
             return None
+        memory, ext, W, E = self.memory, self.memory.extension, self.world_size, plan.group_ends_E.shape[0]
+        tiles = plan.num_rows // ROW_ALIGNMENT
         parts = max(1, min(MOST_PARTS, tiles // (LEAST_TILES * W * E)))
-        sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, parts * W)
+        sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, steps=parts * W)
         if not sms:
             return None
         # At multiples of 16 bytes whatever the batch: Triton compiles anew for other pointers.
@@ -295,22 +295,21 @@ class NVLink(Transport):
         y_PH = _dense(y_PH)
         H = y_PH.shape[1]
         rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
+        weight_TK = None
+        wanted = {}
         if feed is None:
             out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
         else:
-            out_TH = feed.out_TH
+            sms, out_TH = feed.sms, feed.out_TH
             assert weight_P is None and out_TH.shape[1] == H and out_TH.dtype == dtype
-        weight_TK = None
-        wanted = {}
+            wanted = {"done": feed.done.data_ptr(), "parts": feed.parts}
         if weight_P is not None:
             weight_P = weight_P.contiguous()
             weight_TK = torch.empty((plan.num_tokens, plan.top_k), dtype=torch.float32, device=device)
             wanted = {"weight_P": weight_P.data_ptr(), "out_weight_TK": weight_TK.data_ptr()}
-        if feed is not None:
-            wanted |= {"done": feed.done.data_ptr(), "parts": feed.parts}
         args = ext.Combine(rows=rows, y_PH=y_PH.data_ptr(), dtype=DTYPES[y_PH.dtype], out_TH=out_TH.data_ptr(),
                            out_dtype=DTYPES[dtype], **wanted)
-        if feed is None and not sms:
+        if not sms:
             ext.combine(args, self._alone, memory.stream())
             return Pending((out_TH, weight_TK))
         # All memory is the current stream's: the other one is joined before any of it is freed.
@@ -318,7 +317,7 @@ class NVLink(Transport):
             memory.side.wait_stream(get_accelerator().current_stream())
         else:
             memory.side.wait_event(feed.ready)
-        ext.combine(args, sms if feed is None else feed.sms, memory.side.cuda_stream)
+        ext.combine(args, sms, memory.side.cuda_stream)
         done = get_accelerator().Event()
         done.record(memory.side)
         return Pending((out_TH, weight_TK), done, (y_PH, weight_P, plan, feed))

@@ -34,7 +34,6 @@ from world import Contender
 RECIPES = {"mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"}, "mxfp8": {"recipe": "mxfp8"},
            "all MXFP8": {"recipe": "mxfp8", **ep_pipeline.ALL_MXFP8}}
 PASSES = ("forward", "backward")
-STEPS_GIVEN = 7  # arguments of NVLink.sms_beside: of the forward's, which knows in how many steps its rows come
 SHARES = (8, 12, 16, 20, 24, 28, 32, 40, 48)
 
 
@@ -57,11 +56,11 @@ class Shared(NVLink):
     share: int | None = None
     picked: dict = field(default_factory=lambda: dict.fromkeys(PASSES, 0))
 
-    def sms_beside(self, *args) -> int:
+    def sms_beside(self, *args, steps: int | None = None) -> int:
         if self.share is not None:
             return self.share
-        sms = super().sms_beside(*args)
-        self.picked["backward" if len(args) < STEPS_GIVEN else "forward"] = sms
+        sms = super().sms_beside(*args, steps=steps)
+        self.picked["forward" if steps else "backward"] = sms
         return sms
 
 
