@@ -29,6 +29,8 @@ from triton.runtime.jit import JITFunction, MockTensor
 from triton.tools.disasm import get_sass
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
+
 SHARED_BYTES = 227 * 1024  # what a block can have on sm_90 and sm_100
 TENSOR_MEMORY_COLUMNS = 512
 
@@ -96,6 +98,7 @@ def launches_for(arch: int) -> Iterator[list[Launch]]:
 
     with mock.patch.object(triton.runtime.driver, "_active", _Driver(arch)), \
             mock.patch.object(JITFunction, "run", compile_only), \
+            mock.patch.object(Launched, "remembers", False), \
             mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         yield launches
 

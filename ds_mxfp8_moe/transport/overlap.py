@@ -14,6 +14,8 @@ persistent GEMM computes at a time, a tile on each multiprocessor: a share that 
 nothing.
 """
 
+import math
+
 LINK = 320e9  # bytes/s that leave or enter a GPU over all its links
 MOVED_ALONE = 2.1e12  # bytes/s
 MOVED_BESIDE = 60e9  # bytes/s of one multiprocessor while a GEMM uses the same memory
@@ -42,13 +44,15 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
     rate = (QUANTISED_BESIDE if quantises else MOVED_BESIDE) * (SUMS + (1 - SUMS) * min(unsummed, 1))
     rounds = -(-gemm_tiles // total)
 
-    def together(sms: int) -> float:
+    # Of equals, the most: the exchange is the sooner out of the GEMM's way.
+    best, least = 0, math.inf
+    for sms in SHARES:
+        if sms > min(most or total, total // 2):
+            break
         exchange = max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE))
         gemm = gemm_seconds * -(-gemm_tiles // (total - sms)) / rounds
-        return max(exchange, gemm) + (min(exchange, gemm) / steps if steps else 0)
-
-    # Of equals, the most: the exchange is the sooner out of the GEMM's way.
-    best = min((sms for sms in SHARES if sms <= min(most or total, total // 2)),
-               key=lambda sms: (together(sms), -sms), default=0)
+        together = max(exchange, gemm) + (min(exchange, gemm) / steps if steps else 0)
+        if together <= least:
+            best, least = sms, together
     one_by_one = max(link_bytes / LINK, moved_bytes / MOVED_ALONE) + gemm_seconds
-    return best if best and GAIN * together(best) < one_by_one else 0
+    return best if best and GAIN * least < one_by_one else 0

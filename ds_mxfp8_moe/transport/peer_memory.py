@@ -64,6 +64,7 @@ class PeerMemory:
         self.captured = False
         self.sent: tuple | None = None  # the exchange of which only the first half was launched: whose, and its name
         self._where: dict = {}
+        self._groups: dict = {}
         self._first_epoch, self.state, self.side = first_epoch, None, None
         self.multiprocessors = kernels.multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.serial = 0
@@ -150,6 +151,7 @@ class PeerMemory:
             failure=self._failure.data_ptr(), rank=self.rank, world=self.world_size, half_bytes=half_bytes,
             timeout_ns=timeout_ns)
         self.generation += 1
+        self._groups = {}
         get_accelerator().synchronize()
         dist.barrier(group=self.group)
 
@@ -172,7 +174,10 @@ class PeerMemory:
 
     def group_for(self, signature: int):
         """The kernels' Group for exchanges of one signature; as long as `generation` stays."""
-        return self.extension.Group(self._template, signature=signature)
+        group = self._groups.get(signature)
+        if group is None:
+            group = self._groups[signature] = self.extension.Group(self._template, signature=signature)
+        return group
 
     def _closed(self, where: str) -> None:
         if self.sent is not None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from ds_mxfp8_moe.mx import MXTensor
 
 from .format import from_e4m3, power_of_two, quantized_rows
+from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 from .quantize import Tile, quantize_rows
 from .transpose import in_order, loaded_row, store_columns
@@ -142,6 +143,7 @@ def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.
     tl.store(scale_ptr + at, byte, exists)
 
 
+@Launched
 @triton.jit
 def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr, kept_ptr, kept_scale_ptr, P, E,
                     F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr,
@@ -187,6 +189,7 @@ def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns
                        B, FLOOR, VECTOR, WHOLE)
 
 
+@Launched
 @triton.jit
 def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr, rows_ptr,
                      rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
@@ -230,6 +233,7 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
                         row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
 
 
+@Launched
 @triton.jit
 def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr):
     """Grid [P / R]: out [P] from shares [N, P], in the order of N."""
@@ -240,6 +244,7 @@ def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr)
     tl.store(out_ptr + rows, total)
 
 
+@Launched
 @triton.jit
 def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Grid [P / R * ceil(N / C)]: out [P / R, N], the sums over R rows, times their weights where given."""
@@ -252,6 +257,7 @@ def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.conste
     tl.store(out_ptr + _origin(block, first, N, 0) + c, tl.sum(x, 0), c < N - first)
 
 
+@Launched
 @triton.jit
 def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
                        C: tl.constexpr):
@@ -269,6 +275,7 @@ def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.const
     tl.store(out_ptr + _origin(expert, first, N, 0) + c, tl.sum(total, 0), c < N - first)
 
 
+@Launched
 @triton.jit
 def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: tl.constexpr, E_PAD: tl.constexpr,
                           R: tl.constexpr, C: tl.constexpr):
@@ -339,11 +346,10 @@ def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tenso
     if P == 0:
         return out
     _, gate_at, up_at = _places(layout, F)
-    with torch.cuda.device_of(pre_PG):
-        _forward_kernel[(P // tile.rows * cdiv(F, tile.columns), )](
-            pre_PG, bias_EG, ends_E, weight_P, h_PF, _optional(h_scale, quantize), _optional(kept_PG, keep),
-            _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
-            B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
+    _forward_kernel[(P // tile.rows * cdiv(F, tile.columns), )](
+        pre_PG, bias_EG, ends_E, weight_P, h_PF, _optional(h_scale, quantize), _optional(kept_PG, keep),
+        _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
+        B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
     return out
 
 
@@ -409,14 +415,13 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
     tiles = cdiv(F, tile.columns)
     shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
     _, gate_at, up_at = _places(layout, F)
-    with torch.cuda.device_of(t_PF):
-        _backward_kernel[(P // tile.rows * tiles, )](
-            t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
-            **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-            R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps,
-            maxnreg=tile.registers)
-        if tiles > 1:
-            _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
+    _backward_kernel[(P // tile.rows * tiles, )](
+        t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
+        **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
+        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps,
+        maxnreg=tile.registers)
+    if tiles > 1:
+        _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     return out
 
 
@@ -464,10 +469,9 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     R, C = 128, 128
     sums = x_PN.new_empty(P // R, N, dtype=torch.float32)
     out = x_PN.new_empty(E, N, dtype=torch.float32)
-    with torch.cuda.device_of(x_PN):
-        if P:
-            _block_sums_kernel[(P // R * cdiv(N, C), )](x_PN, weight_P, sums, N, R, C, num_warps=8)
-        _group_sums_kernel[(E * cdiv(N, 64), )](sums, ends_E, out, N, R, 32, 64, num_warps=4)
+    if P:
+        _block_sums_kernel[(P // R * cdiv(N, C), )](x_PN, weight_P, sums, N, R, C, num_warps=8)
+    _group_sums_kernel[(E * cdiv(N, 64), )](sums, ends_E, out, N, R, 32, 64, num_warps=4)
     return out
 
 
@@ -482,8 +486,7 @@ def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch
     P, N = y_PN.shape
     out = torch.empty_like(y_PN, dtype=out_dtype)
     if P:
-        with torch.cuda.device_of(y_PN):
-            _weighted_bias_kernel[(P // 32 * cdiv(N, 128), )](
-                y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,
-                enable_fp_fusion=False)
+        _weighted_bias_kernel[(P // 32 * cdiv(N, 128), )](
+            y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,
+            enable_fp_fusion=False)
     return out

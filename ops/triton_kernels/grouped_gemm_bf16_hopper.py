@@ -43,6 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ds_mxfp8_moe.kernels import multiprocessors
 
 from .grouped_gemm_hopper import descriptor, group_of, tile_of
+from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
@@ -183,6 +184,7 @@ def _consume(part: gl.constexpr, c_desc, a_smem, w_smem, c_smem, full, empty, en
     tma.store_wait(0)
 
 
+@Launched
 @gluon.jit
 def grouped_mm_bf16_kernel(a_desc, w_desc, c_desc, ends, places, spacings, E, row_tiles, part_blocks, part_steps,
                            E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
@@ -276,14 +278,13 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
     halves = 2 if out_dtype.itemsize == 2 and row_tiles * cdiv(blocks, 2) >= sms else 1
     # Few rows for an expert: what counts is reading weights ahead, not whether a tile's end waits for its stores.
     buffers = 1 if halves == 1 or P <= 256 * E else 2
-    with torch.cuda.device_of(a_PK):
-        grouped_mm_bf16_kernel[(min(sms, row_tiles * cdiv(blocks, halves)), )](
-            descriptor(a_PK, [64, 1, 64], [P, a_parts, depth], [a_parts * depth, depth, 1]),
-            descriptor(first, block, [placed.count, N, K], [placed.unit // 2, first.stride(-2), 1]),
-            descriptor(out, [64, 1, 128], [P, out_parts, width], [out_parts * width, width, 1]),
-            ends_E, _odd(placed.places), _odd(placed.spacings), E, row_tiles, part_blocks, part_steps,
-            E_PAD=max(32, next_power_of_2(E)), GROUP=8, STAGES=5 if halves == 1 else 5 - buffers,
-            HALVES=halves, BUFFERS=buffers, TRANSPOSED=transposed, num_warps=4)
+    grouped_mm_bf16_kernel[(min(sms, row_tiles * cdiv(blocks, halves)), )](
+        descriptor(a_PK, [64, 1, 64], [P, a_parts, depth], [a_parts * depth, depth, 1]),
+        descriptor(first, block, [placed.count, N, K], [placed.unit // 2, first.stride(-2), 1]),
+        descriptor(out, [64, 1, 128], [P, out_parts, width], [out_parts * width, width, 1]),
+        ends_E, _odd(placed.places), _odd(placed.spacings), E, row_tiles, part_blocks, part_steps,
+        E_PAD=max(32, next_power_of_2(E)), GROUP=8, STAGES=5 if halves == 1 else 5 - buffers,
+        HALVES=halves, BUFFERS=buffers, TRANSPOSED=transposed, num_warps=4)
     return out
 
 

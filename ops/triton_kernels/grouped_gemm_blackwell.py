@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
+from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 
 STRIP = 16  # tiles of rows that run at a time and share their columns in L2
@@ -26,6 +27,7 @@ CHUNKS = 8  # of 128 values, whose scales one program packs
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
 
 
+@Launched
 @triton.jit
 def _pack_scales_kernel(packed, scale, rows, blocks, chunks, group_stride, row_stride, block_stride,
                         BLOCK: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, CHUNKS: tl.constexpr):
@@ -74,6 +76,7 @@ def _product(a_desc, a_scale_desc, a_row, a_tile, b_desc, b_scale_desc, b_row, b
     return acc
 
 
+@Launched
 @triton.jit
 def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, ends, E, P, N, K, E_PAD: tl.constexpr,
                        STRIP: tl.constexpr):
@@ -90,6 +93,7 @@ def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, end
     out_desc.store([row, column], acc.to(out_desc.dtype))
 
 
+@Launched
 @triton.jit
 def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_desc, ends, N, K,
                              ACCUMULATE: tl.constexpr, STRIP: tl.constexpr):
@@ -139,24 +143,22 @@ def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block:
     if P == 0:
         return out
     columns = _columns(N)
-    with torch.cuda.device_of(a):
-        a_packed = _pack_scales(a_scale, P, K, a_block)
-        b_packed = _pack_scales(b_scale, N, K, b_block, TILE if b_tiled else 1)
-        _grouped_mm_kernel[(cdiv(P, TILE) * cdiv(N, columns), )](
-            TensorDescriptor.from_tensor(out, [TILE, columns]), *_descriptors(a, a_packed, TILE),
-            *_descriptors(b.view(E * N, K), b_packed, columns), ends, E, P, N, K, next_power_of_2(E), STRIP,
-            **GEMM_OPTIONS)
+    a_packed = _pack_scales(a_scale, P, K, a_block)
+    b_packed = _pack_scales(b_scale, N, K, b_block, TILE if b_tiled else 1)
+    _grouped_mm_kernel[(cdiv(P, TILE) * cdiv(N, columns), )](
+        TensorDescriptor.from_tensor(out, [TILE, columns]), *_descriptors(a, a_packed, TILE),
+        *_descriptors(b.view(E * N, K), b_packed, columns), ends, E, P, N, K, next_power_of_2(E), STRIP,
+        **GEMM_OPTIONS)
     return out
 
 
 def _wgrad_into(out: torch.Tensor, g, g_scale, g_block, a, a_scale, a_block, ends, accumulate: bool) -> None:
     (N, P), K = g.shape, a.shape[0]
     columns = _columns(K)
-    with torch.cuda.device_of(g):
-        g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
-        _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), ends.shape[0])](
-            TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
-            *_descriptors(a, a_packed, columns), ends, N, K, accumulate, STRIP, **GEMM_OPTIONS)
+    g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
+    _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), ends.shape[0])](
+        TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
+        *_descriptors(a, a_packed, columns), ends, N, K, accumulate, STRIP, **GEMM_OPTIONS)
 
 
 def _wgrad_fake(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):

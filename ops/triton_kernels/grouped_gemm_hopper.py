@@ -34,6 +34,7 @@ from ds_mxfp8_moe.kernels import multiprocessors
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import Feed
 
+from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 
 
@@ -209,6 +210,7 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
         tma.store_wait(0)
 
 
+@Launched
 @gluon.jit
 def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, order, done, E, P, N, K, E_PAD: gl.constexpr,
                       GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr,
@@ -244,7 +246,8 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 class _Descriptor(TensorDescriptor):
 
     def __post_init__(self):
-        """Nothing: Triton's checks take as long as its launch, and hold for whatever our kernels read and write."""
+        """Without Triton's checks, which take as long as its launch, and hold for whatever our kernels read."""
+        self.fact = (self.base.dtype, *self.block_shape)  # launch.py: what the kernel is compiled for
 
 
 def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None,
@@ -271,12 +274,11 @@ def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK
     # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
     halves = 2 if row_tiles * cdiv(N, 256) >= sms else 1
     tiles = row_tiles * cdiv(N, 128 * halves)
-    with torch.cuda.device_of(a_PK):
-        grouped_mm_kernel[(min(sms, tiles), )](
-            descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
-            a_scale_KP, b_scale_ENK, ends_E, order if fed else ends_E, done if fed else ends_E, E, P, N, K,
-            E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3, HALVES=halves,
-            BUFFERS=halves if out_dtype.itemsize == 2 else 1, FED=fed, num_warps=4)
+    grouped_mm_kernel[(min(sms, tiles), )](
+        descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
+        a_scale_KP, b_scale_ENK, ends_E, order if fed else ends_E, done if fed else ends_E, E, P, N, K,
+        E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3, HALVES=halves,
+        BUFFERS=halves if out_dtype.itemsize == 2 else 1, FED=fed, num_warps=4)
     return out_PN
 
 

@@ -39,6 +39,7 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .grouped_gemm_hopper import descriptor, multiply, tile_of
+from .launch import Launched
 from .library import cdiv, operator
 
 
@@ -142,6 +143,7 @@ def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, 
         gl.store(at, acc, inside)
 
 
+@Launched
 @gluon.jit
 def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, height, GROUP: gl.constexpr,
                        STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
@@ -223,6 +225,7 @@ def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
     tma.store_wait(0)
 
 
+@Launched
 @gluon.jit
 def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, mx_g_desc, mx_g_out, mx_g, mx_a_desc,
                       mx_a_out, mx_a, tickets, done, B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -273,11 +276,10 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
         return without_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
-    with torch.cuda.device_of(out_ENK):
-        wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK.device), tiles), )](
-            descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
-            out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, height, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
-            num_warps=4)
+    wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK.device), tiles), )](
+        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
+        out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, height, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+        num_warps=4)
 
 
 @operator(nothing, mutates_args=("out_ENK", ))
@@ -300,11 +302,10 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
         conversion = (*mx[0], *mx[1], *counters(E, P, g_PN.device))
     else:
         conversion = (None, ) * 8
-    with torch.cuda.device_of(out_ENK):
-        wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
-            descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
-            ends_E, E, P, N, K, height, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
-            BY_TMA=by_tma, ADD=add, num_warps=4)
+    wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
+        descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
+        ends_E, E, P, N, K, height, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
+        BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
 def sizes(ends_E: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int]:

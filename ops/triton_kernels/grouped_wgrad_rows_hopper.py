@@ -27,6 +27,7 @@ from .convert_rows_hopper import (
 )
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor
 from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, sizes, without_rows, write
+from .launch import Launched
 from .library import cdiv, operator
 
 
@@ -103,6 +104,7 @@ def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, ful
     tma.store_wait(0)
 
 
+@Launched
 @gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, height, mx_g_desc,
                       mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr,
@@ -143,12 +145,11 @@ def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool,
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
     g_NP, g_tile_scale, mx_g = (g, g_scale, not_converted(mx_a)) if g_columns else _transposed(g, g_scale)
-    with torch.cuda.device_of(out_ENK):
-        wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
-            descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
-            g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, height, *mx_g, *mx_a,
-            *counters(E, P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
-            num_warps=4)
+    wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
+        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
+        g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, height, *mx_g, *mx_a,
+        *counters(E, P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+        num_warps=4)
 
 
 def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:

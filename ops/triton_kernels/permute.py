@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 from .message import (
     Shape,
@@ -36,6 +37,7 @@ def copy_shape(words: int) -> Shape:
     return Shape(block, max(1, min(4, block // 256)))
 
 
+@Launched
 @triton.jit(do_not_specialize=["T", "S"])
 def _pack_kernel(
         data_ptr,  # [T, STRIDE] int64
@@ -71,6 +73,7 @@ def _pack_kernel(
             tl.store(out_weight_ptr + rows[i] * (WIDTH // 4) + k, weight, mask=(k < WEIGHT_ROOM) & (rows[i] < S))
 
 
+@Launched
 @triton.jit(do_not_specialize=["P"])
 def _expand_kernel(
         data_ptr,  # [*, STRIDE] int64
@@ -92,6 +95,7 @@ def _expand_kernel(
             tl.store(out_ptr + slots[k] * WORDS + word, data, mask=(word < WORDS) & (slots[k] < P))
 
 
+@Launched
 @triton.jit(do_not_specialize=["choices"])
 def _expand_tiles_kernel(
         scale_ptr,  # [*, SCALE_STRIDE] uint8
@@ -175,11 +179,10 @@ def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: t
         return out
     out_data, out_scale, out_weight = parts_of(out, where, torch.int64)
     shape, weight_room = copy_shape(words), out_weight.shape[1]
-    with torch.cuda.device_of(data):
-        _pack_kernel[(T, )](data, contiguous_or(scale_TB, out), contiguous_or(weight_TK, out), sent_slot_WT, out_data,
-                            out_scale, out_weight, T, num_rows, data.stride(0), where.width, words, scales,
-                            out_scale.shape[1], lanes_for(scales), weights, weight_room, lanes_for(weight_room), ranks,
-                            lanes_for(ranks), min(ranks, top_k), shape.block, num_warps=shape.warps)
+    _pack_kernel[(T, )](data, contiguous_or(scale_TB, out), contiguous_or(weight_TK, out), sent_slot_WT, out_data,
+                        out_scale, out_weight, T, num_rows, data.stride(0), where.width, words, scales,
+                        out_scale.shape[1], lanes_for(scales), weights, weight_room, lanes_for(weight_room), ranks,
+                        lanes_for(ranks), min(ranks, top_k), shape.block, num_warps=shape.warps)
     return out
 
 
@@ -206,11 +209,10 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
     shape, spans, row = copy_shape(words), cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
     scale, weight = _rows(scale_RB, data), _rows(weight_RK, data)
     out_words, indirect = out.view(torch.int64), row_R is not None
-    with torch.cuda.device_of(data):
-        _expand_kernel[(R, )](data, row, slot_RK, out_words, P, data.stride(0), words, K, lanes_for(K), indirect,
-                              shape.block, num_warps=shape.warps)
-        _expand_tiles_kernel[(P // TILE_ROWS, spans)](scale, weight, row, source_P, out_words, out_scale, out_weight,
-                                                      R * K, P, scale.stride(0), weight.stride(0), words, scales,
-                                                      weight_RK is not None, K, indirect, TILE_ROWS, TILE_WORDS,
-                                                      lanes_for(cdiv(scales, spans)))
+    _expand_kernel[(R, )](data, row, slot_RK, out_words, P, data.stride(0), words, K, lanes_for(K), indirect,
+                          shape.block, num_warps=shape.warps)
+    _expand_tiles_kernel[(P // TILE_ROWS, spans)](scale, weight, row, source_P, out_words, out_scale, out_weight,
+                                                  R * K, P, scale.stride(0), weight.stride(0), words, scales,
+                                                  weight_RK is not None, K, indirect, TILE_ROWS, TILE_WORDS,
+                                                  lanes_for(cdiv(scales, spans)))
     return outs

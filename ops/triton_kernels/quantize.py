@@ -26,6 +26,7 @@ import triton.language as tl
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
+from .launch import Launched
 from .library import cdiv, operator
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
@@ -70,6 +71,7 @@ def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.
     return (pid // per_group * GROUP + pid % GROUP).to(tl.int64) * BM, pid % per_group // GROUP * BN
 
 
+@Launched
 @triton.jit
 def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
                           B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
@@ -85,6 +87,7 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
     tl.store(scale_ptr + (r * scale_stride_r + block * scale_stride_k), scale, (r < R - r0) & (block * B < K - k0))
 
 
+@Launched
 @triton.jit
 def _pointers_kernel(odd, table_ptr):
     """Writes pointers: with their table, matrices that lie anywhere take one launch, and no copy from the host.
@@ -105,6 +108,7 @@ def _matrix(first, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
     return matrix
 
 
+@Launched
 @triton.jit
 def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_table, second_table, rows_ptr,
                             rows_scale_ptr, rows_scale_stride_m, rows_scale_stride_n, columns_ptr, columns_scale_ptr,
@@ -162,6 +166,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
                           FLOOR, VECTOR, WHOLE)
 
 
+@Launched
 @triton.jit
 def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr, out_scale_ptr, P, K: tl.constexpr,
                     B_IN: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
@@ -189,6 +194,7 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
     store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE)
 
 
+@Launched
 @triton.jit
 def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scale_stride_k, out_ptr, R,
                        K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
@@ -246,10 +252,9 @@ def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
     if rows and columns:
         tile = ROWS_TILE
         strides = (1, rows) if scale_k_major else (scale.shape[1], 1)
-        with torch.cuda.device_of(x_RK):
-            _quantize_rows_kernel[(_programs(rows, columns, tile), )](
-                x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
-                scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
+        _quantize_rows_kernel[(_programs(rows, columns, tile), )](
+            x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
+            scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
     return data, scale
 
 
@@ -318,13 +323,12 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
     # Both layouts of float32 with scales of their own need more than others.
     registers = tile.registers if tiled or x[0].element_size() == 2 else None
-    with torch.cuda.device_of(x[0]):
-        tables, alignment = ([None] * len(parts), 1) if even else _tables(parts)
-        _quantize_matrix_kernel[(_programs(m, n, tile), experts)](
-            parts[0][0], parts[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
-            rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
-            block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), alignment, tile.rows, tile.columns,
-            tile.group, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
+    tables, alignment = ([None] * len(parts), 1) if even else _tables(parts)
+    _quantize_matrix_kernel[(_programs(m, n, tile), experts)](
+        parts[0][0], parts[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
+        rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
+        block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), alignment, tile.rows, tile.columns,
+        tile.group, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
     return out
 
 
@@ -340,11 +344,10 @@ def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_i
     out, out_scale = _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode)
     if p and k:
         tile = RESCALE_TILE
-        with torch.cuda.device_of(data_PK):
-            _rescale_kernel[(_programs(p, k, tile), )](
-                data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
-                block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
-                tile.vector, tile.warps, tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
+        _rescale_kernel[(_programs(p, k, tile), )](
+            data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
+            block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
+            tile.vector, tile.warps, tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
     return out, out_scale
 
 
@@ -359,10 +362,9 @@ def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, ti
     out = _dequantized(data_ERK, scale, block_size, tiled, dtype)
     if out.numel():
         tile = DEQUANTIZE_TILE
-        with torch.cuda.device_of(data_ERK):
-            _dequantize_kernel[(_programs(rows, k, tile), experts)](
-                data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
-                tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
+        _dequantize_kernel[(_programs(rows, k, tile), experts)](
+            data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
+            tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
     return out
 
 

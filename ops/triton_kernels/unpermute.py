@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .format import from_e4m3, power_of_two, quantized_rows
+from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 from .message import (
     Shape,
@@ -76,6 +77,7 @@ def _weights(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.cons
     return tl.load(weight_ptr + slot, mask=slot < P, other=0.0)
 
 
+@Launched
 @triton.jit(do_not_specialize=["P"])
 def _combine_kernel(
         y_ptr,  # [P, H]
@@ -107,6 +109,7 @@ def _combine_kernel(
         tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < WEIGHT_ROOM)
 
 
+@Launched
 @triton.jit(do_not_specialize=["T", "S"])
 def _sum_kernel(
         data_ptr,  # [S, STRIDE] of the wire's dtype; MXFP8: uint8, with the scales at H
@@ -141,6 +144,7 @@ def _sum_kernel(
         tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
 
 
+@Launched
 @triton.jit(do_not_specialize=["P", "R"])
 def _combine_local_kernel(
         y_ptr,  # [P, H]
@@ -209,11 +213,10 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: tor
         return out
     out_data, out_scale, out_weight = parts_of(out, where, wire)
     shape, weight_room = combine_shape(H, block_size), out_weight.shape[1]
-    with torch.cuda.device_of(y_PH):
-        _combine_kernel[(R, )](y_PH.contiguous(), contiguous_or(weight_P, out), slot_RK, out_data, out_weight, P,
-                               where.width // wire.itemsize, where.width // 4, H, scales, out_scale.shape[1], K,
-                               lanes_for(K), weight_room, lanes_for(weight_room), block_size, scaling_mode == "floor",
-                               shape.block, num_warps=shape.warps)
+    _combine_kernel[(R, )](y_PH.contiguous(), contiguous_or(weight_P, out), slot_RK, out_data, out_weight, P,
+                           where.width // wire.itemsize, where.width // 4, H, scales, out_scale.shape[1], K,
+                           lanes_for(K), weight_room, lanes_for(weight_room), block_size, scaling_mode == "floor",
+                           shape.block, num_warps=shape.warps)
     return out
 
 
@@ -235,11 +238,10 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     where = layout(data_bytes, scales, weights)
     data, _, weight = parts_of(message, where, wire)
     shape = sum_shape(hidden, block_size)
-    with torch.cuda.device_of(message):
-        # Unfused: a product beyond float32's range is Inf before it is added.
-        _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
-                           where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
-                           min(ranks, top_k), block_size, shape.block, num_warps=shape.warps, enable_fp_fusion=False)
+    # Unfused: a product beyond float32's range is Inf before it is added.
+    _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
+                       where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
+                       min(ranks, top_k), block_size, shape.block, num_warps=shape.warps, enable_fp_fusion=False)
     return outs
 
 
@@ -256,8 +258,7 @@ def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: to
     if T == 0:
         return outs
     shape = combine_shape(H, block_size)
-    with torch.cuda.device_of(y_PH):
-        _combine_local_kernel[(T, )](y_PH.contiguous(), contiguous_or(weight_P, y_TH), slot_RK, sent_slot_T, y_TH,
-                                     weight_TK, P, R, H, K, lanes_for(K), weight_P is not None, block_size,
-                                     scaling_mode == "floor", shape.block, num_warps=shape.warps)
+    _combine_local_kernel[(T, )](y_PH.contiguous(), contiguous_or(weight_P, y_TH), slot_RK, sent_slot_T, y_TH,
+                                 weight_TK, P, R, H, K, lanes_for(K), weight_P is not None, block_size,
+                                 scaling_mode == "floor", shape.block, num_warps=shape.warps)
     return outs

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ops/triton_kernels/launch.py against Triton's own launches, without a GPU: a driver that only notes them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from aot import _Driver
+from triton import language as tl
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
+from ds_mxfp8_moe.ops.triton_kernels.launch import KNOWN, Launched
+
+STREAM = 7
+
+
+@Launched
+@triton.jit
+def _kernel(x_ptr, other_ptr, pair, N, stride, SIZE: tl.constexpr, NAME: tl.constexpr):
+    i = tl.program_id(0) * stride + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + i, i < N, other=0).to(tl.float32) + pair[1]
+    if other_ptr is not None:
+        x += tl.load(other_ptr + i).to(tl.float32)
+    if NAME == "twice":
+        x *= 2
+    tl.store(pair[0] + i, x.to(pair[0].dtype.element_ty))
+
+
+@Launched
+@gluon.jit
+def _copy_kernel(desc, out_desc, rows):
+    smem = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
+    tma.async_copy_shared_to_global(out_desc, [rows, 0], smem)
+    tma.store_wait(0)
+
+
+class _NotingDriver(_Driver):
+    """Notes what would be launched: the compiled code, the grid, the stream, the arguments."""
+
+    def __init__(self):
+        super().__init__(90)
+        self.launches = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, code, shared, device: (code, hash((code, shared)), 32, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            fill_tma_descriptor=lambda address, *rest: (address, *map(str, rest)))
+
+    def get_current_stream(self, device):
+        return STREAM
+
+    def launcher_cls(self, source, metadata):
+        def note(*args):
+            self.launches.append(args)
+
+        launch = wrap_handle_tensordesc(note, dict(source.signature.items()), metadata.tensordesc_meta)
+        return lambda *args: launch(*args[:5], None, None, None, None, *args[5:])
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = _NotingDriver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    for kernel in (_kernel, _copy_kernel):
+        monkeypatch.setattr(kernel, "_compiled", {})
+        monkeypatch.setattr(kernel.fn, "device_caches", type(kernel.fn.device_caches)(
+            kernel.fn.create_binder))
+    return driver
+
+
+def _plain(launch: tuple) -> list:
+    """Code, grid, stream and arguments of a launch, in a form that can be compared. Hooks that nobody set say nothing.
+    """
+    grid, (stream, function), args = launch[:3], launch[3:5], launch[9:]
+    assert all(x is None or not x.calls for x in args[1:4] if x is None or hasattr(x, "calls"))
+    return [grid, stream, function, args[0], *map(_value, args[4:])]
+
+
+def _value(x):
+    return (x.data_ptr(), x.dtype) if isinstance(x, torch.Tensor) else tuple(map(_value, x)) if isinstance(
+        x, tuple) else x
+
+
+needs_known_triton = pytest.mark.skipif(not KNOWN, reason=f"Triton {triton.__version__}: launched by Triton itself")
+
+
+@needs_known_triton
+def test_remembered_launches_are_tritons_own(driver):
+    """Of everything that Triton compiles apart: each case by it, then twice by ours."""
+    memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
+    usual = {"x": memory, "other": None, "pair": (memory, 5), "n": 64, "size": 256, "name": "once", "warps": 1}
+    others = {"x": [memory[1:], memory.half()], "other": [memory[8:], memory[3:], memory.float()],
+              "pair": [(memory[2:], 5), (memory, 48), (memory, 1)], "size": [128], "name": ["twice"], "warps": [2],
+              "n": [0, 1, 33, -16, 1 << 31, (1 << 31) + 1, 1 << 40]}
+    cases = [usual, *({**usual, key: value} for key, values in others.items() for value in values)]
+
+    def launches(kernel, order):
+        found = {}
+        for i in order:
+            x, other, pair, n, size, name, warps = cases[i].values()
+            kernel[(3, 2)](x, other, pair, n, 16, SIZE=size, NAME=name, num_warps=warps)
+            found[i] = _plain(driver.launches.pop())
+        return found
+
+    every = range(len(cases))
+    own = launches(_kernel.fn, every)
+    assert len({launch[2] for launch in own.values()}) >= 8
+    assert launches(_kernel, every) == own
+    tritons = _kernel.fn.run
+    try:
+        _kernel.fn.run = None  # nothing is asked of Triton again
+        assert launches(_kernel, reversed(every)) == own
+    finally:
+        _kernel.fn.run = tritons
+
+
+@needs_known_triton
+def test_descriptors_are_told_apart_by_dtype_and_box(driver):
+    x = torch.zeros(256, 256, dtype=torch.bfloat16)
+    forms = [(x, [64, 64]), (x, [128, 64]), (x.view(torch.int32), [64, 32]), (x[128:], [64, 64])]
+    calls = [(descriptor(a, box), descriptor(a, box), 16 * i) for i, (a, box) in enumerate(forms, 1)]
+    found = []
+    for kernel in (_copy_kernel.fn, _copy_kernel, _copy_kernel):
+        for args in calls:
+            kernel[(1, )](*args, num_warps=4)
+        found.append([_plain(launch) for launch in driver.launches])
+        driver.launches.clear()
+    assert found[0] == found[1] == found[2]
+    assert len(_copy_kernel._compiled) == 3
+
+
+@needs_known_triton
+def test_what_it_cannot_tell_is_tritons(driver):
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    for _ in range(2):
+        _kernel[(1, )](x, None, (x, 5), (1 << 63) + 1, 3, SIZE=32, NAME="once", num_warps=1)
+    assert len(driver.launches) == 2 and not _kernel._compiled
+
+
+@needs_known_triton
+def test_hooks_of_a_profiler_are_called(driver, monkeypatch):
+    x = torch.zeros(64, dtype=torch.bfloat16)
+
+    def launch():
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
+
+    launch()
+    launch()
+    assert [args[9 + 2] for args in driver.launches][1] is None
+    triton.knobs.runtime.launch_enter_hook.add(print)
+    try:
+        launch()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(print)
+    hook = driver.launches[-1][9 + 2]
+    assert hook is triton.knobs.runtime.launch_enter_hook
+
+
+def test_arguments_that_are_missing_are_named(driver):
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    with pytest.raises((KeyError, TypeError), match="NAME"):
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, num_warps=1)
