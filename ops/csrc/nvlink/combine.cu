@@ -2,13 +2,11 @@
 // Expert-sorted rows back to their tokens: summed per token at the expert's rank in ascending choice, rounded once to
 // the wire, and summed at the owner in ascending rank; sums in float32.
 #include "rows.cuh"
-#include <type_traits>
 
 namespace nvlink {
 namespace {
 
-constexpr int COMBINING = 2; // teams: of fewer threads each has more registers, for loads in flight together
-static_assert(COMBINING <= MAX_TEAMS);
+constexpr int ROWS_AHEAD = 4; // at the owner, rows whose loads are in flight together
 
 // Rows of T on the wire.
 template <class T> struct Plain {
@@ -81,15 +79,11 @@ template <class In, class Wire> struct CombineWork {
   static constexpr int PIECE = 32 * VALUES;
   static constexpr int AHEAD = Wire::AHEAD;
   using Unit = typename Wire::Unit;
-  using Out = typename Wire::Out;
-  // What is in flight together: pieces of a row that is copied; of a token's rows here; pieces of its only row here.
+  // What is in flight together: of a token's rows here; pieces of its only row here, and of its only row that came back.
   // Registers hold no more.
-  static constexpr int COPIED_AHEAD = 8;
   static constexpr int SUMMED_AHEAD = sizeof(In) == 4 ? 1 : 2;
-  static constexpr int ONE_AHEAD = sizeof(In) == 2 ? 64 / VALUES : 1;
-  // A token's only row travels, and comes back, as it is.
-  static constexpr bool COPIES = sizeof(In) == 2 && std::is_same<In, Unit>::value;
-  static constexpr bool COPIES_BACK = sizeof(Unit) == 2 && std::is_same<Unit, Out>::value;
+  static constexpr int ONE_AHEAD = sizeof(In) == 2 ? 32 / VALUES : 1;
+  static constexpr int ONE_AHEAD_BACK = sizeof(In) == 2 && sizeof(Unit) <= 2 ? 32 / VALUES : 1;
   const Combine &a;
   const RowsView v;
   const Wire wire;
@@ -106,24 +100,6 @@ template <class In, class Wire> struct CombineWork {
 
   __device__ Unit *row_at(int w, int64_t row) const {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
-  }
-
-  // A row that is the sum of itself alone.
-  template <class T> __device__ __forceinline__ void copy(const T *from, T *to) const {
-    const int H = a.rows.H;
-    for (int first = v.lane() * VALUES; first < H; first += COPIED_AHEAD * PIECE) {
-      Piece<T, VALUES> row[COPIED_AHEAD];
-#pragma unroll
-      for (int j = 0; j < COPIED_AHEAD; j++)
-        if (first + j * PIECE < H)
-          row[j].load(from + first + j * PIECE);
-#pragma unroll
-      for (int j = 0; j < COPIED_AHEAD; j++)
-        if (first + j * PIECE < H) {
-          row[j].add_zero();
-          row[j].store(to + first + j * PIECE);
-        }
-    }
   }
 
   // To row r of rank w: this rank's only row for its token.
@@ -199,55 +175,6 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // The same of at most ROWS rows: PIECES of each are loaded while those before are summed and sent.
-  template <int ROWS, int PIECES>
-  __device__ __forceinline__ void send_few(int w, int64_t r, int place, uint32_t here) {
-    const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE, count = __popc(here);
-    int from[ROWS];
-#pragma unroll
-    for (int n = 0; n < ROWS; n++) {
-      from[n] = __shfl_sync(~0u, place, __ffs(here) - 1 & 31);
-      here &= here - 1;
-    }
-    Unit *to = row_at(w, r) + mine;
-    Wire out = wire;
-    using Loads = Piece<In, VALUES>[ROWS][PIECES];
-    const auto load = [&](int first, Loads &in) {
-#pragma unroll
-      for (int n = 0; n < ROWS; n++)
-#pragma unroll
-        for (int j = 0; j < PIECES; j++)
-          if (n < count && (first + j) * PIECE + mine < H)
-            in[n][j].load(at<In>(a.y_PH) + int64_t(from[n]) * H + (first + j) * PIECE + mine);
-    };
-    const auto send = [&](int first, const Loads &in) {
-#pragma unroll
-      for (int j = 0; j < PIECES; j++) {
-        if (first + j > last)
-          break;
-        float sum[VALUES] = {};
-#pragma unroll
-        for (int n = 0; n < ROWS; n++)
-          if (n < count) {
-            float values[VALUES];
-            in[n][j].floats(values);
-#pragma unroll
-            for (int i = 0; i < VALUES; i++)
-              sum[i] = __fadd_rn(sum[i], values[i]);
-          }
-        send_piece(out, w, r, first + j, last, sum, to);
-      }
-    };
-    Loads even, odd;
-    load(0, even);
-    for (int first = 0; first <= last; first += 2 * PIECES) {
-      load(first + PIECES, odd);
-      send(first, even);
-      load(first + 2 * PIECES, even);
-      send(first + PIECES, odd);
-    }
-  }
-
   __device__ __forceinline__ void send_piece(Wire &out, int w, int64_t r, int piece, int last,
                                              const float (&sum)[VALUES], Unit *to) {
     Piece<Unit, VALUES> data;
@@ -274,21 +201,10 @@ template <class In, class Wire> struct CombineWork {
       if (r + v.warps() < end)
         following = v.place(r + v.warps());
       const uint32_t here = __ballot_sync(~0u, place >= 0);
-      const int count = __popc(here), only = __shfl_sync(~0u, place, __ffs(here) - 1 & 31);
-      if constexpr (COPIES) {
-        if (count == 1)
-          copy(at<In>(a.y_PH) + int64_t(only) * a.rows.H, row_at(w, r + shift));
-        else if (count <= 2)
-          send_few<2, 2>(w, r + shift, place, here);
-        else if (count <= 4)
-          send_few<4, 1>(w, r + shift, place, here);
-        else
-          send_sum(w, r + shift, place, here);
-      } else if (ONE_AHEAD > 1 && count == 1) {
-        send_one(w, r + shift, only);
-      } else {
+      if (ONE_AHEAD > 1 && __popc(here) == 1)
+        send_one(w, r + shift, __shfl_sync(~0u, place, __ffs(here) - 1));
+      else
         send_sum(w, r + shift, place, here);
-      }
       if (a.rows.weights && v.lane() < a.rows.K)
         v.weights(w, r + shift)[v.lane()] = place >= 0 ? at<float>(a.weight_P)[place] : 0.0f;
     }
@@ -317,27 +233,17 @@ template <class In, class Wire> struct CombineWork {
         following = slot(t + v.warps(), v.lane());
       int own;
       const int count = rows_back(t, slots, own);
-      add_rows(t, own, count);
+      if (ONE_AHEAD_BACK > 1 && count == 1)
+        add_up<1, ONE_AHEAD_BACK>(t, own, count);
+      else
+        add_up<ROWS_AHEAD, 1>(t, own, count);
       if (a.rows.weights)
         weights_back(t);
     }
   }
 
-  // Token t: the sum of its rows that came back, lane n holding the n-th of `count`.
-  __device__ __forceinline__ void add_rows(int64_t t, int own, int count) const {
-    if constexpr (COPIES_BACK)
-      if (count == 1)
-        return copy(row_at(v.rank(), __shfl_sync(~0u, own, 0)), at<Out>(a.out_TH) + t * a.rows.H);
-    if constexpr (sizeof(In) == 2 && sizeof(Unit) == 2) {
-      if (count <= 2)
-        return add_up<2, 2>(t, own, count);
-    } else if (sizeof(In) == 2 && sizeof(Unit) == 1 && count == 1) {
-      return add_up<1, 64 / VALUES>(t, own, count);
-    }
-    add_up<4, 1>(t, own, count);
-  }
-
-  // So many ROWS' loads of PIECES are in flight together; of several pieces, count is at most ROWS.
+  // Token t: the sum of its rows that came back, lane n holding the n-th of `count`. So many ROWS' loads of PIECES are
+  // in flight together; of several pieces, count is ROWS.
   template <int ROWS, int PIECES> __device__ __forceinline__ void add_up(int64_t t, int own, int count) const {
     const int H = a.rows.H, mine = v.lane() * VALUES;
     for (int first = mine; first - mine < H; first += PIECES * PIECE) {
@@ -365,9 +271,9 @@ template <class In, class Wire> struct CombineWork {
               wire.add(in[j][i], sum);
         }
         if (first + j * PIECE < H) {
-          Piece<Out, VALUES> out;
+          Piece<typename Wire::Out, VALUES> out;
           out.set(sum);
-          out.store(at<Out>(a.out_TH) + t * H + first + j * PIECE);
+          out.store(at<typename Wire::Out>(a.out_TH) + t * H + first + j * PIECE);
         }
       }
     }
@@ -421,7 +327,7 @@ template <class In, class Wire> struct CombineWork {
 };
 
 template <class In, class Wire>
-__global__ void __launch_bounds__(TEAM_THREADS *COMBINING, 1) combine(const __grid_constant__ Combine a, Wire wire) {
+__global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_constant__ Combine a, Wire wire) {
   Exchange x(a.rows.group);
   const RowsView v{a.rows, x};
   CombineWork<In, Wire> work{a, v, wire, Sends(v, a.parts)};
@@ -454,7 +360,7 @@ int launch(const Combine &a, int sms, Address stream) {
   return with_type(a.dtype, [&](auto in) {
     return with_wire(a, [&](auto wire) {
       using In = typename decltype(in)::type;
-      combine<In><<<sms, dim3(TEAM_THREADS, COMBINING), 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
+      combine<In><<<sms, dim3(TEAM_THREADS, TEAMS), 0, reinterpret_cast<cudaStream_t>(stream)>>>(a, wire);
       return int(cudaGetLastError());
     });
   });

@@ -52,9 +52,6 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ float from_float(float v) { return v; }
 
-template <class T> struct Pair { using type = __nv_bfloat162; };
-template <> struct Pair<__half> { using type = __half2; };
-
 // N neighbouring values, N * sizeof(T) a multiple of 16.
 template <class T, int N> struct Piece {
   static constexpr int LOADS = N * int(sizeof(T)) / 16;
@@ -81,13 +78,6 @@ template <class T, int N> struct Piece {
 #pragma unroll
     for (int i = 0; i < N; i++)
       values[i] = from_float<T>(in[i]);
-  }
-  // Each value as a sum of it alone: -0 becomes 0, NaN the one that sums give.
-  __device__ __forceinline__ void add_zero() {
-    auto pairs = reinterpret_cast<typename Pair<T>::type *>(raw);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      pairs[i] = __hadd2(pairs[i], typename Pair<T>::type{});
   }
   __device__ __forceinline__ void store(T *p) const {
 #pragma unroll
