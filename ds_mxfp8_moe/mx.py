@@ -188,7 +188,9 @@ def _accumulate(func, args, kwargs):
         return NotImplemented
     other = other.dequantize(torch.float32) if isinstance(other, MXTensor) else other
     total = quantize(mx.dequantize(torch.float32).add_(other, **kwargs), mx.block_size)
-    mx.qdata, mx.scale_bytes = total.qdata, total.scale_bytes
+    # In place: mx may be rows of another, which has to see them.
+    mx.qdata.view(torch.uint8).copy_(total.qdata.view(torch.uint8))
+    mx.scale_bytes.copy_(total.scale_bytes)
     return mx
 
 

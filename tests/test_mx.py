@@ -413,6 +413,13 @@ def test_writing_into_one_is_an_error(mx):
             write()
 
 
+def test_adding_to_rows_is_seen_by_the_whole(mx):
+    before, other = mx.dequantize(F32), torch.randn(2, mx.shape[-1])
+    mx[1:3].add_(other)
+    sums = quantize(before[1:3] + other, mx.block_size).dequantize(F32)
+    assert torch.equal(mx.dequantize(F32), torch.cat([before[:1], sums, before[3:]]))
+
+
 def test_deepcopy_and_save(mx):
     buffer = io.BytesIO()
     torch.save(mx, buffer)
