@@ -11,6 +11,7 @@ A case hands the pool a top-level function; every rank runs it and its return va
         assert ranks2.run(body, 3) == [0, 3]
 """
 
+import gc
 import io
 import multiprocessing as mp
 import os
@@ -67,6 +68,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
     if accelerator == "cuda":
         get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
