@@ -10,6 +10,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from ranks import RankPool, free_port  # noqa: E402
 
+if not torch.cuda.is_available():
+    # Tensors are too small here for more threads, which wait for each other at a processor's cost. The variable is for
+    # processes that tests start; without it the Trainer gives every rank all cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 
 def pytest_addoption(parser):
     parser.addoption("--stress", type=int, default=20, help="repetitions of the NVLink transport's stress tests; 500 "

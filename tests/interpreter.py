@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -33,9 +34,22 @@ def _round_as_gpus_do() -> None:
     interpreter._convert_float = convert
 
 
+def _patch_language_once() -> None:
+    """Triton 3.6 replaces its language's functions anew at every call of a function, and computes whether integers
+    overflow without looking at the answer (`debug` is off): half of the interpreter's time. Loops whose bounds are
+    computed count on an older NumPy."""
+    from triton import language
+    from triton.runtime import interpreter
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    language.tensor.__index__ = lambda self: self.handle.data.item()
+
+
 def _start(threads: int) -> None:
     torch.set_num_threads(threads)
     _round_as_gpus_do()
+    _patch_language_once()
 
 
 def interpreter_process() -> Iterator[Callable]:

@@ -142,7 +142,7 @@ class Layout:
     stages: int = 1
     shape: tuple[int, int] = (4, 16)
     frozen: str | None = None
-    steps: int = 3
+    steps: int = 2
     seed: int = 7
 
 

@@ -5,14 +5,14 @@ Weights, float32 masters and moments are compared bit for bit, experts over all 
 the engine that wrote the checkpoint, switched to the reader's path, and simply going on.
 """
 
-import subprocess
-import sys
+from unittest import mock
 
 import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
 from autoep_models import OLD, autoep_layers, batch, ds_config, model
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import ds_mxfp8_moe
@@ -103,13 +103,12 @@ def test_what_one_writes_the_other_reads(request, tmp_path, writer, reader, rank
         assert next_losses == losses
 
 
-def ds_to_universal(directory):
-    """DeepSpeed's own tool, as a user runs it."""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(directory / "two"),
-               "--output_folder", str(directory / "two_universal"), "--num_extract_workers", "1",
-               "--num_merge_workers", "1", "--inject_missing_state"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def to_universal(directory):
+    """DeepSpeed's own tool, as its command line runs it; in this process, which has imported all it needs."""
+    with mock.patch("sys.argv", ["ds_to_universal", "--input_folder", str(directory / "two"), "--output_folder",
+                                 str(directory / "two_universal"), "--num_extract_workers", "1",
+                                 "--num_merge_workers", "1", "--inject_missing_state"]):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
 @pytest.mark.parametrize("stage, ep_size", [(1, 1), (2, 2), (3, 2)])
@@ -123,7 +122,7 @@ def test_universal_checkpoints_both_ways(ranks2, tmp_path, writer, reader, stage
     if OLD and stage < 3:
         pytest.skip("universal checkpoints of this DeepSpeed restore no masters of AutoEP models in ZeRO-1 and 2")
     written = ranks2.run(write, tmp_path, writer, reader, stage, 2, family="qwen3_moe")
-    ds_to_universal(tmp_path)
+    to_universal(tmp_path)
     for (saved, losses), (found, converted, loaded, next_losses) in zip(
             written, ranks2.run(read, tmp_path, reader, stage, ep_size, family="qwen3_moe",
                                 checkpoint={"load_universal": True}), strict=True):

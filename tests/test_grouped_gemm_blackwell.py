@@ -71,14 +71,9 @@ def _prepare(device):
 
 
 def _complete_interpreter():
-    """Adds dot_scaled, and loops whose bounds are computed: Triton 3.6 counts on an older NumPy for these."""
+    """Adds dot_scaled."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def values(x, scale):
         x = torch.from_numpy(x.copy()).view(torch.float8_e4m3fn).float()
@@ -89,7 +84,6 @@ def _complete_interpreter():
         product = values(a.handle.data, a_scale) @ values(b.handle.data.T, b_scale).t()
         return self.tensor(interpreter.TensorHandle(acc.handle.data + product.numpy(), acc.dtype), acc.type)
 
-    interpreter._patch_lang_tensor = patch_lang_tensor
     TritonSemantic.dot_scaled = dot_scaled
 
 

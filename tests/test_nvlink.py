@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed
 from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, expected, same
+from ranks import KEPT_GROUPS
 from test_expert_ffn import RECIPES, formula
 from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
@@ -78,7 +79,9 @@ class Watched(PeerMemory):
 
 @cache
 def memory_of_all_cases() -> Watched:
-    return Watched(torch.distributed.new_group(), FIRST_EPOCH)
+    group = torch.distributed.new_group()
+    KEPT_GROUPS.add(group)
+    return Watched(group, FIRST_EPOCH)
 
 
 def nvlink(memory: PeerMemory, **keys) -> NVLink:
