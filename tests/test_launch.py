@@ -142,7 +142,7 @@ def test_what_it_cannot_tell_is_tritons(driver):
 
 
 @needs_known_triton
-def test_hooks_of_a_profiler_are_called(driver, monkeypatch):
+def test_hooks_of_a_profiler_are_called(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
 
     def launch():

@@ -18,7 +18,7 @@ def test_same_bits_as_the_plain_path(interpreter, name):
 
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_every_number_of_choices(interpreter, top_k):
-    interpreter(check_exchange, "cpu", Problem((3, 4), top_k=top_k, wire=MX32 if top_k % 2 else PLAIN, hidden=64))
+    interpreter(check_exchange, "cpu", Problem((5, 6, 4), top_k=top_k, wire=MX32 if top_k % 2 else PLAIN, hidden=64))
 
 
 @pytest.mark.parametrize("case", MESSAGES, ids=str)

@@ -45,9 +45,9 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
     rounds = -(-gemm_tiles // total)
 
     # Of equals, the most: the exchange is the sooner out of the GEMM's way.
-    best, least = 0, math.inf
+    best, least, limit = 0, math.inf, min(most or total, total // 2)
     for sms in SHARES:
-        if sms > min(most or total, total // 2):
+        if sms > limit:
             break
         exchange = max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE))
         gemm = gemm_seconds * -(-gemm_tiles // (total - sms)) / rounds

@@ -64,7 +64,6 @@ class PeerMemory:
         self.captured = False
         self.sent: tuple | None = None  # the exchange of which only the first half was launched: whose, and its name
         self._where: dict = {}
-        self._groups: dict = {}
         self._first_epoch, self.state, self.side = first_epoch, None, None
         self.multiprocessors = kernels.multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.serial = 0
@@ -151,7 +150,7 @@ class PeerMemory:
             failure=self._failure.data_ptr(), rank=self.rank, world=self.world_size, half_bytes=half_bytes,
             timeout_ns=timeout_ns)
         self.generation += 1
-        self._groups = {}
+        self._groups: dict = {}
         get_accelerator().synchronize()
         dist.barrier(group=self.group)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of compiled kernels at a fifth of what Triton's own take of the host.
+"""Launches of compiled kernels without most of what Triton's own take of the host.
 
     @Launched
     @triton.jit
