@@ -324,6 +324,9 @@ def test_layers_are_correct_by_their_own_check(ranks2):
                            *(f"collective, {recipe}" for recipe in moe_layer.RECIPES),
                            "collective, mxfp8_wgrad_with_hp, classic"}
     assert all({"synchronising_calls", "copies_to_host", "counted_waits"} <= row.keys() for row in totals.values())
+    in_a_row = [row for row in rows if row["case"]["operation"] == show_ranks.IN_A_ROW]
+    assert {row["contender"] for row in in_a_row} == set(totals)
+    assert all(row["median_ms"] > 0 and row["repeats"] == 3 and row["case"]["tokens"] == 64 for row in in_a_row)
     assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
 
 
@@ -451,7 +454,8 @@ def test_tables_of_layers(tmp_path, capsys):
     ms = {show_ranks.AUTOEP: 12.0, show_ranks.DROPLESS: 16.0, show_ranks.HP_EXACT: 7.0, show_ranks.HP_STATIC: 6.0}
     rows = [row(part, name, value * share, show_ranks.LAYER_BAR_CASE, peak_bytes=1 << 30, staging_bytes=0,
                 counted_waits=int(name == show_ranks.HP_EXACT), synchronising_calls=0, copies_to_host=0)
-            for part, share in (("forward", 0.4), ("backward", 0.6), ("total", 1)) for name, value in ms.items()]
+            for part, share in (("forward", 0.4), ("backward", 0.6), ("total", 1), (show_ranks.IN_A_ROW, 0.9))
+            for name, value in ms.items()]
     rows.append({**row("total", show_ranks.CLASSIC, 1.0, show_ranks.LAYER_BAR_CASE), "correct": False})
     lines = shown("moe_layer", rows, tmp_path / "moe_layer.json", capsys, expected=False)
     assert lines["nvlink, default recipe over AutoEP bf16"] == "bar"

@@ -4,8 +4,9 @@ beside ours in every recipe, over every transport that the machine has.
 
 Each contender is a layer of a DeepSpeed engine of its own (ZeRO-1), as users make it: ours by the section "mxfp8_moe".
 Gradients of the tokens and of every parameter of the layer. Each timed step follows an untimed one of the same layer,
-as in a training, where the host has just run the same code for the layer before. Also peak memory beyond the weights,
-and how often the host waits for the device in one forward and backward.
+as in a training, where the host has just run the same code for the layer before; the ranks' devices begin it together,
+so that what a layer waits for the host shows. Steps in a row are timed too: there the host may be ahead, as in a
+training. Also peak memory beyond the weights, and how often the host waits for the device in a forward and backward.
 
     torchrun --nproc-per-node 8 examples/benchmarks/moe_layer.py      # run, write a result file, print its table
     python examples/benchmarks/moe_layer.py --show FILE               # table and plot of a result file
@@ -30,7 +31,7 @@ from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport import collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC
+from show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC, IN_A_ROW
 from timing import device, on_gpu, poisoned
 from world import BF16, Contender
 
@@ -258,6 +259,10 @@ def run(case: Case, budget_s: float, seconds: float) -> Iterator[list[dict]]:
             contenders[one.name] = Contender(ways[one.name].stages, partial(_check, ways, one))
     world.say("all are built")
     rows = world.rows(asdict(case), contenders, budget_s, warm=True)
+    times = world.in_a_row_ms({name: contender.stages for name, contender in contenders.items()
+                               if "failure" not in rows_of(rows, name)[0]}, budget_s)
+    rows += [{"case": {"operation": IN_A_ROW, "ranks": world.size(), **asdict(case)}, "contender": name, **time,
+              "correct": rows_of(rows, name)[0]["correct"]} for name, time in times.items()]
     yield rows
     # Once all are timed: a profiler leaves its traces in what comes after it.
     for name in world.in_time([name for name in contenders if "failure" not in rows_of(rows, name)[0]], seconds):

@@ -243,6 +243,7 @@ def exchange_plot(result: dict, pyplot) -> None:
 AUTOEP, CLASSIC, DROPLESS = "AutoEP bf16", "classic bf16, drops", "classic bf16, dropless"
 HP_EXACT, HP_STATIC = "nvlink, mxfp8_wgrad_with_hp", "nvlink, mxfp8_wgrad_with_hp, static"
 BF16_EXACT = "nvlink, bf16"
+IN_A_ROW = "steps in a row"
 LAYER_BAR_CASE = {"tokens": 8192, "dim": 2048, "hidden": 1408, "experts": 64, "top_k": 6}
 
 
@@ -257,26 +258,29 @@ def layer_tables(result: dict) -> list[str]:
     tables, goals = [], []
     for case, names in _layers(result):
         parts = [_found(result, part, **case) for part in PARTS]
-        total = parts[-1]
+        total, in_a_row = parts[-1], _found(result, IN_A_ROW, **case)
 
         def gib(name, figure, total=total):
             value = total.figure(name, figure)
             return None if value is None else value / 2**30
 
         lines = [[name, *(g.figure(name) for g in parts), total.figure(name, "host_ms"),
-                  speedup(total.ratio(AUTOEP, name)), speedup(total.ratio(DROPLESS, name)), gib(name, "peak_bytes"),
+                  speedup(total.ratio(AUTOEP, name)), speedup(total.ratio(DROPLESS, name)),
+                  in_a_row.figure(name), speedup(in_a_row.ratio(AUTOEP, name)), gib(name, "peak_bytes"),
                   gib(name, "staging_bytes"), *(total.figure(name, waits) for waits in (
                       "counted_waits", "synchronising_calls", "copies_to_host"))] for name in names]
         tables.append(", ".join(f"{key} {value}" for key, value in case.items()) + "\n" + tabulate(
             lines, ["layer", "forward\nms", "backward\nms", "total\nms", "host\nms", "AutoEP\nover it",
-                    "dropless\nover it", "peak\nGiB", "staging\nGiB", "counted\nhost waits",
-                    "synchronising\nCUDA calls", "copies\nto host"],
-            floatfmt=("", ) + (".3f", ) * 4 + ("", "", ".2f", ".2f", "d", "d", "d")))
+                    "dropless\nover it", "in a row\nms", "AutoEP\nover it", "peak\nGiB", "staging\nGiB",
+                    "counted\nhost waits", "synchronising\nCUDA calls", "copies\nto host"],
+            floatfmt=("", ) + (".3f", ) * 4 + ("", "", ".3f", "", ".2f", ".2f", "d", "d", "d")))
         if all(case[key] == value for key, value in LAYER_BAR_CASE.items()):
             on = _on(case)
             goals += [bar("nvlink, default recipe over AutoEP bf16", [(total.ratio(AUTOEP, HP_EXACT), on)], 1.55, 2.2),
                       bar("the same over dropless classic bf16", [(total.ratio(DROPLESS, HP_EXACT), on)], 2.2, 3.0),
                       bar("the same over our own bf16", [(total.ratio(BF16_EXACT, HP_EXACT), on)]),
+                      bar("steps in a row: over AutoEP bf16", [(in_a_row.ratio(AUTOEP, HP_EXACT), on)]),
+                      bar("steps in a row: over our own bf16", [(in_a_row.ratio(BF16_EXACT, HP_EXACT), on)]),
                       bar("host waits, exact", [(total.figure(HP_EXACT, "counted_waits"), on)], 1, 1, most=True),
                       bar("host waits, static", [(total.figure(HP_STATIC, "counted_waits"), on)], 0, 0, most=True),
                       bar("synchronising CUDA calls of both",

@@ -255,6 +255,33 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
             for name, stages in contenders.items()}
 
 
+def in_a_row_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, steps: int = 10,
+                repeats: int = 7) -> dict[str, dict]:
+    """A step's time where one follows the other and nobody waits between: the host may run ahead of the device, and
+    ranks of each other, as in a training.
+
+    Args:
+        contenders, budget_s: as `times_ms` takes them.
+        steps: in a row; of `repeats` such rows, at least three, each contender has one in turn.
+
+    Returns:
+        For each contender: median_ms, p10_ms, p90_ms, repeats, of the slowest rank in each row.
+    """
+    samples: dict = {name: [] for name in contenders}
+    mean_s = largest(torch.tensor([sum(_first(stages)[1] for stages in contenders.values()) / len(contenders)])).item()
+    for _ in range(max(3, min(repeats, int(budget_s / mean_s / steps)))):
+        for name, stages in contenders.items():
+            get_accelerator().synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                run(stages)
+            get_accelerator().synchronize()
+            samples[name].append((time.perf_counter() - begin) * 1e3 / steps)
+    return {name: spread_ms(largest(torch.tensor(times, dtype=torch.float64))) | {"repeats": len(times)}
+            for name, times in samples.items()}
+
+
 def _quantiles(stages: list[str], samples: torch.Tensor) -> dict[str, dict]:
     """Of [samples, stages + their sum + host]."""
     names = [*stages, TOTAL] if len(stages) > 1 else stages
