@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts to and from MXFP8. The oracle of each is the function of ds_mxfp8_moe.mx that it names, to the byte.
 
-All are bound by memory: one read of the input, one write of each output, 16 bytes a thread and access. Programs next
-to each other work on neighbouring columns of the same rows, so that what is in flight lies together in memory.
+All are bound by memory: one read of the input, one write of each output, 16 bytes a thread and access, or 8 where a
+warp's then are a row of the tile. Programs next to each other work on neighbouring columns of the same rows, so that
+what is in flight lies together in memory.
 
     kernel                     grid                                   bytes a value (bf16)
     _quantize_rows_kernel      row tiles x column tiles               2 + 1
@@ -56,10 +57,10 @@ class Tile(NamedTuple):
 
 
 ROWS_TILE = Tile(32, 128, 8)
-COLUMNS_TILE = Tile(128, 64, 4, group=4)
-BOTH_TILES = {32: Tile(128, 64, 4, group=4, registers=80), 128: Tile(128, 128, 8, group=4, vector=8, registers=80)}
+COLUMNS_TILE = Tile(256, 64, 8, group=2, vector=8)
+BOTH_TILES = {32: Tile(128, 64, 8, group=4, vector=8), 128: Tile(128, 128, 8, group=4, vector=4, registers=80)}
 TILED_TILE = Tile(128, 128, 8, group=4, registers=80)
-RESCALE_TILE = Tile(128, 64, 4, group=4, vector=8)
+RESCALE_TILES = {32: Tile(256, 128, 8, group=2), 128: Tile(256, 32, 2, group=2, vector=8)}
 DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
@@ -343,7 +344,7 @@ def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_i
     p, k = data_PK.shape
     out, out_scale = _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode)
     if p and k:
-        tile = RESCALE_TILE
+        tile = RESCALE_TILES[block_size]
         _rescale_kernel[(_programs(p, k, tile), )](
             data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
             block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
