@@ -7,6 +7,7 @@ NVLink is played by the collective transport under its name.
 import json
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -205,6 +206,20 @@ def test_every_batch_is_written_by_rank_0(ranks2, tmp_path):
     result = json.loads(path.read_text())
     assert not nothing and first["rows"] == result["rows"][:1] and len(result["rows"]) == 2
     assert result["commit"] == "abc" and path.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize("rows, shown, farewell, code", [
+    ([{"correct": True}], True, True, None), ([{"correct": False}], False, True, "some results were wrong"),
+    ([{"correct": False, "failure": "out of memory"}], False, False, 1), ([], False, True, "there was no time")])
+def test_what_failed_keeps_no_rank_from_its_end(rows, shown, farewell, code, monkeypatch, tmp_path):
+    left, gone = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(world, "rank", lambda: 0)
+    monkeypatch.setattr(world.show, "show", lambda path: shown)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", left)
+    monkeypatch.setattr(world.os, "_exit", gone)
+    with pytest.raises(SystemExit, match=code) if isinstance(code, str) else nullcontext():
+        world.end(rows, tmp_path)
+    assert left.called == farewell and gone.mock_calls == ([] if farewell else [mock.call(code)])
 
 
 # ---- ep_pipeline --------------------------------------------------------------------------------------------------

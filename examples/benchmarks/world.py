@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import deepspeed
@@ -66,9 +67,7 @@ def main(benchmark: str, args: argparse.Namespace, batches: Callable[[], Iterabl
         if writes:
             results_file.write(benchmark, taken, path, of_commit=commit)
     say("measured")
-    dist.destroy_process_group()
-    if writes and not (taken and show.show(path)):
-        sys.exit("some results were wrong" if taken else "there was no time for any case")
+    end(taken, path)
 
 
 def start() -> None:
@@ -80,6 +79,25 @@ def start() -> None:
     deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False,
                                timeout=TIMEOUT)
     torch.manual_seed(rank())
+
+
+def end(rows: list[dict], path: Path) -> None:
+    """Leaves the ranks, shows the result file on rank 0, and ends this process: with 1 if any row is wrong."""
+    shows = rank() == 0
+    # Its farewell would wait for what a contender that failed left unfinished.
+    farewell = not any("failure" in row for row in rows)
+    if farewell:
+        dist.destroy_process_group()
+    error = ""
+    if shows and not (rows and show.show(path)):
+        error = "some results were wrong" if rows else "there was no time for any case"
+    if not farewell:
+        print(error, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if error else 0)
+    elif error:
+        sys.exit(error)
 
 
 def rank() -> int:
