@@ -33,6 +33,7 @@ class Case(Problem):
     tokens: tuple = TOKENS
     y_dtype: torch.dtype | None = None
     weights: bool = True
+    every_value: bool = False  # the experts of each rank answer every number of 16 bits
 
     def inputs(self, world: int) -> list:
         generator = torch.Generator().manual_seed(self.seed)
@@ -81,7 +82,14 @@ CASES = {
     "float32 answers, mxfp8": Case(y_dtype=FP32, top_k=4, wire=MX128, weights=False),
     "not contiguous": Case(contiguous=False, wire=MX128, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
     "not contiguous, plain": Case(contiguous=False, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
+    "one choice a token, float32 answers, plain": Case(top_k=1, hidden=1056, y_dtype=FP32),
 }
+# One choice a token: kernels copy rows of 15 pieces of 256 values, and some more. Rounded to FP16, some sums are -0.
+CASES |= {f"every {y_dtype} as {dtype}, hidden {hidden}":
+          Case(tokens=(24, ) * 8, routing="one after the other", top_k=1, hidden=hidden, dtype=dtype, y_dtype=y_dtype,
+               every_value=True)
+          for y_dtype, dtype, hidden in ((BF16, BF16, 3840), (BF16, BF16, 3872), (FP16, FP16, 3840),
+                                         (FP16, FP16, 3872), (BF16, FP16, 3872), (FP16, BF16, 3840))}
 
 
 def answers(case: Case, plan) -> tuple:
@@ -94,7 +102,13 @@ def answers(case: Case, plan) -> tuple:
     number_P = torch.randn(plan.num_rows, generator=generator)
     padding = plan.source_P == plan.slot_RK.numel()
     y_PH[padding], number_P[padding] = float("nan"), float("nan")
-    return y_PH.to(case.y_dtype or case.dtype), number_P
+    y_PH = y_PH.to(case.y_dtype or case.dtype)
+    if case.every_value:
+        values = torch.arange(-2**15, 2**15, dtype=torch.int16).view(y_PH.dtype)
+        count = int((~padding).sum()) * case.hidden
+        assert count >= len(values)
+        y_PH[~padding] = values.repeat(-(-count // len(values)))[:count].view(-1, case.hidden)
+    return y_PH, number_P
 
 
 def expected(case: Case, group) -> dict:

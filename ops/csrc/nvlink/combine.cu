@@ -79,11 +79,14 @@ template <class In, class Wire> struct CombineWork {
   static constexpr int PIECE = 32 * VALUES;
   static constexpr int AHEAD = Wire::AHEAD;
   using Unit = typename Wire::Unit;
+  // Whether an only row keeps its 16-bit type: on its way out, and where it came back.
+  static constexpr bool COPIES = sizeof(In) == 2 && std::is_same_v<In, Unit>;
+  static constexpr bool COPIES_BACK = sizeof(Unit) == 2 && std::is_same_v<Unit, typename Wire::Out>;
   // What is in flight together: of a token's rows here; pieces of its only row here, and of its only row that came back.
   // Registers hold no more.
   static constexpr int SUMMED_AHEAD = sizeof(In) == 4 ? 1 : 2;
-  static constexpr int ONE_AHEAD = sizeof(In) == 2 ? 32 / VALUES : 1;
-  static constexpr int ONE_AHEAD_BACK = sizeof(In) == 2 && sizeof(Unit) <= 2 ? 32 / VALUES : 1;
+  static constexpr int ONE_AHEAD = COPIES ? 8 : sizeof(In) == 2 ? 32 / VALUES : 1;
+  static constexpr int ONE_AHEAD_BACK = COPIES_BACK ? 8 : sizeof(In) == 2 && sizeof(Unit) == 1 ? 32 / VALUES : 1;
   const Combine &a;
   const RowsView v;
   const Wire wire;
@@ -102,31 +105,56 @@ template <class In, class Wire> struct CombineWork {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
   }
 
+  // The sum of one row, in its own type: the `left` values from a lane's first one on. Loads of so many PIECES are in
+  // flight together, and of half as many for what is left then.
+  template <int PIECES, class T> __device__ __forceinline__ void copy(const T *from, T *to, int left) const {
+#pragma unroll 1
+    for (; left > (PIECES - 1) * PIECE; left -= PIECES * PIECE) {
+      Piece<T, VALUES> data[PIECES];
+#pragma unroll
+      for (int j = 0; j < PIECES; j++)
+        data[j].load(from + j * PIECE);
+#pragma unroll
+      for (int j = 0; j < PIECES; j++) {
+        data[j].add_zero();
+        data[j].store(to + j * PIECE);
+      }
+      from += PIECES * PIECE;
+      to += PIECES * PIECE;
+    }
+    if constexpr (PIECES > 1)
+      copy<PIECES / 2>(from, to, left);
+  }
+
   // To row r of rank w: this rank's only row for its token.
   __device__ __forceinline__ void send_one(int w, int64_t r, int64_t p) {
     const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE;
     const In *from = at<In>(a.y_PH) + p * H + mine;
     Unit *to = row_at(w, r) + mine;
-    Wire out = wire;
-    for (int first = 0; first <= last; first += ONE_AHEAD) {
-      Piece<In, VALUES> in[ONE_AHEAD];
+    if constexpr (COPIES) {
+      copy<ONE_AHEAD>(from, to, H - mine);
+    } else {
+      Wire out = wire;
+      for (int first = 0; first <= last; first += ONE_AHEAD) {
+        Piece<In, VALUES> in[ONE_AHEAD];
 #pragma unroll
-      for (int j = 0; j < ONE_AHEAD; j++) {
-        if ((first + j) * PIECE + mine < H)
-          in[j].load(from + (first + j) * PIECE);
-        else
-          in[j].zero();
-      }
+        for (int j = 0; j < ONE_AHEAD; j++) {
+          if ((first + j) * PIECE + mine < H)
+            in[j].load(from + (first + j) * PIECE);
+          else
+            in[j].zero();
+        }
 #pragma unroll
-      for (int j = 0; j < ONE_AHEAD; j++) {
-        if (first + j > last)
-          break;
-        float sum[VALUES];
-        in[j].floats(sum);
+        for (int j = 0; j < ONE_AHEAD; j++) {
+          if (first + j > last)
+            break;
+          float sum[VALUES];
+          in[j].floats(sum);
 #pragma unroll
-        for (int i = 0; i < VALUES; i++)
-          sum[i] = __fadd_rn(0.0f, sum[i]); // -0 becomes 0, as in a longer sum
-        send_piece(out, w, r, first + j, last, sum, to);
+          for (int i = 0; i < VALUES; i++)
+            sum[i] = __fadd_rn(0.0f, sum[i]); // -0 becomes 0, as in a longer sum
+          send_piece(out, w, r, first + j, last, sum, to);
+        }
       }
     }
   }
@@ -234,11 +262,21 @@ template <class In, class Wire> struct CombineWork {
       int own;
       const int count = rows_back(t, slots, own);
       if (ONE_AHEAD_BACK > 1 && count == 1)
-        add_up<1, ONE_AHEAD_BACK>(t, own, count);
+        one_back(t, own);
       else
         add_up<ROWS_AHEAD, 1>(t, own, count);
       if (a.rows.weights)
         weights_back(t);
+    }
+  }
+
+  // Token t: its only row that came back, which lane 0 holds.
+  __device__ __forceinline__ void one_back(int64_t t, int own) const {
+    if constexpr (COPIES_BACK) {
+      const int H = a.rows.H, mine = v.lane() * VALUES, row = __shfl_sync(~0u, own, 0);
+      copy<ONE_AHEAD_BACK>(row_at(v.rank(), row) + mine, at<Unit>(a.out_TH) + t * H + mine, H - mine);
+    } else {
+      add_up<1, ONE_AHEAD_BACK>(t, own, 1);
     }
   }
 

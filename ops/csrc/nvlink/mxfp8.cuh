@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+#include <type_traits>
 
 namespace nvlink {
 
@@ -78,6 +79,14 @@ template <class T, int N> struct Piece {
 #pragma unroll
     for (int i = 0; i < N; i++)
       values[i] = from_float<T>(in[i]);
+  }
+  // Adds 0 to 16-bit values, as a sum in float32 does: -0 becomes 0. (_rn: the compiler takes no liberties.)
+  __device__ __forceinline__ void add_zero() {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Pair *pairs = reinterpret_cast<Pair *>(raw);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      pairs[i] = __hadd2_rn(pairs[i], Pair{});
   }
   __device__ __forceinline__ void store(T *p) const {
 #pragma unroll
