@@ -105,9 +105,10 @@ template <class In, class Wire> struct CombineWork {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
   }
 
-  // The sum of one row, in its own type: the `left` values from a lane's first one on. Loads of so many PIECES are in
+  // One row in its own type, or its SUM: the `left` values from a lane's first one on. Loads of so many PIECES are in
   // flight together, and of half as many for what is left then.
-  template <int PIECES, class T> __device__ __forceinline__ void copy(const T *from, T *to, int left) const {
+  template <bool SUM, int PIECES, class T>
+  __device__ __forceinline__ void copy(const T *from, T *to, int left) const {
 #pragma unroll 1
     for (; left > (PIECES - 1) * PIECE; left -= PIECES * PIECE) {
       Piece<T, VALUES> data[PIECES];
@@ -116,14 +117,15 @@ template <class In, class Wire> struct CombineWork {
         data[j].load(from + j * PIECE);
 #pragma unroll
       for (int j = 0; j < PIECES; j++) {
-        data[j].add_zero();
+        if (SUM)
+          data[j].add_zero();
         data[j].store(to + j * PIECE);
       }
       from += PIECES * PIECE;
       to += PIECES * PIECE;
     }
     if constexpr (PIECES > 1)
-      copy<PIECES / 2>(from, to, left);
+      copy<SUM, PIECES / 2>(from, to, left);
   }
 
   // To row r of rank w: this rank's only row for its token.
@@ -132,7 +134,7 @@ template <class In, class Wire> struct CombineWork {
     const In *from = at<In>(a.y_PH) + p * H + mine;
     Unit *to = row_at(w, r) + mine;
     if constexpr (COPIES) {
-      copy<ONE_AHEAD>(from, to, H - mine);
+      copy<false, ONE_AHEAD>(from, to, H - mine); // the owner's sum makes 0 of -0
     } else {
       Wire out = wire;
       for (int first = 0; first <= last; first += ONE_AHEAD) {
@@ -274,7 +276,7 @@ template <class In, class Wire> struct CombineWork {
   __device__ __forceinline__ void one_back(int64_t t, int own) const {
     if constexpr (COPIES_BACK) {
       const int H = a.rows.H, mine = v.lane() * VALUES, row = __shfl_sync(~0u, own, 0);
-      copy<ONE_AHEAD_BACK>(row_at(v.rank(), row) + mine, at<Unit>(a.out_TH) + t * H + mine, H - mine);
+      copy<true, ONE_AHEAD_BACK>(row_at(v.rank(), row) + mine, at<Unit>(a.out_TH) + t * H + mine, H - mine);
     } else {
       add_up<1, ONE_AHEAD_BACK>(t, own, 1);
     }
