@@ -201,9 +201,11 @@ def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
 
 
 @pytest.mark.parametrize("hidden, quantises, gemm_ms, tiles, best", [
-    (2048, False, 1.065, 704, range(26, 32)), (2048, True, 0.72, 704, range(36, 45)),
-    (7168, False, 5.42, 3584, range(20, 21)), (7168, True, 3.67, 3584, range(32, 33)),
-    (8192, False, 15.5, 10240, range(10, 13)), (8192, True, 10.5, 10240, range(14, 17))])
+    (2048, False, 1.065, 704, range(16, 29)), (2048, False, 0.72, 704, range(28, 33)),
+    (2048, True, 0.72, 704, range(36, 45)), (7168, False, 5.42, 3584, range(16, 21)),
+    (7168, False, 3.67, 3584, range(24, 25)), (7168, True, 3.67, 3584, range(32, 33)),
+    (8192, False, 15.5, 10240, range(8, 13)), (8192, False, 10.5, 10240, range(12, 13)),
+    (8192, True, 10.5, 10240, range(16, 17))])
 def test_multiprocessors_beside_a_gemm_are_the_best_of_those_measured(hidden, quantises, gemm_ms, tiles, best):
     """131072 rows between 2 ranks beside the weight gradients of the pipeline's 8 experts, on H200s."""
     row = 131072 * hidden
@@ -212,10 +214,10 @@ def test_multiprocessors_beside_a_gemm_are_the_best_of_those_measured(hidden, qu
 
 
 @pytest.mark.parametrize("quantises, gemm_ms, best", [(False, 3.1, range(16, 21)), (False, 2.1, range(22, 29)),
-                                                      (True, 2.1, range(28, 33))])
+                                                      (True, 2.1, (0, 28, 30, 32))])
 def test_multiprocessors_beside_a_gemm_where_rows_are_sums(quantises, gemm_ms, best):
     """A layer of 64 experts of 4096 x 1024, 16384 tokens, top 8, between 2 H200s: four rows of y for one that
-    travels."""
+    travels. 0, one by one, where that is within 1 %."""
     y, row = 131072 * 4096 * 2, 4096 * (1 if quantises else 2)
     moved = y + 16384 * 4096 * 2 + 2 * 32640 * row
     assert overlap.share(132, 32640 * row // 2, moved, quantises, 32640 / 131072, gemm_ms / 1e3, 8192) in best

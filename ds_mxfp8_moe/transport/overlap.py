@@ -5,22 +5,22 @@
     alone       max(off-rank bytes / LINK, bytes read and written / MOVED_ALONE), with ALONE multiprocessors
     beside      the longest of
                 off-rank bytes / LINK
-                bytes read and written / (multiprocessors * MOVED_BESIDE * sums), or / MOVED_ALONE
+                bytes read and written * sums / (multiprocessors * MOVED_BESIDE), or / MOVED_ALONE
                 the GEMM's time alone * its rounds on the multiprocessors left to it / its rounds on all
     fed         as beside; and of the shorter of both what one of the steps takes that one hands to the other in
 
-sums: 1 where each row that travels is one row of y, falling to SUMS where it is the sum of many. A round is what a
-persistent GEMM computes at a time, a tile on each multiprocessor: a share that leaves it no more of them costs it
-nothing.
+sums: 1 where each row that travels is one row of y, which is copied, growing to SUMS where it is the sum of many. A
+round is what a persistent GEMM computes at a time, a tile on each multiprocessor: a share that leaves it no more of
+them costs it nothing.
 """
 
 import math
 
 LINK = 320e9  # bytes/s that leave or enter a GPU over all its links
 MOVED_ALONE = 2.1e12  # bytes/s
-MOVED_BESIDE = 60e9  # bytes/s of one multiprocessor while a GEMM uses the same memory
-QUANTISED_BESIDE = 42e9  # the same where it quantises what it sends
-SUMS = 0.3
+MOVED_BESIDE = 72e9  # bytes/s of one multiprocessor while a GEMM uses the same memory
+QUANTISED_BESIDE = 38e9  # the same where it quantises what it sends
+SUMS = 3.3
 ALONE = 128
 GAIN = 1.05  # at least, for running beside: the model knows no better
 SHARES = range(8, 68, 2)
@@ -41,10 +41,11 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
     """
     if gemm_seconds <= 0:
         return 0
-    rate = (QUANTISED_BESIDE if quantises else MOVED_BESIDE) * (SUMS + (1 - SUMS) * min(unsummed, 1))
+    alone = min(unsummed, 1)
+    rate = (QUANTISED_BESIDE if quantises else MOVED_BESIDE) / (alone + (1 - alone) * SUMS)
     rounds = -(-gemm_tiles // total)
 
-    # Of equals, the most: the exchange is the sooner out of the GEMM's way.
+    # Of equals, the least: more of them are more in the way of the GEMM's memory accesses.
     best, least, limit = 0, math.inf, min(most or total, total // 2)
     for sms in SHARES:
         if sms > limit:
@@ -52,7 +53,7 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
         exchange = max(link_bytes / LINK, moved_bytes / min(sms * rate, MOVED_ALONE))
         gemm = gemm_seconds * -(-gemm_tiles // (total - sms)) / rounds
         together = max(exchange, gemm) + (min(exchange, gemm) / steps if steps else 0)
-        if together <= least:
+        if together < least:
             best, least = sms, together
     one_by_one = max(link_bytes / LINK, moved_bytes / MOVED_ALONE) + gemm_seconds
     return best if best and GAIN * least < one_by_one else 0
