@@ -231,8 +231,11 @@ def test_memory_is_moved_by_16_bytes(launches):
     moving = [launch for launch in launches if re.search(r"\.(quantize|activation|permute|unpermute)\.", launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_pointers_kernel"))]
     assert moving
-    for launch in moving:
-        assert re.search(r"(ld|st)\.global[.\w]*\.(v4\.b32|v2\.b64)", launch.ptx), launch.kernel
+    narrow = [launch for launch in moving if not re.search(r"(ld|st)\.global[.\w]*\.(v4\.b32|v2\.b64)", launch.ptx)]
+    # 8 in rows and columns of 128, where a warp's are a row of the tile.
+    assert sorted((launch.kernel.rpartition(".")[2], launch.arch) for launch in narrow) == [
+        ("_quantize_matrix_kernel", arch) for arch in BOTH]
+    assert all(re.search(r"ld\.global[.\w]*\.v2\.b32", launch.ptx) for launch in narrow)
 
 
 def test_casts_to_e4m3_are_the_hardware_s(launches):
