@@ -195,7 +195,8 @@ def _main(path):
         yield world.rows(case, contenders, 0.001)
 
     seen = []
-    with mock.patch.object(world, "start"), mock.patch.object(torch.distributed, "destroy_process_group"):
+    with (mock.patch.object(world, "start"), mock.patch.object(world, "FAILURES", []),  # other tests' ranks met some
+          mock.patch.object(torch.distributed, "destroy_process_group")):
         world.main("ep_pipeline", args, batches)
     return seen
 
@@ -208,18 +209,29 @@ def test_every_batch_is_written_by_rank_0(ranks2, tmp_path):
     assert result["commit"] == "abc" and path.with_suffix(".png").exists()
 
 
-@pytest.mark.parametrize("rows, shown, farewell, code", [
-    ([{"correct": True}], True, True, None), ([{"correct": False}], False, True, "some results were wrong"),
-    ([{"correct": False, "failure": "out of memory"}], False, False, 1), ([], False, True, "there was no time")])
-def test_what_failed_keeps_no_rank_from_its_end(rows, shown, farewell, code, monkeypatch, tmp_path):
+@pytest.mark.parametrize("rank, rows, failures, shown, code", [
+    (0, [{"correct": True}], [], True, None), (0, [{"correct": False}], [], False, "some results were wrong"),
+    (0, [], [], False, "there was no time"), (0, [{"correct": False}], ["rank 0: out of memory"], False, 1),
+    (0, [{"correct": True}], ["rank 1: a profiled run"], True, 0), (1, [{"correct": False}], ["rank 0"], False, 0)])
+def test_what_failed_keeps_no_rank_from_its_end(rank, rows, failures, shown, code, monkeypatch, tmp_path):
     left, gone = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(world, "rank", lambda: 0)
+    monkeypatch.setattr(world, "rank", lambda: rank)
+    monkeypatch.setattr(world, "FAILURES", failures)
     monkeypatch.setattr(world.show, "show", lambda path: shown)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", left)
     monkeypatch.setattr(world.os, "_exit", gone)
     with pytest.raises(SystemExit, match=code) if isinstance(code, str) else nullcontext():
         world.end(rows, tmp_path)
-    assert left.called == farewell and gone.mock_calls == ([] if farewell else [mock.call(code)])
+    assert left.called != bool(failures) and gone.mock_calls == [mock.call(code)] * bool(failures)
+
+
+def test_tables_that_cannot_be_drawn_keep_no_rank_from_its_end(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(world, "rank", lambda: 0)
+    monkeypatch.setattr(world, "FAILURES", ["rank 0: out of memory"])
+    monkeypatch.setattr(world.show, "show", mock.Mock(side_effect=ValueError("no figure")))
+    monkeypatch.setattr(world.os, "_exit", mock.Mock())
+    world.end([{"correct": True}], tmp_path)
+    assert world.os._exit.mock_calls == [mock.call(1)] and "ValueError: no figure" in capsys.readouterr().err
 
 
 # ---- ep_pipeline --------------------------------------------------------------------------------------------------
@@ -343,6 +355,19 @@ def test_layers_are_correct_by_their_own_check(ranks2):
     assert {row["contender"] for row in in_a_row} == set(totals)
     assert all(row["median_ms"] > 0 and row["repeats"] == 3 and row["case"]["tokens"] == 64 for row in in_a_row)
     assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
+
+
+def _no_layers():
+    with (mock.patch.object(moe_layer, "check", side_effect=RuntimeError("spoilt")),
+          mock.patch.object(world, "FAILURES", []) as failures):
+        rows = flat(moe_layer.run(moe_layer.Case(tokens=64, dim=64, hidden=96, experts=8, top_k=2), 0.001, NO_END))
+    return rows, failures
+
+
+def test_layers_that_all_fail_have_rows_that_say_so(ranks2):
+    for rows, failures in ranks2.run(_no_layers):
+        assert failures and rows and not any(row["correct"] for row in rows)
+        assert all("spoilt" in row["failure"] for row in rows)
 
 
 def _overlaps(top_k):

@@ -217,7 +217,7 @@ def test_multiprocessors_beside_a_gemm_are_the_best_of_those_measured(hidden, qu
                                                       (True, 2.1, (0, 28, 30, 32))])
 def test_multiprocessors_beside_a_gemm_where_rows_are_sums(quantises, gemm_ms, best):
     """A layer of 64 experts of 4096 x 1024, 16384 tokens, top 8, between 2 H200s: four rows of y for one that
-    travels. 0, one by one, where that is within 1 %."""
+    travels. 0, one by one, where that is within 2 %."""
     y, row = 131072 * 4096 * 2, 4096 * (1 if quantises else 2)
     moved = y + 16384 * 4096 * 2 + 2 * 32640 * row
     assert overlap.share(132, 32640 * row // 2, moved, quantises, 32640 / 131072, gemm_ms / 1e3, 8192) in best

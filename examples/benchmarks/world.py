@@ -36,6 +36,7 @@ ENDING_S = 6.0  # of a run's time, for its tables and its plot
 SLOW_S = 1.0
 ALONE_S = 25.0  # after which a rank that failed takes its peers for stuck: they may still compile
 CALLS = itertools.count()  # of `everywhere`, equal on all ranks
+FAILURES: list[str] = []  # that it met, equal on all ranks
 
 
 def parser(doc: str, budget: float, seconds: float) -> argparse.ArgumentParser:
@@ -83,15 +84,17 @@ def start() -> None:
 
 def end(rows: list[dict], path: Path) -> None:
     """Leaves the ranks, shows the result file on rank 0, and ends this process: with 1 if any row is wrong."""
-    shows = rank() == 0
-    # Its farewell would wait for what a contender that failed left unfinished.
-    farewell = not any("failure" in row for row in rows)
-    if farewell:
+    shows, error = rank() == 0, ""
+    if not FAILURES:
         dist.destroy_process_group()
-    error = ""
-    if shows and not (rows and show.show(path)):
-        error = "some results were wrong" if rows else "there was no time for any case"
-    if not farewell:
+    try:
+        if shows and not (rows and show.show(path)):
+            error = "some results were wrong" if rows else "there was no time for any case"
+    except Exception as problem:
+        if not FAILURES:
+            raise
+        error = f"{type(problem).__name__}: {problem}"
+    if FAILURES:  # NCCL's farewell would wait for what a contender that failed left unfinished
         print(error, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -285,6 +288,8 @@ def in_a_row_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, ste
     Returns:
         For each contender: median_ms, p10_ms, p90_ms, repeats, of the slowest rank in each row.
     """
+    if not contenders:
+        return {}
     samples: dict = {name: [] for name in contenders}
     mean_s = largest(torch.tensor([sum(_first(stages)[1] for stages in contenders.values()) / len(contenders)])).item()
     for _ in range(max(3, min(repeats, int(budget_s / mean_s / steps)))):
@@ -348,5 +353,6 @@ def everywhere(call: Callable[[], dict]) -> dict:
     found_by: list = [None] * size()
     dist.all_gather_object(found_by, found)
     failures = [f"rank {r}: {one['failure']}" for r, one in enumerate(found_by) if "failure" in one]
+    FAILURES.extend(failures)
     return {**found_by[0], "correct": all(one.get("correct", True) for one in found_by),
             **({"failure": failures[0]} if failures else {})}
