@@ -279,8 +279,8 @@ def _prove_grouped_experts(activation: str, formula: ExpertFormula) -> None:
         keys = {} if activation == "swiglu" else {"activation": activation}
         probe = GroupedExperts(32, 64, 2, use_grouped_mm=False, **keys).float()
         for parameter in probe.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-        x = torch.randn(12, 32, generator=generator)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) / 4)
+        x = torch.randn(12, 32, generator=generator, dtype=torch.float32)
         got = probe(x, torch.tensor([5, 7]))
         wanted = torch.cat([evaluate(formula, rows, {name: p[e] for name, p in probe.named_parameters()})
                             for e, rows in enumerate(x.split([5, 7]))])

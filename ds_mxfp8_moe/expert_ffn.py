@@ -97,7 +97,14 @@ class ExpertFFN:
                 tensors += [value] if stacked else list(value)
         # A tensor that depends on x and keeps nothing of it alive: what a second derivative would have to pass.
         depends_on_x = x_TH[:0].clone()
-        return _Function.apply(self, tuple(layout), routes.expert_TK, depends_on_x, x_TH, routes.weight_TK, *tensors)
+        with _without_autocast(device_type):
+            return _Function.apply(self, tuple(layout), routes.expert_TK, depends_on_x, x_TH, routes.weight_TK,
+                                   *tensors)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    """Every dtype is chosen here; and autocast to one 16-bit dtype refuses to join tensors of the other."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _unflatten(layout: tuple, tensors: Sequence) -> dict:
@@ -316,7 +323,7 @@ class _Function(torch.autograd.Function):
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
         x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors) = ctx.kept.read(ctx)
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast(g_TH.device.type):
             weights = _unflatten(layout, tensors)
             layer = _Layer(ffn.formula, recipe, plan, weights, dtype)
             needs = _unflatten(layout, ctx.needs_input_grad[6:])

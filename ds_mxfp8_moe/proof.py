@@ -30,6 +30,8 @@ from .watch import TORCH_OWN
 _TOLERANCE = 2e-5
 # bf16 is good to about 1e-2 here: the run in the experts' own dtype looks for another formula, not for last bits.
 _HALF_TOLERANCE = 5e-2
+# The last weights times it make outputs overflow that nothing before them does.
+_LARGE = 256
 # Up to this many weights an expert is proven at its own sizes: that is as cheap.
 _FULL_SIZE_WEIGHTS = 1 << 18
 
@@ -293,6 +295,10 @@ def prove(expert: nn.Module, candidates: list[ExpertFormula]) -> ExpertFormula:
     if dtype != torch.float32:
         own = {name: nn.Parameter(p.detach().to(dtype)) for name, p in params.items()}
         _compare_roughly(_clone(expert, own, sizes), formula, own, batches[0].x.to(dtype))
+    for computed_in in dict.fromkeys((torch.float32, dtype)):
+        large = {name: nn.Parameter((p.detach() * (_LARGE if name == (formula.down or formula.up) else 1))
+                                    .to(computed_in)) for name, p in params.items()}
+        _compare_overflow(_clone(expert, large, sizes), formula, large, batches[0].x)
     return formula
 
 
@@ -348,3 +354,22 @@ def _compare_roughly(clone: nn.Module, formula: ExpertFormula, params: Mapping[s
     error = _error(y.float(), expected, by_row=True)
     if not error <= _HALF_TOLERANCE:
         raise NotRecognised(f"in {x.dtype} the output differs from {formula} (relative error {error:.1g})")
+
+
+def _compare_overflow(clone: nn.Module, formula: ExpertFormula, params: Mapping[str, nn.Parameter],
+                      x: torch.Tensor) -> None:
+    """What overflows the parameters' dtype, at the last product alone, and NaN must leave the expert as such: a guard
+    against them (clamp, nan_to_num) shows nowhere else."""
+    dtype = params[formula.up].dtype
+    exact, most = {name: p.detach().double() for name, p in params.items()}, torch.finfo(dtype).max
+    x = x.double()
+    # Not much beyond: terms that overflow by themselves, with both signs, add up to NaN, which clamp() leaves.
+    while evaluate(formula, x[:1, :, :1], exact).abs().median() < 2 * most:
+        x *= 1.25
+    x = x.to(dtype)
+    x[-1, -1, -1] = torch.nan
+    beyond = ~(evaluate(formula, x.double(), exact).abs() <= 1.5 * most)
+    for training in (False, True):
+        if _run(clone, params, x, training=training).y[beyond].isfinite().any():
+            raise NotRecognised(f"what overflows {dtype} or is NaN in {formula} is finite in the expert's output: "
+                                "clamp() or nan_to_num() inside?")

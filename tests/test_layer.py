@@ -200,6 +200,21 @@ def test_autocast(ranks2):
     ranks2.run(autocast_layer)
 
 
+def autocast_to_the_other_dtype(recipe):
+    """Experts in float16, where autocast is to bfloat16, which joins no tensors of the two."""
+    plain = make(dtype=torch.float32, k=2)
+    plain.moe.deepspeed_moe.experts.to(torch.float16)
+    ours = converted(plain, recipe=recipe)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = step(ours, tokens(torch.float32))
+    assert results["y"].dtype == torch.bfloat16 and all(x.isfinite().all() for x in results.values())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_with_hp", "mxfp8"])
+def test_autocast_to_the_other_dtype(ranks2, recipe):
+    ranks2.run(autocast_to_the_other_dtype, recipe)
+
+
 # ---- ranks that have few tokens, or none
 
 

@@ -163,6 +163,40 @@ def test_computations_refused(reason, compute):
     assert reason in refused(Mlp(compute))
 
 
+def guarded(dtype, guard):
+    """HF's guards against overflow: in one dtype alone, on the result."""
+
+    def compute(m, x):
+        y = m.down(F.gelu(m.up(x)))
+        return guard(y) if y.dtype == dtype else y
+
+    return compute
+
+
+@pytest.mark.parametrize("kind", [Mlp, Gated])
+@pytest.mark.parametrize("guard", [lambda y: y.clamp(-64000, 64000), torch.nan_to_num,
+                                   lambda y: torch.nan_to_num(y, 0, torch.inf, -torch.inf)],
+                         ids=["clamp", "nan_to_num", "NaN alone"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_guards_against_overflow_refused(dtype, guard, kind):
+    class Guarded(Gated):
+        def forward(self, x):
+            y = super().forward(x)
+            return guard(y) if y.dtype == dtype else y
+
+    expert = Mlp(guarded(dtype, guard)) if kind is Mlp else Guarded(H, FFN)
+    reason = refused(expert.to(dtype))
+    assert "what overflows" in reason or dtype == torch.float32 and "very small and very large" in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("compute", [lambda m, x: m.down(F.relu(m.up(x))), lambda m, x: m.down(F.silu(m.up(x))),
+                                     lambda m, x: m.down(F.gelu(m.up(x), approximate="tanh")),
+                                     lambda m, x: m.down(F.relu(m.up(x).float()).to(x.dtype))])
+def test_what_overflows_by_itself_is_recognised(dtype, compute):
+    assert recognise(nn.ModuleList([Mlp(compute).to(dtype)]), H)
+
+
 class Counter:
     def __init__(self):
         self.count = 0

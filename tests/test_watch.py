@@ -98,6 +98,20 @@ def test_a_change_raises_and_converting_anew_takes_it(change):
         model(torch.randn(2, 8, HIDDEN))
 
 
+def test_another_forward_of_an_expert_s_class_raises(monkeypatch):
+    model = converted()
+    with torch.no_grad():
+        model(torch.randn(2, 8, HIDDEN))
+    twin = copy.deepcopy(model)
+    step(model), step(twin)
+    monkeypatch.setattr(Expert, "forward", lambda self, x: x)
+    for one in (model, twin):
+        with pytest.raises(RuntimeError, match="^moe: the forward method of Expert was replaced after conversion"):
+            one(torch.randn(2, 8, HIDDEN))
+    monkeypatch.undo()
+    model.zero_grad(), step(model)
+
+
 def test_a_change_that_is_taken_back_is_none():
     model = converted()
     hook = model.experts[0].register_forward_hook(nothing)
