@@ -362,7 +362,8 @@ def _compare_overflow(clone: nn.Module, formula: ExpertFormula, params: Mapping[
     against them (clamp, nan_to_num) shows nowhere else."""
     dtype = params[formula.up].dtype
     exact, most = {name: p.detach().double() for name, p in params.items()}, torch.finfo(dtype).max
-    x = x.double()
+    # Outputs grow with x, or with its square; from below it is not far to where half of them overflow.
+    x = x.double() * (most / _LARGE**2)**(0.5 if formula.kind == "gated" else 1)
     # Not much beyond: terms that overflow by themselves, with both signs, add up to NaN, which clamp() leaves.
     while evaluate(formula, x[:1, :, :1], exact).abs().median() < 2 * most:
         x *= 1.25

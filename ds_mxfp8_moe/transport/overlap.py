@@ -41,8 +41,8 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
     """
     if gemm_seconds <= 0:
         return 0
-    alone = min(unsummed, 1)
-    rate = (QUANTISED_BESIDE if quantises else MOVED_BESIDE) / (alone + (1 - alone) * SUMS)
+    copied = min(unsummed, 1)
+    rate = (QUANTISED_BESIDE if quantises else MOVED_BESIDE) / (copied + (1 - copied) * SUMS)
     rounds = -(-gemm_tiles // total)
 
     # Of equals, the least: more of them are more in the way of the GEMM's memory accesses.

@@ -260,12 +260,12 @@ def run(case: Case, budget_s: float, seconds: float) -> Iterator[list[dict]]:
     world.say("all are built")
     rows = world.rows(asdict(case), contenders, budget_s, warm=True)
     yield rows
-    times = world.in_a_row_ms({name: contender.stages for name, contender in contenders.items()
-                               if "failure" not in rows_of(rows, name)[0]}, budget_s)
+    sound = [name for name in contenders if "failure" not in rows_of(rows, name)[0]]
+    times = world.in_a_row_ms({name: contenders[name].stages for name in sound}, budget_s)
     yield [{"case": {"operation": IN_A_ROW, "ranks": world.size(), **asdict(case)}, "contender": name, **time,
             "correct": rows_of(rows, name)[0]["correct"]} for name, time in times.items()]
     # Once all are timed: a profiler leaves its traces in what comes after it.
-    for name in world.in_time([name for name in contenders if "failure" not in rows_of(rows, name)[0]], seconds):
+    for name in world.in_time(sound, seconds):
         found = world.everywhere(lambda way=ways[name]: memory(way) | waits(way))
         for row in rows_of(rows, name):
             row.update(found, correct=row["correct"] and found["correct"])

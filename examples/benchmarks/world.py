@@ -210,6 +210,11 @@ def _first(stages: dict[str, Callable]) -> tuple[float, float]:
     return issued, time.perf_counter() - begin
 
 
+def _mean_s(firsts: Collection[tuple[float, float]]) -> float:
+    """Of what `_first` returned, the whole runs' mean, on the slowest rank."""
+    return largest(torch.tensor([sum(total_s for _, total_s in firsts) / len(firsts)])).item()
+
+
 def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
     dist.barrier()
     at = [time.perf_counter()]
@@ -256,8 +261,7 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
     """
     first = {name: _first(stages) for name, stages in contenders.items()}
     issued_s = dict(zip(first, largest(torch.tensor([s for s, _ in first.values()])).tolist(), strict=True))
-    mean_s = largest(torch.tensor([sum(s for _, s in first.values()) / len(first)])).item()
-    count = max(least, min(repeats, int(budget_s / mean_s / (1 + warm))))
+    count = max(least, min(repeats, int(budget_s / _mean_s(first.values()) / (1 + warm))))
     if on_gpu():
         flushed = torch.ones(FLUSHED_BYTES // 4 if cold else 1, device=device())
         token = torch.zeros(1, device=device())
@@ -291,7 +295,7 @@ def in_a_row_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, ste
     if not contenders:
         return {}
     samples: dict = {name: [] for name in contenders}
-    mean_s = largest(torch.tensor([sum(_first(stages)[1] for stages in contenders.values()) / len(contenders)])).item()
+    mean_s = _mean_s([_first(stages) for stages in contenders.values()])
     for _ in range(max(3, min(repeats, int(budget_s / mean_s / steps)))):
         for name, stages in contenders.items():
             get_accelerator().synchronize()
