@@ -256,11 +256,17 @@ def wanted_order(case: Case, parts: int) -> list:
     world, rank, E = dist.get_world_size(), dist.get_rank(), case.local_experts
     routed = [expert_TK for expert_TK, _, _ in case.inputs(world)]
     chunk_W = [_chunk(len(ids)) for ids in routed]
-    run = -(-max(-(-len(ids) // chunk) for ids, chunk in zip(routed, chunk_W, strict=True)) // parts)
+    chunks_W = [-(-len(ids) // chunk) for ids, chunk in zip(routed, chunk_W, strict=True)]
+    run = -(-max(chunks_W) // parts)
     keys = []
+
+    def key(w: int, token: int) -> tuple:
+        """A rank's chunks are sent in turn, from the one on that differs from rank to rank."""
+        turned = (token // chunk_W[w] - chunks_W[w] * (w + 1) // world) % chunks_W[w]
+        return turned // run, (w - rank - 1) % world
+
     for expert in range(rank * E, rank * E + E):
-        rows = [(token // chunk_W[w] // run, (w - rank - 1) % world)
-                for w, ids in enumerate(routed) for token, _ in (ids == expert).nonzero().tolist()]
+        rows = [key(w, token) for w, ids in enumerate(routed) for token, _ in (ids == expert).nonzero().tolist()]
         keys += [min(rows[first:first + ROW_ALIGNMENT]) for first in range(0, len(rows), ROW_ALIGNMENT)]
     return sorted(range(len(keys)), key=keys.__getitem__)
 

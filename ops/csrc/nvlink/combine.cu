@@ -216,10 +216,10 @@ template <class In, class Wire> struct CombineWork {
 
   // Item i: the rows of a chunk of their owner's tokens.
   __device__ void send(int i) {
-    const int w = sends.owner(i), c = sends.chunk(i);
-    if (c >= v.chunks_of(w))
+    const int w = sends.owner(i);
+    if (sends.nth(i) >= v.chunks_of(w))
       return;
-    const int2 range = v.arriving(w, c);
+    const int2 range = v.arriving(w, v.turned(w, sends.nth(i)));
     if (a.done && !(sent = await_rows(range)))
       return;
     // From where rows of w stand here to where they stand there.
@@ -241,19 +241,22 @@ template <class In, class Wire> struct CombineWork {
   }
 
   __device__ void announce(int i) {
-    if (threadIdx.x == 0 && sent && sends.chunk(i) < v.chunks_of(sends.owner(i)))
-      v.x.announce(sends.owner(i), sends.chunk(i));
+    const int w = sends.owner(i);
+    if (threadIdx.x == 0 && sent && sends.nth(i) < v.chunks_of(w))
+      v.x.announce(w, v.turned(w, sends.nth(i)));
   }
 
-  // Item c: a chunk of this rank's tokens.
+  // Item i: a chunk of this rank's tokens.
   __device__ bool skip(int) const { return false; }
-  __device__ void await(int c) const {
+  __device__ void await(int i) const {
+    const int c = v.turned(v.rank(), i);
     for (int w = 0; w < v.world(); w++)
       if (v.sent(w, c))
         v.x.await(w, c);
   }
 
-  __device__ void receive(int c) {
+  __device__ void receive(int i) {
+    const int c = v.turned(v.rank(), i);
     const int64_t end = v.token_end(c) / a.rows.fanout;
     int64_t t = v.token_begin(c) / a.rows.fanout + v.warp();
     int following = t < end ? slot(t, v.lane()) : -1;

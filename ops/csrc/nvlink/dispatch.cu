@@ -88,8 +88,10 @@ template <class Row> struct DispatchWork {
   const RowsView v;
   const Row wire;
 
-  __device__ void send(int c) {
+  // Item i: a chunk of this rank's tokens.
+  __device__ void send(int i) {
     const Rows &rows = a.rows;
+    const int c = v.turned(v.rank(), i);
     for (int64_t t = v.token_begin(c) + v.warp(); t < v.token_end(c); t += v.warps()) {
       int slot = -1;
       if (v.lane() < v.world()) {
@@ -114,15 +116,15 @@ template <class Row> struct DispatchWork {
     }
   }
 
-  __device__ void announce(int c) {
+  __device__ void announce(int i) {
     if (threadIdx.x < v.world())
-      v.x.announce(threadIdx.x, c);
+      v.x.announce(threadIdx.x, v.turned(v.rank(), i));
   }
 
   __device__ int source(int i) const { return (i + v.rank()) % v.world(); }
-  __device__ int chunk(int i) const { return i / v.world(); }
+  __device__ int chunk(int i) const { return v.turned(source(i), i / v.world()); }
   __device__ bool skip(int i) const {
-    return chunk(i) >= v.chunks_of(source(i)) || v.arriving(source(i), chunk(i)).y == 0;
+    return i / v.world() >= v.chunks_of(source(i)) || v.arriving(source(i), chunk(i)).y == 0;
   }
   __device__ void await(int i) const { v.x.await(source(i), chunk(i)); }
 
@@ -203,7 +205,8 @@ __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_
   DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
   const int receives = work.v.most_chunks() * work.v.world();
   exchange(x, work, a.rows.chunks, receives);
-  work.pad();
+  if (x.live)
+    work.pad();
   x.finish();
 }
 

@@ -170,12 +170,14 @@ template <class Work> __device__ void exchange(const Exchange &x, Work &work, in
   while (true) {
     sync_team();
     if (threadIdx.x == 0) {
-      int i;
-      do
-        i = atomicAdd(&state->received, 1);
-      while (i < receives && work.skip(i));
-      if (i < receives)
-        work.await(i);
+      int i = receives;
+      if (x.live) { // else the tables may not have been written
+        do
+          i = atomicAdd(&state->received, 1);
+        while (i < receives && work.skip(i));
+        if (i < receives)
+          work.await(i);
+      }
       claimed[0] = x.failed() ? receives : i;
     }
     sync_team();

@@ -15,9 +15,9 @@ __global__ void __launch_bounds__(THREADS) urgency(const __grid_constant__ Order
   const RowsTables v{a.rows};
   const Sends sends(v, a.parts);
   for (int i = blockIdx.x; i < sends.count(); i += gridDim.x) {
-    const int w = sends.owner(i), c = sends.chunk(i);
-    if (c < v.chunks_of(w))
-      v.each_tile(v.arriving(w, c), [&](int tile) {
+    const int w = sends.owner(i);
+    if (sends.nth(i) < v.chunks_of(w))
+      v.each_tile(v.arriving(w, v.turned(w, sends.nth(i))), [&](int tile) {
         atomicMax(at<int>(a.urgency) + tile, INT_MAX - sends.turn(i)); // in whatever order: the same
       });
   }

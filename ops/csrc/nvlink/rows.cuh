@@ -29,6 +29,12 @@ struct RowsTables {
       most = max(most, chunks_of(w));
     return most;
   }
+  // The i-th of rank w's chunks, in whose order both ends take them: each rank's first is another one. Where tokens
+  // stand by their experts, all would else send to the first rank together, then to the second, and share its links.
+  __device__ int turned(int w, int i) const {
+    const int chunks = chunks_of(w);
+    return (i + chunks * (w + 1) / world()) % chunks;
+  }
   // A chunk of rank w as it arrives here: its first row among the R, and how many there are.
   __device__ int2 arriving(int w, int c) const {
     int2 range = at<int2>(a.arriving_WC)[w * MAX_CHUNKS + c];
@@ -70,7 +76,8 @@ struct RowsView : RowsTables {
   __device__ float *weights(int w, int64_t row) const { return at<float>(x.half(w), a.weight_at + row * a.K * 4); }
 };
 
-// The order in which a combine sends: runs of neighbouring chunks, within each the ranks in turn, this rank last.
+// The order in which a combine sends: runs of the ranks' chunks as they are turned, within each the ranks in turn, this
+// rank last.
 struct Sends {
   int rank, world, chunks, run;
 
@@ -81,7 +88,8 @@ struct Sends {
 
   __device__ int count() const { return (chunks + run - 1) / run * run * world; }
   __device__ int owner(int i) const { return (i / run + rank + 1) % world; }
-  __device__ int chunk(int i) const { return i / (run * world) * run + i % run; }
+  // The how manieth of the owner's chunks item i is; there may be fewer.
+  __device__ int nth(int i) const { return i / (run * world) * run + i % run; }
   // Of item i: how many turns come before its own.
   __device__ int turn(int i) const { return i / run; }
 };
