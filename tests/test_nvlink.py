@@ -261,8 +261,9 @@ def wanted_order(case: Case, parts: int) -> list:
     keys = []
 
     def key(w: int, token: int) -> tuple:
-        """A rank's chunks are sent in turn, from the one on that differs from rank to rank."""
-        turned = (token // chunk_W[w] - chunks_W[w] * (w + 1) // world) % chunks_W[w]
+        """A rank's chunks are sent from as many stretches of them as there are ranks in turn, then the rest."""
+        stretch, chunk = chunks_W[w] // world, token // chunk_W[w]
+        turned = chunk % stretch * world + chunk // stretch if chunk < stretch * world else chunk
         return turned // run, (w - rank - 1) % world
 
     for expert in range(rank * E, rank * E + E):

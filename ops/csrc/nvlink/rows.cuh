@@ -29,11 +29,11 @@ struct RowsTables {
       most = max(most, chunks_of(w));
     return most;
   }
-  // The i-th of rank w's chunks, in whose order both ends take them: each rank's first is another one. Where tokens
-  // stand by their experts, all would else send to the first rank together, then to the second, and share its links.
+  // The i-th of rank w's chunks, in whose order both ends take them: from as many stretches of them as there are ranks
+  // in turn. Where tokens stand by their experts, all ranks would else send to one at a time.
   __device__ int turned(int w, int i) const {
-    const int chunks = chunks_of(w);
-    return (i + chunks * (w + 1) / world()) % chunks;
+    const int stretch = chunks_of(w) / world();
+    return i < stretch * world() ? i % world() * stretch + i / world() : i;
   }
   // A chunk of rank w as it arrives here: its first row among the R, and how many there are.
   __device__ int2 arriving(int w, int c) const {
