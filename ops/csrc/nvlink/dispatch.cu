@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens to the ranks of their experts, each read and quantised once and sent once to a rank; and what arrives into
-// expert-sorted, padded rows.
+// Tokens to the ranks of their experts, each read and quantised once and sent once to a rank; and into expert-sorted,
+// padded rows: what arrives, and this rank's own.
 #include "rows.cuh"
 
 namespace nvlink {
@@ -9,43 +9,67 @@ namespace {
 constexpr int AHEAD = 4; // pieces whose loads are in flight together
 constexpr int AHEAD_QUANTISED = 2;
 
-// What a warp sends of a token: as it is.
+// Where a warp writes a row here: the places in the lanes of `here`, of rows of `bytes`.
+struct Places {
+  const Dispatch &a;
+  int place, bytes;
+  uint32_t here;
+
+  // Calls action(p) for each place.
+  template <class Action> __device__ __forceinline__ void each(Action action) const {
+    for (uint32_t left = here; left; left &= left - 1)
+      action(int64_t(__shfl_sync(~0u, place, __ffs(left) - 1)));
+  }
+  __device__ __forceinline__ char *row(int64_t p) const { return at<char>(a.out_PH, p * bytes); }
+  __device__ __forceinline__ uint8_t &scale(int64_t p, int block) const {
+    return *at<uint8_t>(a.out_scale, p * a.scale_stride_p + block * a.scale_stride_b);
+  }
+  __device__ __forceinline__ void weight(float weight) const {
+    if (place >= 0)
+      at<float>(a.out_weight_P)[place] = weight;
+  }
+};
+
+// What a warp makes of a token, to `row` of other ranks and to `own` places here: as it is.
 struct Plain {
   int bytes; // of a row
 
   __device__ __forceinline__ int row_bytes() const { return bytes; }
 
-  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source,
-                                       const int (&row)[MAX_RANKS]) const {
-    const char *from = at<char>(x, source * bytes) + v.lane() * LANE_BYTES;
+  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS],
+                                       const Places &own) const {
+    const int mine = v.lane() * LANE_BYTES;
+    const char *from = at<char>(x, source * bytes) + mine;
     for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
       int4 data[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++)
-        if (first + i * PIECE_BYTES + v.lane() * LANE_BYTES < bytes)
+        if (first + i * PIECE_BYTES + mine < bytes)
           data[i] = load16(from + first + i * PIECE_BYTES);
+      const auto store = [&](char *to) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+          if (first + i * PIECE_BYTES + mine < bytes)
+            store16(to + first + i * PIECE_BYTES + mine, data[i]);
+      };
 #pragma unroll
       for (int w = 0; w < MAX_RANKS; w++)
-        if (row[w] >= 0) {
-          char *to = v.data(w, row[w], bytes) + v.lane() * LANE_BYTES + first;
-#pragma unroll
-          for (int i = 0; i < AHEAD; i++)
-            if (first + i * PIECE_BYTES + v.lane() * LANE_BYTES < bytes)
-              store16(to + i * PIECE_BYTES, data[i]);
-        }
+        if (row[w] >= 0)
+          store(v.data(w, row[w], bytes));
+      own.each([&](int64_t p) { store(own.row(p)); });
     }
   }
 };
 
-// What a warp sends of a token: quantised to MXFP8.
+// The same: quantised to MXFP8.
 template <class T, int BLOCK> struct Quantised {
   int H;
   bool floor;
 
   __device__ __forceinline__ int row_bytes() const { return H; }
 
-  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source,
-                                       const int (&row)[MAX_RANKS]) const {
+  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS],
+                                       const Places &own) const {
     constexpr int PIECE = 32 * LANE_VALUES;
     const int mine = v.lane() * LANE_VALUES;
     const T *from = at<T>(x) + source * H + mine;
@@ -78,6 +102,12 @@ template <class T, int BLOCK> struct Quantised {
             if (flush)
               words.store(v.scales(w, row[w]), piece);
           }
+        own.each([&](int64_t p) {
+          if (inside)
+            store16(own.row(p) + piece * PIECE + mine, data);
+          if (flush)
+            words.each_byte(piece, (H + BLOCK - 1) / BLOCK, [&](int b, uint8_t byte) { own.scale(p, b) = byte; });
+        });
       }
     }
   }
@@ -88,30 +118,41 @@ template <class Row> struct DispatchWork {
   const RowsView v;
   const Row wire;
 
-  // Item i: a chunk of this rank's tokens.
+  // Lane w: where token t stands among the rows that this rank sends to rank w; -1: nowhere.
+  __device__ int slot(int64_t t) const {
+    return v.lane() < v.world() ? at<int>(a.rows.slot_WT)[v.lane() * a.rows.T + t] : -1;
+  }
+
+  // Item i: a chunk of this rank's tokens. What this rank itself serves goes to its places at once.
   __device__ void send(int i) {
     const Rows &rows = a.rows;
     const int c = v.turned(v.rank(), i);
-    for (int64_t t = v.token_begin(c) + v.warp(); t < v.token_end(c); t += v.warps()) {
-      int slot = -1;
-      if (v.lane() < v.world()) {
-        slot = at<int>(rows.slot_WT)[v.lane() * rows.T + t];
-        if (slot >= 0)
-          slot += v.segment(PEER_RECV_BASE, v.lane());
-      }
+    const int64_t end = v.token_end(c);
+    int64_t t = v.token_begin(c) + v.warp();
+    int following = t < end ? slot(t) : -1;
+    for (; t < end; t += v.warps()) {
+      const bool nowhere = __ballot_sync(~0u, following >= 0) == 0;
+      const int own_slot = __shfl_sync(~0u, following, v.rank());
+      const bool to_peer = following >= 0 && v.lane() != v.rank();
+      const int peer_slot = to_peer ? following + v.segment(PEER_RECV_BASE, v.lane()) : -1;
+      if (t + v.warps() < end)
+        following = slot(t + v.warps());
+      if (nowhere)
+        continue;
+      const int place = own_slot >= 0 ? v.place(own_slot + v.segment(RECV_BASE, v.rank())) : -1;
       int row[MAX_RANKS];
 #pragma unroll
       for (int w = 0; w < MAX_RANKS; w++)
-        row[w] = __shfl_sync(~0u, slot, w);
-      if (__ballot_sync(~0u, slot >= 0) == 0)
-        continue;
-      wire.send(v, a.x_TH, t / rows.fanout, row);
+        row[w] = __shfl_sync(~0u, peer_slot, w);
+      const Places own{a, place, wire.row_bytes(), __ballot_sync(~0u, place >= 0)};
+      wire.send(v, a.x_TH, t / rows.fanout, row, own);
       if (rows.weights && v.lane() < rows.K) {
         const float weight = at<float>(a.weight_TK)[t * rows.K + v.lane()];
 #pragma unroll
         for (int w = 0; w < MAX_RANKS; w++)
           if (row[w] >= 0)
             v.weights(w, row[w])[v.lane()] = weight;
+        own.weight(weight);
       }
     }
   }
@@ -121,10 +162,13 @@ template <class Row> struct DispatchWork {
       v.x.announce(threadIdx.x, v.turned(v.rank(), i));
   }
 
-  __device__ int source(int i) const { return (i + v.rank()) % v.world(); }
-  __device__ int chunk(int i) const { return v.turned(source(i), i / v.world()); }
+  // Item i: a chunk of another rank's tokens.
+  __device__ int receives() const { return v.most_chunks() * (v.world() - 1); }
+  __device__ int source(int i) const { return (i % (v.world() - 1) + v.rank() + 1) % v.world(); }
+  __device__ int nth(int i) const { return i / (v.world() - 1); }
+  __device__ int chunk(int i) const { return v.turned(source(i), nth(i)); }
   __device__ bool skip(int i) const {
-    return i / v.world() >= v.chunks_of(source(i)) || v.arriving(source(i), chunk(i)).y == 0;
+    return nth(i) >= v.chunks_of(source(i)) || v.arriving(source(i), chunk(i)).y == 0;
   }
   __device__ void await(int i) const { v.x.await(source(i), chunk(i)); }
 
@@ -136,15 +180,14 @@ template <class Row> struct DispatchWork {
     const int64_t end = range.x + range.y;
     int following = range.x + v.warp() < end ? v.place(range.x + v.warp()) : -1;
     for (int64_t r = range.x + v.warp(); r < end; r += v.warps()) {
-      const int place = following;
+      const Places own{a, following, bytes, __ballot_sync(~0u, following >= 0)};
       if (r + v.warps() < end)
         following = v.place(r + v.warps());
-      const uint32_t here = __ballot_sync(~0u, place >= 0);
       // What is small, ahead of the data.
       const volatile uint8_t *scales = v.scales(v.rank(), r);
       uint8_t byte = v.lane() < scale_count ? scales[v.lane()] : 0;
       const float weight =
-          rows.weights && place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
+          rows.weights && own.place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
       const char *from = v.data(v.rank(), r, bytes) + mine;
       for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
         int4 data[AHEAD];
@@ -152,26 +195,24 @@ template <class Row> struct DispatchWork {
         for (int j = 0; j < AHEAD; j++)
           if (first + j * PIECE_BYTES + mine < bytes)
             data[j] = load16(from + first + j * PIECE_BYTES);
-        for (uint32_t left = here; left; left &= left - 1) {
-          const int64_t p = __shfl_sync(~0u, place, __ffs(left) - 1);
-          char *to = at<char>(a.out_PH, p * bytes) + mine + first;
+        own.each([&](int64_t p) {
+          char *to = own.row(p) + mine + first;
 #pragma unroll
           for (int j = 0; j < AHEAD; j++)
             if (first + j * PIECE_BYTES + mine < bytes)
               store16(to + j * PIECE_BYTES, data[j]);
-        }
+        });
       }
       for (int b = v.lane(); b - v.lane() < scale_count; b += 32) {
         if (b >= 32 && b < scale_count)
           byte = scales[b];
-        for (uint32_t left = here; left; left &= left - 1) {
-          const int64_t p = __shfl_sync(~0u, place, __ffs(left) - 1);
+        own.each([&](int64_t p) {
           if (b < scale_count)
-            at<uint8_t>(a.out_scale)[p * a.scale_stride_p + b * a.scale_stride_b] = byte;
-        }
+            own.scale(p, b) = byte;
+        });
       }
-      if (rows.weights && place >= 0)
-        at<float>(a.out_weight_P)[place] = weight;
+      if (rows.weights)
+        own.weight(weight);
     }
   }
 
@@ -203,8 +244,7 @@ template <class Row>
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_constant__ Dispatch a, Row wire) {
   Exchange x(a.rows.group);
   DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
-  const int receives = work.v.most_chunks() * work.v.world();
-  exchange(x, work, a.rows.chunks, receives);
+  exchange(x, work, a.rows.chunks, work.receives());
   if (x.live)
     work.pad();
   x.finish();
