@@ -14,6 +14,8 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int COUNTS_FLAG = MAX_CHUNKS - 1; // behind the tokens' flags
 constexpr int AHEAD = 4;
+constexpr int SENT_AHEAD = 2;   // rows of a token whose loads are in flight together
+constexpr int SUMMED_AHEAD = 8; // rows of a sum whose loads are in flight together
 constexpr int MAX_SCALE_WORDS = 512; // of a row
 constexpr int MOST_SHARED_BYTES = 160 << 10; // for the most choices and experts that AllToAll takes
 
@@ -345,26 +347,36 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
     const uint32_t here = __ballot_sync(~0u, place >= 0);
     if (here == 0)
       continue;
-    for (uint32_t left = here; left; left &= left - 1) {
-      const int k = __ffs(left) - 1;
-      const int64_t p = __shfl_sync(~0u, place, k);
-      const In *from = at<In>(a.y_ERH) + p * H;
-      Out *to = at<Out>(row_of_choice(v, w, t * K + k, H * int(sizeof(Out))));
-      for (int first = 0; first < H; first += AHEAD * step) {
-        Piece<In, 8> in[AHEAD];
+    for (uint32_t left = here; left;) {
+      const In *from[SENT_AHEAD];
+      Out *to[SENT_AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-          if (first + j * step + mine < H)
-            in[j].load(from + first + j * step + mine);
+      for (int n = 0; n < SENT_AHEAD; n++) {
+        const int k = __ffs(left) - 1; // -1: no more
+        const int64_t p = __shfl_sync(~0u, place, k & 31);
+        from[n] = k < 0 ? nullptr : at<In>(a.y_ERH) + p * H;
+        to[n] = at<Out>(row_of_choice(v, w, t * K + k, H * int(sizeof(Out))));
+        left &= left - 1;
+      }
+      for (int first = mine; first < H; first += AHEAD * step) {
+        Piece<In, 8> in[SENT_AHEAD][AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-          if (first + j * step + mine < H) {
-            float values[8];
-            in[j].floats(values);
-            Piece<Out, 8> out;
-            out.set(values);
-            out.store(to + first + j * step + mine);
-          }
+        for (int n = 0; n < SENT_AHEAD; n++)
+#pragma unroll
+          for (int j = 0; j < AHEAD; j++)
+            if (from[n] && first + j * step < H)
+              in[n][j].load(from[n] + first + j * step);
+#pragma unroll
+        for (int n = 0; n < SENT_AHEAD; n++)
+#pragma unroll
+          for (int j = 0; j < AHEAD; j++)
+            if (from[n] && first + j * step < H) {
+              float values[8];
+              in[n][j].floats(values);
+              Piece<Out, 8> out;
+              out.set(values);
+              out.store(to[n] + first + j * step);
+            }
       }
     }
     v.sync_crew();
@@ -373,34 +385,37 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
   }
 }
 
-// Weighted sums, in ascending choice. A block for each token.
+// Weighted sums, in ascending choice. A block for each token; of few tokens, for a part of its columns.
 template <class Out> __device__ void sum_rows(const View &v, const FewCombine &a) {
+  constexpr int COLUMNS = THREADS * 8; // that a block adds up at a time
   const int K = v.a.K, H = v.a.H, tokens = v.tokens();
-  for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
+  const int parts = max(1, min((H + COLUMNS - 1) / COLUMNS, int(gridDim.x) / max(tokens, 1)));
+  for (int i = blockIdx.x; i < tokens * parts; i += gridDim.x) {
+    const int t = i / parts;
     for (int k = threadIdx.x; k < K; k += THREADS)
       if (const int e = v.expert(t * K + k); e >= 0)
         v.x.await(e / v.a.local_experts, t);
     __syncthreads();
-    for (int first = threadIdx.x * 8; first < H; first += THREADS * 8) {
+    for (int first = i % parts * COLUMNS + threadIdx.x * 8; first < H; first += parts * COLUMNS) {
       float sum[8] = {};
-      for (int k0 = 0; k0 < K; k0 += AHEAD) {
-        Piece<Out, 8> in[AHEAD];
-        bool there[AHEAD];
+      for (int k0 = 0; k0 < K; k0 += SUMMED_AHEAD) {
+        Piece<Out, 8> in[SUMMED_AHEAD];
+        bool there[SUMMED_AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++) {
+        for (int j = 0; j < SUMMED_AHEAD; j++) {
           there[j] = k0 + j < K && v.expert(t * K + k0 + j) >= 0;
           if (there[j])
             in[j].load(at<Out>(row_of_choice(v, v.rank(), t * K + k0 + j, H * int(sizeof(Out)))) + first);
         }
 #pragma unroll
-        for (int j = 0; j < AHEAD; j++)
+        for (int j = 0; j < SUMMED_AHEAD; j++)
           if (there[j]) {
             const float weight = at<float>(a.weight_TK)[t * K + k0 + j];
             float values[8];
             in[j].floats(values);
 #pragma unroll
-            for (int i = 0; i < 8; i++)
-              sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, values[i]));
+            for (int n = 0; n < 8; n++)
+              sum[n] = __fadd_rn(sum[n], __fmul_rn(weight, values[n]));
           }
       }
       Piece<Out, 8> out;
