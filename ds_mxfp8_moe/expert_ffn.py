@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -45,7 +46,7 @@ from .experts import ROLES, ExpertFormula
 from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad_rows
 from .mx import MXTensor
 from .routing import Routes
-from .transport import Feed, Pending, Plan, Transport, Wire
+from .transport import Arrival, Feed, Pending, Plan, Transport, Wire
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,27 +180,45 @@ class _Layer:
         if self.recipe.quantize_gemm:
             self.ahead = [self._quantized_weights(parts, transposed=False) for parts in (self.ups, self.down) if parts]
 
-    def forward_gemm(self, x_PK: torch.Tensor, parts: list) -> torch.Tensor:
-        """Rows times the stacked weights: contracts over the weights' last axis."""
-        return self._gemm(x_PK, parts, transposed=False)
+    def dispatch(self, transport: Transport, x_TH: torch.Tensor, wire: Wire, parts: list, transposed: bool,
+                 **keys: Any) -> tuple:
+        """Transport.start_dispatch of rows that `forward_gemm` of these parts (`transposed`: `dgrad_gemm`) reads next;
+        of none: that something else reads."""
+        P, H, seconds = self.plan.num_rows, x_TH.shape[1], 0.0
+        if parts and wire.mxfp8 and self.recipe.quantize_gemm:
+            shapes = [kernels.first(part).shape for part in parts]
+            columns = shapes[0][-1] if transposed else sum(shape[-2] for shape in shapes)
+            seconds = kernels.gemm_beside_seconds(P, H, columns, wire.block_size, x_TH.device)
+        return transport.start_dispatch(self.plan, x_TH, wire, gemm_seconds=seconds, **keys)
 
-    def last_gemm(self, x_PK: torch.Tensor, parts: list, transport: Transport) -> tuple[torch.Tensor, Feed | None]:
-        """`forward_gemm`, and how it feeds the combine of what it computes, if it does."""
-        if not self.recipe.quantize_gemm:
-            return self.forward_gemm(x_PK, parts), None
+    def forward_gemm(self, x_PK: torch.Tensor, parts: list, arrival: Arrival | None = None) -> torch.Tensor:
+        """Rows times the stacked weights: contracts over the weights' last axis. `arrival`: of the rows."""
+        return self._gemm(x_PK, parts, False, arrival)
+
+    def last_gemm(self, x_PK: torch.Tensor, parts: list, transport: Transport,
+                  arrival: Arrival | None = None) -> tuple[torch.Tensor, Feed | None]:
+        """`forward_gemm`, and how it feeds the combine of what it computes, if it does: not with an arrival."""
+        if not self.recipe.quantize_gemm or arrival is not None:
+            return self.forward_gemm(x_PK, parts, arrival), None
         mx = self._operand(parts, transposed=False)
         feed = transport.feed(self.plan, mx.shape[1], self.dtype, _wire(self.recipe, self.recipe.combine_fwd),
                               *kernels.fed_gemm_cost(x_PK, mx.shape[1]))
         return grouped_mm(x_PK, mx, self.plan.group_ends_E, self.dtype, self._covered, feed=feed), feed
 
-    def dgrad_gemm(self, g_PN: torch.Tensor, parts: list) -> torch.Tensor:
+    def dgrad_gemm(self, g_PN: torch.Tensor, parts: list, arrival: Arrival | None = None) -> torch.Tensor:
         """Contracts over the axis before it."""
-        return self._gemm(g_PN, parts, transposed=True)
+        return self._gemm(g_PN, parts, True, arrival)
 
-    def _gemm(self, x_PK: torch.Tensor, parts: list, transposed: bool) -> torch.Tensor:
+    def _gemm(self, x_PK: torch.Tensor, parts: list, transposed: bool, arrival: Arrival | None = None) -> torch.Tensor:
         if not self.recipe.quantize_gemm:
             return grouped_mm_parts(x_PK, parts, self.plan.group_ends_E, transposed, self._covered)
-        return grouped_mm(x_PK, self._operand(parts, transposed), self.plan.group_ends_E, self.dtype, self._covered)
+        try:
+            return grouped_mm(x_PK, self._operand(parts, transposed), self.plan.group_ends_E, self.dtype,
+                              self._covered, arrival=arrival)
+        except BaseException:  # memory runs out: what the dispatch reads and writes must not be freed before it ends
+            if arrival is not None:
+                arrival.end()
+            raise
 
     @property
     def _covered(self) -> bool:
@@ -294,9 +313,10 @@ class _Function(torch.autograd.Function):
             layer.ahead.clear()
         layer.plan = plan
         with ffn.timed("dispatch"):
-            x_PH, weight_P = ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
+            x_PH, weight_P, arrival = layer.dispatch(ffn.transport, x_TH, _wire(recipe, recipe.dispatch_fwd),
+                                                     layer.ups, False, weight_TK=weight_TK)
         x_PH = layer.quantized(x_PH)
-        pre_PG, feed = layer.forward_gemm(x_PH, layer.ups), None
+        pre_PG, feed = layer.forward_gemm(x_PH, layer.ups, arrival), None
         if ffn.formula.kind == "linear":
             h_PF = pre_PG.new_empty(0)
             if layer.up_bias_EG is not None:
@@ -330,10 +350,13 @@ class _Function(torch.autograd.Function):
             # Whoever needs it or not: what one rank needs must not decide what all of them exchange.
             back = partial(ffn.transport.start_combine, plan, wire=_wire(recipe, recipe.dispatch_bwd), dtype=dtype,
                            phase="combine of the gradient")
+            # What reads the gradient's rows first; biases and a linear expert's weights read them otherwise.
+            first = layer.down if layer.down_bias_EH is None else []
             # Not held here: the rows of the gradient are gone as soon as they have been used.
             grads, (x_grad, weight_grad) = _backward_rows(
-                layer, ffn.transport, back, ffn.transport.dispatch(
-                    plan, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd), phase="dispatch of the gradient")[0],
+                layer, ffn.transport, back, *layer.dispatch(
+                    ffn.transport, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd), first, True,
+                    phase="dispatch of the gradient")[::2],
                 x_PH, pre_PG, h_PF, weight_P, weights, needs)
             flat = []
             for role, size in layout:
@@ -368,8 +391,8 @@ class _Kept:
         return *values, saved[0], saved[1:]
 
 
-def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pending], g_PH, x_PH, kept_PG, h_PF,
-                   weight_P, weights: dict, needs: dict) -> tuple[dict, tuple]:
+def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pending], g_PH, arrival, x_PH, kept_PG,
+                   h_PF, weight_P, weights: dict, needs: dict) -> tuple[dict, tuple]:
     """Everything behind the first exchange of backward: role -> stacked gradient, and what `back`, given the gradients
     of x_PH and weight_P, brings to the tokens."""
     grads = {}
@@ -401,7 +424,8 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g
     g_PH, g_wgrad, columns = layer.quantized_gradient(g_PH, needed("down"))
-    t_PF = layer.dgrad_gemm(g_PH, layer.down)
+    t_PF = layer.dgrad_gemm(g_PH, layer.down, arrival)
+    del arrival
     if needed("down"):
         grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)
     del g_PH, g_wgrad

@@ -13,7 +13,7 @@ import torch
 
 from . import kernels
 from .mx import TILE, MXTensor
-from .transport import Feed
+from .transport import Arrival, Feed
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,8 @@ def _native(a: torch.Tensor, b: torch.Tensor) -> kernels.Gemms | None:
 
 
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
-               covered: bool = False, aligned: bool = True, feed: Feed | None = None) -> torch.Tensor:
+               covered: bool = False, aligned: bool = True, feed: Feed | None = None,
+               arrival: Arrival | None = None) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
 
     Rows at and past ends_E[-1] come back as zeros.
@@ -56,15 +57,17 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
     Args:
         covered: the caller knows that there are no rows past the last group, which saves a pass.
         aligned: groups and P are multiples of 128 rows. False, for plain operands alone: of any size.
-        feed: a combine that runs beside takes the rows as they come; where kernels.fed_gemm_cost says so.
+        feed: a combine that runs beside takes the result's rows as they come; arrival: a dispatch that runs beside
+            brings a's. Where kernels.gemm_beside_seconds is not 0.
     """
     out_dtype = out_dtype or a_PK.dtype
     native = _native(a_PK, b_ENK)
     if native is not None and b_ENK.block_size == TILE and not b_ENK.tiled:  # which Hopper's kernel does not know
         native = None
+    beside = {name: value for name, value in (("feed", feed), ("arrival", arrival)) if value is not None}
     if native is not None:
-        return native.forward(a_PK, b_ENK, ends_E, out_dtype, **({} if feed is None else {"feed": feed}))
-    assert feed is None, "this GEMM counts nothing that a combine could wait for: see kernels.fed_gemm_cost"
+        return native.forward(a_PK, b_ENK, ends_E, out_dtype, **beside)
+    assert not beside, "this GEMM knows no exchange that runs beside: see kernels.gemm_beside_seconds"
     a, b = _operands(a_PK, b_ENK)
     if a.shape[0] == 0:
         return a.new_zeros((0, b.shape[1]), dtype=out_dtype)

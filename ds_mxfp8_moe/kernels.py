@@ -158,9 +158,13 @@ def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, mxfp8: bool) -
 def fed_gemm_cost(x_PK: torch.Tensor, N: int) -> tuple[float, int]:
     """About how many seconds a GEMM of rows into N columns takes on an H200, and in how many tiles, if its kernel can
     feed a combine that runs beside; 0 s: it cannot."""
-    P, K = x_PK.shape
-    feeds = isinstance(x_PK, MXTensor) and capability(x_PK.device) == (9, 0) and x_PK.block_size == TILE
-    return 2 * P * K * N / 1.1e15 if feeds else 0.0, P // 128 * -(-N // 256)
+    (P, K), block_size = x_PK.shape, x_PK.block_size if isinstance(x_PK, MXTensor) else 0
+    return gemm_beside_seconds(P, K, N, block_size, x_PK.device), P // 128 * -(-N // 256)
+
+
+def gemm_beside_seconds(P: int, K: int, N: int, block_size: int, device: torch.device) -> float:
+    """About how long a GEMM of P MXFP8 rows takes on an H200; 0: its kernel knows no exchanges that run beside."""
+    return 2 * P * K * N / 1.1e15 if capability(device) == (9, 0) and block_size == TILE else 0.0
 
 
 def _casts() -> ModuleType:

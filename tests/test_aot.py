@@ -21,7 +21,7 @@ from aot import Launch, launches_for
 from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport import Feed
+from ds_mxfp8_moe.transport import Arrival, Feed
 
 PACKAGE = "ds_mxfp8_moe.ops.triton_kernels"
 HOPPER, BLACKWELL = 90, 100
@@ -111,6 +111,9 @@ def hopper_gemms():
         tiles = torch.zeros(2, rows // 128, dtype=torch.int32)
         for feed in (None, Feed(24, 1, *tiles, None, None)):
             gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16, feed)
+        arrival = Arrival(24, rows // 256, *tiles, torch.zeros(1, dtype=torch.int32), lambda: None, lambda: None)
+        gemm.grouped_mm_mxfp8(mx(rows, H, block=128, block_major=True), mx(E, F, H, block=128, tiled=True), ends(),
+                              BF16, arrival=arrival)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
     g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)
     for dtype, into in ((BF16, None), (torch.float32, None), (None, torch.empty(E, F, H))):

@@ -2,6 +2,7 @@
 """The NVLink transport on ranks without GPUs, over the emulator of CUDA: the collective transport's bits, and what is
 said of peers that fail."""
 
+import math
 import mmap
 import os
 import time
@@ -243,16 +244,17 @@ class Fed(NVLink):
 @contextmanager
 def fake_gpu(memory: PeerMemory) -> Iterator[None]:
     """Streams and events of the emulator, whose kernels run one after the other."""
-    side = SimpleNamespace(wait_event=lambda event: None, cuda_stream=0)
+    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None, cuda_stream=0)
     event = SimpleNamespace(record=lambda stream=None: None)
-    with mock.patch.object(memory, "side", side), mock.patch.object(
-            nvlink_transport, "get_accelerator", lambda: SimpleNamespace(Event=lambda: event)):
+    accelerator = SimpleNamespace(Event=lambda: event, current_stream=lambda: stream)
+    with mock.patch.object(memory, "side", stream), mock.patch.object(nvlink_transport, "get_accelerator",
+                                                                      lambda: accelerator):
         yield
 
 
-def wanted_order(case: Case, parts: int) -> list:
-    """Tiles of this rank's 128 rows at a time: by the part, and in it the owner's turn, of the first token of theirs
-    that is sent; and by number."""
+def wanted_order(case: Case, parts: int, arriving: bool = False) -> list:
+    """Tiles of this rank's 128 rows at a time, by the part, and in it the owner's turn, of the first token of theirs
+    that is sent; or by the part of the last one that is brought (`arriving`); and by number."""
     world, rank, E = dist.get_world_size(), dist.get_rank(), case.local_experts
     routed = [expert_TK for expert_TK, _, _ in case.inputs(world)]
     chunk_W = [_chunk(len(ids)) for ids in routed]
@@ -264,11 +266,12 @@ def wanted_order(case: Case, parts: int) -> list:
         """A rank's chunks are sent from as many stretches of them as there are ranks in turn, then the rest."""
         stretch, chunk = chunks_W[w] // world, token // chunk_W[w]
         turned = chunk % stretch * world + chunk // stretch if chunk < stretch * world else chunk
-        return turned // run, (w - rank - 1) % world
+        return turned // run, 0 if arriving else (w - rank - 1) % world
 
     for expert in range(rank * E, rank * E + E):
         rows = [key(w, token) for w, ids in enumerate(routed) for token, _ in (ids == expert).nonzero().tolist()]
-        keys += [min(rows[first:first + ROW_ALIGNMENT]) for first in range(0, len(rows), ROW_ALIGNMENT)]
+        tiles = [rows[first:first + ROW_ALIGNMENT] for first in range(0, len(rows), ROW_ALIGNMENT)]
+        keys += map(max if arriving else min, tiles)
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
@@ -365,6 +368,49 @@ def test_without_places_there_is_an_order_and_the_error_of_the_plan(ranks2):
     ({"tokens": (900, 800), "routing": "one after the other", "top_k": 1}, 4)], ids=str)
 def test_a_combine_that_a_gemm_feeds(ranks2, change, parts):
     ranks2.run(fed, Case(**change), parts)
+
+
+# ---------------------------------------------------------------- beside the GEMM that begins with its rows
+
+
+class Ahead(NVLink):
+    """Dispatches beside the GEMM of their rows however little it gains."""
+
+    def sms_ahead(self, *args):
+        return 2, 0.4
+
+
+def brought(case: Case, parts: int) -> None:
+    """All rows are there, and counted, when the dispatch has ended."""
+    exchange = Ahead(memory_of_all_cases(), NAME)
+    memory, want = exchange.memory, expected(case, exchange.memory.group)
+    memory.begin_case()
+    expert_TK, x_TH, weight_TK = want["inputs"]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    with fake_gpu(memory), mock.patch.multiple(nvlink_transport, MOST_PARTS=parts, LEAST_TILES=0.001):
+        x_PH, weight_P, arrival = exchange.start_dispatch(plan, x_TH, case.wire, weight_TK, gemm_seconds=1.0)
+        if tiles := plan.num_rows // ROW_ALIGNMENT:
+            arrival.begin(), arrival.end()
+    memory.check()
+    same("x", want["x"], x_PH)
+    same("weight", want["weight"], weight_P)
+    if tiles == 0:
+        assert arrival is None
+    else:
+        assert arrival.arrived.tolist() == [ROW_ALIGNMENT] * tiles
+        assert arrival.order.tolist() == wanted_order(case, parts, arriving=True)
+        assert (arrival.sms, arrival.first) == (2, min(tiles, math.ceil(0.4 * tiles / 16) * 16))
+        assert arrival.failed.item() == 0
+    memory.end_case()
+
+
+@pytest.mark.parametrize("change, parts", [
+    ({}, 1), ({"tokens": (700, 300), "top_k": 1}, 4), ({"tokens": (90, 600), "routing": "skewed"}, 3),
+    ({"tokens": (500, 500), "routing": "dropped", "top_k": 3}, 2),
+    ({"tokens": (0, 400), "routing": "one expert", "hidden": 160, "dtype": torch.float16}, 2),
+    ({"tokens": (900, 2800), "routing": "one after the other", "top_k": 1, "dtype": torch.float32}, 4)], ids=str)
+def test_a_dispatch_whose_rows_a_gemm_awaits(ranks2, change, parts):
+    ranks2.run(brought, Case(**{"wire": MX128} | change), parts)
 
 
 # ---------------------------------------------------------------- peers that fail

@@ -16,6 +16,7 @@ Letters in tensor names: T tokens of this rank, K choices of a token, H hidden s
 S rows this rank sends, R rows it receives, P expert-sorted rows with their padding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,29 @@ class Feed:
     ready: Any
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """How a grouped GEMM begins with the rows of a dispatch that is still under way.
+
+    Attributes:
+        sms: multiprocessors that the dispatch takes.
+        first: so many of `order` are computed beside it, the others behind it.
+        order: int32 [P / 128], on the device: which 128 rows to compute first.
+        arrived: int32 [P / 128]: of these 128 rows so many are there, padding included; 128 if none is missing.
+        failed: int32 [1]: not 0 if rows that are missing will not come.
+        begin: the current stream waits until the dispatch has its multiprocessors.
+        end: the current stream waits until it has ended.
+    """
+
+    sms: int
+    first: int
+    order: torch.Tensor
+    arrived: torch.Tensor
+    failed: torch.Tensor
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+
 class Transport:
     """What transports have in common that run nothing beside a GEMM."""
 
@@ -123,6 +147,13 @@ class Transport:
         """How a GEMM of so many seconds and tiles, or of 0 if it cannot, best computes the rows of a combine that
         begins with it; None: the combine comes after it."""
         return None
+
+    def start_dispatch(self, plan: Any, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+                       phase: str = "dispatch", gemm_seconds: float = 0) -> tuple:
+        """`dispatch`, of whose rows a GEMM of so many seconds, or of 0 if it cannot, begins with those that are there,
+        and the Arrival for it; None: they are all there. With an Arrival, the GEMM is the next thing on the current
+        stream that reads or frees what the dispatch writes, and comes before the group's next exchange."""
+        return *self.dispatch(plan, x_TH, wire, weight_TK, phase), None
 
     def start_combine(self, *args, sms: int = 0, feed: Feed | None = None, **kwargs) -> Pending:
         """`combine` on `sms` multiprocessors, beside what the caller launches next; 0: not beside anything. With

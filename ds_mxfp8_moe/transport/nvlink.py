@@ -20,7 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
-from . import ROW_ALIGNMENT, Feed, Pending, Transport, Wire
+from . import ROW_ALIGNMENT, Arrival, Feed, Pending, Transport, Wire
 from . import overlap as model
 from .peer_memory import KINDS, PeerMemory
 
@@ -28,7 +28,8 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, D
 CHUNKS = 512  # at most, of a rank's tokens
 LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes, of the parts of a half
-MOST_PARTS, LEAST_TILES = 8, 8  # of a feed: parts, and row tiles of an owner and expert in each
+MOST_PARTS, LEAST_TILES = 8, 8  # of a GEMM's order: parts, and row tiles of an owner and expert in each
+STRIP = 16  # row tiles that a GEMM computes side by side
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,6 +125,7 @@ class NVLink(Transport):
         feeds: a GEMM may feed the combine of its rows. Off: between 2 H200s the best share gained at most 6 % of a
             forward, the model's 2 % (examples/benchmarks/overlap.py); between more it is not measured yet. Not
             for ranks that share a GPU's time at once (MPS), where spinning combines may leave no GEMM any room.
+        ahead: a GEMM may begin with the first rows of a dispatch.
     """
 
     memory: PeerMemory
@@ -132,6 +134,7 @@ class NVLink(Transport):
     capacity_factor: float | None = None
     overlap: bool = True
     feeds: bool = False
+    ahead: bool = True
 
     @property
     def world_size(self) -> int:
@@ -230,6 +233,10 @@ class NVLink(Transport):
     def dispatch(self, plan: NVLinkPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         """As Collective.dispatch; MXFP8 scales of blocks of 128 are a view of K-block-major memory."""
+        return self.start_dispatch(plan, x_TH, wire, weight_TK, phase)[:2]
+
+    def start_dispatch(self, plan: NVLinkPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+                       phase: str = "dispatch", gemm_seconds: float = 0) -> tuple:
         x_TH = _dense(x_TH)
         (_, H), P, block, device = x_TH.shape, plan.num_rows, wire.block_size, x_TH.device
         rows = self._rows(plan, "dispatch", H, x_TH.dtype, wire, weight_TK is not None, phase)
@@ -245,12 +252,55 @@ class NVLink(Transport):
             weight_TK = weight_TK.float().contiguous()
             weight_P = torch.empty(P, dtype=torch.float32, device=device)
             wanted |= {"weight_TK": weight_TK.data_ptr(), "out_weight_P": weight_P.data_ptr()}
-        ext = self.memory.extension
-        ext.dispatch(ext.Dispatch(rows=rows, x_TH=x_TH.data_ptr(), dtype=DTYPES[x_TH.dtype], out_PH=out_PH.data_ptr(),
-                                  group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
-                                  local_experts=plan.group_ends_E.shape[0], **wanted),
-                     self._alone, self.memory.stream())
-        return MXTensor(out_PH, scale, block, x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
+        memory, ext = self.memory, self.memory.extension
+        args = ext.Dispatch(rows=rows, x_TH=x_TH.data_ptr(), dtype=DTYPES[x_TH.dtype], out_PH=out_PH.data_ptr(),
+                            group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
+                            local_experts=plan.group_ends_E.shape[0], **wanted)
+        arrival = self._arrival(plan, args, x_TH, wire, gemm_seconds, weight_TK)
+        if arrival is None:
+            ext.dispatch(args, self._alone, memory.stream())
+        return MXTensor(out_PH, scale, block, x_TH.dtype) if wire.mxfp8 else out_PH, weight_P, arrival
+
+    def sms_ahead(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire,
+                  gemm_seconds: float) -> tuple[int, float]:
+        """Multiprocessors that a dispatch takes best beside the GEMM of its rows, and how much of that is computed
+        meanwhile; 0: none, it runs before."""
+        if not self.ahead or self.memory.side is None or not wire.mxfp8 or wire.block_size != ROW_ALIGNMENT:
+            return 0, 0.0
+        W = self.world_size
+        off_rank = hidden_size * plan.received * (W - 1) // W
+        moved = hidden_size * (dtype.itemsize * plan.num_tokens + plan.num_rows) + 2 * off_rank
+        return model.share_ahead(self.memory.multiprocessors, off_rank, moved, gemm_seconds, self.sms)
+
+    def _arrival(self, plan: NVLinkPlan, args: Any, x_TH: torch.Tensor, wire: Wire, gemm_seconds: float,
+                 *read: torch.Tensor | None) -> Arrival | None:
+        """Launches a dispatch beside the GEMM that begins with its rows; None: it is not launched. args: its own, with
+        which it also reads `read`."""
+        memory, ext, tiles = self.memory, self.memory.extension, plan.num_rows // ROW_ALIGNMENT
+        sms, share = self.sms_ahead(plan, x_TH.shape[1], x_TH.dtype, wire, gemm_seconds)
+        if not sms or not tiles:
+            return None
+        group = memory.group_for(signature("dispatch"))
+        # At multiples of 16 bytes whatever the batch: Triton compiles anew for other pointers.
+        tables = torch.zeros(3 * -(-tiles // 4) * 4 + 4, dtype=torch.int32, device=memory.device)
+        urgency, order, arrived = tables[:-4].view(3, -1)[:, :tiles].unbind(0)
+        begun = tables[-4:].data_ptr()
+        memory.side.wait_stream(get_accelerator().current_stream())
+        ext.dispatch(ext.Dispatch(args, arrived=arrived.data_ptr(), begun=begun), sms, memory.side.cuda_stream)
+        done = get_accelerator().Event()
+        done.record(memory.side)
+        ext.order(ext.Order(rows=ext.Rows(plan.rows, group=group), urgency=urgency.data_ptr(), order=order.data_ptr(),
+                            tiles=tiles, parts=self._runs(plan), arriving=1),
+                  memory.multiprocessors - sms, memory.stream())
+
+        def begin() -> None:
+            ext.begun(ext.Begun(group=group, begun=begun, blocks=sms), memory.stream())
+
+        def end(kept: tuple = (x_TH, plan, tables, *read)) -> None:
+            get_accelerator().current_stream().wait_event(done)
+
+        first = min(tiles, math.ceil(share * tiles / STRIP) * STRIP)
+        return Arrival(sms, first, order, arrived, memory.state[-1:], begin, end)
 
     def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
@@ -267,13 +317,17 @@ class NVLink(Transport):
         return model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8,
                            plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms, steps)
 
+    def _runs(self, plan: NVLinkPlan) -> int:
+        """Runs of chunks, in whose order a GEMM computes rows."""
+        tiles, experts = plan.num_rows // ROW_ALIGNMENT, plan.group_ends_E.shape[0]
+        return max(1, min(MOST_PARTS, tiles // (LEAST_TILES * self.world_size * experts)))
+
     def feed(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
              gemm_tiles: int) -> Feed | None:
         if gemm_seconds <= 0 or not self.feeds:
             return None
-        memory, ext, W, E = self.memory, self.memory.extension, self.world_size, plan.group_ends_E.shape[0]
-        tiles = plan.num_rows // ROW_ALIGNMENT
-        parts = max(1, min(MOST_PARTS, tiles // (LEAST_TILES * W * E)))
+        memory, ext, W = self.memory, self.memory.extension, self.world_size
+        tiles, parts = plan.num_rows // ROW_ALIGNMENT, self._runs(plan)
         sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, steps=parts * W)
         if not sms:
             return None

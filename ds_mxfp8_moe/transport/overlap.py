@@ -7,6 +7,8 @@
                 off-rank bytes / LINK
                 bytes read and written * sums / (multiprocessors * MOVED_BESIDE), or / MOVED_ALONE
                 the GEMM's time alone * its rounds on the multiprocessors left to it / its rounds on all
+    ahead       a dispatch, as beside; the GEMM of its rows computes meanwhile what the multiprocessors left to it can,
+                then the rest on all, and HANDOVER
     fed         as beside; and of the shorter of both what one of the steps takes that one hands to the other in
 
 sums: 1 where each row that travels is one row of y, which is copied, growing to SUMS where it is the sum of many. A
@@ -22,6 +24,8 @@ MOVED_BESIDE = 72e9  # bytes/s of one multiprocessor while a GEMM uses the same 
 QUANTISED_BESIDE = 38e9  # the same where it quantises what it sends
 SUMS = 3.3
 ALONE = 128
+AHEAD_BESIDE = 60e9  # bytes/s of one multiprocessor that a dispatch moves beside the GEMM of its rows
+HANDOVER = 20e-6  # seconds: the GEMM's second launch, and what is uneven before it
 GAIN = 1.05  # at least, for running beside: the model knows no better
 SHARES = range(8, 68, 2)
 
@@ -57,3 +61,25 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
             best, least = sms, together
     one_by_one = max(link_bytes / LINK, moved_bytes / MOVED_ALONE) + gemm_seconds
     return best if best and GAIN * least < one_by_one else 0
+
+
+def share_ahead(total: int, link_bytes: int, moved_bytes: int, gemm_seconds: float,
+                most: int | None = None) -> tuple[int, float]:
+    """Multiprocessors for a dispatch beside the GEMM of its rows, and how much of the GEMM is computed meanwhile.
+
+    Returns:
+        0, 0 where one by one is about as fast, or the GEMM's time is 0.
+    """
+    if gemm_seconds <= 0:
+        return 0, 0.0
+    best, least = (0, 0.0), math.inf
+    for sms in SHARES:
+        if sms > min(most or total, total // 2):
+            break
+        exchange = max(link_bytes / LINK, moved_bytes / min(sms * AHEAD_BESIDE, MOVED_ALONE))
+        meanwhile = min(exchange * (total - sms) / total / gemm_seconds, 1.0)
+        together = exchange + (1 - meanwhile) * gemm_seconds + HANDOVER
+        if together < least:
+            best, least = (sms, meanwhile), together
+    one_by_one = max(link_bytes / LINK, moved_bytes / MOVED_ALONE) + gemm_seconds
+    return best if GAIN * least < one_by_one else (0, 0.0)

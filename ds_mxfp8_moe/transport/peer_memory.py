@@ -21,7 +21,7 @@ from .deadline import PeerFailure, answers_of_all, peer_failure, ranks_of, set_d
 FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
 SLACK = 1.25  # with which a half grows, since routing varies
 CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
-OWN_GEMM = 1  # kernels.h: detail of a timeout
+OWN_GEMM, OWN_PLACE = 1, 2  # kernels.h: details of a timeout
 KINDS = ("", "counts", "places", "dispatch", "combine", "few_dispatch", "few_combine")  # kernels.h, Kind
 HISTORY = 64  # exchanges whose names are remembered
 
@@ -233,6 +233,9 @@ class PeerMemory:
         if detail == OWN_GEMM:
             raise PeerFailure(f"{me} waited in vain for its own GEMM, whose rows it sends, in {what}: other work on "
                               f"its GPU leaves it no room. {deadline}")
+        if detail == OWN_PLACE:
+            raise PeerFailure(f"{me} waited in vain for room on its own GPU in {what}: other work leaves it none. "
+                              f"{deadline}")
         raise PeerFailure(f"{me} waited in vain for {other} in {what}: it hangs elsewhere, is late, or has died. "
                           f"{deadline}", (ranks[peer], ))
 

@@ -125,8 +125,8 @@ class _Pipeline(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transport, layer: _Layer, x_TD, w_EHD):
         plan, recipe = layer.plan, layer.recipe
-        x_PD, _ = transport.dispatch(plan, x_TD, _wire(recipe, recipe.dispatch_fwd))
-        y_PH, feed = layer.last_gemm(layer.quantized(x_PD), [w_EHD], transport)
+        x_PD, _, arrival = layer.dispatch(transport, x_TD, _wire(recipe, recipe.dispatch_fwd), [w_EHD], False)
+        y_PH, feed = layer.last_gemm(layer.quantized(x_PD), [w_EHD], transport, arrival)
         y_TH, _ = transport.start_combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), BF16, feed=feed).result()
         ctx.call, ctx.kept = (transport, layer, w_EHD), x_PD
         return y_TH
@@ -135,9 +135,9 @@ class _Pipeline(torch.autograd.Function):
     def backward(ctx, g_TH):
         (transport, layer, w_EHD), x_PD = ctx.call, ctx.kept
         plan, recipe = layer.plan, layer.recipe
-        g_PH, _ = transport.dispatch(plan, g_TH, _wire(recipe, recipe.combine_bwd))
+        g_PH, _, arrival = layer.dispatch(transport, g_TH, _wire(recipe, recipe.combine_bwd), [w_EHD], True)
         g_rows, g_wgrad, columns = layer.quantized_gradient(g_PH, wgrad=True)
-        dx_PD = layer.dgrad_gemm(g_rows, [w_EHD])
+        dx_PD = layer.dgrad_gemm(g_rows, [w_EHD], arrival)
         wire = _wire(recipe, recipe.dispatch_bwd)
         beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire,
                                       *kernels.wgrad_cost(g_wgrad, x_PD, len(w_EHD), layer.wgrad_quantized))

@@ -465,7 +465,11 @@ def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
 
 
 class Beside(NVLink):
-    """Has the last GEMM feed its combine, and the gradient's way back beside a GEMM, however little it gains."""
+    """Has the first GEMM begin while its rows come, the last one feed its combine, the gradient's way back beside a
+    GEMM, however little it gains."""
+
+    def sms_ahead(self, *args):
+        return (16, 0.5) if args[-1] > 0 and args[-2].mxfp8 and args[-2].block_size == 128 else (0, 0.0)
 
     def sms_beside(self, *args, **keys):
         return 24
@@ -600,6 +604,42 @@ def check_fed(case: Case, repetitions: int) -> None:
                                     {"tokens": (5000, 0, 3000, 100, 0, 70, 9, 4000)}], ids=str)
 def test_a_combine_that_a_gemm_feeds(pool, change):
     pool.run(check_fed, Case(**{"tokens": (6000, ) * 8, "hidden": 512, "top_k": 3} | change), 6, seconds=SECONDS)
+
+
+def check_ahead(case: Case, repetitions: int) -> None:
+    """A GEMM that begins while a dispatch brings its rows: the bits of one that comes after it. What is there before
+    is poison."""
+    mine = new_memory(torch.distributed.new_group())  # that of all cases cannot grow once a graph was captured
+    exchange, after = Beside(mine, "block.3.moe"), NVLink(mine, "block.3.moe")
+    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
+    w_ENK = torch.randn(case.local_experts, 1056, case.hidden, device="cuda", dtype=BF16)
+    w = kernels.quantize_weights([w_ENK], 128, "rceil")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for repetition in range(repetitions):
+        plan = exchange.plan(expert_TK, case.local_experts)
+        x_PH, weight_P = after.dispatch(plan, x_TH, MX128, weight_TK)
+        want = grouped_mm(x_PH, w, plan.group_ends_E, BF16)
+        rows = torch.full_like(x_PH.qdata.view(torch.uint8), 0x7F)  # NaN, where the next rows may come to lie
+        del rows
+        if repetition % 3 == 0:  # others' rows come late
+            torch.cuda._sleep(int(1e6) * dist.get_rank())
+        got_PH, got_P, arrival = exchange.start_dispatch(plan, x_TH, MX128, weight_TK, gemm_seconds=1.0)
+        assert (arrival is None) == (plan.num_rows == 0)
+        if arrival is not None:
+            arrival = dataclasses.replace(arrival, first=min(arrival.order.shape[0], 16 * repetition))
+        y_PH = grouped_mm(got_PH, w, plan.group_ends_E, BF16, arrival=arrival)
+        for a, b in ((want, y_PH), (x_PH, got_PH), (weight_P, got_P)):
+            wrong += (device_bits(a) != device_bits(b)).sum()
+    assert wrong.item() == 0
+    mine.check()
+    torch.cuda.synchronize(), dist.barrier()  # before the staging goes
+
+
+@pytest.mark.parametrize("change", [{}, {"top_k": 1}, {"routing": "skewed"}, {"routing": "nowhere"},
+                                    {"routing": "one expert"},
+                                    {"tokens": (5000, 0, 3000, 100, 0, 70, 9, 4000)}], ids=str)
+def test_a_gemm_that_begins_while_its_rows_come(pool, change):
+    pool.run(check_ahead, Case(**{"tokens": (6000, ) * 8, "hidden": 512, "top_k": 3} | change), 7, seconds=SECONDS)
 
 
 def chosen() -> tuple:

@@ -137,13 +137,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(Dispatch, rows), FIELD(Dispatch, x_TH), FIELD(Dispatch, weight_TK), FIELD(Dispatch, out_PH),
          FIELD(Dispatch, out_scale), FIELD(Dispatch, out_weight_P), FIELD(Dispatch, group_ends_E),
          FIELD(Dispatch, group_sizes_E), FIELD(Dispatch, scale_stride_p), FIELD(Dispatch, scale_stride_b),
-         FIELD(Dispatch, dtype), FIELD(Dispatch, local_experts)});
+         FIELD(Dispatch, arrived), FIELD(Dispatch, begun), FIELD(Dispatch, dtype), FIELD(Dispatch, local_experts)});
+  expose<Begun>(m, "Begun", {FIELD(Begun, group), FIELD(Begun, begun), FIELD(Begun, blocks)});
   expose<Combine>(m, "Combine",
         {FIELD(Combine, rows), FIELD(Combine, y_PH), FIELD(Combine, weight_P), FIELD(Combine, out_TH),
          FIELD(Combine, out_weight_TK), FIELD(Combine, done), FIELD(Combine, parts), FIELD(Combine, dtype),
          FIELD(Combine, out_dtype)});
   expose<Order>(m, "Order",
-        {FIELD(Order, rows), FIELD(Order, urgency), FIELD(Order, order), FIELD(Order, tiles), FIELD(Order, parts)});
+        {FIELD(Order, rows), FIELD(Order, urgency), FIELD(Order, order), FIELD(Order, tiles), FIELD(Order, parts),
+         FIELD(Order, arriving)});
   expose<Few>(m, "Few",
         {FIELD(Few, group), FIELD(Few, index_TK), FIELD(Few, bound), FIELD(Few, routes), FIELD(Few, data_at),
          FIELD(Few, scale_at), FIELD(Few, route_at), FIELD(Few, count_at), FIELD(Few, T), FIELD(Few, K),
@@ -163,6 +165,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("totals", [](const Totals &a, Address stream) { check(launch(a, stream), "totals"); });
   m.def("places", [](const Places &a, int sms, Address stream) { check(launch(a, sms, stream), "places"); });
   m.def("dispatch", [](const Dispatch &a, int sms, Address stream) { check(launch(a, sms, stream), "dispatch"); });
+  m.def("begun", [](const Begun &a, Address stream) { check(launch(a, stream), "begun"); });
   m.def("combine", [](const Combine &a, int sms, Address stream) { check(launch(a, sms, stream), "combine"); });
   m.def("order", [](const Order &a, int sms, Address stream) { check(launch(a, sms, stream), "order"); });
   m.def("few_dispatch", [](const FewDispatch &a, int sms, Address s) { check(launch(a, sms, s), "few_dispatch"); });

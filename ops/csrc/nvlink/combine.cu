@@ -97,7 +97,7 @@ template <class In, class Wire> struct CombineWork {
   __device__ bool await_rows(int2 range) const {
     const uint32_t blocks = 2 * ((a.rows.H + 127) / 128);
     bool there = true;
-    v.each_tile(range, [&](int tile) { there &= v.x.await_count(at<uint32_t>(a.done) + tile, blocks); });
+    v.each_tile(range, [&](int tile, int) { there &= v.x.await_count(at<uint32_t>(a.done) + tile, blocks); });
     return !any_of_team(!there);
   }
 

@@ -32,6 +32,7 @@ struct Places {
 
 // What a warp makes of a token, to `row` of other ranks and to `own` places here: as it is.
 struct Plain {
+  static constexpr bool COUNTED = false;
   int bytes; // of a row
 
   __device__ __forceinline__ int row_bytes() const { return bytes; }
@@ -61,8 +62,9 @@ struct Plain {
   }
 };
 
-// The same: quantised to MXFP8.
-template <class T, int BLOCK> struct Quantised {
+// The same: quantised to MXFP8. COUNTS: Dispatch::arrived is there.
+template <class T, int BLOCK, bool COUNTS = false> struct Quantised {
+  static constexpr bool COUNTED = COUNTS;
   int H;
   bool floor;
 
@@ -158,8 +160,19 @@ template <class Row> struct DispatchWork {
   }
 
   __device__ void announce(int i) {
+    const int c = v.turned(v.rank(), i);
     if (threadIdx.x < v.world())
-      v.x.announce(threadIdx.x, v.turned(v.rank(), i));
+      v.x.announce(threadIdx.x, c);
+    if constexpr (Row::COUNTED)
+      count(v.arriving(v.rank(), c));
+  }
+
+  // All threads, after a barrier behind the stores: rows of `range` are in their places.
+  __device__ void count(int2 range) const {
+    v.each_tile(range, [&](int tile, int rows) {
+      __threadfence();
+      atomicAdd(at<uint32_t>(a.arrived) + tile, uint32_t(rows));
+    });
   }
 
   // Item i: a chunk of another rank's tokens.
@@ -214,6 +227,10 @@ template <class Row> struct DispatchWork {
       if (rows.weights)
         own.weight(weight);
     }
+    if constexpr (Row::COUNTED) {
+      sync_team();
+      count(range);
+    }
   }
 
   // Zeros in the rows that fill up a group; weights of 0 also behind the last group.
@@ -233,6 +250,13 @@ template <class Row> struct DispatchWork {
         at<uint8_t>(a.out_scale)[p * a.scale_stride_p + b * a.scale_stride_b] = 0;
       if (rows.weights && v.lane() == 0)
         at<float>(a.out_weight_P)[p] = 0;
+      if constexpr (Row::COUNTED) {
+        __syncwarp();
+        if (v.lane() == 0) {
+          __threadfence();
+          atomicAdd(at<uint32_t>(a.arrived) + p / ROW_ALIGNMENT, 1u);
+        }
+      }
     }
     if (rows.weights)
       for (int64_t p = ends[a.local_experts - 1] + warp * 32 + v.lane(); p < rows.P; p += warps * 32)
@@ -242,26 +266,41 @@ template <class Row> struct DispatchWork {
 
 template <class Row>
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_constant__ Dispatch a, Row wire) {
+  if (Row::COUNTED && threadIdx.x == 0 && threadIdx.y == 0)
+    atomicAdd(at<uint32_t>(a.begun), 1u);
   Exchange x(a.rows.group);
   DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
+  if (Row::COUNTED && x.live) // somebody waits for it
+    work.pad();
   exchange(x, work, a.rows.chunks, work.receives());
-  if (x.live)
+  if (!Row::COUNTED && x.live)
     work.pad();
   x.finish();
 }
 
-template <class Action> int with_wire(const Dispatch &a, Action action) {
-  const bool floor = a.rows.floor;
+__global__ void begun(const __grid_constant__ Begun a) {
+  if (threadIdx.x != 0)
+    return;
+  const auto *failed = static_cast<volatile uint32_t *>(&at<State>(a.group.state)->failed);
+  const uint64_t start = nanoseconds();
+  while (load_acquire(at<uint32_t>(a.begun)) < uint32_t(a.blocks) && !*failed)
+    if (nanoseconds() - start > a.group.timeout_ns)
+      record(a.group, at<State>(a.group.state)->epoch, TIMEOUT, a.group.rank, OWN_PLACE);
+}
+
+template <class T, class Action> int with_block(const Dispatch &a, Action action) {
   const int H = a.rows.H;
-  switch (a.rows.block * 4 + a.dtype) {
-  case 32 * 4 + BF16: return action(Quantised<__nv_bfloat16, 32>{H, floor});
-  case 32 * 4 + FP16: return action(Quantised<__half, 32>{H, floor});
-  case 32 * 4 + FP32: return action(Quantised<float, 32>{H, floor});
-  case 128 * 4 + BF16: return action(Quantised<__nv_bfloat16, 128>{H, floor});
-  case 128 * 4 + FP16: return action(Quantised<__half, 128>{H, floor});
-  case 128 * 4 + FP32: return action(Quantised<float, 128>{H, floor});
-  default: return action(Plain{H * (a.dtype == FP32 ? 4 : 2)});
-  }
+  const bool floor = a.rows.floor;
+  return a.rows.block == 32 ? action(Quantised<T, 32>{H, floor})
+         : a.arrived        ? action(Quantised<T, 128, true>{H, floor})
+                            : action(Quantised<T, 128>{H, floor});
+}
+
+template <class Action> int with_wire(const Dispatch &a, Action action) {
+  return a.rows.block == 0   ? action(Plain{a.rows.H * (a.dtype == FP32 ? 4 : 2)})
+         : a.dtype == BF16   ? with_block<__nv_bfloat16>(a, action)
+         : a.dtype == FP16   ? with_block<__half>(a, action)
+                             : with_block<float>(a, action);
 }
 
 } // namespace
@@ -273,19 +312,28 @@ int launch(const Dispatch &a, int sms, Address stream) {
   });
 }
 
+int launch(const Begun &a, Address stream) {
+  begun<<<1, 32, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a);
+  return int(cudaGetLastError());
+}
+
 int load_dispatch() {
+  cudaFuncAttributes unused;
+  if (const int error = cudaFuncGetAttributes(&unused, begun))
+    return error;
   for (int block : {0, 32, 128})
-    for (int dtype : {BF16, FP16, FP32}) {
-      Dispatch a;
-      a.rows.block = block;
-      a.dtype = dtype;
-      const int error = with_wire(a, [](auto wire) {
-        cudaFuncAttributes unused;
-        return int(cudaFuncGetAttributes(&unused, dispatch<decltype(wire)>));
-      });
-      if (error)
-        return error;
-    }
+    for (int dtype : {BF16, FP16, FP32})
+      for (Address arrived : {0, 1}) {
+        Dispatch a;
+        a.rows.block = block;
+        a.dtype = dtype;
+        a.arrived = arrived;
+        const int error = with_wire(a, [&](auto wire) {
+          return int(cudaFuncGetAttributes(&unused, dispatch<decltype(wire)>));
+        });
+        if (error)
+          return error;
+      }
   return 0;
 }
 

@@ -29,6 +29,20 @@ constexpr int MAX_TEAMS = 4; // of a block
 __device__ __forceinline__ int team() { return blockIdx.x * blockDim.y + threadIdx.y; }
 __device__ __forceinline__ int teams() { return gridDim.x * blockDim.y; }
 
+// Any thread: the first failure is the one that is told.
+__device__ inline void record(const Group &g, uint32_t epoch, Code code, int peer, uint32_t detail) {
+  if (atomicExch(&at<State>(g.state)->failed, 1u) != 0)
+    return;
+  volatile Failure *told = at<Failure>(g.failure);
+  told->rank = g.rank;
+  told->peer = peer;
+  told->phase = g.signature & 255;
+  told->epoch = epoch;
+  told->detail = detail;
+  __threadfence_system();
+  told->code = code;
+}
+
 class Exchange {
 public:
   // Called by all threads. Afterwards it may send, if `live`.
@@ -93,19 +107,7 @@ public:
       store_release(at<uint32_t>(g.peer[threadIdx.x], Staging::ACKS) + g.rank, epoch);
   }
 
-  // Any thread: the first failure is the one that is told.
-  __device__ void fail(Code code, int peer, uint32_t detail = 0) const {
-    if (atomicExch(&at<State>(g.state)->failed, 1u) != 0)
-      return;
-    volatile Failure *told = at<Failure>(g.failure);
-    told->rank = g.rank;
-    told->peer = peer;
-    told->phase = g.signature & 255;
-    told->epoch = epoch;
-    told->detail = detail;
-    __threadfence_system();
-    told->code = code;
-  }
+  __device__ void fail(Code code, int peer, uint32_t detail = 0) const { record(g, epoch, code, peer, detail); }
 
   const Group &g;
   uint32_t epoch;

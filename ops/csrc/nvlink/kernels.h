@@ -28,7 +28,8 @@ enum Kind : uint32_t { COUNTS = 1, PLACES = 2, DISPATCH = 3, COMBINE = 4, FEW_DI
 enum Code : uint32_t { TIMEOUT = 1, MISMATCH = 2, OVERFLOW = 3 };
 enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2 };
 
-constexpr uint32_t OWN_GEMM = 1; // detail of a TIMEOUT: not the peer's, but of the GEMM beside the exchange
+// Details of a TIMEOUT: not the peer's, but of the GEMM beside the exchange; of the exchange's own multiprocessors.
+constexpr uint32_t OWN_GEMM = 1, OWN_PLACE = 2;
 
 // In host memory that the device writes: why the exchange failed. `code` is written last.
 struct Failure {
@@ -109,7 +110,17 @@ struct Dispatch {
   Address out_PH = 0, out_scale = 0, out_weight_P = 0;
   Address group_ends_E = 0, group_sizes_E = 0;
   int64_t scale_stride_p = 0, scale_stride_b = 0;
+  // For a GEMM that begins meanwhile: here it finds how many rows of each 128 are in their places, padding included.
+  Address arrived = 0;            // uint32 [P / 128], zeros; address 0: nobody asks
+  Address begun = 0;              // uint32, zero: how many blocks of the dispatch have begun
   int dtype = 0, local_experts = 0;
+};
+
+// Waits until a dispatch's blocks have begun: a GEMM that waits for its rows must not take their place.
+struct Begun {
+  Group group;
+  Address begun = 0; // Dispatch's
+  int blocks = 0;
 };
 
 struct Combine {
@@ -122,13 +133,14 @@ struct Combine {
   int dtype = 0, out_dtype = 0;   // of y_PH; of out_TH and of an unquantised wire
 };
 
-// In which order a GEMM that feeds a combine computes its 128 rows at a time. Chunks of tokens are sent in `parts`
-// runs, within a run owner after owner; of 128 rows that belong to several, what is sent first counts.
+// In which order a GEMM computes its 128 rows at a time. Chunks of tokens are sent in `parts` runs. If it feeds a
+// combine, within a run owner after owner; of 128 rows that belong to several, what is sent first counts. If a dispatch
+// brings its rows (`arriving`), what is sent last.
 struct Order {
   Rows rows;
   Address urgency = 0;            // int32 [tiles], zeros
   Address order = 0;              // int32 [tiles]: out
-  int tiles = 0, parts = 0;
+  int tiles = 0, parts = 0, arriving = 0;
 };
 
 // The exchange of few tokens at low latency: one kernel each way, nothing sized by what is routed. An expert has room
@@ -170,6 +182,7 @@ int launch(const Count &, Address stream);
 int launch(const Totals &, Address stream);
 int launch(const Places &, int sms, Address stream);
 int launch(const Dispatch &, int sms, Address stream);
+int launch(const Begun &, Address stream);
 int launch(const Combine &, int sms, Address stream);
 int launch(const Order &, int sms, Address stream);
 int launch(const FewDispatch &, int sms, Address stream);

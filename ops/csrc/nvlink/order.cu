@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which a GEMM computes rows that a combine sends while it runs: see Order in kernels.h.
+// The order in which a GEMM computes rows that a combine sends, or that a dispatch brings, while it runs: see Order in
+// kernels.h.
 #include "rows.cuh"
 #include <climits>
 
@@ -8,7 +9,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// One block for each item that the combine sends: 128 rows are the more urgent, the sooner any of them is sent.
+// One block for each item that the combine sends: 128 rows are the more urgent, the sooner any of them is sent; or, what
+// the dispatch brings, all of them.
 __global__ void __launch_bounds__(THREADS) urgency(const __grid_constant__ Order a) {
   if (*static_cast<volatile uint32_t *>(&at<State>(a.rows.group.state)->failed))
     return; // the tables may not have been written
@@ -17,8 +19,9 @@ __global__ void __launch_bounds__(THREADS) urgency(const __grid_constant__ Order
   for (int i = blockIdx.x; i < sends.count(); i += gridDim.x) {
     const int w = sends.owner(i);
     if (sends.nth(i) < v.chunks_of(w))
-      v.each_tile(v.arriving(w, v.turned(w, sends.nth(i))), [&](int tile) {
-        atomicMax(at<int>(a.urgency) + tile, INT_MAX - sends.turn(i)); // in whatever order: the same
+      v.each_tile(v.arriving(w, v.turned(w, sends.nth(i))), [&](int tile, int) {
+        int *urgency = at<int>(a.urgency) + tile; // in whatever order: the same
+        atomicMax(urgency, a.arriving ? 1 + sends.nth(i) / sends.run : INT_MAX - sends.turn(i));
       });
   }
 }
@@ -26,13 +29,16 @@ __global__ void __launch_bounds__(THREADS) urgency(const __grid_constant__ Order
 // A thread for each tile: how many come before it. Of equally urgent ones, in their own order: neighbours share weights.
 __global__ void __launch_bounds__(THREADS) order(const __grid_constant__ Order a) {
   __shared__ int others[THREADS];
-  const int *urgency = at<int>(a.urgency);
+  const auto urgency = [&](int tile) { // what is neither sent nor brought comes last
+    const int value = at<int>(a.urgency)[tile];
+    return value && a.arriving ? INT_MAX - value : value;
+  };
   const int tile = blockIdx.x * THREADS + threadIdx.x;
-  const int own = tile < a.tiles ? urgency[tile] : 0;
+  const int own = tile < a.tiles ? urgency(tile) : 0;
   int before = 0;
   for (int first = 0; first < a.tiles; first += THREADS) {
     __syncthreads();
-    others[threadIdx.x] = first + int(threadIdx.x) < a.tiles ? urgency[first + threadIdx.x] : 0;
+    others[threadIdx.x] = first + int(threadIdx.x) < a.tiles ? urgency(first + threadIdx.x) : 0;
     __syncthreads();
     for (int i = 0; i < min(THREADS, a.tiles - first); i++)
       before += others[i] > own || (others[i] == own && first + i < tile);

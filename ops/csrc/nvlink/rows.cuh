@@ -51,7 +51,8 @@ struct RowsTables {
   // Where a lane's choice of row r stands here; -1: nowhere, or lane beyond K.
   __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 
-  // Calls action(tile) for the tiles of 128 rows here that the rows of `range` come from; each on one or more threads.
+  // Calls action(tile, rows) for the tiles of 128 rows here where so many of `range` stand; each on one or more threads,
+  // whose rows then add up.
   template <class Action> __device__ void each_tile(int2 range, Action action) const {
     const int64_t begin = int64_t(range.x) * a.K, end = begin + int64_t(range.y) * a.K;
     for (int64_t first = begin + warp() * 32; first < end; first += blockDim.x) {
@@ -59,7 +60,7 @@ struct RowsTables {
       const int tile = p >= 0 ? p / ROW_ALIGNMENT : -1;
       const uint32_t same = __match_any_sync(~0u, tile);
       if (tile >= 0 && lane() == __ffs(same) - 1)
-        action(tile);
+        action(tile, __popc(same));
     }
   }
 };
