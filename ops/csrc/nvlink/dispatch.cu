@@ -9,55 +9,72 @@ namespace {
 constexpr int AHEAD = 4; // pieces whose loads are in flight together
 constexpr int AHEAD_QUANTISED = 2;
 
-// Where a warp writes a row here: the places in the lanes of `here`, of rows of `bytes`.
-struct Places {
-  const Dispatch &a;
-  int place, bytes;
-  uint32_t here;
+// What one lane each of `lanes` holds, for all of a warp in turn: calls action(value) for each.
+template <class T, class Action> __device__ __forceinline__ void each(uint32_t lanes, T value, Action action) {
+  for (; lanes; lanes &= lanes - 1)
+    action(__shfl_sync(~0u, value, __ffs(lanes) - 1));
+}
 
-  // Calls action(p) for each place.
-  template <class Action> __device__ __forceinline__ void each(Action action) const {
-    for (uint32_t left = here; left; left &= left - 1)
-      action(int64_t(__shfl_sync(~0u, place, __ffs(left) - 1)));
+// Where a warp writes a row: to the staging of other ranks, one in each lane of `peers`, and to places here, one in
+// each lane of `here`. A lane beyond them holds anything.
+struct Targets {
+  const Dispatch &a;
+  const RowsView &v;
+  int row, place;
+  uint32_t peers, here;
+  Address peer_row, own_row;
+
+  // row: in the staging of the rank of the lane's number; place: of the lane's choice; -1: none. Rows of `bytes`.
+  __device__ __forceinline__ Targets(const Dispatch &a, const RowsView &v, int row, int place, int bytes)
+      : a(a), v(v), row(row), place(place), peers(__ballot_sync(~0u, row >= 0)), here(__ballot_sync(~0u, place >= 0)),
+        peer_row(row >= 0 ? Address(v.data(v.lane(), row, bytes)) : 0), own_row(a.out_PH + int64_t(place) * bytes) {}
+
+  // Calls store(row) for the beginning of each row.
+  template <class Store> __device__ __forceinline__ void rows(Store store) const {
+    each(peers, peer_row, store);
+    each(here, own_row, store);
   }
-  __device__ __forceinline__ char *row(int64_t p) const { return at<char>(a.out_PH, p * bytes); }
-  __device__ __forceinline__ uint8_t &scale(int64_t p, int block) const {
-    return *at<uint8_t>(a.out_scale, p * a.scale_stride_p + block * a.scale_stride_b);
+  // Calls action(rank, row) for each other rank.
+  template <class Action> __device__ __forceinline__ void each_peer(Action action) const {
+    for (uint32_t left = peers; left; left &= left - 1)
+      action(__ffs(left) - 1, int64_t(__shfl_sync(~0u, row, __ffs(left) - 1)));
   }
   __device__ __forceinline__ void weight(float weight) const {
     if (place >= 0)
       at<float>(a.out_weight_P)[place] = weight;
   }
+  __device__ __forceinline__ void own_scale(int block, uint8_t byte, bool inside) const {
+    each(here, place, [&](int64_t p) {
+      if (inside)
+        *at<uint8_t>(a.out_scale, p * a.scale_stride_p + block * a.scale_stride_b) = byte;
+    });
+  }
 };
 
-// What a warp makes of a token, to `row` of other ranks and to `own` places here: as it is.
+// What a warp makes of a token: as it is.
 struct Plain {
   static constexpr bool COUNTED = false;
   int bytes; // of a row
 
   __device__ __forceinline__ int row_bytes() const { return bytes; }
 
-  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS],
-                                       const Places &own) const {
-    const int mine = v.lane() * LANE_BYTES;
-    const char *from = at<char>(x, source * bytes) + mine;
-    for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
+  __device__ __forceinline__ void send(Address x, int64_t source, const Targets &to) const {
+    copy(at<char>(x, source * bytes), bytes, to);
+  }
+  static __device__ __forceinline__ void copy(const char *from, int bytes, const Targets &to) {
+    const int mine = to.v.lane() * LANE_BYTES;
+    for (int first = mine; first - mine < bytes; first += AHEAD * PIECE_BYTES) {
       int4 data[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++)
-        if (first + i * PIECE_BYTES + mine < bytes)
+        if (first + i * PIECE_BYTES < bytes)
           data[i] = load16(from + first + i * PIECE_BYTES);
-      const auto store = [&](char *to) {
+      to.rows([&](Address row) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++)
-          if (first + i * PIECE_BYTES + mine < bytes)
-            store16(to + first + i * PIECE_BYTES + mine, data[i]);
-      };
-#pragma unroll
-      for (int w = 0; w < MAX_RANKS; w++)
-        if (row[w] >= 0)
-          store(v.data(w, row[w], bytes));
-      own.each([&](int64_t p) { store(own.row(p)); });
+          if (first + i * PIECE_BYTES < bytes)
+            store16(at<char>(row, first + i * PIECE_BYTES), data[i]);
+      });
     }
   }
 };
@@ -70,46 +87,41 @@ template <class T, int BLOCK, bool COUNTS = false> struct Quantised {
 
   __device__ __forceinline__ int row_bytes() const { return H; }
 
-  __device__ __forceinline__ void send(const RowsView &v, Address x, int64_t source, const int (&row)[MAX_RANKS],
-                                       const Places &own) const {
+  __device__ __forceinline__ void send(Address x, int64_t source, const Targets &to) const {
     constexpr int PIECE = 32 * LANE_VALUES;
-    const int mine = v.lane() * LANE_VALUES;
-    const T *from = at<T>(x) + source * H + mine;
+    const int mine = to.v.lane() * LANE_VALUES;
+    const T *from = at<T>(x) + source * H;
     ScaleWords<BLOCK> words;
     const int last = (H - 1) / PIECE;
-    for (int first = 0; first <= last; first += AHEAD_QUANTISED) {
+    static_assert(ScaleWords<BLOCK>::PIECES % AHEAD_QUANTISED == 0);
+    for (int piece = 0; piece <= last; piece += AHEAD_QUANTISED) {
+      const int first = piece * PIECE + mine;
       Piece<T, LANE_VALUES> in[AHEAD_QUANTISED];
 #pragma unroll
       for (int i = 0; i < AHEAD_QUANTISED; i++) {
-        if ((first + i) * PIECE + mine < H)
-          in[i].load(from + (first + i) * PIECE);
+        if (first + i * PIECE < H)
+          in[i].load(from + first + i * PIECE);
         else
           in[i].zero();
       }
+      int4 data[AHEAD_QUANTISED];
 #pragma unroll
       for (int i = 0; i < AHEAD_QUANTISED; i++) {
-        const int piece = first + i;
-        if (piece > last)
-          break;
         float values[LANE_VALUES];
         in[i].floats(values);
-        int4 data;
-        words.add(piece, quantize<BLOCK>(values, floor, data));
-        const bool inside = piece * PIECE + mine < H, flush = words.full(piece) || piece == last;
+        words.add(piece + i, quantize<BLOCK>(values, floor, data[i]));
+      }
+      to.rows([&](Address row) {
 #pragma unroll
-        for (int w = 0; w < MAX_RANKS; w++)
-          if (row[w] >= 0) {
-            if (inside)
-              store16(v.data(w, row[w], H) + piece * PIECE + mine, data);
-            if (flush)
-              words.store(v.scales(w, row[w]), piece);
-          }
-        own.each([&](int64_t p) {
-          if (inside)
-            store16(own.row(p) + piece * PIECE + mine, data);
-          if (flush)
-            words.each_byte(piece, (H + BLOCK - 1) / BLOCK, [&](int b, uint8_t byte) { own.scale(p, b) = byte; });
-        });
+        for (int i = 0; i < AHEAD_QUANTISED; i++)
+          if (first + i * PIECE < H)
+            store16(at<char>(row, first + i * PIECE), data[i]);
+      });
+      const int end = min(piece + AHEAD_QUANTISED - 1, last);
+      if (words.full(end) || end == last) {
+        to.each_peer([&](int w, int64_t row) { words.store(to.v.scales(w, row), end); });
+        words.each_byte(end, (H + BLOCK - 1) / BLOCK,
+                        [&](int b, uint8_t byte, bool inside) { to.own_scale(b, byte, inside); });
       }
     }
   }
@@ -142,19 +154,16 @@ template <class Row> struct DispatchWork {
       if (nowhere)
         continue;
       const int place = own_slot >= 0 ? v.place(own_slot + v.segment(RECV_BASE, v.rank())) : -1;
-      int row[MAX_RANKS];
-#pragma unroll
-      for (int w = 0; w < MAX_RANKS; w++)
-        row[w] = __shfl_sync(~0u, peer_slot, w);
-      const Places own{a, place, wire.row_bytes(), __ballot_sync(~0u, place >= 0)};
-      wire.send(v, a.x_TH, t / rows.fanout, row, own);
-      if (rows.weights && v.lane() < rows.K) {
-        const float weight = at<float>(a.weight_TK)[t * rows.K + v.lane()];
-#pragma unroll
-        for (int w = 0; w < MAX_RANKS; w++)
-          if (row[w] >= 0)
-            v.weights(w, row[w])[v.lane()] = weight;
-        own.weight(weight);
+      const Targets to(a, v, peer_slot, place, wire.row_bytes());
+      wire.send(a.x_TH, t / rows.fanout, to);
+      if (rows.weights) {
+        const bool mine = v.lane() < rows.K;
+        const float weight = mine ? at<float>(a.weight_TK)[t * rows.K + v.lane()] : 0;
+        to.each_peer([&](int w, int64_t row) {
+          if (mine)
+            v.weights(w, row)[v.lane()] = weight;
+        });
+        to.weight(weight);
       }
     }
   }
@@ -188,44 +197,27 @@ template <class Row> struct DispatchWork {
   __device__ void receive(int i) {
     const Rows &rows = a.rows;
     const int2 range = v.arriving(source(i), chunk(i));
-    const int bytes = wire.row_bytes(), mine = v.lane() * LANE_BYTES;
+    const int bytes = wire.row_bytes();
     const int scale_count = rows.block ? (rows.H + rows.block - 1) / rows.block : 0;
     const int64_t end = range.x + range.y;
     int following = range.x + v.warp() < end ? v.place(range.x + v.warp()) : -1;
     for (int64_t r = range.x + v.warp(); r < end; r += v.warps()) {
-      const Places own{a, following, bytes, __ballot_sync(~0u, following >= 0)};
+      const Targets to(a, v, -1, following, bytes);
       if (r + v.warps() < end)
         following = v.place(r + v.warps());
       // What is small, ahead of the data.
       const volatile uint8_t *scales = v.scales(v.rank(), r);
       uint8_t byte = v.lane() < scale_count ? scales[v.lane()] : 0;
       const float weight =
-          rows.weights && own.place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
-      const char *from = v.data(v.rank(), r, bytes) + mine;
-      for (int first = 0; first < bytes; first += AHEAD * PIECE_BYTES) {
-        int4 data[AHEAD];
-#pragma unroll
-        for (int j = 0; j < AHEAD; j++)
-          if (first + j * PIECE_BYTES + mine < bytes)
-            data[j] = load16(from + first + j * PIECE_BYTES);
-        own.each([&](int64_t p) {
-          char *to = own.row(p) + mine + first;
-#pragma unroll
-          for (int j = 0; j < AHEAD; j++)
-            if (first + j * PIECE_BYTES + mine < bytes)
-              store16(to + j * PIECE_BYTES, data[j]);
-        });
-      }
+          rows.weights && to.place >= 0 ? *static_cast<volatile float *>(v.weights(v.rank(), r) + v.lane()) : 0;
+      Plain::copy(v.data(v.rank(), r, bytes), bytes, to);
       for (int b = v.lane(); b - v.lane() < scale_count; b += 32) {
         if (b >= 32 && b < scale_count)
           byte = scales[b];
-        own.each([&](int64_t p) {
-          if (b < scale_count)
-            own.scale(p, b) = byte;
-        });
+        to.own_scale(b, byte, b < scale_count);
       }
       if (rows.weights)
-        own.weight(weight);
+        to.weight(weight);
     }
     if constexpr (Row::COUNTED) {
       sync_team();

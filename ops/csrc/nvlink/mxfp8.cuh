@@ -69,10 +69,17 @@ template <class T, int N> struct Piece {
       raw[i] = make_int4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void floats(float (&out)[N]) const {
-    const T *values = reinterpret_cast<const T *>(raw);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) { // the compiler takes three instructions for two values
+      const uint32_t *pairs = reinterpret_cast<const uint32_t *>(raw);
 #pragma unroll
-    for (int i = 0; i < N; i++)
-      out[i] = to_float<T>(values[i]);
+      for (int i = 0; i < N; i++)
+        out[i] = __uint_as_float(i % 2 ? pairs[i / 2] & 0xFFFF0000u : pairs[i / 2] << 16);
+    } else {
+      const T *values = reinterpret_cast<const T *>(raw);
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        out[i] = to_float<T>(values[i]);
+    }
   }
   __device__ __forceinline__ void set(const float (&in)[N]) {
     T *values = reinterpret_cast<T *>(raw);

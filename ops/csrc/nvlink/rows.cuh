@@ -117,14 +117,14 @@ template <int BLOCK> struct ScaleWords {
     if (lane / WORDS <= piece % PIECES)
       at<uint32_t>(Address(scales))[piece / PIECES * 32 + lane] = mine;
   }
-  // Calls action(block, byte) for each scale of those pieces; a row has `count`.
+  // All lanes: calls action(block, byte, inside) for the scales of those pieces; a row has `count`.
   template <class Action> __device__ __forceinline__ void each_byte(int piece, int count, Action action) const {
     const int lane = threadIdx.x % 32;
-    if (lane / WORDS <= piece % PIECES)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (const int b = (piece / PIECES * 32 + lane) * 4 + i; b < count)
-          action(b, uint8_t(mine >> 8 * i));
+    for (int i = 0; i < 4; i++) {
+      const int b = (piece / PIECES * 32 + lane) * 4 + i;
+      action(b, uint8_t(mine >> 8 * i), lane / WORDS <= piece % PIECES && b < count);
+    }
   }
 };
 
