@@ -231,6 +231,22 @@ def test_multiprocessors_beside_a_gemm_have_limits(total, most, gemm_ms, sms):
     assert overlap.share(total, row // 2, 4 * row, False, 1, gemm_ms / 1e3, 3584, most) == sms
 
 
+@pytest.mark.parametrize("hidden, columns, sms", [(7168, 2048, range(24, 42)), (8192, 5120, (0, )),
+                                                  (2048, 1408, (0, )), (2048, 7168, (0, )), (1408, 2048, (0, ))])
+def test_multiprocessors_ahead_of_a_gemm(hidden, columns, sms):
+    """Where the pipeline's first GEMM gained by it on 2 H200s, and where that was nothing, or in the noise."""
+    exchange = NVLink(SimpleNamespace(side="a stream", multiprocessors=132, world_size=2), NAME)
+    plan = SimpleNamespace(num_tokens=131072, num_rows=131072, received=131072, group_ends_E=torch.zeros(8))
+    seconds = 2 * 131072 * hidden * columns / 1.1e15
+    got, first = exchange.sms_ahead(plan, hidden, BF16, MX128, seconds)
+    assert got in sms and (0.6 < first <= 1 if got else first == 0)
+    few = SimpleNamespace(**vars(plan) | {"num_rows": 16384 - 128})  # 7 tiles of an expert from each rank
+    for other in ((replace(exchange, overlap=False), plan, MX128, seconds), (exchange, plan, MX128, 0.0),
+                  (exchange, plan, MX32, seconds), (exchange, plan, PLAIN, seconds), (exchange, few, MX128, seconds),
+                  (replace(exchange, sms=6), plan, MX128, seconds)):
+        assert other[0].sms_ahead(other[1], hidden, BF16, *other[2:]) == (0, 0)
+
+
 # ---------------------------------------------------------------- fed by the GEMM of its rows
 
 
@@ -387,7 +403,7 @@ def brought(case: Case, parts: int) -> None:
     memory.begin_case()
     expert_TK, x_TH, weight_TK = want["inputs"]
     plan = exchange.plan(expert_TK, case.local_experts)
-    with fake_gpu(memory), mock.patch.multiple(nvlink_transport, MOST_PARTS=parts, LEAST_TILES=0.001):
+    with fake_gpu(memory), mock.patch.object(Ahead, "_runs", lambda *args: parts):
         x_PH, weight_P, arrival = exchange.start_dispatch(plan, x_TH, case.wire, weight_TK, gemm_seconds=1.0)
         if tiles := plan.num_rows // ROW_ALIGNMENT:
             arrival.begin(), arrival.end()

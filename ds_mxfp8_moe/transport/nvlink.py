@@ -28,7 +28,8 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, D
 CHUNKS = 512  # at most, of a rank's tokens
 LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes, of the parts of a half
-MOST_PARTS, LEAST_TILES = 8, 8  # of a GEMM's order: parts, and row tiles of an owner and expert in each
+MOST_PARTS = 8  # of the order in which a GEMM computes rows
+LEAST_TILES = 8  # row tiles of an owner and expert in each, for a combine: neighbours share weights
 STRIP = 16  # row tiles that a GEMM computes side by side
 
 
@@ -121,11 +122,10 @@ class NVLink(Transport):
             captured in a CUDA graph. Ranks then bring equally many tokens. What does not fit is an error on every
             rank, at its next call or check, and before the optimizer's step.
         sms: multiprocessors that move rows; None: as overlap.py has it.
-        overlap: a combine may run beside a GEMM.
+        overlap: a combine may run beside a GEMM, and a GEMM begin with the first rows of a dispatch.
         feeds: a GEMM may feed the combine of its rows. Off: between 2 H200s the best share gained at most 6 % of a
             forward, the model's 2 % (examples/benchmarks/overlap.py); between more it is not measured yet. Not
             for ranks that share a GPU's time at once (MPS), where spinning combines may leave no GEMM any room.
-        ahead: a GEMM may begin with the first rows of a dispatch.
     """
 
     memory: PeerMemory
@@ -134,7 +134,6 @@ class NVLink(Transport):
     capacity_factor: float | None = None
     overlap: bool = True
     feeds: bool = False
-    ahead: bool = True
 
     @property
     def world_size(self) -> int:
@@ -265,12 +264,14 @@ class NVLink(Transport):
                   gemm_seconds: float) -> tuple[int, float]:
         """Multiprocessors that a dispatch takes best beside the GEMM of its rows, and how much of that is computed
         meanwhile; 0: none, it runs before."""
-        if not self.ahead or self.memory.side is None or not wire.mxfp8 or wire.block_size != ROW_ALIGNMENT:
+        if not self.overlap or self.memory.side is None or not wire.mxfp8 or wire.block_size != ROW_ALIGNMENT:
             return 0, 0.0
-        W = self.world_size
-        off_rank = hidden_size * plan.received * (W - 1) // W
-        moved = hidden_size * (dtype.itemsize * plan.num_tokens + plan.num_rows) + 2 * off_rank
-        return model.share_ahead(self.memory.multiprocessors, off_rank, moved, gemm_seconds, self.sms)
+        if self._runs(plan, 1) < MOST_PARTS:  # most rows that are computed together come with the last ones
+            return 0, 0.0
+        off_rank = plan.received * (self.world_size - 1) // self.world_size
+        return model.share_ahead(self.memory.multiprocessors, off_rank * hidden_size, hidden_size,
+                                 dtype.itemsize * plan.num_tokens + plan.num_rows + 2 * off_rank, gemm_seconds,
+                                 self.sms)
 
     def _arrival(self, plan: NVLinkPlan, args: Any, x_TH: torch.Tensor, wire: Wire, gemm_seconds: float,
                  *read: torch.Tensor | None) -> Arrival | None:
@@ -290,7 +291,7 @@ class NVLink(Transport):
         done = get_accelerator().Event()
         done.record(memory.side)
         ext.order(ext.Order(rows=ext.Rows(plan.rows, group=group), urgency=urgency.data_ptr(), order=order.data_ptr(),
-                            tiles=tiles, parts=self._runs(plan), arriving=1),
+                            tiles=tiles, parts=self._runs(plan, 1), arriving=1),
                   memory.multiprocessors - sms, memory.stream())
 
         def begin() -> None:
@@ -317,17 +318,17 @@ class NVLink(Transport):
         return model.share(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8,
                            plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms, steps)
 
-    def _runs(self, plan: NVLinkPlan) -> int:
-        """Runs of chunks, in whose order a GEMM computes rows."""
+    def _runs(self, plan: NVLinkPlan, least_tiles: int) -> int:
+        """Runs of chunks in whose order a GEMM computes rows; of so many row tiles of a rank and expert at least."""
         tiles, experts = plan.num_rows // ROW_ALIGNMENT, plan.group_ends_E.shape[0]
-        return max(1, min(MOST_PARTS, tiles // (LEAST_TILES * self.world_size * experts)))
+        return max(1, min(MOST_PARTS, tiles // (least_tiles * self.world_size * experts)))
 
     def feed(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
              gemm_tiles: int) -> Feed | None:
         if gemm_seconds <= 0 or not self.feeds:
             return None
         memory, ext, W = self.memory, self.memory.extension, self.world_size
-        tiles, parts = plan.num_rows // ROW_ALIGNMENT, self._runs(plan)
+        tiles, parts = plan.num_rows // ROW_ALIGNMENT, self._runs(plan, LEAST_TILES)
         sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, steps=parts * W)
         if not sms:
             return None

@@ -7,8 +7,9 @@
                 off-rank bytes / LINK
                 bytes read and written * sums / (multiprocessors * MOVED_BESIDE), or / MOVED_ALONE
                 the GEMM's time alone * its rounds on the multiprocessors left to it / its rounds on all
-    ahead       a dispatch, as beside; the GEMM of its rows computes meanwhile what the multiprocessors left to it can,
-                then the rest on all, and HANDOVER
+    ahead       a dispatch: the longer of off-rank bytes / LINK and bytes read and written / (multiprocessors *
+                AHEAD_BESIDE), rows counted as so much wider as they cost; the GEMM of its rows computes meanwhile what
+                the multiprocessors left to it can, then the rest on all; and HANDOVER
     fed         as beside; and of the shorter of both what one of the steps takes that one hands to the other in
 
 sums: 1 where each row that travels is one row of y, which is copied, growing to SUMS where it is the sum of many. A
@@ -24,9 +25,11 @@ MOVED_BESIDE = 72e9  # bytes/s of one multiprocessor while a GEMM uses the same 
 QUANTISED_BESIDE = 38e9  # the same where it quantises what it sends
 SUMS = 3.3
 ALONE = 128
-AHEAD_BESIDE = 60e9  # bytes/s of one multiprocessor that a dispatch moves beside the GEMM of its rows
-HANDOVER = 20e-6  # seconds: the GEMM's second launch, and what is uneven before it
-GAIN = 1.05  # at least, for running beside: the model knows no better
+AHEAD_BESIDE = 40e9  # bytes/s of one multiprocessor that a dispatch quantises and moves beside the GEMM of its rows
+DISPATCHED_ALONE = 2.4e12  # bytes/s of a dispatch
+AHEAD_VALUES = 1024  # it takes so many of a row at a time, and about as long for what a row costs by itself
+HANDOVER = 60e-6  # seconds: the order of the rows, the GEMM's second launch, and what is uneven before it
+GAIN, GAIN_AHEAD = 1.05, 1.08  # at least, for running beside: the model knows no better
 SHARES = range(8, 68, 2)
 
 
@@ -63,23 +66,28 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
     return best if best and GAIN * least < one_by_one else 0
 
 
-def share_ahead(total: int, link_bytes: int, moved_bytes: int, gemm_seconds: float,
+def share_ahead(total: int, link_bytes: int, hidden_size: int, bytes_of_value: float, gemm_seconds: float,
                 most: int | None = None) -> tuple[int, float]:
     """Multiprocessors for a dispatch beside the GEMM of its rows, and how much of the GEMM is computed meanwhile.
+
+    Args:
+        total, most: multiprocessors that there are, that the dispatch may have at most.
+        bytes_of_value: of all rows together, read and written for each of the hidden_size values of a row.
 
     Returns:
         0, 0 where one by one is about as fast, or the GEMM's time is 0.
     """
     if gemm_seconds <= 0:
         return 0, 0.0
+    wide = (math.ceil(hidden_size / AHEAD_VALUES) + 1) * AHEAD_VALUES
     best, least = (0, 0.0), math.inf
     for sms in SHARES:
         if sms > min(most or total, total // 2):
             break
-        exchange = max(link_bytes / LINK, moved_bytes / min(sms * AHEAD_BESIDE, MOVED_ALONE))
+        exchange = max(link_bytes / LINK, wide * bytes_of_value / (sms * AHEAD_BESIDE))
         meanwhile = min(exchange * (total - sms) / total / gemm_seconds, 1.0)
         together = exchange + (1 - meanwhile) * gemm_seconds + HANDOVER
         if together < least:
             best, least = (sms, meanwhile), together
-    one_by_one = max(link_bytes / LINK, moved_bytes / MOVED_ALONE) + gemm_seconds
-    return best if GAIN * least < one_by_one else (0, 0.0)
+    one_by_one = max(link_bytes / LINK, hidden_size * bytes_of_value / DISPATCHED_ALONE) + gemm_seconds
+    return best if GAIN_AHEAD * least < one_by_one else (0, 0.0)
