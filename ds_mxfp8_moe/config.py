@@ -49,7 +49,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             nothing on the host, and can be captured in a CUDA graph; more rows are an error on every rank. Left out:
             exact, any routing fits.
         overlap: communication may run beside computation: nvlink's gradient of dispatch beside the weight gradients'
-            GEMM. It costs memory: both are alive at once.
+            GEMM, which costs memory, as both are alive at once; and a dispatch beside the GEMM that reads its rows.
         preactivation_dtype: how the expert's pre-activation is kept for backward, "mxfp8" or "bf16".
         min_tokens_per_expert: below this mean number of rows an expert, a layer computes unquantised. Left out:
             below what was measured for its shape and the device (`kernels.fewest_tokens`).

@@ -369,7 +369,7 @@ def test_layers_that_all_fail_have_rows_that_say_so(ranks2):
 
 
 def _overlaps(top_k):
-    case = overlap.Case(64, 64, 96, 2, top_k, "all MXFP8")
+    case = overlap.Case(64, 64, 96, 2, top_k, "all MXFP8", "fed" if top_k == 1 else "ahead")
     with mock.patch.object(overlap, "SHARES", (16, )):
         return flat([overlap.measure(case, 0.001)])
 
@@ -394,6 +394,11 @@ def test_a_share_is_given_or_the_model_s_is_told(monkeypatch):
     model = overlap.with_share(transport, None)
     assert model.sms_beside() == 20 and model.picked == {"forward": 0, "backward": 20}
     assert model.sms_beside(steps=2) == 20 and model.picked == {"forward": 20, "backward": 20}
+    monkeypatch.setattr(nvlink.NVLink, "sms_ahead", lambda *args, shares=(24, ), **keys: (shares[0], 0.5))
+    assert overlap.with_share(transport, 12).sms_ahead() == (12, 0.5)
+    for alone in (overlap.with_share(transport, 0), overlap.with_share(transport, 12, "fed")):
+        assert alone.sms_ahead() == (0, 0)
+    assert model.sms_ahead() == (24, 0.5) and model.picked == {"forward": 24, "backward": 20}
     assert (model.name, model.sms) == ("a layer", 64)
 
 

@@ -92,11 +92,14 @@ def test_tables_of_overlaps(tmp_path, capsys):
     rows = [{"case": case | {"operation": operation}, "contender": name, "median_ms": ms * times, "correct": True,
              "share": {"forward": share // 2, "backward": share}}
             for name, (share, ms) in shares.items() for operation, times in (("forward", 0.5), ("backward", 1))]
+    rows += [row | {"case": row["case"] | {"forward": "fed"}, "median_ms": row["median_ms"] * 2} for row in rows]
     path = tmp_path / "overlap.json"
     results_file.write("overlap", rows, path)
     assert show.show(path) and path.with_suffix(".png").stat().st_size > 5000
     out = capsys.readouterr().out
-    lines = {line.split()[0]: line.split()[6:] for line in out.splitlines() if " 131072 " in line}
-    assert lines["backward"] == ["mxfp8", "3.000", "30", "2.500", "1.20x", "28", "2.400", "1.25x"]
-    assert lines["forward"] == ["mxfp8", "1.500", "15", "1.250", "1.20x", "14", "1.200", "1.25x"]
+    lines = {line.split("131072")[0].strip(): line.split()[-8:] for line in out.splitlines() if " 131072 " in line}
+    backward = ["mxfp8", "3.000", "30", "2.500", "1.20x", "28", "2.400", "1.25x"]
+    assert lines == {"backward": backward,
+                     "forward, ahead": ["mxfp8", "1.500", "15", "1.250", "1.20x", "14", "1.200", "1.25x"],
+                     "forward, fed": ["mxfp8", "3.000", "15", "2.500", "1.20x", "14", "2.400", "1.25x"]}
     assert "0.96" in out

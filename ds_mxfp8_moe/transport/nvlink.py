@@ -260,10 +260,10 @@ class NVLink(Transport):
             ext.dispatch(args, self._alone, memory.stream())
         return MXTensor(out_PH, scale, block, x_TH.dtype) if wire.mxfp8 else out_PH, weight_P, arrival
 
-    def sms_ahead(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire,
-                  gemm_seconds: float) -> tuple[int, float]:
+    def sms_ahead(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
+                  **keys: Any) -> tuple[int, float]:
         """Multiprocessors that a dispatch takes best beside the GEMM of its rows, and how much of that is computed
-        meanwhile; 0: none, it runs before."""
+        meanwhile; 0: none, it runs before. keys: the model's."""
         if not self.overlap or self.memory.side is None or not wire.mxfp8 or wire.block_size != ROW_ALIGNMENT:
             return 0, 0.0
         if self._runs(plan, 1) < MOST_PARTS:  # most rows that are computed together come with the last ones
@@ -271,7 +271,7 @@ class NVLink(Transport):
         off_rank = plan.received * (self.world_size - 1) // self.world_size
         return model.share_ahead(self.memory.multiprocessors, off_rank * hidden_size, hidden_size,
                                  dtype.itemsize * plan.num_tokens + plan.num_rows + 2 * off_rank, gemm_seconds,
-                                 self.sms)
+                                 self.sms, **keys)
 
     def _arrival(self, plan: NVLinkPlan, args: Any, x_TH: torch.Tensor, wire: Wire, gemm_seconds: float,
                  *read: torch.Tensor | None) -> Arrival | None:

@@ -18,6 +18,7 @@ them costs it nothing.
 """
 
 import math
+from collections.abc import Iterable
 
 LINK = 320e9  # bytes/s that leave or enter a GPU over all its links
 MOVED_ALONE = 2.1e12  # bytes/s
@@ -67,12 +68,14 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
 
 
 def share_ahead(total: int, link_bytes: int, hidden_size: int, bytes_of_value: float, gemm_seconds: float,
-                most: int | None = None) -> tuple[int, float]:
+                most: int | None = None, shares: Iterable[int] = SHARES,
+                gain: float = GAIN_AHEAD) -> tuple[int, float]:
     """Multiprocessors for a dispatch beside the GEMM of its rows, and how much of the GEMM is computed meanwhile.
 
     Args:
         total, most: multiprocessors that there are, that the dispatch may have at most.
         bytes_of_value: of all rows together, read and written for each of the hidden_size values of a row.
+        shares, gain: multiprocessors to choose from; by which factor one by one must be slower.
 
     Returns:
         0, 0 where one by one is about as fast, or the GEMM's time is 0.
@@ -81,7 +84,7 @@ def share_ahead(total: int, link_bytes: int, hidden_size: int, bytes_of_value: f
         return 0, 0.0
     wide = (math.ceil(hidden_size / AHEAD_VALUES) + 1) * AHEAD_VALUES
     best, least = (0, 0.0), math.inf
-    for sms in SHARES:
+    for sms in shares:
         if sms > min(most or total, total // 2):
             break
         exchange = max(link_bytes / LINK, wide * bytes_of_value / (sms * AHEAD_BESIDE))
@@ -90,4 +93,4 @@ def share_ahead(total: int, link_bytes: int, hidden_size: int, bytes_of_value: f
         if together < least:
             best, least = (sms, meanwhile), together
     one_by_one = max(link_bytes / LINK, hidden_size * bytes_of_value / DISPATCHED_ALONE) + gemm_seconds
-    return best if GAIN_AHEAD * least < one_by_one else (0, 0.0)
+    return best if gain * least < one_by_one else (0, 0.0)

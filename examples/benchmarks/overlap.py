@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A combine beside a GEMM, by the multiprocessors that it gets: what the constants of
+"""An exchange beside a GEMM, by the multiprocessors that it gets: what the constants of
 ds_mxfp8_moe/transport/overlap.py rest on.
 
-Forward, where the last GEMM feeds the combine, and backward, where the gradient's way home runs beside the weight
-gradient, of ep_pipeline.py's pipelines, whose tokens have one choice, and of SwiGLU experts whose tokens have several:
-one after the other, with the model's share, and with others. On CPUs the collective transport stands in, which knows
-no share.
+Forward, where the first GEMM begins ahead of its dispatch's end, or the last one feeds the combine, and backward,
+where the gradient's way home runs beside the weight gradient, of ep_pipeline.py's pipelines, whose tokens have one
+choice, and of SwiGLU experts whose tokens have several: one after the other, with the model's share, and with others.
+On CPUs the collective transport stands in, which knows no share.
 
     torchrun --nproc-per-node 8 examples/benchmarks/overlap.py       # run, write a result file, print its table
     python examples/benchmarks/overlap.py --show FILE                # table and plot of a result file
@@ -34,12 +34,14 @@ from world import Contender
 RECIPES = {"mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"}, "mxfp8": {"recipe": "mxfp8"},
            "all MXFP8": {"recipe": "mxfp8", **ep_pipeline.ALL_MXFP8}}
 PASSES = ("forward", "backward")
+AHEAD, FED = "ahead", "fed"
 SHARES = (8, 12, 16, 20, 24, 28, 32, 40, 48)
 
 
 @dataclass(frozen=True)
 class Case:
-    """top_k 1: the pipeline, on `tokens` rows of a rank and `experts` of a rank; else SwiGLU experts, as many."""
+    """top_k 1: the pipeline, on `tokens` rows of a rank and `experts` of a rank; else SwiGLU experts, as many.
+    forward: the first GEMM begins AHEAD of its dispatch's end, or the last one has its combine FED."""
 
     tokens: int
     dim: int
@@ -47,11 +49,13 @@ class Case:
     experts: int
     top_k: int
     recipe: str
+    forward: str = AHEAD
 
 
 @dataclass(frozen=True)
 class Shared(NVLink):
-    """Gives combines `share` multiprocessors; None: the model's, which it puts into `picked`."""
+    """Gives exchanges `share` multiprocessors; None: the model's, which it puts into `picked`. With `feeds`,
+    dispatches run alone."""
 
     share: int | None = None
     picked: dict = field(default_factory=lambda: dict.fromkeys(PASSES, 0))
@@ -63,11 +67,21 @@ class Shared(NVLink):
         self.picked["forward" if steps else "backward"] = sms
         return sms
 
+    def sms_ahead(self, *args) -> tuple[int, float]:
+        if self.feeds or self.share == 0:
+            return 0, 0.0
+        if self.share is not None:
+            return super().sms_ahead(*args, shares=(self.share, ), gain=0)
+        sms, first = super().sms_ahead(*args)
+        self.picked["forward"] = max(self.picked["forward"], sms)
+        return sms, first
 
-def with_share(transport: Any, share: int | None) -> Any:
+
+def with_share(transport: Any, share: int | None, forward: str = AHEAD) -> Any:
     if not isinstance(transport, NVLink):
         return transport
-    return Shared(**{one.name: getattr(transport, one.name) for one in fields(NVLink)} | {"feeds": True}, share=share)
+    given = {one.name: getattr(transport, one.name) for one in fields(NVLink)}
+    return Shared(**given | {"feeds": forward == FED}, share=share)
 
 
 def experts(case: Case) -> Callable[[Any], dict]:
@@ -107,7 +121,7 @@ def measure(case: Case, budget_s: float) -> list[dict]:
     make = pipeline(case) if case.top_k == 1 else experts(case)
     base = world.transport()
     found = {ONE_BY_ONE: 0, MODELS_SHARE: None} | {str(share): share for share in SHARES}
-    transports = {name: with_share(base, share) for name, share in found.items()}
+    transports = {name: with_share(base, share, case.forward) for name, share in found.items()}
     stages = {name: make(transport) for name, transport in transports.items()}
     world.run(stages[MODELS_SHARE])
     shares = {name: dict.fromkeys(PASSES, share) for name, share in found.items()}
@@ -122,7 +136,8 @@ def cases(which: str) -> list[Case]:
         return [Case(512, 128, 128, 2, top_k, "mxfp8_wgrad_with_hp") for top_k in (1, 2)]
     sizes = [(131072, dim, hidden, ep_pipeline.EXPERTS, 1) for dim, hidden in ep_pipeline.SHAPES["full"]]
     sizes += [(8192, 2048, 1408, 64 // world.size(), 6), (16384, 4096, 1024, 64 // world.size(), 8)]
-    found = [Case(*size, recipe) for size in sizes for recipe in RECIPES]
+    found = [Case(*size, recipe, forward) for forward in (AHEAD, FED) for size in sizes for recipe in RECIPES
+             if forward == AHEAD or size[-1] == 1]
     return found[::2] if which == "short" else found
 
 

@@ -312,11 +312,18 @@ def _share(g: Group, name: str) -> int:
     return g.figure(name, "share")[g.case["operation"]]
 
 
+def _overlaps(result: dict) -> list[tuple[str, list[Group]]]:
+    """What was measured, by what runs beside what. Backward is the same whatever forward does."""
+    forward, backward = groups(result, "forward"), groups(result, "backward")
+    found = [(f"forward, {way}", [g for g in forward if g.case["forward"] == way]) for way in ("ahead", "fed")]
+    return [*found, ("backward", [g for g in backward if g.case["forward"] == "ahead"])]
+
+
 def overlap_tables(result: dict) -> list[str]:
     lines, goals = [], []
-    for operation in ("forward", "backward"):
+    for operation, found in _overlaps(result):
         gained, missed = [], []
-        for g in groups(result, operation):
+        for g in found:
             best, chosen = g.fastest(g.rows), g.ratio(ONE_BY_ONE, MODELS_SHARE)
             lines.append([operation, *(g.case[key] for key in OVERLAP_CASE), g.figure(ONE_BY_ONE),
                           _share(g, MODELS_SHARE), g.figure(MODELS_SHARE), speedup(chosen), _share(g, best),
@@ -324,8 +331,9 @@ def overlap_tables(result: dict) -> list[str]:
             where = ", ".join(str(g.case[key]) for key in OVERLAP_CASE)
             gained.append((chosen, where))
             missed.append((g.ratio(best, MODELS_SHARE), where))
-        goals += [bar(f"{operation}, one by one over the model's share", gained),
-                  bar(f"{operation}, the best share measured, of the model's", missed)]
+        if found:
+            goals += [bar(f"{operation}, one by one over the model's share", gained),
+                      bar(f"{operation}, the best share measured, of the model's", missed)]
     table = tabulate(lines, ["", "tokens", "dim", "hidden", "experts", "top-k", "recipe", "one by one\nms",
                              "model's\nshare", "\nms", "\ngain", "best\nshare", "\nms", "\ngain"],
                      floatfmt=("", ) * 7 + (".3f", "", ".3f", "", "", ".3f", ""))
@@ -333,17 +341,15 @@ def overlap_tables(result: dict) -> list[str]:
 
 
 def overlap_plot(result: dict, pyplot) -> None:
-    found = groups(result, "forward") + groups(result, "backward")
+    found = [(operation, g) for operation, of in _overlaps(result) for g in of]
     _, axes = pyplot.subplots(-(-len(found) // 3), 3, figsize=(15, 3.2 * -(-len(found) // 3)), squeeze=False)
-    for axis, g in zip(axes.flat, found, strict=False):
-        operation = g.case["operation"]
-        points = sorted((row["share"][operation], row["median_ms"]) for name, row in g.rows.items()
-                        if name != MODELS_SHARE)
+    for axis, (operation, g) in zip(axes.flat, found, strict=False):
+        points = sorted((_share(g, name), g.figure(name)) for name in g.rows if name != MODELS_SHARE)
         axis.plot(*zip(*points, strict=True), ".-", color="tab:blue", label="0: one by one")
         if MODELS_SHARE in g.rows:
             axis.plot(_share(g, MODELS_SHARE), g.figure(MODELS_SHARE), "o", color="tab:red",
                       label=MODELS_SHARE)
-        axis.set(xlabel="multiprocessors of the combine", ylabel=f"{operation}, ms",
+        axis.set(xlabel="multiprocessors of the exchange", ylabel=f"{operation}, ms",
                  title=f"{g.case['dim']}x{g.case['hidden']}, top-{g.case['top_k']}, {g.case['recipe']}")
     legends(axes[0, :1])
 
