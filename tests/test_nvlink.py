@@ -231,8 +231,9 @@ def test_multiprocessors_beside_a_gemm_have_limits(total, most, gemm_ms, sms):
     assert overlap.share(total, row // 2, 4 * row, False, 1, gemm_ms / 1e3, 3584, most) == sms
 
 
-@pytest.mark.parametrize("hidden, columns, sms", [(7168, 2048, range(24, 42)), (8192, 5120, (0, )),
-                                                  (2048, 1408, (0, )), (2048, 7168, (0, )), (1408, 2048, (0, ))])
+@pytest.mark.parametrize("hidden, columns, sms", [(7168, 2048, range(32, 49)), (8192, 5120, (0, )),
+                                                  (2048, 1408, range(36, 45)), (2048, 7168, (0, )),
+                                                  (1408, 2048, (0, ))])
 def test_multiprocessors_ahead_of_a_gemm(hidden, columns, sms):
     """Where the pipeline's first GEMM gained by it on 2 H200s, and where that was nothing, or in the noise."""
     exchange = NVLink(SimpleNamespace(side="a stream", multiprocessors=132, world_size=2), NAME)

@@ -30,8 +30,9 @@ AHEAD_BESIDE = 40e9  # bytes/s of one multiprocessor that a dispatch quantises a
 DISPATCHED_ALONE = 2.4e12  # bytes/s of a dispatch
 AHEAD_VALUES = 1024  # it takes so many of a row at a time, and about as long for what a row costs by itself
 HANDOVER = 60e-6  # seconds: the order of the rows, the GEMM's second launch, and what is uneven before it
-GAIN, GAIN_AHEAD = 1.05, 1.08  # at least, for running beside: the model knows no better
+GAIN, GAIN_AHEAD = 1.05, 1.075  # at least, for running beside: the model knows no better
 SHARES = range(8, 68, 2)
+SHARES_AHEAD = range(32, 50, 2)  # with fewer, the GEMM waits more than the model knows
 
 
 def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsummed: float, gemm_seconds: float,
@@ -68,7 +69,7 @@ def share(total: int, link_bytes: int, moved_bytes: int, quantises: bool, unsumm
 
 
 def share_ahead(total: int, link_bytes: int, hidden_size: int, bytes_of_value: float, gemm_seconds: float,
-                most: int | None = None, shares: Iterable[int] = SHARES,
+                most: int | None = None, shares: Iterable[int] = SHARES_AHEAD,
                 gain: float = GAIN_AHEAD) -> tuple[int, float]:
     """Multiprocessors for a dispatch beside the GEMM of its rows, and how much of the GEMM is computed meanwhile.
 
