@@ -124,7 +124,7 @@ class NVLink(Transport):
         sms: multiprocessors that move rows; None: as overlap.py has it.
         overlap: a combine may run beside a GEMM, and a GEMM begin with the first rows of a dispatch.
         feeds: a GEMM may feed the combine of its rows. Off: between 2 H200s the best share gained at most 6 % of a
-            forward, the model's 2 % (examples/benchmarks/overlap.py); between more it is not measured yet. Not
+            forward, and the model's lost (examples/benchmarks/overlap.py); between more it is not measured yet. Not
             for ranks that share a GPU's time at once (MPS), where spinning combines may leave no GEMM any room.
     """
 
