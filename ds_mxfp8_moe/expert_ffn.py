@@ -352,12 +352,10 @@ class _Function(torch.autograd.Function):
                            phase="combine of the gradient")
             # What reads the gradient's rows first; biases and a linear expert's weights read them otherwise.
             first = layer.down if layer.down_bias_EH is None else []
-            # Not held here: the rows of the gradient are gone as soon as they have been used.
-            grads, (x_grad, weight_grad) = _backward_rows(
-                layer, ffn.transport, back, *layer.dispatch(
-                    ffn.transport, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd), first, True,
-                    phase="dispatch of the gradient")[::2],
-                x_PH, pre_PG, h_PF, weight_P, weights, needs)
+            forth = partial(layer.dispatch, ffn.transport, g_TH.to(dtype), _wire(recipe, recipe.combine_bwd), first,
+                            True, phase="dispatch of the gradient")
+            grads, (x_grad, weight_grad) = _backward_rows(layer, ffn.transport, forth, back, x_PH, pre_PG, h_PF,
+                                                          weight_P, weights, needs)
             flat = []
             for role, size in layout:
                 grad = grads.get(role)
@@ -391,11 +389,12 @@ class _Kept:
         return *values, saved[0], saved[1:]
 
 
-def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pending], g_PH, arrival, x_PH, kept_PG,
-                   h_PF, weight_P, weights: dict, needs: dict) -> tuple[dict, tuple]:
-    """Everything behind the first exchange of backward: role -> stacked gradient, and what `back`, given the gradients
-    of x_PH and weight_P, brings to the tokens."""
+def _backward_rows(layer: _Layer, transport: Transport, forth: Callable[[], tuple], back: Callable[..., Pending], x_PH,
+                   kept_PG, h_PF, weight_P, weights: dict, needs: dict) -> tuple[dict, tuple]:
+    """Everything from the gradient's rows on, which `forth` brings: role -> stacked gradient, and what `back`, of the
+    gradients of x_PH and weight_P, brings to the tokens."""
     grads = {}
+    g_PH, _, arrival = forth()  # not held elsewhere: gone as soon as they have been used
 
     def needed(role):
         need = needs.get(role)
@@ -423,12 +422,22 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
         down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g
-    g_PH, g_wgrad, columns = layer.quantized_gradient(g_PH, needed("down"))
+    g_PH, *down = layer.quantized_gradient(g_PH, needed("down"))
     t_PF = layer.dgrad_gemm(g_PH, layer.down, arrival)
-    del arrival
-    if needed("down"):
+    del g_PH, arrival
+
+    def down_wgrad() -> None:
+        g_wgrad, columns = down
+        down.clear()
         grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)
-    del g_PH, g_wgrad
+
+    # Last, if the gradient that it reads until then takes less memory than the one that it writes.
+    H, E, value_bytes = x_PH.shape[1], len(layer.plan.group_ends_E), 1 if isinstance(down[0], MXTensor) else 2
+    last = needed("down") and down[0].shape.numel() * value_bytes < 2 * E * H * h_PF.shape[1]
+    if not last:
+        if needed("down"):
+            down_wgrad()
+        down.clear()
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
     columns = wants_ups and layer.reads_columns(t_PF)
@@ -459,7 +468,7 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
     # Alone, in the order that takes less memory; bytes of P rows, G and H wide. The weight gradient first: dpre's rows
     # G P, x dequantised or dx 2 H P, the gradient 2 E G H, and dpre plain 2 G P or, with dx, weights quantised E G H.
     # dx first: dpre plain 2 G P, dx and x dequantised 4 H P, the gradient 2 E G H.
-    (P, G), H, E = g_rows.shape, x_PH.shape[1], len(layer.plan.group_ends_E)
+    P, G = g_rows.shape
     first = wants_ups and not beside and g_wgrad is not g_rows and max(2 * G * P, E * G * H) < (G + 2 * H) * P
     if first:
         ups_wgrad()
@@ -473,4 +482,6 @@ def _backward_rows(layer: _Layer, transport: Transport, back: Callable[..., Pend
             ups_wgrad(beside)
     finally:  # also when memory runs out: what the exchange reads and writes must not be freed before
         result = pending.result()
+    if last:
+        down_wgrad()
     return grads, result
