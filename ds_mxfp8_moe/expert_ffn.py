@@ -56,7 +56,8 @@ class ExpertFFN:
     Attributes:
         min_tokens_per_expert: below it, the mean over the group, the layer computes unquantised; None: below what is
             faster quantised.
-        timed: `timed("dispatch")` and `timed("combine")` give context managers around forward's exchanges.
+        timed: `timed("dispatch")` and `timed("combine")` give context managers around forward's exchanges, as far as
+            they run alone.
     """
 
     formula: ExpertFormula
@@ -182,8 +183,8 @@ class _Layer:
 
     def dispatch(self, transport: Transport, x_TH: torch.Tensor, wire: Wire, parts: list, transposed: bool,
                  **keys: Any) -> tuple:
-        """Transport.start_dispatch of rows that `forward_gemm` of these parts (`transposed`: `dgrad_gemm`) reads next;
-        of none: that something else reads."""
+        """Transport.start_dispatch of rows that the `forward_gemm` of these parts (`transposed`: the `dgrad_gemm`)
+        reads first; no parts: something else does."""
         P, H, seconds = self.plan.num_rows, x_TH.shape[1], 0.0
         if parts and wire.mxfp8 and self.recipe.quantize_gemm:
             shapes = [kernels.first(part).shape for part in parts]
@@ -317,6 +318,7 @@ class _Function(torch.autograd.Function):
                                                      layer.ups, False, weight_TK=weight_TK)
         x_PH = layer.quantized(x_PH)
         pre_PG, feed = layer.forward_gemm(x_PH, layer.ups, arrival), None
+        del arrival
         if ffn.formula.kind == "linear":
             h_PF = pre_PG.new_empty(0)
             if layer.up_bias_EG is not None:

@@ -2,6 +2,7 @@
 """The expert FFN against a second, naive writing of the same arithmetic, and against no quantisation at all."""
 
 import math
+import weakref
 from dataclasses import replace
 
 import deepspeed.comm as dist
@@ -315,6 +316,29 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
     with pytest.raises(MemoryError):
         y.backward(g)
     assert asked == [132 - 24] and seen == [[("started", 24), "joined"]]
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-128"])
+def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
+    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16, tokens=(1600, ))
+    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    seen = []
+
+    class Watching(Collective):
+
+        def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
+            rows, weight_P = super().dispatch(plan, x_TH, wire, weight_TK, phase)
+            seen.append(weakref.ref(rows))
+            return rows, weight_P
+
+        def combine(self, *args, phase="combine", **keys):
+            seen.append(f"{phase}: {'held' if seen[-1]() is not None else 'gone'}")
+            return super().combine(*args, phase=phase, **keys)
+
+    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(experts))
+    y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+    y.backward(g)
+    assert [text for text in seen if isinstance(text, str)] == ["combine: held", "combine of the gradient: gone"]
 
 
 @pytest.mark.parametrize("recipe_name, tokens, wanted", [

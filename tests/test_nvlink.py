@@ -237,14 +237,16 @@ def test_multiprocessors_beside_a_gemm_have_limits(total, most, gemm_ms, sms):
 def test_multiprocessors_ahead_of_a_gemm(hidden, columns, sms):
     """Where the pipeline's first GEMM gained by it on 2 H200s, and where that was nothing, or in the noise."""
     exchange = NVLink(SimpleNamespace(side="a stream", multiprocessors=132, world_size=2), NAME)
-    plan = SimpleNamespace(num_tokens=131072, num_rows=131072, received=131072, group_ends_E=torch.zeros(8))
+    plan = SimpleNamespace(num_tokens=131072, num_rows=131072, received=131072, group_ends_E=torch.zeros(8),
+                           group_ends=(131072, ))
     seconds = 2 * 131072 * hidden * columns / 1.1e15
     got, first = exchange.sms_ahead(plan, hidden, BF16, MX128, seconds)
     assert got in sms and (0.6 < first <= 1 if got else first == 0)
     few = SimpleNamespace(**vars(plan) | {"num_rows": 16384 - 128})  # 7 tiles of an expert from each rank
+    bound = SimpleNamespace(**vars(plan) | {"group_ends": None})
     for other in ((replace(exchange, overlap=False), plan, MX128, seconds), (exchange, plan, MX128, 0.0),
                   (exchange, plan, MX32, seconds), (exchange, plan, PLAIN, seconds), (exchange, few, MX128, seconds),
-                  (replace(exchange, sms=6), plan, MX128, seconds)):
+                  (exchange, bound, MX128, seconds), (replace(exchange, sms=6), plan, MX128, seconds)):
         assert other[0].sms_ahead(other[1], hidden, BF16, *other[2:]) == (0, 0)
 
 
@@ -428,6 +430,10 @@ def brought(case: Case, parts: int) -> None:
     ({"tokens": (900, 2800), "routing": "one after the other", "top_k": 1, "dtype": torch.float32}, 4)], ids=str)
 def test_a_dispatch_whose_rows_a_gemm_awaits(ranks2, change, parts):
     ranks2.run(brought, Case(**{"wire": MX128} | change), parts)
+
+
+def test_a_dispatch_of_three_ranks_whose_rows_a_gemm_awaits(ranks3):
+    ranks3.run(brought, Case(wire=MX128, tokens=(400, 0, 300), top_k=3), 3)
 
 
 # ---------------------------------------------------------------- peers that fail

@@ -2,7 +2,8 @@
 """The transport over peer memory inside a node: ops/csrc/nvlink, where each step is one kernel.
 
     plan        counts, told to every peer by stores; the host waits for them once, to size what follows; places
-    dispatch    every token read and quantised once, stored once to each rank that wants it, expanded there meanwhile
+    dispatch    every token read and quantised once, stored once to each other rank that wants it, expanded there
+                meanwhile; this rank's own where they belong
     combine     partial sums at the experts' rank, stored to the owner, summed there meanwhile
 
 The same bits as the collective transport. Nothing that backward needs stays in the staging.
@@ -30,7 +31,7 @@ LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes, of the parts of a half
 MOST_PARTS = 8  # of the order in which a GEMM computes rows
 LEAST_TILES = 8  # row tiles of an owner and expert in each, for a combine: neighbours share weights
-STRIP = 16  # row tiles that a GEMM computes side by side
+STRIP = 16  # row tiles that a GEMM computes side by side: GROUP of grouped_gemm_hopper.py
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,10 +123,11 @@ class NVLink(Transport):
             captured in a CUDA graph. Ranks then bring equally many tokens. What does not fit is an error on every
             rank, at its next call or check, and before the optimizer's step.
         sms: multiprocessors that move rows; None: as overlap.py has it.
-        overlap: a combine may run beside a GEMM, and a GEMM begin with the first rows of a dispatch.
+        overlap: a combine may run beside a GEMM, and a GEMM begin with the first rows of a dispatch. Not for ranks
+            that share a GPU's time at once (MPS), where GEMMs that wait for rows may leave a peer's dispatch no room.
         feeds: a GEMM may feed the combine of its rows. Off: between 2 H200s the best share gained at most 6 % of a
             forward, and the model's lost (examples/benchmarks/overlap.py); between more it is not measured yet. Not
-            for ranks that share a GPU's time at once (MPS), where spinning combines may leave no GEMM any room.
+            with MPS either.
     """
 
     memory: PeerMemory
@@ -266,6 +268,8 @@ class NVLink(Transport):
         meanwhile; 0: none, it runs before. keys: the model's."""
         if not self.overlap or self.memory.side is None or not wire.mxfp8 or wire.block_size != ROW_ALIGNMENT:
             return 0, 0.0
+        if plan.group_ends is None:  # bounds say little of the time; and branches of a graph may come one by one
+            return 0, 0.0
         if self._runs(plan, 1) < MOST_PARTS:  # most rows that are computed together come with the last ones
             return 0, 0.0
         off_rank = plan.received * (self.world_size - 1) // self.world_size
@@ -286,13 +290,14 @@ class NVLink(Transport):
         tables = torch.zeros(3 * -(-tiles // 4) * 4 + 4, dtype=torch.int32, device=memory.device)
         urgency, order, arrived = tables[:-4].view(3, -1)[:, :tiles].unbind(0)
         begun = tables[-4:].data_ptr()
-        memory.side.wait_stream(get_accelerator().current_stream())
-        ext.dispatch(ext.Dispatch(args, arrived=arrived.data_ptr(), begun=begun), sms, memory.side.cuda_stream)
         done = get_accelerator().Event()
-        done.record(memory.side)
+        memory.side.wait_stream(get_accelerator().current_stream())
         ext.order(ext.Order(rows=ext.Rows(plan.rows, group=group), urgency=urgency.data_ptr(), order=order.data_ptr(),
                             tiles=tiles, parts=self._runs(plan, 1), arriving=1),
                   memory.multiprocessors - sms, memory.stream())
+        # Last: whatever fails before leaves nothing under way.
+        ext.dispatch(ext.Dispatch(args, arrived=arrived.data_ptr(), begun=begun), sms, memory.side.cuda_stream)
+        done.record(memory.side)
 
         def begin() -> None:
             ext.begun(ext.Begun(group=group, begun=begun, blocks=sms), memory.stream())

@@ -54,25 +54,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Shared(NVLink):
-    """Gives exchanges `share` multiprocessors; None: the model's, which it puts into `picked`. With `feeds`,
-    dispatches run alone."""
+    """Gives exchanges `share` multiprocessors; None: the model's. What they got is in `picked`: none where nothing can
+    run beside. With `feeds`, dispatches run alone."""
 
     share: int | None = None
     picked: dict = field(default_factory=lambda: dict.fromkeys(PASSES, 0))
 
     def sms_beside(self, *args, steps: int | None = None) -> int:
-        if self.share is not None:
-            return self.share
-        sms = super().sms_beside(*args, steps=steps)
+        sms = super().sms_beside(*args, steps=steps) if self.share is None else self.share
         self.picked["forward" if steps else "backward"] = sms
         return sms
 
     def sms_ahead(self, *args) -> tuple[int, float]:
         if self.feeds or self.share == 0:
             return 0, 0.0
-        if self.share is not None:
-            return super().sms_ahead(*args, shares=(self.share, ), gain=0)
-        sms, first = super().sms_ahead(*args)
+        given = {} if self.share is None else {"shares": (self.share, ), "gain": 0}
+        sms, first = super().sms_ahead(*args, **given)
         self.picked["forward"] = max(self.picked["forward"], sms)
         return sms, first
 
@@ -123,9 +120,8 @@ def measure(case: Case, budget_s: float) -> list[dict]:
     found = {ONE_BY_ONE: 0, MODELS_SHARE: None} | {str(share): share for share in SHARES}
     transports = {name: with_share(base, share, case.forward) for name, share in found.items()}
     stages = {name: make(transport) for name, transport in transports.items()}
-    world.run(stages[MODELS_SHARE])
-    shares = {name: dict.fromkeys(PASSES, share) for name, share in found.items()}
-    shares[MODELS_SHARE] = getattr(transports[MODELS_SHARE], "picked", shares[ONE_BY_ONE])
+    # Filled while they are checked.
+    shares = {name: getattr(transport, "picked", dict.fromkeys(PASSES, 0)) for name, transport in transports.items()}
     contenders = {name: Contender(calls, partial(check, calls, stages[ONE_BY_ONE]), {"share": shares[name]})
                   for name, calls in stages.items()}
     return world.rows(asdict(case), contenders, budget_s)

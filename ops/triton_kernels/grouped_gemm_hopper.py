@@ -227,7 +227,7 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
 @Launched
 @gluon.jit
 def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, order, done, arrived, failed, E, P, N, K,
-                      row_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+                      rows, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
                       BUFFERS: gl.constexpr, ORDERED: gl.constexpr, FED: gl.constexpr, AWAITED: gl.constexpr):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
@@ -238,6 +238,7 @@ def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, order, don
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
+    row_tiles = rows // 128  # of rows: Triton compiles anew for counts of tiles that are 1, or multiples of 16
     column_tiles = gl.cdiv(N, 128 * HALVES)
     gl.warp_specialize([
         (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K, row_tiles,
@@ -312,7 +313,7 @@ def _launch(out_PN: torch.Tensor, a_PK: torch.Tensor, a_scale_KP: torch.Tensor, 
     grouped_mm_kernel[(min(sms, tiles), )](
         descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
         a_scale_KP, b_scale_ENK, ends_E, absent if order is None else order, absent if done is None else done,
-        absent if arrived is None else arrived, absent if arrived is None else failed, E, P, N, K, row_tiles,
+        absent if arrived is None else arrived, absent if arrived is None else failed, E, P, N, K, 128 * row_tiles,
         E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3, HALVES=halves,
         BUFFERS=halves if out_PN.element_size() == 2 else 1, ORDERED=order is not None, FED=done is not None,
         AWAITED=arrived is not None, num_warps=4)

@@ -170,7 +170,7 @@ template <class Row> struct DispatchWork {
 
   __device__ void announce(int i) {
     const int c = v.turned(v.rank(), i);
-    if (threadIdx.x < v.world())
+    if (threadIdx.x < v.world() && threadIdx.x != v.rank())
       v.x.announce(threadIdx.x, c);
     if constexpr (Row::COUNTED)
       count(v.arriving(v.rank(), c));

@@ -9,7 +9,8 @@
 // that flag, then a barrier. The halves of the staging serve exchanges in turn, so exchange n overwrites what peers
 // read in n-2: before it sends, a team sees that they have acknowledged that. What is sent never waits for anything of
 // the same exchange, and is sent by whichever teams the device has room for: no two ranks wait in a ring, whatever
-// else runs on their devices. (But for a combine that a GEMM feeds: that has to have multiprocessors left to it.)
+// else runs on their devices. (But for a combine that a GEMM feeds: that has to have multiprocessors left to it. A GEMM
+// that awaits a dispatch begins when that has its own.)
 //
 // A wait that lasts too long, or a peer that makes another call, ends with a record in host memory. Every wait and
 // every later kernel then returns at once, with whatever is there: the host raises when it next looks.
@@ -145,8 +146,8 @@ private:
 // start, so that what arrives is read while the rest is sent; the others send first. Teams claim items one by one:
 // which team has which changes nothing in the result, and whichever the device has room for send all that there is.
 // Work has
-//   send(i)        all threads: stores item i to the peers
-//   announce(i)    all threads, after a barrier: tells the peers that it is complete
+//   send(i)        all threads: stores item i where it belongs, at the peers or here
+//   announce(i)    all threads, after a barrier: tells whoever waits for it that it is complete
 //   skip(i)        one thread: nothing to receive;  await(i): waits for all that item i reads
 //   receive(i)     all threads
 template <class Work> __device__ void exchange(const Exchange &x, Work &work, int sends, int receives) {

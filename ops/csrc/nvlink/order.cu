@@ -9,8 +9,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// One block for each item that the combine sends: 128 rows are the more urgent, the sooner any of them is sent; or, what
-// the dispatch brings, all of them.
+// One block for each item that is sent: 128 rows are the more urgent, the sooner the combine sends any of them, or the
+// dispatch has brought all of them.
 __global__ void __launch_bounds__(THREADS) urgency(const __grid_constant__ Order a) {
   if (*static_cast<volatile uint32_t *>(&at<State>(a.rows.group.state)->failed))
     return; // the tables may not have been written
