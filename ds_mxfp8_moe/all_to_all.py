@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import deepspeed.comm as dist
 import torch
 
-from .ops.triton_kernels.library import operator
+from .ops.triton_kernels.library import nothing, operator
 from .transport.choose import choose
 from .transport.nvlink import ALIGNED, DTYPES, signature
 from .transport.peer_memory import PeerMemory
@@ -291,11 +291,7 @@ class AllToAll:
                                  f"{aligned}")
 
 
-def _nothing(*args) -> None:
-    """The fake of an op that only writes into its arguments."""
-
-
-@operator(_nothing, mutates_args=("out_expert_num_tokens", "out_expert_x", "out_expert_x_scale"))
+@operator(nothing, mutates_args=("out_expert_num_tokens", "out_expert_x", "out_expert_x_scale"))
 def _all_to_all_dispatch(handle: int, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,
                          out_expert_x_scale: torch.Tensor | None, dp_x: torch.Tensor, dp_x_scale: torch.Tensor | None,
                          indices: torch.Tensor, bound_m: torch.Tensor | None, do_send: bool, do_recv: bool) -> None:
@@ -303,7 +299,7 @@ def _all_to_all_dispatch(handle: int, out_expert_num_tokens: torch.Tensor, out_e
                                   bound_m), do_send, do_recv)
 
 
-@operator(_nothing, mutates_args=("out_tokens", ))
+@operator(nothing, mutates_args=("out_tokens", ))
 def _all_to_all_combine(handle: int, out_tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor,
                         expert_y: torch.Tensor, bound_m: torch.Tensor | None, do_send: bool, do_recv: bool) -> None:
     _BY_HANDLE[handle]._combine((out_tokens, indices, weights, expert_y, bound_m), do_send, do_recv)

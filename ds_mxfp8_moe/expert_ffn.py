@@ -424,22 +424,16 @@ def _backward_rows(layer: _Layer, transport: Transport, forth: Callable[[], tupl
         down_bias_weight = (plain_g.float() * layer.bias_rows(layer.down_bias_EH)).sum(-1)
         grads["down_bias"] = layer.group_sums(plain_g, weight_P).to(dtype_of("down_bias"))
         del plain_g
-    g_PH, *down = layer.quantized_gradient(g_PH, needed("down"))
+    g_PH, g_wgrad, columns = layer.quantized_gradient(g_PH, needed("down"))
     t_PF = layer.dgrad_gemm(g_PH, layer.down, arrival)
-    del g_PH, arrival
-
-    def down_wgrad() -> None:
-        g_wgrad, columns = down
-        down.clear()
-        grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)
-
+    down_wgrad = partial(layer.wgrad_gemm, g_wgrad, h_PF, dtype_of("down"), columns) if needed("down") else None
     # Last, if the gradient that it reads until then takes less memory than the one that it writes.
-    H, E, value_bytes = x_PH.shape[1], len(layer.plan.group_ends_E), 1 if isinstance(down[0], MXTensor) else 2
-    last = needed("down") and down[0].shape.numel() * value_bytes < 2 * E * H * h_PF.shape[1]
-    if not last:
-        if needed("down"):
-            down_wgrad()
-        down.clear()
+    H, E, value_bytes = x_PH.shape[1], len(layer.plan.group_ends_E), 1 if isinstance(g_wgrad, MXTensor) else 2
+    last = g_wgrad.shape.numel() * value_bytes < 2 * E * H * h_PF.shape[1]
+    del g_PH, g_wgrad, arrival
+    if down_wgrad and not last:
+        grads["down"] = down_wgrad()
+        down_wgrad = None
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
     columns = wants_ups and layer.reads_columns(t_PF)
@@ -484,6 +478,6 @@ def _backward_rows(layer: _Layer, transport: Transport, forth: Callable[[], tupl
             ups_wgrad(beside)
     finally:  # also when memory runs out: what the exchange reads and writes must not be freed before
         result = pending.result()
-    if last:
-        down_wgrad()
+    if down_wgrad:
+        grads["down"] = down_wgrad()
     return grads, result

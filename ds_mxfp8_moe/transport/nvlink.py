@@ -103,6 +103,13 @@ def _tables(device: torch.device, *sizes: int) -> tuple[torch.Tensor, list]:
     return table, [table.data_ptr() + beginning for beginning in beginnings]
 
 
+def _tables_of_tiles(tiles: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros: three int32 tables [3, tiles], and a word [1]. The tables at multiples of 16 bytes whatever the batch:
+    Triton compiles anew for other pointers."""
+    tables = torch.zeros((3, -(-tiles // 4) * 4 + 4), dtype=torch.int32, device=device)
+    return tables[:, :tiles], tables[-1, -1:]
+
+
 def _parts(most_rows: int, *row_bytes: int) -> list:
     """Beginnings of regions of so many rows in a half, and their end."""
     beginnings = [0]
@@ -286,23 +293,21 @@ class NVLink(Transport):
         if not sms or not tiles:
             return None
         group = memory.group_for(signature("dispatch"))
-        # At multiples of 16 bytes whatever the batch: Triton compiles anew for other pointers.
-        tables = torch.zeros(3 * -(-tiles // 4) * 4 + 4, dtype=torch.int32, device=memory.device)
-        urgency, order, arrived = tables[:-4].view(3, -1)[:, :tiles].unbind(0)
-        begun = tables[-4:].data_ptr()
+        (urgency, order, arrived), begun = _tables_of_tiles(tiles, memory.device)
         done = get_accelerator().Event()
         memory.side.wait_stream(get_accelerator().current_stream())
         ext.order(ext.Order(rows=ext.Rows(plan.rows, group=group), urgency=urgency.data_ptr(), order=order.data_ptr(),
                             tiles=tiles, parts=self._runs(plan, 1), arriving=1),
                   memory.multiprocessors - sms, memory.stream())
         # Last: whatever fails before leaves nothing under way.
-        ext.dispatch(ext.Dispatch(args, arrived=arrived.data_ptr(), begun=begun), sms, memory.side.cuda_stream)
+        ext.dispatch(ext.Dispatch(args, arrived=arrived.data_ptr(), begun=begun.data_ptr()), sms,
+                     memory.side.cuda_stream)
         done.record(memory.side)
 
         def begin() -> None:
-            ext.begun(ext.Begun(group=group, begun=begun, blocks=sms), memory.stream())
+            ext.begun(ext.Begun(group=group, begun=begun.data_ptr(), blocks=sms), memory.stream())
 
-        def end(kept: tuple = (x_TH, plan, tables, *read)) -> None:
+        def end(kept: tuple = (x_TH, plan, *read)) -> None:
             get_accelerator().current_stream().wait_event(done)
 
         first = min(tiles, math.ceil(share * tiles / STRIP) * STRIP)
@@ -337,9 +342,7 @@ class NVLink(Transport):
         sms = self.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles, steps=parts * W)
         if not sms:
             return None
-        # At multiples of 16 bytes whatever the batch: Triton compiles anew for other pointers.
-        tables = torch.zeros((3, -(-tiles // 4) * 4), dtype=torch.int32, device=memory.device)
-        urgency, order, done = tables[:, :tiles].unbind(0)
+        (urgency, order, done), _ = _tables_of_tiles(tiles, memory.device)
         rows = ext.Rows(plan.rows, group=memory.group_for(0))
         ext.order(ext.Order(rows=rows, urgency=urgency.data_ptr(), order=order.data_ptr(), tiles=tiles, parts=parts),
                   self._alone, memory.stream())

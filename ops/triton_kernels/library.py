@@ -43,6 +43,10 @@ def operator(fake: Callable, mutates_args: Iterable[str] = ()) -> Callable[[Call
     return register
 
 
+def nothing(*args) -> None:
+    """The fake of an op that only writes into its arguments."""
+
+
 # Triton's own functions of these names go through its JIT, at some 10 us a call.
 
 

@@ -9,10 +9,12 @@ namespace {
 constexpr int AHEAD = 4; // pieces whose loads are in flight together
 constexpr int AHEAD_QUANTISED = 2;
 
-// What one lane each of `lanes` holds, for all of a warp in turn: calls action(value) for each.
+// What each of `lanes` holds, for all of a warp in turn: calls action(lane, value).
 template <class T, class Action> __device__ __forceinline__ void each(uint32_t lanes, T value, Action action) {
-  for (; lanes; lanes &= lanes - 1)
-    action(__shfl_sync(~0u, value, __ffs(lanes) - 1));
+  for (; lanes; lanes &= lanes - 1) {
+    const int lane = __ffs(lanes) - 1;
+    action(lane, __shfl_sync(~0u, value, lane));
+  }
 }
 
 // Where a warp writes a row: to the staging of other ranks, one in each lane of `peers`, and to places here, one in
@@ -31,20 +33,15 @@ struct Targets {
 
   // Calls store(row) for the beginning of each row.
   template <class Store> __device__ __forceinline__ void rows(Store store) const {
-    each(peers, peer_row, store);
-    each(here, own_row, store);
-  }
-  // Calls action(rank, row) for each other rank.
-  template <class Action> __device__ __forceinline__ void each_peer(Action action) const {
-    for (uint32_t left = peers; left; left &= left - 1)
-      action(__ffs(left) - 1, int64_t(__shfl_sync(~0u, row, __ffs(left) - 1)));
+    each(peers, peer_row, [&](int, Address row) { store(row); });
+    each(here, own_row, [&](int, Address row) { store(row); });
   }
   __device__ __forceinline__ void weight(float weight) const {
     if (place >= 0)
       at<float>(a.out_weight_P)[place] = weight;
   }
   __device__ __forceinline__ void own_scale(int block, uint8_t byte, bool inside) const {
-    each(here, place, [&](int64_t p) {
+    each(here, place, [&](int, int64_t p) {
       if (inside)
         *at<uint8_t>(a.out_scale, p * a.scale_stride_p + block * a.scale_stride_b) = byte;
     });
@@ -119,7 +116,7 @@ template <class T, int BLOCK, bool COUNTS = false> struct Quantised {
       });
       const int end = min(piece + AHEAD_QUANTISED - 1, last);
       if (words.full(end) || end == last) {
-        to.each_peer([&](int w, int64_t row) { words.store(to.v.scales(w, row), end); });
+        each(to.peers, to.row, [&](int w, int64_t row) { words.store(to.v.scales(w, row), end); });
         words.each_byte(end, (H + BLOCK - 1) / BLOCK,
                         [&](int b, uint8_t byte, bool inside) { to.own_scale(b, byte, inside); });
       }
@@ -159,7 +156,7 @@ template <class Row> struct DispatchWork {
       if (rows.weights) {
         const bool mine = v.lane() < rows.K;
         const float weight = mine ? at<float>(a.weight_TK)[t * rows.K + v.lane()] : 0;
-        to.each_peer([&](int w, int64_t row) {
+        each(to.peers, to.row, [&](int w, int64_t row) {
           if (mine)
             v.weights(w, row)[v.lane()] = weight;
         });

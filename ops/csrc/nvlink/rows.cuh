@@ -89,7 +89,7 @@ struct Sends {
 
   __device__ int count() const { return (chunks + run - 1) / run * run * world; }
   __device__ int owner(int i) const { return (i / run + rank + 1) % world; }
-  // The how manieth of the owner's chunks item i is; there may be fewer.
+  // Item i is the nth of the owner's chunks, as they are turned; there may be fewer.
   __device__ int nth(int i) const { return i / (run * world) * run + i % run; }
   // Of item i: how many turns come before its own.
   __device__ int turn(int i) const { return i / run; }
