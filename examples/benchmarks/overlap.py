@@ -27,14 +27,13 @@ from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.nvlink import NVLink
-from show_ranks import MODELS_SHARE, ONE_BY_ONE
+from show_ranks import AHEAD, FED, MODELS_SHARE, ONE_BY_ONE
 from timing import poisoned
 from world import Contender
 
 RECIPES = {"mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"}, "mxfp8": {"recipe": "mxfp8"},
            "all MXFP8": {"recipe": "mxfp8", **ep_pipeline.ALL_MXFP8}}
 PASSES = ("forward", "backward")
-AHEAD, FED = "ahead", "fed"
 SHARES = (8, 12, 16, 20, 24, 28, 32, 40, 48)
 
 

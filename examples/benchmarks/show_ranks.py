@@ -305,6 +305,7 @@ def layer_plot(result: dict, pyplot) -> None:
 # ---- overlap ------------------------------------------------------------------------------------------------------
 
 ONE_BY_ONE, MODELS_SHARE = "one by one", "the model's share"
+AHEAD, FED = "ahead", "fed"  # ways of forward
 OVERLAP_CASE = ("tokens", "dim", "hidden", "experts", "top_k", "recipe")
 
 
@@ -315,8 +316,8 @@ def _share(g: Group, name: str) -> int:
 def _overlaps(result: dict) -> list[tuple[str, list[Group]]]:
     """What was measured, by what runs beside what. Backward is the same whatever forward does."""
     forward, backward = groups(result, "forward"), groups(result, "backward")
-    found = [(f"forward, {way}", [g for g in forward if g.case["forward"] == way]) for way in ("ahead", "fed")]
-    return [*found, ("backward", [g for g in backward if g.case["forward"] == "ahead"])]
+    found = [(f"forward, {way}", [g for g in forward if g.case["forward"] == way]) for way in (AHEAD, FED)]
+    return [*found, ("backward", [g for g in backward if g.case["forward"] == AHEAD])]
 
 
 def overlap_tables(result: dict) -> list[str]:
