@@ -416,13 +416,15 @@ def test_results_older_than_the_code_are_marked(monkeypatch):
     assert not report.is_older(result)
 
 
-def test_the_readme_shows_the_most_ranks_of_each_benchmark():
-    names = {"train_2ranks": "train", "moe_layer_4ranks": "moe_layer", "train_8ranks": "train", "parity": "parity",
-             "moe_layer_2ranks": "moe_layer", "train_4ranks": "train", "expert_ffn": "expert_ffn",
-             "convergence": "convergence", "convergence_300M": "convergence"}
-    found = [(Path(f"{name}.json"), {"benchmark": benchmark}) for name, benchmark in names.items()]
-    assert [path.stem for path, _ in report.largest(found)] == ["convergence", "convergence_300M", "train_8ranks",
-                                                               "moe_layer_4ranks", "expert_ffn"]
+def test_the_readme_shows_the_last_day_of_each_benchmark_and_of_that_the_most_ranks():
+    names = {"train_2ranks": ("train", 1), "moe_layer_8ranks": ("moe_layer", 1), "train_8ranks": ("train", 1),
+             "parity": ("parity", 2), "moe_layer_2ranks": ("moe_layer", 2), "train_4ranks": ("train", 1),
+             "moe_layer_4ranks": ("moe_layer", 2), "expert_ffn": ("expert_ffn", 1), "convergence": ("convergence", 1),
+             "convergence_300M": ("convergence", 2)}
+    found = [(Path(f"{name}.json"), {"benchmark": benchmark, "date": f"2026-11-2{day}T{23 - i:02}:00:00+00:00"})
+             for i, (name, (benchmark, day)) in enumerate(names.items())]
+    assert [path.stem for path, _ in report.latest(found)] == ["convergence", "convergence_300M", "train_8ranks",
+                                                              "moe_layer_4ranks", "expert_ffn"]
 
 
 def test_spread_of_a_file():

@@ -49,15 +49,16 @@ def is_older(result: dict) -> bool:
     return asked.returncode == 0 and bool(asked.stdout.strip())
 
 
-def largest(found: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
-    """The files of IN_README's benchmarks, in that order; of those named alike but for their ranks, that of most."""
+def latest(found: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
+    """The files of IN_README's benchmarks, in that order; of those named alike but for their ranks, that of the last
+    day, and of one day that of most ranks."""
 
     def ranks(path: Path) -> int:
         named = re.search(r"_(\d+)ranks", path.stem)
         return int(named[1]) if named else 1
 
     by_name: dict = {}
-    for path, result in sorted(found, key=lambda file: ranks(file[0])):
+    for path, result in sorted(found, key=lambda file: (file[1]["date"][:10], ranks(file[0]))):
         by_name[re.sub(r"_\d+ranks", "", path.stem)] = path, result
     return sorted((file for file in by_name.values() if file[1]["benchmark"] in IN_README),
                   key=lambda file: (IN_README.index(file[1]["benchmark"]), file[0].stem))
@@ -86,7 +87,7 @@ def readme(text: str) -> str:
     """The README with the goals of IN_README: the worst case of each, and where it was."""
     link = "(examples/benchmarks/RESULTS.md#"
     parts = [f"[{path.stem}]{link}{path.stem}): {origin(result)}.{OLDER * is_older(result)}\n"
-             f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in largest(results())]
+             f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in latest(results())]
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n" + "\n\n".join([LEGEND, *parts]) + f"\n{END}{after}"
