@@ -426,14 +426,10 @@ def _backward_rows(layer: _Layer, transport: Transport, forth: Callable[[], tupl
         del plain_g
     g_PH, g_wgrad, columns = layer.quantized_gradient(g_PH, needed("down"))
     t_PF = layer.dgrad_gemm(g_PH, layer.down, arrival)
-    down_wgrad = partial(layer.wgrad_gemm, g_wgrad, h_PF, dtype_of("down"), columns) if needed("down") else None
-    # Last, if the gradient that it reads until then takes less memory than the one that it writes.
-    H, E, value_bytes = x_PH.shape[1], len(layer.plan.group_ends_E), 1 if isinstance(g_wgrad, MXTensor) else 2
-    last = g_wgrad.shape.numel() * value_bytes < 2 * E * H * h_PF.shape[1]
-    del g_PH, g_wgrad, arrival
-    if down_wgrad and not last:
-        grads["down"] = down_wgrad()
-        down_wgrad = None
+    del g_PH, arrival
+    if needed("down"):
+        grads["down"] = layer.wgrad_gemm(g_wgrad, h_PF, dtype_of("down"), columns)
+    del g_wgrad
     roles = [role for role in ("gate", "up") if role in weights]
     recipe, wants_ups = layer.recipe, any(needed(role) for role in roles)
     columns = wants_ups and layer.reads_columns(t_PF)
@@ -464,7 +460,7 @@ def _backward_rows(layer: _Layer, transport: Transport, forth: Callable[[], tupl
     # Alone, in the order that takes less memory; bytes of P rows, G and H wide. The weight gradient first: dpre's rows
     # G P, x dequantised or dx 2 H P, the gradient 2 E G H, and dpre plain 2 G P or, with dx, weights quantised E G H.
     # dx first: dpre plain 2 G P, dx and x dequantised 4 H P, the gradient 2 E G H.
-    P, G = g_rows.shape
+    (P, G), H, E = g_rows.shape, x_PH.shape[1], len(layer.plan.group_ends_E)
     first = wants_ups and not beside and g_wgrad is not g_rows and max(2 * G * P, E * G * H) < (G + 2 * H) * P
     if first:
         ups_wgrad()
@@ -478,6 +474,4 @@ def _backward_rows(layer: _Layer, transport: Transport, forth: Callable[[], tupl
             ups_wgrad(beside)
     finally:  # also when memory runs out: what the exchange reads and writes must not be freed before
         result = pending.result()
-    if down_wgrad:
-        grads["down"] = down_wgrad()
     return grads, result

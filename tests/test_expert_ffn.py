@@ -315,7 +315,7 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
     y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
     with pytest.raises(MemoryError):
         y.backward(g)
-    assert asked == [132 - 24] and seen == [[("started", 24), "joined"]]
+    assert asked == [0, 132 - 24] and seen == [[("started", 24), "joined"]]
 
 
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-128"])
@@ -339,22 +339,3 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
     y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
     y.backward(g)
     assert [text for text in seen if isinstance(text, str)] == ["combine: held", "combine of the gradient: gone"]
-
-
-@pytest.mark.parametrize("recipe_name, tokens, wanted", [
-    ("hp-128", 800, ["up", "down"]), ("hp-128", 1600, ["down", "up"]), ("bf16", 400, ["up", "down"]),
-    ("bf16", 800, ["down", "up"])])
-def test_the_weight_gradient_comes_first_that_frees_more_than_it_takes(monkeypatch, recipe_name, tokens, wanted):
-    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16, tokens=(tokens, ))
-    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    order = []
-
-    def gemm(g, a, *args):
-        order.append("down" if a.shape[1] == FFN else "up")
-        return grouped_gemm.grouped_mm_wgrad_rows(g, a, *args)
-
-    monkeypatch.setattr(expert_ffn, "grouped_mm_wgrad_rows", gemm)
-    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Collective(), len(experts))
-    y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
-    y.backward(g)
-    assert order == wanted

@@ -24,7 +24,7 @@ from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-from ds_mxfp8_moe.transport.nvlink import NVLink
+from ds_mxfp8_moe.transport.nvlink import LEAST_CHUNK, NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
@@ -150,6 +150,18 @@ def many_chunks(exchange: NVLink) -> int:
 
 def test_many_chunks_and_a_staging_that_grows(ranks2):
     ranks2.run(in_case, many_chunks)
+
+
+def most_chunks(exchange: NVLink) -> None:
+    """As many as there are flags for."""
+    tokens = LEAST_CHUNK * exchange.memory.extension.MAX_CHUNKS
+    cases.check(Case(tokens=(tokens, 2100, 0, 0), hidden=32, wire=MX32), exchange)
+
+
+def test_a_rank_with_the_most_chunks(ranks2):
+    assert [_chunk(tokens, 2) for tokens in (0, 1, 16384, 16385, 131072)] == [16, 16, 16, 32, 128]
+    assert [_chunk(tokens, 8) for tokens in (8192, 8193, 32768, 131072)] == [16, 32, 32, 128]
+    ranks2.run(in_case, most_chunks)
 
 
 def grow_apart() -> None:

@@ -100,7 +100,7 @@ def wanted_order(case: Case, parts: int, arriving: bool = False) -> list:
     that is sent; or by the part of the last one that is brought (`arriving`); and by number."""
     world, rank, E = dist.get_world_size(), dist.get_rank(), case.local_experts
     routed = [expert_TK for expert_TK, _, _ in case.inputs(world)]
-    chunk_W = [_chunk(len(ids)) for ids in routed]
+    chunk_W = [_chunk(len(ids), len(routed)) for ids in routed]
     chunks_W = [-(-len(ids) // chunk) for ids, chunk in zip(routed, chunk_W, strict=True)]
     run = -(-max(chunks_W) // parts)
     keys = []

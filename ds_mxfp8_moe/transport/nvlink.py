@@ -26,7 +26,7 @@ from . import overlap as model
 from .peer_memory import KINDS, PeerMemory
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
-CHUNKS = 512  # at most, of a rank's tokens
+CHUNKS = 1024  # at most, of a rank's tokens
 LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes, of the parts of a half
 MOST_PARTS = 8  # of the order in which a GEMM computes rows
@@ -85,9 +85,10 @@ def signature(kind: str, *shape: Any) -> int:
     return zlib.crc32(repr(shape).encode()) << 8 & 0xFFFFFFFF | KINDS.index(kind)
 
 
-def _chunk(num_tokens: int) -> int:
+def _chunk(num_tokens: int, world_size: int) -> int:
     chunk = LEAST_CHUNK
-    while chunk * CHUNKS < num_tokens:
+    # Small chunks leave little to do when the last one has arrived; those with few rows for a rank leave warps idle.
+    while chunk * (CHUNKS if chunk >= 4 * world_size else CHUNKS // 2) < num_tokens:
         chunk *= 2
     return chunk
 
@@ -171,7 +172,7 @@ class NVLink(Transport):
         if K > ext.MAX_CHOICES:
             raise ValueError(f"{self.name}: {K} choices a token, and the nvlink transport takes {ext.MAX_CHOICES} at "
                              'most: write "transport": "collective"')
-        chunk = -(-_chunk(T) // fanout) * fanout  # no token's rows in two chunks
+        chunk = -(-_chunk(T, self.world_size) // fanout) * fanout  # no token's rows in two chunks
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
         of_all, (ends, group_sizes, first, counts, place_base, segments) = _tables(

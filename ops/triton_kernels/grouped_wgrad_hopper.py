@@ -287,10 +287,20 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
                         a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
                         add: bool, sms: int) -> None:
     """Operands with scales, of blocks of `block_size`, are MXFP8 rows."""
-    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
-    P = g_PN.shape[0]
+    (E, N, K), P = sizes(ends_E, out_ENK), g_PN.shape[0]
     if P == 0:
         return without_rows(out_ENK, add)
+    # Of few rows, the dequantised ones are what memory peaks with: one half of them after the other.
+    halved = g_scale is None and a_scale is not None and E * N >= 2 * P and out_ENK.dtype != torch.float32
+    columns = 256 * cdiv(K, 512) if halved else K
+    for k in range(0, K, columns):
+        scale = a_scale[:, k // block_size:(k + columns) // block_size] if halved else a_scale
+        _wgrad_bf16_of(g_PN, g_scale, a_PK[:, k:k + columns], scale, block_size, ends_E, out_ENK[..., k:k + columns],
+                       add, sms)
+
+
+def _wgrad_bf16_of(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms) -> None:
+    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     plain, mx = [], []
@@ -299,13 +309,13 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
         mx.append(None if scale is None else convertible(data, scale, plain[-1]))
     if block_size:
         mx = [one or not_converted(other) for one, other in zip(mx, reversed(mx), strict=True)]
-        conversion = (*mx[0], *mx[1], *counters(E, P, g_PN.device))
+        conversion = (*mx[0], *mx[1], *counters(E, g_PN.shape[0], g_PN.device))
     else:
         conversion = (None, ) * 8
     wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
         descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
-        ends_E, E, P, N, K, height, *conversion, B=block_size, GROUP=16, STAGES=3 if by_tma or block_size else 4,
-        BY_TMA=by_tma, ADD=add, num_warps=4)
+        ends_E, E, g_PN.shape[0], N, K, height, *conversion, B=block_size, GROUP=16,
+        STAGES=3 if by_tma or block_size else 4, BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
 def sizes(ends_E: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int]:
