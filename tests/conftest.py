@@ -54,3 +54,8 @@ def ranks3():
 @pytest.fixture(scope="module")
 def ranks4():
     yield from _pool(4)
+
+
+@pytest.fixture(scope="module")
+def ranks8():
+    yield from _pool(8)

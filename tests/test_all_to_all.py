@@ -55,6 +55,12 @@ def test_three_ranks(ranks3, name):
 
 
 @needs_nvcc
+@pytest.mark.parametrize("name", ["quantize", "plain", "ranks without tokens"])
+def test_eight_ranks(ranks8, name):
+    assert ranks8.run(run, CASES[name]) == [[]] * 8
+
+
+@needs_nvcc
 def test_a_block_for_each_row(ranks2):
     """Where there are enough of them, all warps of a block move a row together."""
     assert ranks2.run(run, Case(max_tokens=2, rows="quantize", hidden=160), sms=5) == [[], []]

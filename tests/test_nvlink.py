@@ -104,6 +104,16 @@ def test_same_bits_on_four_ranks(ranks4, name):
     ranks4.run(in_case, cases.check, cases.CASES[name])
 
 
+@pytest.mark.parametrize("name", ["random", "mxfp8", "skewed", "dropped", "one rank", "more choices than experts",
+                                  "more rows than a tile"])
+def test_same_bits_on_eight_ranks(ranks8, name):
+    ranks8.run(in_case, cases.check, cases.CASES[name])
+
+
+def test_eight_ranks_without_deduplication(ranks8):
+    ranks8.run(in_case, cases.check_without_deduplication, Case(wire=MX128, top_k=8))
+
+
 @pytest.mark.parametrize("change", [{}, {"wire": MX32}, {"routing": "dropped", "wire": MX128}, {"top_k": 8}], ids=str)
 def test_without_deduplication(ranks2, change):
     ranks2.run(in_case, cases.check_without_deduplication, Case(**{"top_k": 3} | change))

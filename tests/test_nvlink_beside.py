@@ -258,3 +258,8 @@ def test_a_dispatch_whose_rows_a_gemm_awaits(ranks2, change, parts):
 
 def test_a_dispatch_of_three_ranks_whose_rows_a_gemm_awaits(ranks3):
     ranks3.run(brought, Case(wire=MX128, tokens=(400, 0, 300), top_k=3), 3)
+
+
+def test_eight_ranks(ranks8):
+    case = Case(wire=MX128, tokens=(400, 0, 300, 100, 7, 0, 50, 200), top_k=3)
+    ranks8.run(brought, case, 3), ranks8.run(fed, case, 3)
