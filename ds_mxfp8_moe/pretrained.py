@@ -107,9 +107,9 @@ def _tensors(model, skeleton, specs: dict[str, MoELayerSpec]) -> Iterator[tuple[
     seen = {}
     for name, value in entries.items():
         if id(value) not in seen:  # tied weights once
-            seen[id(value)] = _whole(value)
+            seen[id(value)] = _at_rank_0(_whole(value))
         if dist.get_rank() == 0:
-            yield name, seen[id(value)].cpu()
+            yield name, seen[id(value)]
 
 
 def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,6 +156,11 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
         return value.detach()
     with deepspeed.zero.GatheredParameters([value]):
         return value.detach().clone()
+
+
+def _at_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:
+    """In host memory on rank 0, None elsewhere: devices keep nothing of what was gathered."""
+    return tensor.cpu() if dist.get_rank() == 0 else None
 
 
 def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | None:

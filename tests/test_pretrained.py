@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """save_pretrained writes what transformers would have written had it trained the model itself."""
 
+import weakref
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
@@ -10,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2MoeForSequenceClassification
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import save_pretrained
+from ds_mxfp8_moe import pretrained, save_pretrained
 
 HELD_OUT = 99
 
@@ -100,6 +102,28 @@ def test_tied_embeddings_are_written_once(ranks2, tmp_path, stage):
                         tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
+
+
+def whole_at_once(directory):
+    """How many whole tensors this rank holds at most."""
+    engine, gather, held, most = build("qwen3_moe", {"enabled": True}, 3, 2), pretrained._whole, weakref.WeakSet(), 0
+
+    def whole(value):
+        nonlocal most
+        tensor = gather(value)
+        held.add(tensor)
+        most = max(most, len(held))
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "_whole", whole)
+        save_pretrained(engine, directory)
+    return most
+
+
+def test_under_zero3_only_rank_0_holds_the_model(ranks2, tmp_path):
+    _, other = ranks2.run(whole_at_once, tmp_path)
+    assert other <= 2  # with the one before, until it is replaced
 
 
 def classifier(directory):
