@@ -56,7 +56,8 @@ class AllToAll:
         self._parts = [0]
         for size in sizes:
             self._parts.append(-(-(self._parts[-1] + size) // ALIGNED) * ALIGNED)
-        memory.reserve(max(self._parts[-1], T * K * hidden_dim * 2), "an AllToAll's staging")
+        self._staged = max(self._parts[-1], T * K * hidden_dim * 2)
+        memory.reserve(self._staged, "an AllToAll's staging")
         self._sizes = (T, num_experts, K, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
 
     @staticmethod
@@ -239,6 +240,8 @@ class AllToAll:
         if not send and memory.sent != (self._handle, name):
             raise ValueError(f"{name}: received, while what was sent and not received is "
                              f"{memory.sent and memory.sent[1]}")
+        if send:  # there is none where another exchange's growth of it failed
+            memory.reserve(self._staged, name)
         key = (kind, send, receive, memory.generation, *(
             None if x is None else (x.data_ptr(), x.shape, x.stride(), x.dtype) for x in tensors))
         args = self._prepared.get(key)
@@ -248,7 +251,6 @@ class AllToAll:
                 self._prepared.clear()
             self._prepared[key] = args
         if send:
-            memory.reserve(0, name)
             memory.advance(name)
         memory.sent = None if receive else (self._handle, name)
         getattr(memory.extension, kind)(args, self.sms, memory.stream())

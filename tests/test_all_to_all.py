@@ -2,6 +2,7 @@
 """AllToAll on ranks without GPUs, over the emulator of CUDA; the cases are those of the GPU tests."""
 
 from datetime import timedelta
+from unittest import mock
 
 import all_to_all_cases as cases
 import deepspeed.comm as dist
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
+from test_nvlink import Refusing
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.all_to_all import AllToAll
@@ -130,6 +132,20 @@ def interleaved() -> list[str]:
 @needs_nvcc
 def test_one_exchange_of_a_group_at_a_time(ranks2):
     assert ranks2.run(interleaved) == [[], []]
+
+
+def without_staging() -> list[str]:
+    """The group's staging went where it was to grow, and memory ran out: the next call has it made anew."""
+    a2a, call = make(Case()), Call(Case(), CPU)
+    wrong = cases.check(call, a2a, 0)
+    with mock.patch.object(a2a.memory, "_provider", Refusing), pytest.raises(RuntimeError, match="none is left"):
+        a2a.memory.reserve(a2a.memory.half_bytes + 1, "a larger batch")
+    return wrong + cases.check(call, a2a, 0)
+
+
+@needs_nvcc
+def test_a_growth_of_the_staging_that_failed(ranks2):
+    assert ranks2.run(without_staging) == [[], []]
 
 
 @needs_nvcc

@@ -262,6 +262,17 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
         assert 0.7 * DEADLINE.total_seconds() < seconds < DEADLINE.total_seconds() + SPARE_SECONDS
 
 
+def patient(seconds: float) -> None:
+    with mock.patch.object(peer_memory, "set_deadline", lambda *group: seconds):
+        cases.check(Case(), nvlink(Watched(torch.distributed.new_group())))
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), timedelta.max.total_seconds()])
+def test_a_deadline_beyond_what_kernels_count(ranks2, seconds):
+    """Of backends that keep their own rules there is none."""
+    ranks2.run(patient, seconds)
+
+
 def confused(how: str) -> str | None:
     text = cases.confused(how, Case(tokens=(20, ) * 4), nvlink(new_memory()))
     dist.barrier()

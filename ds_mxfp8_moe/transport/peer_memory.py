@@ -143,8 +143,8 @@ class PeerMemory:
         self._staging, self.half_bytes = staging, half_bytes
         # As if all had been through the exchange before this one.
         self._staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
-        # Before NCCL's watchdog, which knows no phase, would end the process.
-        timeout_ns = int(max(self.seconds - min(10.0, self.seconds / 4), 0.1) * 1e9)
+        # Before NCCL's watchdog, which knows no phase, would end the process; kernels count in 64 bits.
+        timeout_ns = int(min(max(self.seconds - min(10.0, self.seconds / 4), 0.1) * 1e9, 2**63))
         self._template = self.extension.Group(
             peer=peers + [0] * (self.extension.MAX_RANKS - len(peers)), state=self.state.data_ptr(),
             failure=self._failure.data_ptr(), rank=self.rank, world=self.world_size, half_bytes=half_bytes,
