@@ -96,6 +96,19 @@ def test_says_why_it_cannot_build(monkeypatch, capsys):
         builder.jit_load()
 
 
+@pytest.mark.parametrize("script, reason", [("#!/bin/sh\nexit 3\n", "status 3"), ("#!/bin/sh\necho 7\n", "says '7"),
+                                            ("no program", "Exec format error")])
+def test_an_nvcc_that_does_not_run_is_an_obstacle(tmp_path, monkeypatch, script, reason):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(script)
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(nvlink, "_nvcc", lambda: str(nvcc))
+    monkeypatch.setattr(nvlink, "_nvcc_says", nvlink._nvcc_says.__wrapped__)
+    builder = NVLinkBuilder(capabilities=BOTH)
+    assert not builder.is_compatible()
+    assert builder.error_log.startswith(f"{nvcc} does not tell its version:") and reason in builder.error_log
+
+
 @needs_nvcc
 def test_builds_once_and_anew_after_an_edit(folder, commands):
     builder = NVLinkBuilder(folder)

@@ -127,7 +127,10 @@ class NVLinkBuilder(CUDAOpBuilder):
         nvcc = _nvcc()
         if nvcc is None:
             return "nvcc is not there: install the CUDA toolkit, and set CUDA_HOME where it is not on PATH"
-        version = nvcc_version()
+        try:
+            version = nvcc_version()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            return f"{nvcc} does not tell its version: {error}"
         oldest = max(OLDEST_NVCC[major] for major, _ in self.capabilities())
         if version < oldest:
             return f"{nvcc} is of CUDA {dotted(version)}, older than {dotted(oldest)}"
@@ -175,8 +178,10 @@ def try_load() -> tuple[ModuleType | None, str]:
 
 def nvcc_version() -> tuple[int, int]:
     """Of the nvcc that is there, as (major, minor)."""
-    major, minor = re.search(r"release (\d+)\.(\d+)", _nvcc_says()).groups()
-    return int(major), int(minor)
+    release = re.search(r"release (\d+)\.(\d+)", _nvcc_says())
+    if release is None:
+        raise ValueError(f"it says {_nvcc_says()!r}")
+    return int(release[1]), int(release[2])
 
 
 def dotted(version: tuple) -> str:
