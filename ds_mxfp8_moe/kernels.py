@@ -203,7 +203,7 @@ def rescale_columns(mx_PN: MXTensor, scaling_mode: str) -> MXTensor:
 
 def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     """mx.dequantize."""
-    if not fused(x) or x.dim() > 3 or (x.dim() == 3 and x.shape[0] > MOST_MATRICES):
+    if not fused(x) or x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[0] > MOST_MATRICES):
         return mx.dequantize(x, dtype)
     return _casts().dequantize(x, dtype)
 

@@ -8,6 +8,8 @@ from interpreter import interpreter_process
 from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ds_mxfp8_moe import kernels as dispatcher
+from ds_mxfp8_moe import mx
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES
@@ -46,6 +48,13 @@ def test_more_experts_than_pointers(interpreter):
 @pytest.mark.parametrize("block", [32, 128])
 def test_no_rows(interpreter, block):
     interpreter(run_empty, "cpu", block)
+
+
+@pytest.mark.parametrize("shape", [(64, ), (2, 3, 2, 64)], ids=str)
+def test_shapes_without_a_kernel_are_dequantised(monkeypatch, shape):
+    monkeypatch.setattr(dispatcher, "fused", lambda x: True)
+    x = mx.quantize(torch.randn(shape))
+    assert torch.equal(dispatcher.dequantize(x, F32), mx.dequantize(x, F32))
 
 
 def every_launch(dtype, block):
