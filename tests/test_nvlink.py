@@ -13,7 +13,7 @@ import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, same
+from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, expected, same
 from ranks import KEPT_GROUPS
 from test_expert_ffn import RECIPES, formula
 from test_expert_ffn import problem as ffn_problem
@@ -172,6 +172,27 @@ def test_a_rank_with_the_most_chunks(ranks2):
     assert [_chunk(tokens, 2) for tokens in (0, 1, 16384, 16385, 131072)] == [16, 16, 16, 32, 128]
     assert [_chunk(tokens, 8) for tokens in (8192, 8193, 32768, 131072)] == [16, 32, 32, 128]
     ranks2.run(in_case, most_chunks)
+
+
+def long_after() -> None:
+    """The flags of a dispatch were last written 2^31 exchanges ago; rank 1 is late."""
+    memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
+    exchange, want = nvlink(memory), expected(case, memory.group)
+    expert_TK, x_TH, weight_TK = want["inputs"]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    dist.barrier()
+    memory.epoch = memory.epoch + 2**31 + 10 & 0xFFFFFFFF
+    memory.state[0] = peer_memory._signed(memory.epoch)
+    acks = memory._staging[memory.extension.ACKS_AT:][:4 * memory.world_size]
+    acks.view(torch.int32).fill_(peer_memory._signed(memory.epoch - 1))
+    dist.barrier()
+    time.sleep(memory.rank / 2)
+    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+
+
+def test_flags_that_are_2_31_exchanges_old(ranks2):
+    ranks2.run(long_after)
 
 
 def grow_apart() -> None:
