@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The builder of the CUDA extension, on an extension of a few lines: when it builds, where from, and what it says."""
 
+import builtins
 import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,17 @@ def test_builds_once_and_anew_after_an_edit(folder, commands):
     assert not builder.is_built() and builder.jit_load().answer == 43
     assert len(commands) == 6
     assert not NVLinkBuilder(folder, capabilities=((9, 0), )).is_built()
+
+
+@needs_nvcc
+def test_what_is_built_is_loaded_where_nothing_can_be_written(folder, monkeypatch):
+    assert NVLinkBuilder(folder).jit_load().answer == 42
+
+    def refuse(*args):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    assert NVLinkBuilder(folder).jit_load().answer == 42
 
 
 @needs_nvcc

@@ -94,25 +94,13 @@ class NVLinkBuilder(CUDAOpBuilder):
 
         Raises:
             RuntimeError: this machine cannot build it, or the build failed; with the last lines of the compiler.
-            OSError: the folder cannot be written.
+            OSError: nothing is built yet, and the folder cannot be written.
         """
-        import fcntl  # not on Windows, where the report imports this file
         if not self.is_compatible():
             raise RuntimeError(self.error_log)
         library = self._library()
-        library.parent.mkdir(parents=True, exist_ok=True)
-        failed = library.with_name("failed")
-        before = _stamp(failed)
-        with open(library.with_name("lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                if _stamp(failed) != before:  # while this rank waited for another to build
-                    raise RuntimeError(failed.read_text())
-                try:
-                    self._build(library)
-                except RuntimeError as error:
-                    failed.write_text(str(error))
-                    raise
+        if not library.exists():  # else whole, and perhaps where this user cannot write
+            self._build_in_turn(library)
         spec = importlib.util.spec_from_file_location(self.NAME, library)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -156,6 +144,23 @@ class NVLinkBuilder(CUDAOpBuilder):
             key.update(path.name.encode() + b"\0" + path.read_bytes())
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
         return Path(root) / f"{self.NAME}_{key.hexdigest()[:16]}" / f"{self.NAME}{suffix}"
+
+    def _build_in_turn(self, library: Path) -> None:
+        """Builds, unless another process does so meanwhile."""
+        import fcntl  # not on Windows, where the report imports this file
+        library.parent.mkdir(parents=True, exist_ok=True)
+        failed = library.with_name("failed")
+        before = _stamp(failed)
+        with open(library.with_name("lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                if _stamp(failed) != before:  # while this rank waited for another to build
+                    raise RuntimeError(failed.read_text())
+                try:
+                    self._build(library)
+                except RuntimeError as error:
+                    failed.write_text(str(error))
+                    raise
 
     def _build(self, library: Path) -> None:
         objects = {source: str(library.with_name(Path(source).name + ".o")) for source in self.sources()}
