@@ -231,7 +231,7 @@ def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
     exchange.memory.check()
 
 
-CONFUSIONS = ("order", "width", "dtype", "weights", "another plan")
+CONFUSIONS = ("order", "width", "dtype", "dtype as wide", "weights", "another plan")
 
 
 def confused(how: str, case: Case, exchange: NVLink) -> str | None:
@@ -250,6 +250,8 @@ def confused(how: str, case: Case, exchange: NVLink) -> str | None:
             exchange.dispatch(plan, x_TH[:, :64].contiguous(), PLAIN)
         elif how == "dtype":
             exchange.dispatch(plan, x_TH.float(), PLAIN)
+        elif how == "dtype as wide":
+            exchange.dispatch(plan, x_TH.half(), PLAIN)
         elif how == "weights":
             exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
         else:
