@@ -295,7 +295,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 
     Args:
         input: [P, N] plain; N may differ from the dispatched D.
-        permuted_indices: int32 [P], from permute.
+        permuted_indices: int32 (or int64) [P], from permute.
         padded_shape: from permute; only its rows, R + 1, matter.
 
     Returns:
@@ -307,9 +307,9 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
     """
     num_rows = padded_shape[0] - 1
     if (input.dim() != 2 or isinstance(input, MXTensor) or permuted_indices.shape != input.shape[:1]
-            or permuted_indices.dtype not in INTEGERS or permuted_indices.device != input.device):
-        raise ValueError(f"unpermute: expected plain rows [P, N] and an integer index for each of them on the same "
-                         f"device, got {type(input).__name__} {tuple(input.shape)} on {input.device} and "
+            or permuted_indices.dtype not in (torch.int32, torch.int64) or permuted_indices.device != input.device):
+        raise ValueError(f"unpermute: expected plain rows [P, N] and an int32 or int64 index for each of them on "
+                         f"the same device, got {type(input).__name__} {tuple(input.shape)} on {input.device} and "
                          f"{tuple(permuted_indices.shape)} of {permuted_indices.dtype} on {permuted_indices.device}")
     if num_rows < 0:
         raise ValueError(f"unpermute: padded_shape is {tuple(padded_shape)}; expected permute's, (R + 1, D)")

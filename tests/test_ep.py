@@ -335,8 +335,8 @@ def test_permute_rejects_what_does_not_fit():
 def test_unpermute_rejects_what_does_not_fit():
     rows, shape = torch.zeros(10, 64), torch.Size((5, 64))
     for indices, of_shape, text in (
-            (torch.zeros(9, dtype=torch.int32), shape, "an integer index for each"),
-            (torch.zeros(10), shape, "of torch.float32"),
+            (torch.zeros(9, dtype=torch.int32), shape, "an int32 or int64 index for each"),
+            (torch.zeros(10), shape, "of torch.float32"), (torch.zeros(10).byte(), shape, "of torch.uint8"),
             (torch.zeros(10, dtype=torch.int32, device="meta"), shape, "on meta"),
             (torch.arange(10), shape, "go up to 9, .* there are 4 rows"),
             (torch.full((10, ), -1), torch.Size((0, 64)), "expected permute's")):
