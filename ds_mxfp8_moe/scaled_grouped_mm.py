@@ -223,8 +223,9 @@ def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
     if not (A.dtype.is_floating_point and B_t.dtype.is_floating_point) or isinstance(B_t, MXTensor):
         raise TypeError(f"expected floating-point A and plain floating-point B_t, got {A.dtype} and "
                         f"{type(B_t).__name__} of {B_t.dtype}")
-    if B_t.shape[1] % 32 or B_t.shape[2] % 32:
-        raise ValueError(f"K and N must be multiples of 32, got {B_t.shape[1]} and {B_t.shape[2]}")
+    if B_t.numel() == 0 or B_t.shape[1] % 32 or B_t.shape[2] % 32:
+        raise ValueError(f"B_t must hold at least one weight [K, N], and K and N must be multiples of 32 above 0; got "
+                         f"{tuple(B_t.shape)}")
     if isinstance(A, MXTensor) and (A.tiled or A.block_size != block_size):
         raise ValueError(f"A has blocks of {A.block_size}{' in tiles' if A.tiled else ''}, but block_size is "
                          f"{block_size}: leave block_size out to take A's")

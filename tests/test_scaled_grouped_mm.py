@@ -242,6 +242,8 @@ def offs(*ends, dtype=torch.int32):
     (ValueError, r"expected A \[M, K\]", dict(A=torch.zeros(64, 32))),
     (ValueError, r"expected A \[M, K\]", dict(B_t=torch.zeros(64, 32))),
     (ValueError, "multiples of 32", dict(B_t=torch.zeros(2, 64, 40))),
+    (ValueError, r"at least one weight .* \(0, 64, 32\)", dict(B_t=torch.zeros(0, 64, 32))),
+    (ValueError, "above 0", dict(A=torch.zeros(6, 0), B_t=torch.zeros(2, 0, 32))),
     (TypeError, "floating-point", dict(A=torch.zeros(64, 64, dtype=torch.int32))),
     (TypeError, "plain floating-point B_t", dict(B_t=quantize(torch.zeros(2, 64, 32)))),
     (ValueError, "leave block_size out", dict(A=quantize(torch.zeros(64, 64)), block_size=128)),
