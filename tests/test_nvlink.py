@@ -20,6 +20,7 @@ from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
@@ -236,6 +237,27 @@ def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
     ranks2.run(refused)
 
 
+def counted_in_vain() -> None:
+    """Memory runs out twice on every rank between a dispatch's count and its launch; then the staging grows. Rank 1 is
+    late."""
+    memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
+    exchange, want = nvlink(memory), expected(case, memory.group)
+    expert_TK, x_TH, weight_TK = want["inputs"]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    for _ in range(2):
+        with mock.patch.object(torch, "empty", side_effect=MemoryError), pytest.raises(MemoryError):
+            exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+    memory.reserve(memory.half_bytes + 1, "a larger batch")
+    time.sleep(memory.rank / 2)
+    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+    memory.check()
+
+
+def test_exchanges_that_were_never_launched(ranks2):
+    ranks2.run(counted_in_vain)
+
+
 # ---------------------------------------------------------------- peers that fail
 
 
@@ -281,6 +303,33 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
         for part in (f"rank {rank} ", "rank 1", f"'{phase}' of {NAME}", f"phase {phase}, epoch {epoch}"):
             assert part in text, text
         assert 0.7 * DEADLINE.total_seconds() < seconds < DEADLINE.total_seconds() + SPARE_SECONDS
+
+
+def gone_on() -> None:
+    """Rank 0 gives rank 1 up in a dispatch, and its next plan is launched before its host looks: what rank 1 has yet to
+    read is left alone."""
+    memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
+    exchange, want = nvlink(memory, capacity_factor=2.0), expected(case, memory.group)
+    expert_TK, x_TH, weight_TK = want["inputs"]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    if memory.rank == 0:
+        exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        with pytest.raises(PeerFailure, match="in vain for rank 1"):
+            memory.check()
+        with mock.patch.object(memory, "check"):
+            exchange.combine(plan, torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype), case.wire, case.dtype)
+            exchange.plan(expert_TK, case.local_experts)
+    dist.barrier()
+    if memory.rank == 1:
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        P = want["plan"].num_rows
+        same("x", want["x"], MXTensor(x_PH.qdata[:P], x_PH.scale[:P], x_PH.block_size, x_PH.dtype))
+        same("weight", want["weight"], weight_P[:P])
+    dist.barrier()
+
+
+def test_a_rank_that_has_failed_writes_nowhere(ranks2):
+    ranks2.run(gone_on)
 
 
 def patient(seconds: float) -> None:

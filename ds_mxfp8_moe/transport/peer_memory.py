@@ -119,6 +119,8 @@ class PeerMemory:
         get_accelerator().synchronize()
         if self.state is not None:
             self.check()
+            # The kernels': of an exchange that was counted here, the launch may have failed, or memory run out before.
+            self.epoch = int(self.state[0]) & 0xFFFFFFFF
         self._closed(where)
         half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
         told = answers_of_all(self.group, (half_bytes, where), f"growth of the staging for {where}")

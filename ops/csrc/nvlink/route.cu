@@ -115,10 +115,11 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
     mine[row.chunks()] = a.chunks;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < W * row.width(); i += blockDim.x)
-    at<int>(x.half(i / row.width()))[me * row.width() + i % row.width()] = mine[i % row.width()];
+  if (x.live) // else peers may still read the exchange before the last one
+    for (int i = threadIdx.x; i < W * row.width(); i += blockDim.x)
+      at<int>(x.half(i / row.width()))[me * row.width() + i % row.width()] = mine[i % row.width()];
   __syncthreads();
-  if (threadIdx.x < W) {
+  if (threadIdx.x < W && x.live) {
     x.announce(threadIdx.x, 0);
     x.await(threadIdx.x, 0);
   }
