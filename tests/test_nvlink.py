@@ -120,6 +120,17 @@ def test_without_deduplication(ranks2, change):
     ranks2.run(in_case, cases.check_without_deduplication, Case(**{"top_k": 3} | change))
 
 
+def check_choices(dedup: bool, exchange: NVLink) -> None:
+    with pytest.raises(ValueError, match="block.3.moe: 33 choices a token, and the nvlink transport takes 32"):
+        exchange.plan(torch.zeros((2, 33), dtype=torch.int64), 4, dedup=dedup)
+    cases.check_without_deduplication(Case(tokens=(3, 2), top_k=32), exchange)
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_more_choices_than_lanes(ranks2, dedup):
+    ranks2.run(in_case, check_choices, dedup)
+
+
 @pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
                          ids=str)
 def test_with_a_capacity(ranks2, change):
@@ -306,8 +317,8 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
 
 
 def gone_on() -> None:
-    """Rank 0 gives rank 1 up in a dispatch, and its next plan is launched before its host looks: what rank 1 has yet to
-    read is left alone."""
+    """Rank 0 gives rank 1 up in a dispatch, and makes its next plan before its host looks: what rank 1 has yet to read
+    is left alone."""
     memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
     exchange, want = nvlink(memory, capacity_factor=2.0), expected(case, memory.group)
     expert_TK, x_TH, weight_TK = want["inputs"]

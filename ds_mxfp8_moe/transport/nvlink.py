@@ -169,9 +169,9 @@ class NVLink(Transport):
         fanout = 1 if dedup else expert_TK.shape[1]
         expert_TK = expert_TK.contiguous() if dedup else expert_TK.reshape(-1, 1)
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
-        if K > ext.MAX_CHOICES:
-            raise ValueError(f"{self.name}: {K} choices a token, and the nvlink transport takes {ext.MAX_CHOICES} at "
-                             'most: write "transport": "collective"')
+        if K * fanout > ext.MAX_CHOICES:
+            raise ValueError(f"{self.name}: {K * fanout} choices a token, and the nvlink transport takes "
+                             f'{ext.MAX_CHOICES} at most: write "transport": "collective"')
         chunk = -(-_chunk(T, self.world_size) // fanout) * fanout  # no token's rows in two chunks
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
