@@ -14,6 +14,8 @@ T tokens of a rank, D model size, R = T * top_k routed rows.
 import argparse
 import math
 import os
+import shlex
+import sys
 import time
 
 import torch
@@ -152,6 +154,8 @@ def main():
     parser.add_argument("--block-size", type=int, choices=(32, 128), default=32, help="of --style package")
     args = parser.parse_args()
 
+    if "WORLD_SIZE" not in os.environ:
+        parser.error(f"this runs on ranks that a launcher starts: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}")
     ranks = int(os.environ["WORLD_SIZE"])
     if args.dp < 1 or ranks % args.dp:
         parser.error(f"--dp {args.dp} does not divide the {ranks} ranks")
@@ -195,7 +199,7 @@ def main():
                 dist.all_reduce(reference)
                 reference /= ranks if name == "router" else args.dp
         value = db(reference, ours)
-        failed |= value < bar
+        failed |= not value >= bar  # NaN is below it as well
         if dist.get_rank() == 0:
             print(f"{name:15s} {value:5.1f} dB   bar {bar}")
     time.sleep(0.2)  # gloo's threads let go of the last tensors: one that does so while Python exits aborts it
