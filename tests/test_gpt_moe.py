@@ -154,7 +154,8 @@ def test_a_log_is_cut_at_the_step_that_a_run_goes_on_from(tmp_path):
     (["--load_dir", "none"], "--load_dir none: no checkpoint latest there"),
     (["--load_dir", "none", "--load_tag", "step_3"], "no checkpoint step_3 there"),
     (["--finetune"], "need --load_dir"), (["--load_tag", "step_3"], "need --load_dir"),
-    (["--heldout_data", "none"], "--data 'none': expected stdlib")])
+    (["--heldout_data", "none"], "--heldout_data 'none': expected stdlib"),
+    (["--data", "none"], "--data 'none': expected stdlib")])
 def test_odd_arguments_end_in_one_line(capsys, arguments, told):
     with pytest.raises(SystemExit):
         train.parse_args(arguments)
@@ -223,6 +224,12 @@ def test_hf_model_through_autoep(folder, ranks2, config, arguments):
     assert summary["parameters"] == sum(p.numel() for p in whole.parameters())
 
 
+def test_sequences_may_be_longer_than_the_model_file_s(folder, ranks2, tmp_path):
+    (_, losses), _ = ranks2.run(run_training, str(folder), "zero2", "--model", str(folder / "gpt.yaml"), "--seq_len",
+                                "48", "--steps", "1", "--save_dir", str(tmp_path))
+    assert np.isfinite(losses[1])
+
+
 def test_a_model_without_moe_layers_is_an_error(folder, ranks2):
     with pytest.raises(RankFailure, match='"expert_parallel": {"enabled": true, "autoep_size": N}'):
         ranks2.run(run_training, str(folder), "zero2", "--hf_model", str(folder / "qwen.yaml"), "--seq_len", "32",
@@ -246,6 +253,23 @@ def test_hf_model_from_a_folder_with_and_without_weights(folder):
     loaded = train.models.build_hf(str(folder / "weights"), 2, False).state_dict()
     for name, expected in from_yaml.state_dict().items():
         assert same_seed[name].equal(expected) and loaded[name].equal(expected), name
+
+
+def test_a_model_given_by_name_reads_text_by_its_own_tokenizer(folder, monkeypatch):
+    from transformers import AutoTokenizer
+    asked = []
+
+    def tokenizer_of(name):
+        asked.append(name)
+        return lambda text: {"input_ids": [7] * len(text)}
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer_of)
+    (folder / "bare").mkdir()
+    for model in ("someone/model", str(folder / "bare"), str(folder / "qwen.yaml")):
+        args = train.parse_args(["--hf_model", model, "--data", str(folder / "text")])
+        stream = train.load_data(args, 16)[0].stream
+        assert (stream == 7).all() == (model == "someone/model")
+    assert asked == ["someone/model"]
 
 
 def test_ds_configs_differ_in_the_section_alone():

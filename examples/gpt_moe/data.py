@@ -29,10 +29,10 @@ def python_sources(root: Path, without: tuple[str, ...] = ()) -> Iterator[bytes]
             yield path.read_bytes()
 
 
-def check(source: str) -> None:
-    """Raises FileNotFoundError for a source that there is not."""
+def check(source: str, option: str = "--data") -> None:
+    """Raises FileNotFoundError, with the option that named it, for a source that there is not."""
     if source not in SOURCES and not Path(source).exists():
-        raise FileNotFoundError(f"--data {source!r}: expected {', '.join(SOURCES)}, or an existing file or folder")
+        raise FileNotFoundError(f"{option} {source!r}: expected {', '.join(SOURCES)}, or an existing file or folder")
 
 
 def documents(source: str) -> Iterator[bytes]:

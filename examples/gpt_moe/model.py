@@ -7,7 +7,7 @@ a scalar summed over the MoE layers (the caller multiplies it by its coefficient
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,14 +149,16 @@ def expert_parallel_size(num_experts: int) -> int:
     return math.gcd(num_experts, dist.get_world_size())
 
 
-def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointing: bool) -> GPT:
-    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`. Exits for sizes that it has
-    not."""
+def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointing: bool,
+              seq_len: int | None = None) -> GPT:
+    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`; `seq_len` instead of the
+    file's. Exits for sizes that it has not."""
     try:
         config = GPTConfig(**yaml.safe_load(path.read_text()))
         experts = config.moe["num_experts"]
     except (TypeError, KeyError) as error:
         sys.exit(f"--model {path}: {error}; expected the fields of GPTConfig, with num_experts in moe")
+    config = replace(config, seq_len=seq_len or config.seq_len)
     ep_size = ep_size or expert_parallel_size(experts)
     if experts % ep_size or dist.get_world_size() % ep_size:
         sys.exit(f"--ep_size {ep_size}: expected a divisor of the {experts} experts and of the "

@@ -87,11 +87,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--load_tag and --finetune need --load_dir")
     if args.load_dir and not checkpoint(args).is_dir():
         parser.error(f"--load_dir {args.load_dir}: no checkpoint {args.load_tag or 'latest'} there")
-    for source in filter(None, (args.data, args.heldout_data)):
-        try:
-            data.check(source)
-        except FileNotFoundError as error:
-            parser.error(str(error))
+    try:
+        data.check(args.data)
+        if args.heldout_data:
+            data.check(args.heldout_data, "--heldout_data")
+    except FileNotFoundError as error:
+        parser.error(str(error))
     return args
 
 
@@ -172,8 +173,9 @@ def heldout_loss(engine, windows: data.Windows, args) -> float:
 
 def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
     """(training windows of --data, held-out windows of --heldout_data)"""
-    encode = data.encode_bytes
-    if args.hf_model and (Path(args.hf_model) / "tokenizer_config.json").is_file():
+    encode, path = data.encode_bytes, Path(args.hf_model or "")
+    # What is no path is a name, whose tokenizer transformers finds as it finds the weights.
+    if args.hf_model and (not path.exists() or (path / "tokenizer_config.json").is_file()):
         from transformers import AutoTokenizer
         encode = data.hf_encoder(AutoTokenizer.from_pretrained(args.hf_model))
     train, heldout = data.split(data.documents(args.data))
@@ -220,8 +222,8 @@ def initialize(args):
         model = models.build_hf(args.hf_model, args.seed, args.activation_checkpointing)
         seq_len = args.seq_len or 256
     else:
-        model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing)
-        seq_len = args.seq_len or model.config.seq_len
+        model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing, args.seq_len)
+        seq_len = model.config.seq_len
     if args.float32:
         model.float()  # those of Hugging Face are built in bf16
         args.deepspeed_config = {k: v for k, v in load_ds_config(args.deepspeed_config).items() if k != "bf16"}
