@@ -393,6 +393,15 @@ def test_help_of_the_report_writes_nothing(monkeypatch, capsys):
     assert "usage:" in told.out and "--check" in told.out and "unrecognized arguments: --chek" in told.err
 
 
+def test_help_of_show_and_a_file_left_out(capsys):
+    for arguments, end in ((["--help"], 0), ([], 2)):
+        with pytest.raises(SystemExit) as ended:
+            show.main(arguments)
+        assert ended.value.code == end
+    told = capsys.readouterr()
+    assert "usage:" in told.out and "are required: FILE" in told.err
+
+
 @pytest.mark.parametrize("text, told", [
     (None, "No such file"), ("\x89PNG", "no result file"), ("[1]", "expected what a benchmark writes"),
     ('{"rows": []}', "expected what a benchmark writes"),
@@ -413,6 +422,9 @@ def test_results_older_than_the_code_are_marked(monkeypatch):
     monkeypatch.setattr(report.subprocess, "run", lambda *args, **options: for_git)
     assert report.is_older(result) and not report.is_older({**result, "commit": None})
     for_git.stdout = ""
+    assert not report.is_older(result)
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")  # no git at all
     assert not report.is_older(result)
 
 

@@ -103,3 +103,7 @@ def test_tables_of_overlaps(tmp_path, capsys):
                      "forward, ahead": ["mxfp8", "1.500", "15", "1.250", "1.20x", "14", "1.200", "1.25x"],
                      "forward, fed": ["mxfp8", "3.000", "15", "2.500", "1.20x", "14", "2.400", "1.25x"]}
     assert "0.96" in out
+    # Without the contenders that failed, or that the run was cut short before.
+    for kept in (rows[:1], [{**row, "correct": row["contender"] != show_ranks.MODELS_SHARE} for row in rows]):
+        tables = show_ranks.overlap_tables({"rows": kept})
+        assert "1.500" in tables[0] and "not measured" in tables[1]

@@ -43,9 +43,12 @@ def is_older(result: dict) -> bool:
     commit = (result["commit"] or "").rstrip("+")
     if not commit:
         return False
-    asked = subprocess.run(["git", "log", "-1", "--format=%H", f"{commit}..HEAD", "--", "ds_mxfp8_moe", "ops",
-                            f"examples/benchmarks/{result['benchmark']}.py"], cwd=ROOT, capture_output=True, text=True,
-                           check=False)
+    try:
+        asked = subprocess.run(["git", "log", "-1", "--format=%H", f"{commit}..HEAD", "--", "ds_mxfp8_moe", "ops",
+                                f"examples/benchmarks/{result['benchmark']}.py"], cwd=ROOT, capture_output=True,
+                               text=True, check=False)
+    except OSError:  # there is no git
+        return False
     return asked.returncode == 0 and bool(asked.stdout.strip())
 
 

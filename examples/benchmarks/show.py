@@ -5,6 +5,7 @@ show_convergence.py those of whole trainings.
     python examples/benchmarks/show.py FILE...     # prints each file's tables and draws its plot beside it
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -260,6 +261,12 @@ def show(path: Path) -> bool:
     return not wrong
 
 
-if __name__ == "__main__":
-    if not all([show(Path(argument)) for argument in sys.argv[1:]]):
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    if not all([show(path) for path in parser.parse_args(arguments).files]):
         sys.exit("some results are wrong")
+
+
+if __name__ == "__main__":
+    main()

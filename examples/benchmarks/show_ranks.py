@@ -309,8 +309,9 @@ AHEAD, FED = "ahead", "fed"  # ways of forward
 OVERLAP_CASE = ("tokens", "dim", "hidden", "experts", "top_k", "recipe")
 
 
-def _share(g: Group, name: str) -> int:
-    return g.figure(name, "share")[g.case["operation"]]
+def _share(g: Group, name: str) -> int | None:
+    share = g.figure(name, "share")
+    return share[g.case["operation"]] if share else None
 
 
 def _overlaps(result: dict) -> list[tuple[str, list[Group]]]:
