@@ -34,6 +34,13 @@ def test_pydoc_and_stdlib_are_apart():
     assert all(english[:2000] not in source for source in data.documents("stdlib"))
 
 
+def test_sources_are_files_that_are_there(tmp_path):
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "link.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "source.py").write_text("pass")
+    assert list(data.python_sources(tmp_path)) == [b"pass"]
+
+
 def test_split_is_fixed_and_complete():
     texts = [bytes([i % 251]) * 10_000 for i in range(30)]
     train_pieces, heldout = data.split(iter(texts))

@@ -25,7 +25,8 @@ Encode = Callable[[bytes], np.ndarray]
 def python_sources(root: Path, without: tuple[str, ...] = ()) -> Iterator[bytes]:
     """The contents of all Python files under `root`, in the order of their names, but for folders in `without`."""
     for path in sorted(root.rglob("*.py")):
-        if not set(path.relative_to(root).parts).intersection(without):
+        # Not a folder of such a name, nor a link into nowhere.
+        if path.is_file() and not set(path.relative_to(root).parts).intersection(without):
             yield path.read_bytes()
 
 
