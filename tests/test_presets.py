@@ -61,7 +61,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("presets")
     (folder / "text").write_text("".join(f"{i} green bottles hanging on the wall\n" for i in range(800)))
     config = json.loads((ROOT / "configs/ds/autoep_zero2.json").read_text())
-    (folder / "ds.json").write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": 2}))
+    del config["train_micro_batch_size_per_gpu"]  # DeepSpeed works it out: 2
+    (folder / "ds.json").write_text(json.dumps(config | {"train_batch_size": 4}))
     return folder
 
 
@@ -111,6 +112,14 @@ def test_training_goes_around_what_is_frozen(folder, ranks2, stage, pattern, fro
                      for name in ("base", "finetuned"))
     still = {key for key in before if torch.equal(before[key], after[key])}
     assert still == {key for key in before if re.fullmatch(pattern, key)} and len(still) == frozen
+
+
+def test_a_model_is_built_anew_for_other_sizes(folder):
+    for layers in (1, 2):
+        args = options(folder, "--layers", str(layers), "--out", str(folder / "sizes"))
+        with pytest.raises(ZeroDivisionError):  # before any training
+            presets.finetune("qwen3_moe", presets.ds_configs(args), NoBar(), args, launch=lambda *_: 1 // 0)
+        assert json.loads((args.out / "qwen3_moe/base/config.json").read_text())["num_hidden_layers"] == layers
 
 
 def test_frozen_experts_are_refused_where_deepspeed_would_save_them_wrong(folder, ranks2):

@@ -178,8 +178,8 @@ def finetune(model_type: str, configs: dict[str, Path], bar: tqdm, args, launch=
         plain DeepSpeed and in "transformers"; tokens per second; how many layers there are, and how many converted.
     """
     out = args.out / model_type
-    base = args.checkpoints / model_type if args.checkpoints else out / "base"
-    if not (base / "config.json").is_file():
+    base = args.checkpoints and args.checkpoints / model_type
+    if not base or not (base / "config.json").is_file():
         base = out / "base"
         build_checkpoint(model_type, base, args)
     common = ["--hf_model", str(base), "--seq_len", str(args.seq_len), "--data", args.data, "--seed", str(args.seed),
@@ -189,10 +189,10 @@ def finetune(model_type: str, configs: dict[str, Path], bar: tqdm, args, launch=
     mxfp8 = launch(configs["mxfp8"], out / "mxfp8", bar, *common, *steps, "--save_pretrained", str(out / "finetuned"))
     resumed = launch(configs["bf16"], out / "resumed", bar, *common, "--steps", str(args.steps + 1), "--load_dir",
                      str(out / "mxfp8"))
-    batch_size = json.loads(configs["bf16"].read_text())["train_micro_batch_size_per_gpu"]
     return {"layers": mxfp8["moe_layers"], "converted": mxfp8["layers_converted"], "before": bf16["heldout_before"],
             "bf16": bf16["heldout"], "mxfp8": mxfp8["heldout"], "resumed": resumed["heldout_before"],
-            "transformers": transformers_loss(out / "finetuned", train.parse_args(common), batch_size, ranks()),
+            "transformers": transformers_loss(out / "finetuned", train.parse_args(common), mxfp8["micro_batch_size"],
+                                              ranks()),
             "bf16_tokens_per_s": bf16["tokens_per_s"], "mxfp8_tokens_per_s": mxfp8["tokens_per_s"]}
 
 

@@ -320,7 +320,8 @@ def run(args: argparse.Namespace) -> dict:
     layers = moe_layers(engine)
     summary |= {"moe_layers": len(layers),
                 "layers_converted": sum(hasattr(getattr(m, "deepspeed_moe", m), "mxfp8") for m in layers),
-                "parameters": number_of_parameters(engine)}
+                "parameters": number_of_parameters(engine),
+                "micro_batch_size": engine.train_micro_batch_size_per_gpu()}
     if dist.get_rank() == 0 and args.save_dir:
         (args.save_dir / "summary.json").write_text(json.dumps(summary))
         plot_losses({args.save_dir.name: args.save_dir}, args.save_dir / "loss.png")
