@@ -151,14 +151,14 @@ def expert_parallel_size(num_experts: int) -> int:
 
 def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointing: bool,
               seq_len: int | None = None) -> GPT:
-    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`; `seq_len` instead of the
-    file's. Exits for sizes that it has not."""
+    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`, and positions for `seq_len` if
+    the file has fewer. Exits for sizes that it has not."""
     try:
         config = GPTConfig(**yaml.safe_load(path.read_text()))
         experts = config.moe["num_experts"]
     except (TypeError, KeyError) as error:
         sys.exit(f"--model {path}: {error}; expected the fields of GPTConfig, with num_experts in moe")
-    config = replace(config, seq_len=seq_len or config.seq_len)
+    config = replace(config, seq_len=max(seq_len or 0, config.seq_len))
     ep_size = ep_size or expert_parallel_size(experts)
     if experts % ep_size or dist.get_world_size() % ep_size:
         sys.exit(f"--ep_size {ep_size}: expected a divisor of the {experts} experts and of the "

@@ -223,7 +223,7 @@ def initialize(args):
         seq_len = args.seq_len or 256
     else:
         model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing, args.seq_len)
-        seq_len = model.config.seq_len
+        seq_len = args.seq_len or model.config.seq_len
     if args.float32:
         model.float()  # those of Hugging Face are built in bf16
         args.deepspeed_config = {k: v for k, v in load_ds_config(args.deepspeed_config).items() if k != "bf16"}
