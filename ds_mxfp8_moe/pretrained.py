@@ -122,9 +122,9 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tup
     for key, value in own.items():
         for prefix, name in renamed.items():
             if key.startswith(prefix):
-                tensor = _whole(value)
-                if dist.get_rank() == 0:
-                    yield name + key.removeprefix(prefix), tensor.cpu()
+                tensor = _at_rank_0(_whole(value))
+                if tensor is not None:
+                    yield name + key.removeprefix(prefix), tensor
     weights = [_all_experts(layer, own[f"experts.{key}"]) for key in ("w1", "w2", "w3")]
     if dist.get_rank() == 0:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
@@ -167,7 +167,7 @@ def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | 
     """[E, ...] of all ranks' experts in host memory on rank 0, None elsewhere. Collective."""
     local = _whole(weight).contiguous()
     if layer.ep_size == 1:
-        return local.cpu() if dist.get_rank() == 0 else None
+        return _at_rank_0(local)
     if 0 not in ranks_of(layer.ep_group):  # a replica
         return None
     parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if dist.get_rank() == 0 else None

@@ -186,21 +186,35 @@ def test_a_rank_with_the_most_chunks(ranks2):
     ranks2.run(in_case, most_chunks)
 
 
-def long_after() -> None:
-    """The flags of a dispatch were last written 2^31 exchanges ago; rank 1 is late."""
-    memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
-    exchange, want = nvlink(memory), expected(case, memory.group)
+SMALL = Case(tokens=(40, 40), wire=MX32)
+
+
+def planned(**keys) -> tuple:
+    """SMALL over a staging of its own: the transport, its plan, the rest of dispatch's arguments, what is expected."""
+    memory = new_memory()
+    exchange, want = nvlink(memory, **keys), expected(SMALL, memory.group)
     expert_TK, x_TH, weight_TK = want["inputs"]
-    plan = exchange.plan(expert_TK, case.local_experts)
+    return exchange, exchange.plan(expert_TK, SMALL.local_experts), (x_TH, SMALL.wire, weight_TK), want
+
+
+def check_late_dispatch(exchange: NVLink, plan, rest: tuple, want: dict) -> None:
+    """Rank 1 is late, and its rows are waited for."""
+    time.sleep(exchange.memory.rank / 2)
+    x_PH, weight_P = exchange.dispatch(plan, *rest)
+    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+
+
+def long_after() -> None:
+    """The flags of a dispatch were last written 2^31 exchanges ago."""
+    exchange, *others = planned()
+    memory = exchange.memory
     dist.barrier()
     memory.epoch = memory.epoch + 2**31 + 10 & 0xFFFFFFFF
     memory.state[0] = peer_memory._signed(memory.epoch)
     acks = memory._staging[memory.extension.ACKS_AT:][:4 * memory.world_size]
     acks.view(torch.int32).fill_(peer_memory._signed(memory.epoch - 1))
     dist.barrier()
-    time.sleep(memory.rank / 2)
-    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+    check_late_dispatch(exchange, *others)
 
 
 def test_flags_that_are_2_31_exchanges_old(ranks2):
@@ -249,19 +263,14 @@ def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
 
 
 def counted_in_vain() -> None:
-    """Memory runs out twice on every rank between a dispatch's count and its launch; then the staging grows. Rank 1 is
-    late."""
-    memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
-    exchange, want = nvlink(memory), expected(case, memory.group)
-    expert_TK, x_TH, weight_TK = want["inputs"]
-    plan = exchange.plan(expert_TK, case.local_experts)
+    """Memory runs out twice on every rank between a dispatch's count and its launch; then the staging grows."""
+    exchange, plan, rest, want = planned()
+    memory = exchange.memory
     for _ in range(2):
         with mock.patch.object(torch, "empty", side_effect=MemoryError), pytest.raises(MemoryError):
-            exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+            exchange.dispatch(plan, *rest)
     memory.reserve(memory.half_bytes + 1, "a larger batch")
-    time.sleep(memory.rank / 2)
-    x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
+    check_late_dispatch(exchange, plan, rest, want)
     memory.check()
 
 
@@ -319,20 +328,19 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
 def gone_on() -> None:
     """Rank 0 gives rank 1 up in a dispatch, and makes its next plan before its host looks: what rank 1 has yet to read
     is left alone."""
-    memory, case = new_memory(), Case(tokens=(40, 40), wire=MX32)
-    exchange, want = nvlink(memory, capacity_factor=2.0), expected(case, memory.group)
-    expert_TK, x_TH, weight_TK = want["inputs"]
-    plan = exchange.plan(expert_TK, case.local_experts)
+    exchange, plan, rest, want = planned(capacity_factor=2.0)
+    memory = exchange.memory
     if memory.rank == 0:
-        exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        exchange.dispatch(plan, *rest)
         with pytest.raises(PeerFailure, match="in vain for rank 1"):
             memory.check()
         with mock.patch.object(memory, "check"):
-            exchange.combine(plan, torch.zeros(plan.num_rows, case.hidden, dtype=case.dtype), case.wire, case.dtype)
-            exchange.plan(expert_TK, case.local_experts)
+            y_PH = torch.zeros(plan.num_rows, SMALL.hidden, dtype=SMALL.dtype)
+            exchange.combine(plan, y_PH, SMALL.wire, SMALL.dtype)
+            exchange.plan(want["inputs"][0], SMALL.local_experts)
     dist.barrier()
     if memory.rank == 1:
-        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
+        x_PH, weight_P = exchange.dispatch(plan, *rest)
         P = want["plan"].num_rows
         same("x", want["x"], MXTensor(x_PH.qdata[:P], x_PH.scale[:P], x_PH.block_size, x_PH.dtype))
         same("weight", want["weight"], weight_P[:P])

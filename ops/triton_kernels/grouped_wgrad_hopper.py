@@ -40,7 +40,7 @@ from .convert_rows_hopper import (
 )
 from .grouped_gemm_hopper import descriptor, multiply, tile_of
 from .launch import Launched
-from .library import cdiv, operator
+from .library import cdiv, nothing, operator
 
 
 @gluon.jit
@@ -264,10 +264,6 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, m
         ], [4, 1], [232, 40])
 
 
-def nothing(*args):
-    """The fake of an op that only writes into its argument."""
-
-
 @operator(nothing, mutates_args=("out_ENK", ))
 def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
                          ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
@@ -287,19 +283,21 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
                         a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
                         add: bool, sms: int) -> None:
     """Operands with scales, of blocks of `block_size`, are MXFP8 rows."""
-    (E, N, K), P = sizes(ends_E, out_ENK), g_PN.shape[0]
+    P, K = a_PK.shape
     if P == 0:
         return without_rows(out_ENK, add)
+    if (g_scale is not None or a_scale is None or out_ENK.dtype == torch.float32
+            or out_ENK.numel() < 2 * a_PK.numel()):
+        return _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms)
     # Of few rows, the dequantised ones are what memory peaks with: one half of them after the other.
-    halved = g_scale is None and a_scale is not None and E * N >= 2 * P and out_ENK.dtype != torch.float32
-    columns = 256 * cdiv(K, 512) if halved else K
+    columns = 256 * cdiv(K, 512)
     for k in range(0, K, columns):
-        scale = a_scale[:, k // block_size:(k + columns) // block_size] if halved else a_scale
-        _wgrad_bf16_of(g_PN, g_scale, a_PK[:, k:k + columns], scale, block_size, ends_E, out_ENK[..., k:k + columns],
-                       add, sms)
+        scale = a_scale[:, k // block_size:(k + columns) // block_size]
+        _launch_bf16(g_PN, g_scale, a_PK[:, k:k + columns], scale, block_size, ends_E, out_ENK[..., k:k + columns],
+                     add, sms)
 
 
-def _wgrad_bf16_of(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms) -> None:
+def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms) -> None:
     (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)

@@ -26,9 +26,9 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor
-from .grouped_wgrad_hopper import expert_and_tile, nothing, out_descriptor, output, sizes, without_rows, write
+from .grouped_wgrad_hopper import expert_and_tile, out_descriptor, output, sizes, without_rows, write
 from .launch import Launched
-from .library import cdiv, operator
+from .library import cdiv, nothing, operator
 
 
 @gluon.jit
