@@ -39,7 +39,7 @@ def _run(size, contenders, profiled=True, zero=1):
     engines = train.cases_of(_args("--sizes", size, "--zero", zero, "--steps", 1, "--accumulation", 2, 1))
     rows: dict = {}
     runs = [one for one in train.wanted(engines, contenders, rows, False) if profiled or not one.profiled]
-    with mock.patch.object(train, "WARM_UP", 1), mock.patch.object(train_models, "LEARNING_RATE", 2e-5):
+    with mock.patch.object(train, "WARM_UP", 1), mock.patch.object(train_models, "LEARNING_RATE", 1.3e-3):
         written = [json.dumps(list(rows.values())) for _ in train.run(runs, rows, NO_END, "abc")]
     assert not profiled or not train.wanted(engines, contenders, rows, True)  # nothing is lacking
     return list(rows.values()), written

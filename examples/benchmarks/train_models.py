@@ -22,7 +22,9 @@ HEAD = 128
 VOCABULARY = 32000
 FILLED = 0.8  # of a device's memory, by the formula
 SCRATCH_BYTES = 6e9  # DeepSpeed's buckets, one group's gradients in float32, staging of exchanges, the CUDA context
-LEARNING_RATE = 2e-6  # low: two batches learnt by heart would set apart what differs by rounding
+# Times the experts' width: Adam's first steps move every weight as far, and the more of them are summed the further
+# they lead. Low: two batches learnt by heart would set apart what differs by rounding.
+LEARNING_RATE = 3e-3
 IMBALANCE = 2  # rows of the fullest expert over the mean: what the dropless classic layer pads every expert to
 
 
@@ -135,7 +137,7 @@ class Classic(nn.Module):
 def engine_of(size: Size, layers: int, ep: int, zero: int, classic: bool, section: dict | None) -> nn.Module:
     """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe"."""
     model = hugging_face(size, layers).train()
-    adamw = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
+    adamw = {"lr": LEARNING_RATE / size.ffn, "torch_adam": True, "fused": True}
     config = {"train_micro_batch_size_per_gpu": size.batch, "bf16": {"enabled": True},
               "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}}
     if classic:
