@@ -52,7 +52,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             GEMM, which costs memory, as both are alive at once; and a dispatch beside the GEMM that reads its rows.
         preactivation_dtype: how the expert's pre-activation is kept for backward, "mxfp8" or "bf16".
         min_tokens_per_expert: below this mean number of rows an expert, a layer computes unquantised. Left out:
-            below what was measured for its shape and the device (`kernels.fewest_tokens`).
+            below what was measured for its shape, recipe and device (`kernels.fewest_tokens`).
         include, exclude: regular expressions over module names, each matched against the whole name. A layer is
             converted when one of `include` matches and none of `exclude` does.
         force_load_balance: experts are assigned round robin; the router's scores are kept. For benchmarks only.

@@ -265,7 +265,7 @@ def fewest_tokens(formula: ExpertFormula, recipe: Recipe, given: int | None, num
     shapes = formula.shapes()
     weights = sum(math.prod(shapes[role]) for role in ("gate", "up", "down") if role in shapes)
     return kernels.fewest_tokens(formula.hidden_size, formula.ffn_size, weights, num_local_experts, recipe.block_size,
-                                 device)
+                                 recipe.wgrad == "mxfp8", device)
 
 
 def _warn_of_few_tokens(fewest: float) -> None:

@@ -80,24 +80,29 @@ def mxfp8_gemms(device: torch.device, block_size: int) -> Gemms | None:
     return None
 
 
-def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, block_size: int,
+def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, block_size: int, mxfp8_wgrad: bool,
                   device: torch.device) -> float:
-    """Tokens of an expert from which on a layer's MXFP8 recipes are as fast as its bf16 one, forward and backward.
+    """Tokens of an expert from which on a layer's MXFP8 recipe is as fast as its bf16 one, forward and backward.
 
-    Fitted to an H200's times of 75 cases (examples/benchmarks/expert_ffn.py; 5 shapes, 4 to 32 experts, 64 to 4096
-    tokens): what it selects has at least 0.995 of the bf16 recipe's speed there. 0 where nothing was measured.
+    Fitted to an H200's times of 60 cases (examples/benchmarks/expert_ffn.py --min-tokens-per-expert 0; 5 shapes, 4 to
+    32 experts, 256 to 4096 tokens): what it selects has at least 0.994 of the bf16 recipe's speed there, and it leaves
+    out none that is faster. 0 where nothing was measured.
 
     Args:
         hidden_size, ffn_size: of the experts.
         weights: values in all matrices of one expert.
         experts: of this rank.
+        mxfp8_wgrad: weight gradients are multiplied in MXFP8 too.
     """
     if capability(device) != (9, 0) or block_size != TILE:
         return 0
     # Seconds that faster GEMMs save for each token, less those to cast its rows; seconds to cast an expert's weights,
     # and its share of the launches.
-    saved = 1.95e-15 * weights - 2.68e-12 * hidden_size - 0.44e-12 * ffn_size
-    spent = 1.17e-12 * weights + 47e-6 / experts
+    if mxfp8_wgrad:
+        saved, spent = 2.88e-15 * weights - 3.29e-12 * hidden_size, 1.26e-12 * weights + 46e-6 / experts
+    else:
+        saved = 1.95e-15 * weights - 2.29e-12 * hidden_size - 0.29e-12 * ffn_size
+        spent = 1.42e-12 * weights + 51e-6 / experts
     return spent / saved if saved > 0 else math.inf
 
 

@@ -242,6 +242,7 @@ def test_ffn_contenders_are_correct_by_their_own_check(case):
 def test_below_the_selection_s_count_every_recipe_is_bf16():
     rows = list(expert_ffn.run([PADDED], 0.001, 65))
     assert all(row["sqnr_db"]["y"] > 38 for row in rows)
+    assert [row.get("unquantized") for row in rows] == [None, False, True, True, True]
 
 
 @pytest.mark.parametrize("part", ["y", "x", "weight", "up", "down"])

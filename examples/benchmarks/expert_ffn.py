@@ -159,6 +159,11 @@ def plain_step(shape: Shape, case: Case) -> Step:
                 lambda grads: (grads[2].__getitem__, grads[3].__getitem__))
 
 
+def our_ffn(case: Case, name: str, min_tokens_per_expert: int | None) -> ExpertFFN:
+    formula = ExpertFormula("gated", "silu", case.dim, case.hidden, up="up", gate="gate", down="down")
+    return ExpertFFN(formula, recipe(name), InPlace.of(case.counts()), case.experts, min_tokens_per_expert)
+
+
 def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | None) -> Step:
     """The recipe `name`, with weights as parameters of each expert."""
     counts, E, F = case.counts(), case.experts, case.hidden
@@ -166,8 +171,7 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
     weights = {"gate": [_leaf(shape.up_EGH[e, :F]) for e in range(E)],
                "up": [_leaf(shape.up_EGH[e, F:]) for e in range(E)],
                "down": [_leaf(shape.down_EHF[e]) for e in range(E)]}
-    formula = ExpertFormula("gated", "silu", case.dim, F, up="up", gate="gate", down="down")
-    ffn = ExpertFFN(formula, recipe(name), InPlace.of(counts), E, min_tokens_per_expert)
+    ffn = our_ffn(case, name, min_tokens_per_expert)
     inputs = [_leaf(x_TH), _leaf(weight_T.view(-1, 1)), *chain(*weights.values())]
     expert_TK = torch.arange(E, device=device()).repeat_interleave(
         torch.tensor(padded(counts), device=device())).view(-1, 1)
@@ -271,25 +275,20 @@ def memory(step: Step) -> dict[str, int]:
     return {"held_bytes": held, "peak_bytes": accelerator.max_memory_allocated() - before}
 
 
-def unquantized(case: Case, min_tokens_per_expert: int | None) -> bool:
-    """Whether the selection has recipes of MXFP8 compute this case in bf16."""
-    fewest = min_tokens_per_expert
-    if fewest is None:
-        fewest = kernels.fewest_tokens(case.dim, case.hidden, 3 * case.dim * case.hidden, case.experts,
-                                       recipe("mxfp8").block_size, torch.device(device()))
-    return sum(case.counts()) / case.experts < fewest
-
-
 def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: int | None) -> list[dict]:
     """The rows of one case."""
     steps = {PLAIN: plain_step(shape, case)}
     steps |= {name: our_step(shape, case, name, min_tokens_per_expert) for name in RECIPES}
     expected = Expected(shape, case)
     described = {"operation": "forward and backward", **case.as_dict(), "flops": 18 * sum(case.counts()) * case.dim
-                 * case.hidden, "min_tokens_per_expert": min_tokens_per_expert,
-                 "unquantized": unquantized(case, min_tokens_per_expert)}
-    return timing.rows(described, {name: (step, partial(check, name, step, expected)) for name, step in steps.items()},
+                 * case.hidden, "min_tokens_per_expert": min_tokens_per_expert}
+    rows = timing.rows(described, {name: (step, partial(check, name, step, expected)) for name, step in steps.items()},
                        budget_s, UNTIMED)
+    for row in rows[1:]:
+        ffn = our_ffn(case, row["contender"], min_tokens_per_expert)
+        # The selection has a recipe of MXFP8 compute in bf16.
+        row["unquantized"] = ffn.transport.plan_of_all.tokens_per_expert < ffn.fewest_tokens(torch.device(device()))
+    return rows
 
 
 def run(cases: list[Case], budget_s: float, min_tokens_per_expert: int | None) -> Iterator[dict]:

@@ -190,7 +190,7 @@ def ffn_tables(result: dict) -> list[str]:
 
     def memory(what, contenders, figure, least, aim):
         return _bar(what, ((g.ratio(c, "bf16", figure), g.case) for g in found for c in contenders
-                           if not g.case.get("unquantized")), least, aim, most=True)
+                           if not g.figure(c, "unquantized")), least, aim, most=True)
 
     def big(case):
         return case["tokens_per_expert"] == 16384 and dims(case) in ((8192, 5120), (7168, 2048))

@@ -287,9 +287,10 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
     if P == 0:
         return without_rows(out_ENK, add)
     if (g_scale is not None or a_scale is None or out_ENK.dtype == torch.float32
-            or out_ENK.numel() < 2 * a_PK.numel()):
+            or out_ENK.numel() < 4 * a_PK.numel() or K < g_PN.shape[1]):
         return _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms)
-    # Of few rows, the dequantised ones are what memory peaks with: one half of them after the other.
+    # Of few and wide rows, the dequantised ones are what memory peaks with: one half of them after the other, at the
+    # price of reading g, which is narrower, twice.
     columns = 256 * cdiv(K, 512)
     for k in range(0, K, columns):
         scale = a_scale[:, k // block_size:(k + columns) // block_size]
