@@ -342,8 +342,8 @@ def main() -> None:
     parser = options.parser(__doc__)
     options.add_shapes(parser)
     parser.add_argument("--min-tokens-per-expert", type=int,
-                        help="below it, the layer runs the bf16 recipe (default: what was measured for its shape; "
-                        "0: never)")
+                        help="below it, the layer runs the bf16 recipe (default: what was measured for its shape and "
+                        "recipe; 0: never)")
     parser.add_argument("--first", nargs=2, metavar=("CASE", "RECIPE"),
                         help="only print the seconds that this process takes for its first step")
     args = results_file.parse(parser, unwritten=("show", "first"))
