@@ -51,6 +51,7 @@ class Watch:
         """`experts`: DeepSpeed's `Experts`, as it is converted."""
         self._names = {module: name for name, module in experts.named_modules(prefix="experts")}
         self._held = [held for module in self._names for held in _contents(module)]
+        self._kinds = [(type(module), len(module._modules)) for module in self._names]
         self._forwards = self._class_forwards()
         self._lookups = None
 
@@ -68,12 +69,13 @@ class Watch:
         """Raises RuntimeError where something was changed. About 10 us for 16 experts of 4 modules where not."""
         if self._lookups is None:
             self._lookups, self._forwards = self._look_up(), self._forwards or self._class_forwards()
-        hooks, instances, stores, keys, values = self._lookups
+        hooks, instances, children, stores, keys, values = self._lookups
         try:
-            # Three passes in C; equality is settled by identity.
+            # A few passes in C; equality is settled by identity.
             replaced = any(map(contains, instances, repeat("forward"))) or any(
                 cls.forward is not forward for cls, forward in self._forwards.items())
-            if not any(hooks) and not replaced and list(map(getitem, stores, keys)) == values:
+            same = list(zip(map(type, self._names), map(len, children), strict=True)) == self._kinds
+            if not any(hooks) and not replaced and same and list(map(getitem, stores, keys)) == values:
                 return
         except Exception:  # an attribute is gone, or does not compare: below it is found and named
             pass
@@ -85,7 +87,7 @@ class Watch:
 
     def _look_up(self) -> tuple:
         return ([getattr(module, kind) for module in self._names for kind in HOOKS],
-                [vars(module) for module in self._names],
+                [vars(module) for module in self._names], [module._modules for module in self._names],
                 [getattr(held.module, held.store) for held in self._held],
                 [held.key for held in self._held], [held.value for held in self._held])
 
@@ -98,6 +100,11 @@ class Watch:
         for cls, forward in self._forwards.items():
             if cls.forward is not forward:
                 yield f"the forward method of {cls.__name__} was replaced"
+        for (module, name), (cls, count) in zip(self._names.items(), self._kinds, strict=True):
+            if type(module) is not cls:
+                yield f"the class of {name} was changed from {cls.__name__} to {type(module).__name__}"
+            if len(module._modules) > count:
+                yield f"{name} ({type(module).__name__}) was given a module, {list(module._modules)[-1]},"
         for module, store, key, value in self._held:
             if not _same(getattr(module, store).get(key, _Held), value):
                 yield f"{key} of {self._names[module]} ({type(module).__name__}) was changed"

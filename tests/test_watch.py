@@ -28,6 +28,12 @@ class Expert(nn.Module):
         return self.down(self.act(self.up(x))) * self.scale
 
 
+class Doubled(nn.Linear):
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 class Model(nn.Module):
 
     def __init__(self):
@@ -80,6 +86,10 @@ CHANGES = {
     "forward": (lambda m: setattr(m.experts[1], "forward", nothing), "the forward method of .*1 .* was replaced"),
     "bias": (lambda m: setattr(m.experts[1].up, "bias", nn.Parameter(torch.ones(96))), r"bias of .*1\.up"),
     "expert": (lambda m: m.experts.__setitem__(1, Expert()), r"1 of experts\.deepspeed_experts \(ModuleList\)"),
+    "another module": (lambda m: m.experts[1].add_module("more", nn.ReLU()),
+                       r"experts\.deepspeed_experts\.1 \(Expert\) was given a module, more,"),
+    "class": (lambda m: setattr(m.experts[1].up, "__class__", Doubled),
+              r"class of .*1\.up was changed from Linear to Doubled"),
     "adapter": (lambda m: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["up"]), m),
                 "up of .* was changed"),
 }
