@@ -5,6 +5,7 @@ Conversion swaps classes in place: every Parameter object, buffer, hook and name
 it leaves on DeepSpeed's own path and says so.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
@@ -24,6 +26,7 @@ from .config import ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate
 from .layer import CheckedGate, LayerSettings, MoE, MXFP8MOELayer
 from .recognise import recognise
+from .transport.peer_memory import PeerMemory
 from .watch import Watch, foreign_hooks
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
@@ -73,7 +76,9 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
 
     Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize, AutoEP's layers
     exist only after it. Converting again settles the layers anew with the new config. Calling this is what enables;
-    it is not collective, and has to be called alike on every rank.
+    it is not collective, and has to be called alike on every rank. An engine given here raises what went wrong in an
+    exchange that the host did not wait for (`capacity_factor`) before its optimizer's step; a module, in a later
+    exchange.
 
     Args:
         model_or_engine: a module, or a DeepSpeed engine.
@@ -86,6 +91,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     """
     report = convert_silently(model_or_engine, _section(config))
     say(report)
+    if isinstance(model_or_engine, DeepSpeedEngine):
+        check_before_steps(model_or_engine)
     return report
 
 
@@ -152,6 +159,21 @@ def settle_transports(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) and module.ep_size > 1:
             module.mxfp8.exchange_over(module.ep_group)
+
+
+def check_before_steps(engine: DeepSpeedEngine) -> None:
+    """What went wrong in an exchange that the host did not wait for is raised before the optimizer uses its result."""
+    plain = engine._take_model_step
+    if hasattr(plain, "mxfp8_moe"):
+        return
+
+    @functools.wraps(plain)
+    def step(*args, **kwargs):
+        PeerMemory.settle_all()
+        return plain(*args, **kwargs)
+
+    step.mxfp8_moe = True
+    engine._take_model_step = step
 
 
 def _section(config) -> MXFP8MoEConfig:

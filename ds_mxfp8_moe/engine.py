@@ -15,8 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, convert_silently, reported, restore, say, settle_transports
-from .transport.peer_memory import PeerMemory
+from .convert import ConversionReport, check_before_steps, convert_silently, reported, restore, say, settle_transports
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -125,21 +124,9 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if config.enabled:
         say(report)
         settle_transports(engine.module)
-        _check_before_steps(engine)
+        check_before_steps(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         say('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
-
-
-def _check_before_steps(engine: DeepSpeedEngine) -> None:
-    """What went wrong in an exchange that the host did not wait for is raised before the optimizer uses its result."""
-    plain = engine._take_model_step
-
-    @functools.wraps(plain)
-    def step(*args, **kwargs):
-        PeerMemory.settle_all()
-        return plain(*args, **kwargs)
-
-    engine._take_model_step = step
 
 
 def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:

@@ -26,6 +26,7 @@ from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layer import MXFP8MOELayer
 from ds_mxfp8_moe.transport.deadline import answers_of_all
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 MXFP8 = {"enabled": True}
 REMAPS = hasattr(deepspeed_engine, "_remap_client_optimizer_after_module_replacement")
@@ -233,6 +234,31 @@ def test_a_section_that_is_off_takes_an_earlier_conversion_back(section, inner, 
         engine = ds_mxfp8_moe.initialize(model=net, config=config, model_parameters=net.parameters())[0]
     assert type(engine.module[0].moe.deepspeed_moe) is inner
     engine(torch.randn(2, 4, 32))
+
+
+def settled_before_steps(how):
+    plain, settled, config = PeerMemory.settle_all, [], ds_config(MXFP8)
+    if how == "enable":
+        with enabled():
+            engine = deepspeed.initialize(model=model(), config=config)[0]
+    elif how == "initialize":
+        engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+        ds_mxfp8_moe.convert(engine, MXFP8)
+    else:
+        engine = deepspeed.initialize(model=model(), config=config)[0]
+        ds_mxfp8_moe.convert(engine, MXFP8)
+    PeerMemory.settle_all = staticmethod(lambda: settled.append(engine.global_steps))
+    try:
+        train(engine, 2)
+    finally:
+        PeerMemory.settle_all = staticmethod(plain)
+    return settled
+
+
+@pytest.mark.parametrize("how", ["initialize", "enable", "convert"])
+def test_exchanges_are_settled_before_the_optimizer_uses_their_results(ranks2, how):
+    """With capacity_factor the host does not wait for them: an overflow would else train on what was dropped."""
+    assert ranks2.run(settled_before_steps, how) == [[0, 1]] * 2
 
 
 # ---------------------------------------------------------------- optimizers of the client's own
