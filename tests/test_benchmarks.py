@@ -5,6 +5,7 @@ Sizes are tiny, and mx.py and plain torch stand in for the kernels, as they do w
 """
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -382,6 +383,20 @@ def test_what_a_run_takes_is_written_on_its_way(tmp_path, monkeypatch, rates):
 
 def test_the_pages_say_what_the_result_files_say():
     assert report.outdated() == [], "run make report"
+
+
+def test_links_between_the_pages_lead_somewhere():
+    """Anchors as GitHub makes them: headings in small letters."""
+    root = report.README.parent
+    for page in (report.README, *sorted((root / "examples").rglob("*.md"))):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            if not path.startswith("http"):
+                target = page.parent / path if path else page
+                assert target.exists(), f"{page}: {link}"
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+                anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                assert not anchor or anchor in anchors, f"{page}: {link}"
 
 
 def test_help_of_the_report_writes_nothing(monkeypatch, capsys):

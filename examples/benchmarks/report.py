@@ -89,7 +89,8 @@ def _text(*tables: str) -> str:
 def readme(text: str) -> str:
     """The README with the goals of IN_README: the worst case of each, and where it was."""
     link = "(examples/benchmarks/RESULTS.md#"
-    parts = [f"[{path.stem}]{link}{path.stem}): {origin(result)}.{OLDER * is_older(result)}\n"
+    # GitHub's anchors are in small letters.
+    parts = [f"[{path.stem}]{link}{path.stem.lower()}): {origin(result)}.{OLDER * is_older(result)}\n"
              f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in latest(results())]
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
