@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
-from .config import ConfigError, MXFP8MoEConfig, current_device, parse, resolve
+from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .experts import DTYPES, ExpertFormula, NotRecognised, evaluate
 from .layer import CheckedGate, LayerSettings, MoE, MXFP8MOELayer
 from .recognise import recognise
@@ -180,7 +180,7 @@ def _section(config) -> MXFP8MoEConfig:
     if config is None:
         return MXFP8MoEConfig()
     if isinstance(config, dict) and "mxfp8_moe" not in config:
-        return MXFP8MoEConfig(**config)
+        return parse({SECTION: config})
     settings = parse(config)
     if not settings.model_fields_set and not isinstance(config, (dict, MXFP8MoEConfig)):
         raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '

@@ -125,6 +125,8 @@ def test_wrong_section_is_an_error_that_changes_nothing():
     model = Model()
     with pytest.raises(ConfigError, match="recipe"):
         convert(model, {"receipt": "mxfp8"})
+    with pytest.raises(ConfigError, match='unknown key "1"'):
+        convert(model, {1: "mxfp8"})
     assert type(model.blocks[0].moe) is PlainMoE
 
 
