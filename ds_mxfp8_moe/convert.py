@@ -179,7 +179,7 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
 def _section(config) -> MXFP8MoEConfig:
     if config is None:
         return MXFP8MoEConfig()
-    if isinstance(config, dict) and "mxfp8_moe" not in config:
+    if isinstance(config, dict) and SECTION not in config:
         return parse({SECTION: config})
     settings = parse(config)
     if not settings.model_fields_set and not isinstance(config, (dict, MXFP8MoEConfig)):

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from contextlib import contextmanager, redirect_stdout
+from unittest import mock
 
 import deepspeed
 import deepspeed.comm as dist
@@ -237,7 +238,7 @@ def test_a_section_that_is_off_takes_an_earlier_conversion_back(section, inner, 
 
 
 def settled_before_steps(how):
-    plain, settled, config = PeerMemory.settle_all, [], ds_config(MXFP8)
+    settled, config = [], ds_config(MXFP8)
     if how == "enable":
         with enabled():
             engine = deepspeed.initialize(model=model(), config=config)[0]
@@ -247,11 +248,8 @@ def settled_before_steps(how):
     else:
         engine = deepspeed.initialize(model=model(), config=config)[0]
         ds_mxfp8_moe.convert(engine, MXFP8)
-    PeerMemory.settle_all = staticmethod(lambda: settled.append(engine.global_steps))
-    try:
+    with mock.patch.object(PeerMemory, "settle_all", lambda: settled.append(engine.global_steps)):
         train(engine, 2)
-    finally:
-        PeerMemory.settle_all = staticmethod(plain)
     return settled
 
 

@@ -126,6 +126,7 @@ class Step(NamedTuple):
         forward: takes rows in place of the first input.
         starts: of the groups among its rows.
         gradients: (gradients of inputs) -> those of gate and up [E, 2F, H] and of down [E, H, F], as functions of e.
+        unquantized: the selection has a recipe of MXFP8 compute in bf16.
     """
 
     inputs: list
@@ -133,6 +134,7 @@ class Step(NamedTuple):
     forward: Callable[[torch.Tensor], torch.Tensor]
     starts: tuple
     gradients: Callable[[tuple], tuple[Callable, Callable]]
+    unquantized: bool = False
 
     def __call__(self) -> tuple:
         """The output, and the gradients of the inputs."""
@@ -159,11 +161,6 @@ def plain_step(shape: Shape, case: Case) -> Step:
                 lambda grads: (grads[2].__getitem__, grads[3].__getitem__))
 
 
-def our_ffn(case: Case, name: str, min_tokens_per_expert: int | None) -> ExpertFFN:
-    formula = ExpertFormula("gated", "silu", case.dim, case.hidden, up="up", gate="gate", down="down")
-    return ExpertFFN(formula, recipe(name), InPlace.of(case.counts()), case.experts, min_tokens_per_expert)
-
-
 def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | None) -> Step:
     """The recipe `name`, with weights as parameters of each expert."""
     counts, E, F = case.counts(), case.experts, case.hidden
@@ -171,7 +168,8 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
     weights = {"gate": [_leaf(shape.up_EGH[e, :F]) for e in range(E)],
                "up": [_leaf(shape.up_EGH[e, F:]) for e in range(E)],
                "down": [_leaf(shape.down_EHF[e]) for e in range(E)]}
-    ffn = our_ffn(case, name, min_tokens_per_expert)
+    formula = ExpertFormula("gated", "silu", case.dim, F, up="up", gate="gate", down="down")
+    ffn = ExpertFFN(formula, recipe(name), InPlace.of(counts), E, min_tokens_per_expert)
     inputs = [_leaf(x_TH), _leaf(weight_T.view(-1, 1)), *chain(*weights.values())]
     expert_TK = torch.arange(E, device=device()).repeat_interleave(
         torch.tensor(padded(counts), device=device())).view(-1, 1)
@@ -181,7 +179,8 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
         gate, up, down = grads[2:2 + E], grads[2 + E:2 + 2 * E], grads[2 + 2 * E:]
         return lambda e: torch.cat([gate[e], up[e]]), down.__getitem__
 
-    return Step(inputs, g_TH, lambda x: ffn(x, routes, weights), starts(padded(counts)), gradients)
+    few = ffn.transport.plan_of_all.tokens_per_expert < ffn.fewest_tokens(torch.device(device()))
+    return Step(inputs, g_TH, lambda x: ffn(x, routes, weights), starts(padded(counts)), gradients, few)
 
 
 def checked_groups(counts: tuple) -> list[int]:
@@ -285,9 +284,7 @@ def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: in
     rows = timing.rows(described, {name: (step, partial(check, name, step, expected)) for name, step in steps.items()},
                        budget_s, UNTIMED)
     for row in rows[1:]:
-        ffn = our_ffn(case, row["contender"], min_tokens_per_expert)
-        # The selection has a recipe of MXFP8 compute in bf16.
-        row["unquantized"] = ffn.transport.plan_of_all.tokens_per_expert < ffn.fewest_tokens(torch.device(device()))
+        row["unquantized"] = steps[row["contender"]].unquantized
     return rows
 
 

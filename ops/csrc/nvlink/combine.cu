@@ -83,7 +83,7 @@ template <class In, class Wire> struct CombineWork {
   static constexpr bool COPIES = sizeof(In) == 2 && std::is_same_v<In, Unit>;
   static constexpr bool COPIES_BACK = sizeof(Unit) == 2 && std::is_same_v<Unit, typename Wire::Out>;
   // What is in flight together: of a token's rows here; pieces of its only row here, and of its only row that came back.
-  // Registers hold no more.
+  // Registers hold no more, but for a few spilt where three rows are summed ahead.
   static constexpr int SUMMED_AHEAD = sizeof(In) == 4 ? 1 : sizeof(Unit) == 2 ? 3 : 2;
   static constexpr int ONE_AHEAD = COPIES ? 8 : sizeof(In) == 2 ? 32 / VALUES : 1;
   static constexpr int ONE_AHEAD_BACK = COPIES_BACK ? 8 : sizeof(In) == 2 && sizeof(Unit) == 1 ? 32 / VALUES : 1;
