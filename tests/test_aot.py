@@ -65,7 +65,8 @@ def casts():
         cast.quantize_rows(x, block, "rceil", True)
         cast.quantize_rows_and_columns(x, block, "floor", True)
         cast.quantize_columns(x, block, "rceil")
-        cast.rescale_transposed(mx(P, H, block=block, block_major=True), block, "rceil")
+        for rows in (P, P + 128):  # whole tiles, and others
+            cast.rescale_transposed(mx(rows, H, block=block, block_major=True), block, "rceil")
         cast.dequantize(mx(P, H, block=block), BF16)
         stack = torch.empty(E * E, P, H, dtype=BF16)
         scattered = [stack[e * e] for e in range(E)]
@@ -231,7 +232,8 @@ def test_hopper_multiplies_natively(launches):
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. Sums of a few numbers a row, and a table of pointers,
     move next to nothing."""
-    moving = [launch for launch in launches if re.search(r"\.(quantize|activation|permute|unpermute)\.", launch.kernel)
+    rooms = r"\.(quantize|rescale_tiles|activation|permute|unpermute)\."
+    moving = [launch for launch in launches if re.search(rooms, launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_pointers_kernel"))]
     assert moving
     narrow = [launch for launch in moving if not re.search(r"(ld|st)\.global[.\w]*\.(v4\.b32|v2\.b64)", launch.ptx)]
@@ -243,8 +245,8 @@ def test_memory_is_moved_by_16_bytes(launches):
 
 def test_casts_to_e4m3_are_the_hardware_s(launches):
     names = {launch.kernel.rpartition(".")[2] for launch in launches if "cvt.rn.satfinite.e4m3x2.f32" in launch.ptx}
-    assert names >= {"_quantize_rows_kernel", "_quantize_matrix_kernel", "_rescale_kernel", "_forward_kernel",
-                     "_backward_kernel", "_combine_kernel"}
+    assert names >= {"_quantize_rows_kernel", "_quantize_matrix_kernel", "_rescale_kernel", "rescale_tiles_kernel",
+                     "_forward_kernel", "_backward_kernel", "_combine_kernel"}
 
 
 def test_no_spills(launches):

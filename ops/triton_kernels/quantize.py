@@ -9,7 +9,7 @@ what is in flight lies together in memory.
     _quantize_rows_kernel      row tiles x column tiles               2 + 1
     _pointers_kernel           1                                      where matrices lie that are not evenly spaced
     _quantize_matrix_kernel    (row tiles x column tiles, experts)    2 + 1 for each layout written
-    _rescale_kernel            row tiles x column tiles               1 + 1
+    _rescale_kernel            row tiles x column tiles               1 + 1; rescale_tiles.py's has the same
     _dequantize_kernel         (row tiles x column tiles, experts)    1 + 2
 
 Numbers: float32 throughout, never flushed to zero. Scales are powers of two, so every product but the last rounding
@@ -23,12 +23,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
 from .library import cdiv, operator
+from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
 MAX_POINTERS = 64  # that one launch writes into a table
@@ -61,6 +63,7 @@ COLUMNS_TILE = Tile(256, 64, 8, group=2, vector=8)
 BOTH_TILES = {32: Tile(128, 64, 8, group=4, vector=8), 128: Tile(128, 128, 8, group=4, vector=4, registers=80)}
 TILED_TILE = Tile(128, 128, 8, group=4, registers=80)
 RESCALE_TILES = {32: Tile(256, 128, 8, group=2), 128: Tile(256, 32, 2, group=2, vector=8)}
+WHOLE_TILE = Tile(256, 128, 8)  # rescale_tiles.py's
 DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
@@ -343,7 +346,12 @@ def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_i
                         scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     p, k = data_PK.shape
     out, out_scale = _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode)
-    if p and k:
+    # Gluon has no interpreter.
+    if p and k and block_size_in == block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
+        rescale_tiles_kernel[(p // WHOLE_TILE.rows * (k // WHOLE_TILE.columns), )](
+            data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
+            scaling_mode == "floor", *WHOLE_TILE[:3], num_warps=WHOLE_TILE.warps)
+    elif p and k:
         tile = RESCALE_TILES[block_size]
         _rescale_kernel[(_programs(p, k, tile), )](
             data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,

@@ -76,7 +76,7 @@ def graph_and_no_sync():
     assert torch.equal(values, again_values)
 
 
-# Tiles divide (1024, 2048), and nothing else here.
+# Tiles divide (1024, 2048) and (512, 384), and nothing else here.
 CASES = [
     (beyond_two_to_the_31, ),
     (graph_and_no_sync, ),
@@ -92,7 +92,8 @@ CASES = [
     *((run_rescale, "cuda", *shape, block_in, block, mode) for shape, block_in, block, mode in [
         ((32, 32), 32, 32, "rceil"), ((160, 160), 32, 32, "floor"), ((160, 160), 128, 128, "rceil"),
         ((160, 160), 32, 128, "rceil"), ((160, 160), 128, 32, "floor"), ((1024, 2048), 32, 32, "rceil"),
-        ((1024, 2048), 128, 128, "floor"), ((1024, 2048), 32, 128, "rceil"), ((1024, 2048), 128, 32, "floor")]),
+        ((1024, 2048), 128, 128, "floor"), ((512, 384), 128, 128, "rceil"), ((1024, 2048), 32, 128, "rceil"),
+        ((1024, 2048), 128, 32, "floor")]),
     *((run_columns, "cuda", *shape, dtype, block, mode) for shape, dtype, block, mode in [
         ((32, 32), BF16, 32, "rceil"), ((160, 96), BF16, 32, "floor"), ((160, 96), BF16, 128, "rceil"),
         ((160, 96), F16, 32, "rceil"), ((160, 96), F32, 128, "floor"), ((1056, 160), F32, 32, "floor"),
