@@ -153,5 +153,5 @@ def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport
             raise ConfigError(f"{name} is treated differently on different ranks, which would hang: "
                               + "; ".join(f"rank {rank}: {fate}" for rank, fate in told.items())
                               + ". Look for what was done to it on some ranks alone (hooks, adapters, devices), or "
-                              "leave it out with 'exclude'")
+                              "leave it out with 'exclude'; where GPUs differ, give \"min_tokens_per_expert\"")
     return reported(first, config)

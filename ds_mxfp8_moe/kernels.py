@@ -43,6 +43,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache
+def memory_slowness(device: torch.device) -> float:
+    """How many times as long as an H200's memory this GPU's takes for a byte, by clock and width: an H100's 1.47."""
+    of = torch.cuda.get_device_properties(device)
+    bytes_per_s = 2 * of.memory_clock_rate * 1e3 * of.memory_bus_width / 8
+    return 4.92e12 / bytes_per_s if bytes_per_s else 1.0  # virtual GPUs may not tell
+
+
 def fused(x: torch.Tensor) -> bool:
     """Whether the Triton kernels of casts, activations and exchanges run for x."""
     return capability(x.device) >= (8, 9) and x.shape[-1] % 32 == 0
@@ -84,9 +92,9 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
                   device: torch.device) -> float:
     """Tokens of an expert from which on a layer's MXFP8 recipe is as fast as its bf16 one, forward and backward.
 
-    Fitted to an H200's times of 60 cases (examples/benchmarks/expert_ffn.py --min-tokens-per-expert 0; 5 shapes, 4 to
-    32 experts, 256 to 4096 tokens): what it selects has at least 0.994 of the bf16 recipe's speed there, and it leaves
-    out none that is faster. 0 where nothing was measured.
+    Fitted to times of an H200 and an H100 (examples/benchmarks/expert_ffn.py --min-tokens-per-expert 0; 5 shapes, 4 to
+    32 experts, 1024 to 16384 tokens): what it selects is as fast as the bf16 recipe there or faster, and what it
+    leaves out would gain 1.02 at most. 0 where nothing was measured.
 
     Args:
         hidden_size, ffn_size: of the experts.
@@ -97,12 +105,16 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
     if capability(device) != (9, 0) or block_size != TILE:
         return 0
     # Seconds that faster GEMMs save for each token, less those to cast its rows; seconds to cast an expert's weights,
-    # and its share of the launches.
+    # and its share of the launches. Casts are bound by memory.
+    slowness = memory_slowness(device)
     if mxfp8_wgrad:
-        saved, spent = 2.88e-15 * weights - 3.29e-12 * hidden_size, 1.26e-12 * weights + 46e-6 / experts
+        saved, spent = 2.93e-15 * weights - slowness * 2.63e-12 * hidden_size, 1.50e-12 * weights * slowness
+        launches = 55e-6
     else:
-        saved = 1.95e-15 * weights - 2.29e-12 * hidden_size - 0.29e-12 * ffn_size
-        spent = 1.42e-12 * weights + 51e-6 / experts
+        saved = 2.29e-15 * weights - slowness * (2.68e-12 * hidden_size + 1.80e-12 * ffn_size)
+        spent = 1.61e-12 * weights * slowness
+        launches = 40.5e-6
+    spent += launches / experts
     return spent / saved if saved > 0 else math.inf
 
 

@@ -67,6 +67,7 @@ def test_says_below_how_many_tokens_a_layer_runs_bf16(monkeypatch):
     assert "bf16 below" not in convert(Model()).layers[0].detail  # CPUs have no threshold
     assert ", bf16 below 7 tokens per expert," in convert(Model(), {"min_tokens_per_expert": 7}).layers[0].detail
     monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "memory_slowness", lambda device: 1)
     section = {"scale_block_size": 128}
     assert ", bf16 whatever the batch," in convert(Model(), section).layers[0].detail  # such narrow experts
     assert "bf16" not in convert(Model(), section | {"min_tokens_per_expert": 0}).layers[0].detail

@@ -4,6 +4,7 @@
 import math
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
@@ -218,32 +219,53 @@ def test_noise_against_bf16_on_four_ranks(ranks4, name, block):
     check_noise(ranks4, name, "mxfp8_wgrad_with_hp", "rceil", block)
 
 
-# Hidden size, FFN size, experts of the rank -> what was measured on an H200, tokens per expert: there the recipe loses
-# to bf16, and there it wins.
+# By recipe and how slow memory is (1: H200's; 1.47: H100's): hidden size, FFN size, experts of the rank -> what was
+# measured, tokens per expert: there the recipe loses to bf16, and there it wins.
 MEASURED = {
-    "mxfp8_wgrad_with_hp": {
+    ("mxfp8_wgrad_with_hp", 1): {
         (7168, 2048, 4): (1024, 2048), (7168, 2048, 32): (256, 1024), (4096, 1024, 8): (1024, 2048),
-        (2048, 1408, 8): (1024, 2048), (2048, 768, 32): (1024, 2048), (2048, 768, 4): (4096, 16384)},
-    "mxfp8": {
+        (2048, 1408, 8): (1024, 2048), (2048, 768, 32): (1024, 4096), (2048, 768, 4): (4096, 16384)},
+    ("mxfp8_wgrad_with_hp", 1.47): {
+        (8192, 5120, 8): (1024, 2048), (7168, 2048, 4): (1024, 2048), (4096, 1024, 32): (2048, 4096),
+        (2048, 1408, 4): (2048, 4096), (2048, 768, 32): (16384, math.inf)},
+    ("mxfp8", 1): {
         (7168, 2048, 4): (256, 1024), (4096, 1024, 4): (1024, 2048), (2048, 1408, 8): (256, 1024),
         (2048, 768, 32): (1024, 2048), (2048, 768, 4): (2048, 4096)},
+    ("mxfp8", 1.47): {
+        (8192, 5120, 4): (256, 1024), (7168, 2048, 32): (256, 1024), (4096, 1024, 8): (1024, 2048),
+        (2048, 1408, 4): (1024, 2048), (2048, 768, 8): (2048, 4096)},
 }
 
 
-@pytest.mark.parametrize("recipe_name, shape", [(name, of) for name in MEASURED for of in MEASURED[name]], ids=str)
-def test_fewest_tokens_lie_where_they_were_measured(recipe_name, shape, monkeypatch):
+@pytest.mark.parametrize("recipe_name, slowness, shape", [(*of, shape) for of in MEASURED for shape in MEASURED[of]],
+                         ids=str)
+def test_fewest_tokens_lie_where_they_were_measured(recipe_name, slowness, shape, monkeypatch):
     hidden, ffn, experts = shape
     of = ExpertFormula(kind="gated", activation="silu", hidden_size=hidden, ffn_size=ffn, up="up", gate="gate",
                        down="down")
     layer = ExpertFFN(of, recipe(recipe=recipe_name, scale_block_size=128), None, experts, None)
     assert layer.fewest_tokens(torch.device("cpu")) == 0
     monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
-    loses, wins = MEASURED[recipe_name][shape]
+    monkeypatch.setattr(kernels, "memory_slowness", lambda device: slowness)
+    loses, wins = MEASURED[recipe_name, slowness][shape]
     assert loses < layer.fewest_tokens(torch.device("cuda")) <= wins
     assert replace(layer, min_tokens_per_expert=7).fewest_tokens(torch.device("cuda")) == 7
     assert replace(layer, recipe=recipe(scale_block_size=32)).fewest_tokens(torch.device("cuda")) == 0
     narrow = replace(layer, formula=replace(of, hidden_size=512, ffn_size=256))
     assert narrow.fewest_tokens(torch.device("cuda")) == math.inf
+
+
+def test_memory_is_compared_with_an_h200_s(monkeypatch):
+    def slowness(megahertz, bits):
+        properties = SimpleNamespace(memory_clock_rate=1000 * megahertz, memory_bus_width=bits)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        kernels.memory_slowness.cache_clear()
+        return kernels.memory_slowness(torch.device("cuda"))
+
+    assert slowness(3201, 6144) == pytest.approx(1, abs=0.01)
+    assert slowness(2619, 5120) == pytest.approx(1.47, abs=0.01)
+    assert slowness(0, 0) == 1
+    kernels.memory_slowness.cache_clear()
 
 
 @pytest.mark.parametrize("name, block", [("swiglu", 128), ("swiglu", 32), ("linear", 32)])
