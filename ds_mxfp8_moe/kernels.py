@@ -47,8 +47,9 @@ def multiprocessors(device: torch.device) -> int:
 def memory_slowness(device: torch.device) -> float:
     """How many times as long as an H200's memory this GPU's takes for a byte, by clock and width: an H100's 1.47."""
     of = torch.cuda.get_device_properties(device)
-    bytes_per_s = 2 * of.memory_clock_rate * 1e3 * of.memory_bus_width / 8
-    return 4.92e12 / bytes_per_s if bytes_per_s else 1.0  # virtual GPUs may not tell
+    # Virtual GPUs, and some builds of torch, do not tell.
+    bytes_per_s = 2 * getattr(of, "memory_clock_rate", 0) * 1e3 * getattr(of, "memory_bus_width", 0) / 8
+    return 4.92e12 / bytes_per_s if bytes_per_s else 1.0
 
 
 def fused(x: torch.Tensor) -> bool:
