@@ -52,14 +52,14 @@ def test_no_rows(interpreter, block):
 
 
 def first_tile(what, shape, block, size, distance=0):
-    """The first tile, of `size`, of a matrix so large that offsets in the tile are beyond int32; or whose rows are so
-    far apart. Nothing else is touched."""
+    """The first tile, of `size`, of a matrix so large that offsets in the tile are beyond int32; or whose rows, or
+    blocks' scales, are so far apart. Nothing else is touched."""
     (rows, columns), (r, c) = shape, size
     tile = torch.randn(size).to(BF16)
     of_rows = mx.quantize_tiles(tile) if what == "weights" else mx.quantize(tile, block)
     if what in ("dequantize", "rescale"):
         data = torch.empty(shape, dtype=torch.uint8)
-        scale = torch.empty(-(-columns // block), rows, dtype=torch.uint8).t()
+        scale = torch.empty(-(-columns // block), distance or rows, dtype=torch.uint8)[:, :rows].t()
         data[:r, :c], scale[:r, :-(-c // block)] = of_rows.qdata.view(torch.uint8), of_rows.scale_bytes
         x = MXTensor(data.view(torch.float8_e4m3fn), scale, block, BF16)
     else:
@@ -96,7 +96,9 @@ MILLION = 10**6
     ("both", (128, 17 * MILLION), 128, (128, 128)),
     ("weights", (17 * MILLION, 128), 128, (128, 128)), ("weights", (128, 17 * MILLION), 128, (128, 128)),
     ("rescale", (17 * MILLION, 128), 32, (256, 128)), ("rescale", (70 * MILLION, 32), 128, (256, 32)),
-    ("rescale", (256, 8500 * 1024), 32, (256, 128)), ("dequantize", (16, 144 * MILLION), 32, (16, 128))], ids=str)
+    ("rescale", (256, 8500 * 1024), 32, (256, 128)), ("rescale", (256, 128), 32, (256, 128), 800 * MILLION),
+    ("dequantize", (16, 144 * MILLION), 32, (16, 128)),
+    ("dequantize", (16, 128), 32, (16, 128), 800 * MILLION)], ids=str)
 def test_offsets_beyond_int32_in_a_tile(interpreter, case):
     interpreter(first_tile, *case)
 
