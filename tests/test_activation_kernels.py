@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
-from activation_cases import run_biases, run_case, run_no_rows
+from activation_cases import problem, run_biases, run_case, run_no_rows, same_bytes
 from aot import launches_for
-from interpreter import interpreter_process
+from interpreter import first_programs, interpreter_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_mxfp8_moe.mx import MXTensor
@@ -46,6 +46,34 @@ def test_biases(interpreter, dtype):
 
 def test_no_rows(interpreter):
     interpreter(run_no_rows, "cpu")
+
+
+def first_tile(P, F, block, size):
+    """The first tile, of `size`, where offsets in the tile are beyond int32. Nothing else is touched."""
+    R, C = size
+    pre, t, weight, _ = problem("mlp", C, hard=False, ends=(R, ))
+    far_pre, far_t, far_weight = torch.empty(P, F, dtype=BF16), torch.empty(P, F, dtype=BF16), torch.empty(P)
+    far_pre[:R, :C], far_t[:R, :C], far_weight[:R] = pre, t, weight
+    how = ("silu", "mlp", block)
+    h, kept = kernels.activate(pre, weight, *how, keep=True)
+    with first_programs():
+        far_h, far_kept = kernels.activate(far_pre, far_weight, *how, keep=True)
+    pairs = [(far_h, h[:32]), (far_kept, kept[:32])]
+    if P > F:
+        small = kernels.activate_backward(t, pre, weight, *how, columns=True)
+        with first_programs():
+            far = kernels.activate_backward(far_t, far_pre, far_weight, *how, columns=True)
+        pairs.append((far.columns, small.columns))
+    for actual, expected in pairs:
+        data, scale = (x[tuple(map(slice, like.shape))] for x, like in (
+            (actual.qdata, expected.qdata), (actual.scale_bytes, expected.scale_bytes)))
+        same_bytes(expected.with_parts(data, scale), expected)
+
+
+@pytest.mark.parametrize("case", [(17 * 10**6, 128, 128, (128, 128)), (35 * 10**6, 64, 32, (64, 64)),
+                                  (32, 70 * 10**6, 32, (32, 128))], ids=str)
+def test_offsets_beyond_int32_in_a_tile(interpreter, case):
+    interpreter(first_tile, *case)
 
 
 def every_launch(F, dtype, block, activation, layout):

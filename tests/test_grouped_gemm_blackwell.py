@@ -6,6 +6,7 @@ checks run on a GPU in tests/gpu; test_aot.py compiles the kernels for Blackwell
 """
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +134,12 @@ def compare(out, exact, magnitude, skip):
     assert not ((out.double() - exact).abs() > limit * magnitude)[~skip].any()
 
 
+def check_packing_in_parts():
+    from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell as gemm
+    with mock.patch.object(gemm, "MOST_TILES", 2):
+        check_grouped_mm("cpu", (384, 256), 0, 160, 160, 32, 32)
+
+
 def check_operators():
     from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell as gemm
     _prepare("cpu")
@@ -176,6 +183,16 @@ def test_output_dtypes(interpreter, dtype):
 def test_accumulation(interpreter):
     interpreter(partial(check_wgrad, accumulate=True), "cpu", (128, 0, 256), 128, 160, 96, 32, 32)
     interpreter(partial(check_wgrad, accumulate=True), "cpu", (0, 0), 0, 160, 96, 32, 32)
+
+
+def test_more_rows_than_a_grid_has_tiles(interpreter):
+    from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell as gemm
+    grids = []
+    with mock.patch.object(gemm.Launched, "_launch", lambda self, grid, *args, **named: grids.append(grid)):
+        packed = gemm._pack_scales(torch.empty(9 << 20, 1, dtype=torch.uint8), 9 << 20, 32, 32)
+    assert sum(rows for _, rows, _ in grids) == packed.shape[0] == 9 << 13
+    assert max(rows for _, rows, _ in grids) < 1 << 16
+    interpreter(check_packing_in_parts)
 
 
 def test_operators(interpreter):

@@ -4,12 +4,13 @@
 import pytest
 import torch
 from aot import launches_for
-from interpreter import interpreter_process
-from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights
+from interpreter import first_programs, interpreter_process
+from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights, same, same_values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_mxfp8_moe import kernels as dispatcher
 from ds_mxfp8_moe import mx
+from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES
@@ -48,6 +49,58 @@ def test_more_experts_than_pointers(interpreter):
 @pytest.mark.parametrize("block", [32, 128])
 def test_no_rows(interpreter, block):
     interpreter(run_empty, "cpu", block)
+
+
+def first_tile(what, shape, block, size, distance=0):
+    """The first tile, of `size`, of a matrix so large that offsets in the tile are beyond int32; or whose rows, or
+    blocks' scales, are so far apart. Nothing else is touched."""
+    (rows, columns), (r, c) = shape, size
+    tile = torch.randn(size).to(BF16)
+    of_rows = mx.quantize_tiles(tile) if what == "weights" else mx.quantize(tile, block)
+    if what in ("dequantize", "rescale"):
+        data = torch.empty(shape, dtype=torch.uint8)
+        scale = torch.empty(-(-columns // block), distance or rows, dtype=torch.uint8)[:, :rows].t()
+        data[:r, :c], scale[:r, :-(-c // block)] = of_rows.qdata.view(torch.uint8), of_rows.scale_bytes
+        x = MXTensor(data.view(torch.float8_e4m3fn), scale, block, BF16)
+    else:
+        x = torch.empty(rows, distance or columns, dtype=BF16)[:, :columns]
+        x[:r, :c] = tile
+    with first_programs():
+        if what == "dequantize":
+            return same_values(kernels.dequantize(x, BF16)[:r, :c], mx.dequantize(of_rows, BF16))
+        if what == "rows":
+            pairs = [(kernels.quantize_rows(x, block, "rceil", False), of_rows)]
+        elif what == "rescale":
+            pairs = [(kernels.rescale_transposed(x, block, "rceil"), mx.transpose_rescale(of_rows, block))]
+        elif what == "columns":
+            pairs = [(kernels.quantize_columns(x, block, "rceil"), mx.quantize(tile.t(), block))]
+        elif what == "both":
+            both = kernels.quantize_rows_and_columns(x, block, "rceil", True)
+            pairs = zip(both, (of_rows, mx.quantize(tile.t(), block)), strict=True)
+        else:
+            both = (y[0] for y in kernels.quantize_weights([x.unsqueeze(0)], block, "rceil", True, True))
+            pairs = zip(both, (of_rows, of_rows.with_parts(of_rows.qdata.t(), of_rows.scale_bytes.t())), strict=True)
+    for actual, expected in pairs:
+        (r, c), (scale_r, scale_c) = expected.shape, expected.scale_bytes.shape
+        same(actual.with_parts(actual.qdata[:r, :c], actual.scale_bytes[:scale_r, :scale_c]), expected)
+
+
+MILLION = 10**6
+
+
+@pytest.mark.parametrize("case", [
+    ("rows", (32, 70 * MILLION), 32, (32, 128)), ("rows", (32, 128), 32, (32, 128), 70 * MILLION),
+    ("columns", (35 * MILLION, 64), 32, (256, 64)), ("columns", (256, 8500 * 1024), 128, (256, 64)),
+    ("columns", (256, 64), 32, (256, 64), 8500 * 1024),
+    ("both", (35 * MILLION, 64), 32, (128, 64)), ("both", (17 * MILLION, 128), 128, (128, 128)),
+    ("both", (128, 17 * MILLION), 128, (128, 128)),
+    ("weights", (17 * MILLION, 128), 128, (128, 128)), ("weights", (128, 17 * MILLION), 128, (128, 128)),
+    ("rescale", (17 * MILLION, 128), 32, (256, 128)), ("rescale", (70 * MILLION, 32), 128, (256, 32)),
+    ("rescale", (256, 8500 * 1024), 32, (256, 128)), ("rescale", (256, 128), 32, (256, 128), 800 * MILLION),
+    ("dequantize", (16, 144 * MILLION), 32, (16, 128)),
+    ("dequantize", (16, 128), 32, (16, 128), 800 * MILLION)], ids=str)
+def test_offsets_beyond_int32_in_a_tile(interpreter, case):
+    interpreter(first_tile, *case)
 
 
 @pytest.mark.parametrize("shape", [(64, ), (2, 3, 2, 64)], ids=str)

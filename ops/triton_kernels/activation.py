@@ -24,9 +24,9 @@ from ds_mxfp8_moe.mx import MXTensor
 
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, far, next_power_of_2, operator
 from .quantize import Tile, quantize_rows
-from .transpose import in_order, loaded_row, store_columns
+from .transpose import counted, in_order, loaded_row, store_columns
 
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
@@ -86,7 +86,7 @@ def _expert_of(row, ends_ptr, E, E_PAD: tl.constexpr):
 
 
 # The rest speaks of tiles: rows `row + r` by columns `first + c` of a half, which is WIDTH columns wide and begins at
-# column AT of a matrix [P, N]. Only a tile's origin needs int64.
+# column AT of a matrix [P, N]. Only a tile's origin needs int64, unless N is in the millions.
 
 
 @triton.jit
@@ -95,10 +95,16 @@ def _origin(row, first, N: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
+def _offset(r, c, N: tl.constexpr):
+    """[R, C]: from the tile's origin."""
+    return counted(r, r.shape[0] * N > 0x7FFFFFFF)[:, None] * N + c[None, :]
+
+
+@triton.jit
 def _load(ptr, bias_ptr, expert, row, first, r, c, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr):
     """The tile in float32, its bias added and rounded to the matrix' dtype; zeros outside."""
     inside = c < WIDTH - first
-    x = tl.load(ptr + _origin(row, first, N, AT) + (r[:, None] * N + c[None, :]), inside[None, :], other=0.0)
+    x = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), inside[None, :], other=0.0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + (expert * N + AT + first) + c, inside, other=0.0)
         x = (x.to(tl.float32) + bias.to(tl.float32)[None, :]).to(x.dtype)
@@ -107,7 +113,7 @@ def _load(ptr, bias_ptr, expert, row, first, r, c, N: tl.constexpr, AT: tl.const
 
 @triton.jit
 def _store(x, ptr, row, first, r, c, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr):
-    at = ptr + _origin(row, first, N, AT) + (r[:, None] * N + c[None, :])
+    at = ptr + _origin(row, first, N, AT) + _offset(r, c, N)
     tl.store(at, x.to(ptr.dtype.element_ty), (c < WIDTH - first)[None, :])
 
 
@@ -125,7 +131,7 @@ def _load_rows(ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.cons
     """What `_store_rows` stored, as float32; zeros outside."""
     R: tl.constexpr = r.shape[0]
     C: tl.constexpr = c.shape[0]
-    data = tl.load(ptr + _origin(row, first, N, AT) + (r[:, None] * N + c[None, :]), (c < WIDTH - first)[None, :],
+    data = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), (c < WIDTH - first)[None, :],
                    other=0)
     at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, C)
     byte = tl.load(scale_ptr + at, exists, other=0)
@@ -177,7 +183,8 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
 @triton.jit
 def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, row, first, r, c, P,
                     N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
-                    LANES: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
+                    LANES: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
+                    FAR: tl.constexpr):
     if rows_ptr is not None:
         _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, N, AT, WIDTH, B, FLOOR)
     if plain_ptr is not None:
@@ -186,7 +193,7 @@ def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns
         columns_ptr += (AT + first).to(tl.int64) * P + row
         columns_scale_ptr += (row // B).to(tl.int64) * N + (AT + first)
         store_columns(in_order(d, LANES, WARPS), columns_ptr, columns_scale_ptr, c, d.shape[0], WIDTH - first, P, N,
-                       B, FLOOR, VECTOR, WHOLE)
+                       B, FLOOR, VECTOR, WHOLE, FAR)
 
 
 @Launched
@@ -195,7 +202,7 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
                      rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
                      UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                      E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
-                     WARPS: tl.constexpr):
+                     WARPS: tl.constexpr, FAR: tl.constexpr):
     """Grid [P / R * ceil(F / C)]; dweight [ceil(F / C), P]: each tile's share."""
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
@@ -224,13 +231,13 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
         tl.store(dweight_at, tl.sum(t * (value * up), 1))
         _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, FAR)
         _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
+                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, FAR)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
         _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, FAR)
 
 
 @Launched
@@ -269,7 +276,7 @@ def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.const
     end = tl.load(ends_ptr + expert) // R
     total = tl.zeros([BLOCKS, C], tl.float32)
     while block < end:
-        total += tl.load(sums_ptr + _origin(block, first, N, 0) + (b[:, None] * N + c[None, :]),
+        total += tl.load(sums_ptr + _origin(block, first, N, 0) + _offset(b, c, N),
                          (b < end - block)[:, None] & (c < N - first)[None, :], other=0.0)
         block += BLOCKS
     tl.store(out_ptr + _origin(expert, first, N, 0) + c, tl.sum(total, 0), c < N - first)
@@ -418,8 +425,8 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
     _backward_kernel[(P // tile.rows * tiles, )](
         t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
         **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps,
-        maxnreg=tile.registers)
+        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, FAR=far(tile.columns * P),
+        num_warps=tile.warps, maxnreg=tile.registers)
     if tiles > 1:
         _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     return out

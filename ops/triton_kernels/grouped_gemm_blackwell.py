@@ -24,6 +24,7 @@ from .library import cdiv, next_power_of_2, operator
 
 STRIP = 16  # tiles of rows that run at a time and share their columns in L2
 CHUNKS = 8  # of 128 values, whose scales one program packs
+MOST_TILES = 65535  # of rows, whose scales one launch packs: CUDA's limit for the second axis of a grid
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
 
 
@@ -115,8 +116,12 @@ def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_pe
     scale = scale if scale.dim() == 3 else scale.unsqueeze(0)
     groups, tiles, chunks = scale.shape[0], cdiv(rows, TILE), cdiv(depth, TILE)
     packed = scale.new_empty((groups * tiles, chunks, 2, 256))
-    _pack_scales_kernel[(cdiv(chunks, CHUNKS), tiles, groups)](packed, scale, rows, scale.shape[2], chunks,
-                                                               *scale.stride(), block, rows_per_scale, CHUNKS)
+    step = tiles if groups > 1 else MOST_TILES  # no expert's weights have so many rows
+    for tile in range(0, tiles, step):
+        first = tile * TILE
+        _pack_scales_kernel[(cdiv(chunks, CHUNKS), min(step, tiles - tile), groups)](
+            packed[tile:], scale[:, first // rows_per_scale:], rows - first, scale.shape[2], chunks, *scale.stride(),
+            block, rows_per_scale, CHUNKS)
     return packed
 
 

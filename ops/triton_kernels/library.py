@@ -56,3 +56,8 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def far(*offsets: int) -> bool:
+    """Whether int32, in which kernels count within a tile, does not hold one of them: they take int64 then."""
+    return max(offsets) > 0x7FFFFFFF

@@ -15,9 +15,13 @@ what is in flight lies together in memory.
 Numbers: float32 throughout, never flushed to zero. Scales are powers of two, so every product but the last rounding
 is exact; 1 / scale is a normal number for every scale there is. Triton's cast to e4m3 is cvt.rn.satfinite: it rounds
 to nearest even, saturates (`floor` needs that) and makes NaN 0x7F.
+
+FAR: what is counted within a tile, in int32 else, is counted in int64, since the product with some stride may be
+beyond int32: rows of millions of values, or so far apart; columns of tens of millions; scales beyond 2^31.
 """
 
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -29,9 +33,9 @@ from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
-from .library import cdiv, operator
+from .library import cdiv, far, operator
 from .rescale_tiles import rescale_tiles_kernel
-from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
+from .transpose import below, by_column, counted, in_order, loaded_row, store_columns, store_transposed
 
 MAX_POINTERS = 64  # that one launch writes into a table
 
@@ -68,25 +72,26 @@ DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
 @triton.jit
-def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, FAR: tl.constexpr):
     """First row, int64, and column of this program's tile."""
     pid = tl.program_id(0)
     per_group: tl.constexpr = (N + BN - 1) // BN * GROUP
-    return (pid // per_group * GROUP + pid % GROUP).to(tl.int64) * BM, pid % per_group // GROUP * BN
+    return (pid // per_group * GROUP + pid % GROUP).to(tl.int64) * BM, counted(pid % per_group // GROUP * BN, FAR)
 
 
 @Launched
 @triton.jit
 def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
-                          B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    r0, k0 = _tile_origin(K, BR, BK, 1)
-    r = tl.arange(0, BR)[:, None]
+                          B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+                          FAR: tl.constexpr):
+    r0, k0 = _tile_origin(K, BR, BK, 1, FAR)
+    r = counted(tl.arange(0, BR), FAR)[:, None]
     k = tl.arange(0, BK)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     x = tl.load(x_ptr + (r0 * row_stride + k0) + (r * row_stride + k), mask, other=0.0).to(tl.float32)
     data, scale = quantized_rows(x, B, FLOOR)
     tl.store(data_ptr + (r0 * K + k0) + (r * K + k), data, mask)
-    block = tl.arange(0, BK // B)[None, :]
+    block = counted(tl.arange(0, BK // B), FAR)[None, :]
     scale_ptr += r0 * scale_stride_r + k0 // B * scale_stride_k
     tl.store(scale_ptr + (r * scale_stride_r + block * scale_stride_k), scale, (r < R - r0) & (block * B < K - k0))
 
@@ -119,16 +124,16 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
                             M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                             TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, PARTS: tl.constexpr,
                             ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
+                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr):
     """One matrix [M, N] for each expert: rows [0, M_FIRST) from `first`, the others, if any, from `second`. TILED: the
     program's tile, then 128 x 128, has one scale."""
     LANES: tl.constexpr = 32 * VECTOR // BN
     expert = tl.program_id(1)
-    m0, n0 = _tile_origin(N, BM, BN, GROUP)
+    m0, n0 = _tile_origin(N, BM, BN, GROUP, FAR)
     if m0 >= M:
         return
     height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
-    m = loaded_row(BM, LANES, WARPS)
+    m = counted(loaded_row(BM, LANES, WARPS), FAR)
     n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     mask = below(m, height, WHOLE)[:, None] & below(n, width, WHOLE)[None, :]
     offset = m[:, None] * row_stride + n[None, :]
@@ -154,38 +159,40 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
         if TO_ROWS:
             tl.store(rows_ptr + row_offset, to_e4m3(x, 1.0), mask)
         if TO_COLUMNS:
-            store_transposed(by_column(in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE)
+            store_transposed(by_column(in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE,
+                             FAR)
     else:
         if TO_ROWS:
             data, scale = quantized_rows(x, B, FLOOR)
             tl.store(rows_ptr + row_offset, data, mask)
             blocks_n: tl.constexpr = (N + B - 1) // B
             rows_scale_ptr += expert * M * blocks_n + m0 * rows_scale_stride_m + n0 // B * rows_scale_stride_n
-            block = tl.arange(0, BN // B)
+            block = counted(tl.arange(0, BN // B), FAR)
             tl.store(rows_scale_ptr + (m[:, None] * rows_scale_stride_m + block[None, :] * rows_scale_stride_n),
                      scale, below(m, height, WHOLE)[:, None] & below(block * B, width, WHOLE)[None, :])
         if TO_COLUMNS:
             columns_scale_ptr += expert * tl.cdiv(M, B) * N + m0 // B * N + n0
             store_columns(in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
-                          FLOOR, VECTOR, WHOLE)
+                          FLOOR, VECTOR, WHOLE, FAR)
 
 
 @Launched
 @triton.jit
 def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr, out_scale_ptr, P, K: tl.constexpr,
                     B_IN: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-                    GROUP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
+                    GROUP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
+                    FAR: tl.constexpr):
     LANES: tl.constexpr = 32 * VECTOR // BK
     SHARED: tl.constexpr = min(B_IN, BK)
-    p0, k0 = _tile_origin(K, BP, BK, GROUP)
+    p0, k0 = _tile_origin(K, BP, BK, GROUP, FAR)
     if p0 >= P:
         return
     height, width = tl.minimum(P - p0, BP).to(tl.int32), K - k0
-    p = loaded_row(BP, LANES, WARPS)
+    p = counted(loaded_row(BP, LANES, WARPS), FAR)
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)
     data = tl.load(data_ptr + (p0 * K + k0) + (p[:, None] * K + k[None, :]),
                    below(p, height, WHOLE)[:, None] & below(k, width, WHOLE)[None, :], other=0)
-    block = tl.arange(0, BK // SHARED)
+    block = counted(tl.arange(0, BK // SHARED), FAR)
     scale_ptr += p0 * scale_stride_p + k0 // B_IN * scale_stride_k
     scale = tl.load(scale_ptr + (p[:, None] * scale_stride_p + block[None, :] * scale_stride_k),
                     below(p, height, WHOLE)[:, None] & below(block * SHARED, width, WHOLE)[None, :], other=0)
@@ -195,23 +202,24 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
     x = tl.reshape(x * power[:, :, None], [BP, BK])
     out_ptr += k0.to(tl.int64) * P + p0
     out_scale_ptr += p0 // B * K + k0
-    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE)
+    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE,
+                  FAR)
 
 
 @Launched
 @triton.jit
 def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scale_stride_k, out_ptr, R,
                        K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
-                       BK: tl.constexpr, VECTOR: tl.constexpr):
+                       BK: tl.constexpr, VECTOR: tl.constexpr, FAR: tl.constexpr):
     expert = tl.program_id(1).to(tl.int64)
-    r0, k0 = _tile_origin(K, BR, BK, 1)
-    r = tl.arange(0, BR)[:, None]
+    r0, k0 = _tile_origin(K, BR, BK, 1, FAR)
+    r = counted(tl.arange(0, BR), FAR)[:, None]
     # As many values as a store of the wider type takes: a load as wide in bytes would deal them to other threads.
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     origin = (expert * R + r0) * K + k0
     data = tl.load(data_ptr + origin + (r * K + k), mask, other=0)
-    block = tl.arange(0, BK // B)[None, :]
+    block = counted(tl.arange(0, BK // B), FAR)[None, :]
     if ROWS_PER_SCALE > 1:
         scale_ptr += r0 // ROWS_PER_SCALE * scale_stride_r
         scale_row = tl.zeros([BR, 1], tl.int32)
@@ -241,6 +249,11 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _spans(scale: torch.Tensor) -> map:
+    """How far scales lie apart along each axis: those of a few rows as far as those of all rows."""
+    return map(mul, scale.shape, scale.stride())
+
+
 def _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major):
     rows, columns = x_RK.shape
     blocks = cdiv(columns, block_size)
@@ -258,7 +271,8 @@ def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
         strides = (1, rows) if scale_k_major else (scale.shape[1], 1)
         _quantize_rows_kernel[(_programs(rows, columns, tile), )](
             x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
-            scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
+            scaling_mode == "floor", tile.rows, tile.columns,
+            far(tile.rows * max(columns, x_RK.stride(0)), scale.numel()), num_warps=tile.warps)
     return data, scale
 
 
@@ -328,11 +342,12 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     # Both layouts of float32 with scales of their own need more than others.
     registers = tile.registers if tiled or x[0].element_size() == 2 else None
     tables, alignment = ([None] * len(parts), 1) if even else _tables(parts)
+    whole, distant = tile.divides(m, n), far(tile.rows * max(n, row_stride), tile.columns * m, rows_scale.numel())
     _quantize_matrix_kernel[(_programs(m, n, tile), experts)](
         parts[0][0], parts[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
         rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
         block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), alignment, tile.rows, tile.columns,
-        tile.group, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
+        tile.group, vector, tile.warps, whole, distant, num_warps=tile.warps, maxnreg=registers)
     return out
 
 
@@ -356,7 +371,8 @@ def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_i
         _rescale_kernel[(_programs(p, k, tile), )](
             data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
             block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
-            tile.vector, tile.warps, tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
+            tile.vector, tile.warps, tile.divides(p, k), far(tile.rows * k, tile.columns * p, *_spans(scale)),
+            num_warps=tile.warps, maxnreg=tile.registers)
     return out, out_scale
 
 
@@ -373,7 +389,8 @@ def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, ti
         tile = DEQUANTIZE_TILE
         _dequantize_kernel[(_programs(rows, k, tile), experts)](
             data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
-            tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
+            tile.rows, tile.columns, 16 // out.element_size(), far(tile.rows * k, *_spans(scale)),
+            num_warps=tile.warps)
     return out
 
 

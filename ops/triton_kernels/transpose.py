@@ -17,6 +17,12 @@ from .format import larger, new_scale, to_e4m3
 
 
 @triton.jit
+def counted(i, FAR: tl.constexpr):
+    """i, to be multiplied by a stride: in int64 if the product may be FAR. int32 takes half the registers."""
+    return i.to(tl.int64) if FAR else i
+
+
+@triton.jit
 def loaded_row(ROWS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
     """[ROWS]: which row of the tile to load as the i-th, so that a warp has ROWS / WARPS neighbouring rows and a
     thread of it quads of neighbours. Triton deals rows to LANES lane groups first, then to warps, then to registers.
@@ -66,16 +72,18 @@ def by_column(x):
 
 
 @triton.jit
-def store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
-    """data [BN, BM] to memory [N, M]; `n`: the tile's columns, counted, like M and N, from the tile's first value."""
+def store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
+                     FAR: tl.constexpr):
+    """data [BN, BM] to memory [N, M]; `n`: the tile's columns, counted, like M and N, from the tile's first value.
+    FAR: BN * stride_n or more is beyond int32."""
     m = tl.max_contiguous(tl.arange(0, data.shape[1]), VECTOR if data.shape[0] == data.shape[1] else 16)
-    tl.store(data_ptr + (n[:, None] * stride_n + m[None, :]), data,
+    tl.store(data_ptr + (counted(n, FAR)[:, None] * stride_n + m[None, :]), data,
              below(n, N, WHOLE)[:, None] & below(m, M, WHOLE)[None, :])
 
 
 @triton.jit
 def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl.constexpr, FLOOR: tl.constexpr,
-                  VECTOR: tl.constexpr, WHOLE: tl.constexpr):
+                  VECTOR: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr):
     """Quantises x [BM, BN] along M: data as above, scales memory [M / B, N]."""
     BM: tl.constexpr = x.shape[0]
     x0, x1, x2, x3 = _quads(x)
@@ -85,7 +93,7 @@ def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl
     inverse = tl.broadcast_to(inverse[:, :, None], [x.shape[1], BM // B, B // 4])
     inverse = tl.reshape(inverse, [x.shape[1], BM // 4])
     data = _quad_bytes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
-    store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE)
-    block = tl.arange(0, BM // B)
+    store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE, FAR)
+    block = counted(tl.arange(0, BM // B), FAR)
     tl.store(scale_ptr + (block[None, :] * scale_stride + n[:, None]), byte,
              below(block * B, M, WHOLE)[None, :] & below(n, N, WHOLE)[:, None])

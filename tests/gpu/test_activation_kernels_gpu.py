@@ -47,15 +47,16 @@ def test_the_same_bits_every_time():
         assert torch.equal(a.scale_bytes, b.scale_bytes)
 
 
-def test_past_two_to_the_31_elements():
+@pytest.mark.parametrize("P, F, block", [(1 << 19, 2048 + 128, 128), (35 << 20, 64, 32), (17 << 20, 128, 128)])
+def test_past_two_to_the_31_elements(P, F, block):
+    """Of pre; with many rows also between the transposed columns of one tile."""
     from ds_mxfp8_moe.ops.triton_kernels.activation import activate, activate_backward
-    P, F = 1 << 19, 2048 + 128  # 2.3e9 values in pre
     pre = torch.zeros(P, 2 * F, dtype=BF16, device="cuda")
     tail, t, weight, _ = problem("gate_up", F, hard=False, ends=(256, ))
     pre[-256:] = tail.cuda()
     weights, gradient = torch.ones(P, device="cuda"), torch.zeros(P, F, dtype=BF16, device="cuda")
     weights[-256:], gradient[-256:] = weight.cuda(), t.cuda()
-    options = ("silu", "gate_up", 128)
+    options = ("silu", "gate_up", block)
     h, kept = activate(pre, weights, *options, keep=True)
     small_h, small_kept = activate(pre[-256:], weights[-256:], *options, keep=True)
     del pre

@@ -27,26 +27,25 @@ from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 BF16, F16, F32 = DTYPES
 
 
-def beyond_two_to_the_31():
+def beyond_two_to_the_31(rows, columns, block):
     """The last rows and columns of a matrix of 2.2e9 values."""
-    rows, columns = 131072 + 128, 16896
     x = torch.zeros(rows, columns, dtype=BF16, device="cuda")
-    corner = torch.randn(128, 256, dtype=BF16)
+    corner = torch.randn(128, min(columns, 256), dtype=BF16)
     x[-128:, -256:] = corner.cuda()
-    expected, expected_t = mx.quantize(corner, 128), mx.quantize(corner.t(), 128)
+    expected, expected_t = mx.quantize(corner, block), mx.quantize(corner.t(), block)
 
     def same_corner(actual, expected):
         r, c = expected.shape
-        same(MXTensor(actual.qdata[-r:, -c:], actual.scale_bytes[-r:, -(c // 128):], 128, BF16), expected)
+        same(MXTensor(actual.qdata[-r:, -c:], actual.scale_bytes[-r:, -(c // block):], block, BF16), expected)
 
-    y, y_t = kernels.quantize_rows_and_columns(x, 128, "rceil", True)
+    y, y_t = kernels.quantize_rows_and_columns(x, block, "rceil", True)
     same_corner(y, expected)
     same_corner(y_t, expected_t)
     del y_t
-    same_corner(kernels.quantize_columns(x, 128, "rceil"), expected_t)
-    y = kernels.quantize_rows(x, 128, "rceil", True)
+    same_corner(kernels.quantize_columns(x, block, "rceil"), expected_t)
+    y = kernels.quantize_rows(x, block, "rceil", True)
     same_corner(y, expected)
-    same_corner(kernels.rescale_transposed(y, 128, "rceil"), mx.transpose_rescale(expected, 128))
+    same_corner(kernels.rescale_transposed(y, block, "rceil"), mx.transpose_rescale(expected, block))
     assert torch.equal(kernels.dequantize(y, BF16)[-128:, -256:].cpu(), expected.dequantize())
 
 
@@ -78,7 +77,11 @@ def graph_and_no_sync():
 
 # Tiles divide (1024, 2048) and (512, 384), and nothing else here.
 CASES = [
-    (beyond_two_to_the_31, ),
+    (beyond_two_to_the_31, 131072 + 128, 16896, 128),
+    # Offsets in a tile are beyond int32 too: of its columns, transposed; of its rows.
+    (beyond_two_to_the_31, 35 << 20, 64, 32),
+    (beyond_two_to_the_31, 17 << 20, 128, 128),
+    *((beyond_two_to_the_31, 256, 33 << 18, block) for block in (32, 128)),
     (graph_and_no_sync, ),
     *((run_weights, "cuda", heights, 288, layout, dtype, block, mode)
       for heights, layout, dtype, block, mode in [
