@@ -96,7 +96,7 @@ class MXFP8MOELayer(MOELayer):
         """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts that
         are not what they were at conversion."""
         settings = self.mxfp8
-        self.mxfp8_watch.check(settings.name)
+        self.mxfp8_watch.check(settings.name, self.experts)
         settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
