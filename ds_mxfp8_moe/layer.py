@@ -49,8 +49,9 @@ class LayerSettings:
         """`expert_ffn.fewest_tokens` of the layer."""
         return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, num_local_experts, device)
 
-    def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype) -> None:
-        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take."""
+    def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
+        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take. `weights_cast`: the
+        experts compute in the tokens' dtype, as AutoEP's do."""
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
@@ -58,7 +59,8 @@ class LayerSettings:
             raise TypeError(f"{self.name}: the experts are {experts_dtype} since the layer was converted; expected "
                             "bfloat16, float16 or float32. Cast the model before ds_mxfp8_moe.initialize or convert, "
                             "which then leave the layer on DeepSpeed's path")
-        if x.dtype != experts_dtype and not torch.is_autocast_enabled(x.device.type):
+        fits = x.dtype in DTYPES if weights_cast else x.dtype == experts_dtype
+        if not fits and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
                             "them, or enable autocast")
 
