@@ -18,6 +18,7 @@ from ds_mxfp8_moe.mx import sqnr_db
 PLAIN = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
+PEFT_LAYERS = r"base_model\.model\.model\.layers\.\d+\.mlp"  # as the guide on troubleshooting has it
 
 
 # ---------------------------------------------------------------- one layer, on the same input
@@ -247,6 +248,34 @@ def test_trains_like_deepspeed_with_parts_frozen(ranks2, stage, frozen):
 @pytest.mark.parametrize("stage", [0, 3])  # DeepSpeed's ZeRO-1 and 2 refuse MoE layers without a trained expert
 def test_trains_like_deepspeed_around_frozen_experts(ranks2, stage):
     check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=r".*\.experts\..*"))
+
+
+def lora_trains(section, stage):
+    config = ds_config(section, stage, expert_parallel={"moe_layer_pattern": PEFT_LAYERS})
+    net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    built = initialize(model=net, config=config)[0]
+    losses = []
+    for step in range(3):
+        ids = batch(step)
+        loss = built(input_ids=ids, labels=ids).loss
+        built.backward(loss)
+        built.step()
+        losses.append(loss.item())
+    adapters = {name: gathered(p) for name, p in net.named_parameters() if "lora_" in name}
+    return losses, adapters, [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(net)]
+
+
+def lora_trains_like_deepspeed(stage):
+    plain, ours = (lora_trains(section, stage) for section in (PLAIN, BF16))
+    return plain[0], ours[0], decibels(plain[1], ours[1]), plain[2], ours[2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lora_trains_like_deepspeed_where_autoep_is_told_pefts_names(ranks2, stage):
+    for plain_losses, losses, adapters, plain, ours in ranks2.run(lora_trains_like_deepspeed, stage):
+        assert losses == pytest.approx(plain_losses, abs=1e-5)
+        assert losses[2] < losses[0] and min(adapters.values()) >= 80, adapters
+        assert plain == [False, False] and ours == [True, True]
 
 
 def test_trains_like_deepspeed_under_autocast(ranks2):
