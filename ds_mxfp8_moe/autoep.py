@@ -19,7 +19,9 @@ class MXFP8GroupedExperts(GroupedExperts):
     The whole exchange happens inside this module's forward: ZeRO-3 gathers its parameters around that call.
     """
 
-    def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN | None = None) -> torch.Tensor:
+        if ffn is None:  # by a layer put back on DeepSpeed's path, whose experts were wrapped or parametrised before
+            return super().forward(x_TH, routes)
         return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2})
 
 
@@ -51,8 +53,15 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
 
     @published
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises, on this rank and before any collective, for input that the experts cannot take."""
-        self.mxfp8.check_input(x, self.experts.w1.dtype)
+        """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts of
+        another kind than at conversion."""
+        experts = self.experts
+        if not isinstance(experts, MXFP8GroupedExperts):  # wrapped, as by PEFT, and called through their wrapper
+            experts = next((part for part in experts.modules() if isinstance(part, MXFP8GroupedExperts)), None)
+        if experts is None:
+            raise RuntimeError(f"{self.mxfp8.name}: its experts were replaced by a {type(self.experts).__name__} "
+                               "after conversion, which this path does not compute: convert again")
+        self.mxfp8.check_input(x, experts.w1.dtype, weights_cast=True)
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
         logits_TE = self.router.gate(x_TH).float()

@@ -49,8 +49,9 @@ class LayerSettings:
         """`expert_ffn.fewest_tokens` of the layer."""
         return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, num_local_experts, device)
 
-    def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype) -> None:
-        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take."""
+    def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
+        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take. `weights_cast`: the
+        experts compute in the tokens' dtype, as AutoEP's do."""
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
@@ -58,7 +59,8 @@ class LayerSettings:
             raise TypeError(f"{self.name}: the experts are {experts_dtype} since the layer was converted; expected "
                             "bfloat16, float16 or float32. Cast the model before ds_mxfp8_moe.initialize or convert, "
                             "which then leave the layer on DeepSpeed's path")
-        if x.dtype != experts_dtype and not torch.is_autocast_enabled(x.device.type):
+        fits = x.dtype in DTYPES if weights_cast else x.dtype == experts_dtype
+        if not fits and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
                             "them, or enable autocast")
 
@@ -96,7 +98,7 @@ class MXFP8MOELayer(MOELayer):
         """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts that
         are not what they were at conversion."""
         settings = self.mxfp8
-        self.mxfp8_watch.check(settings.name)
+        self.mxfp8_watch.check(settings.name, self.experts)
         settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "

@@ -189,4 +189,5 @@ def _complete(state: dict, skeleton) -> None:
                  if name not in wanted or name not in state or wanted[name].shape != state[name].shape]
     if differing:
         given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
-        raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ...")
+        raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
+                           "(None: missing). Merge or remove what was added to the model, such as adapters of PEFT")

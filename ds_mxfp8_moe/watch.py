@@ -49,6 +49,7 @@ class Watch:
 
     def __init__(self, experts: nn.Module):
         """`experts`: DeepSpeed's `Experts`, as it is converted."""
+        self._experts = experts
         self._names = {module: name for name, module in experts.named_modules(prefix="experts")}
         self._held = [held for module in self._names for held in _contents(module)]
         self._kinds = [(type(module), len(module._modules)) for module in self._names]
@@ -65,8 +66,9 @@ class Watch:
         return {cls: cls.forward for cls in classes if not cls.__module__.startswith(("torch.", "deepspeed."))}
 
     @torch.compiler.disable
-    def check(self, layer: str) -> None:
-        """Raises RuntimeError where something was changed. About 10 us for 16 experts of 4 modules where not."""
+    def check(self, layer: str, experts: nn.Module) -> None:
+        """Raises RuntimeError where something was changed. About 10 us for 16 experts of 4 modules where not.
+        `experts`: those that the layer has now."""
         if self._lookups is None:
             self._lookups, self._forwards = self._look_up(), self._forwards or self._class_forwards()
         hooks, instances, children, stores, keys, values = self._lookups
@@ -75,11 +77,12 @@ class Watch:
             replaced = any(map(contains, instances, repeat("forward"))) or any(
                 cls.forward is not forward for cls, forward in self._forwards.items())
             same = list(zip(map(type, self._names), map(len, children), strict=True)) == self._kinds
-            if not any(hooks) and not replaced and same and list(map(getitem, stores, keys)) == values:
+            same = same and experts is self._experts and list(map(getitem, stores, keys)) == values
+            if same and not any(hooks) and not replaced:
                 return
         except Exception:  # an attribute is gone, or does not compare: below it is found and named
             pass
-        change = next(self._changes(), None)
+        change = next(self._changes(), None) if experts is self._experts else "its experts were replaced"
         if change is not None:
             raise RuntimeError(f"{layer}: {change} after conversion. A converted layer computes from its experts' "
                                "weights and does not call their modules, so that would have no effect. Do it before "

@@ -2,11 +2,13 @@
 """Converted AutoEP layers beside DeepSpeed's own: the same routing bits, the same training, MXFP8 within its bars."""
 
 import deepspeed
+import peft
 import pytest
 import torch
 from autoep_models import CONVERTED, autoep_layers, batch, ds_config, engine, model, skip_unknown
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.utils import safe_get_full_grad
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert, initialize
@@ -16,6 +18,7 @@ from ds_mxfp8_moe.mx import sqnr_db
 PLAIN = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
+PEFT_LAYERS = r"base_model\.model\.model\.layers\.\d+\.mlp"  # as the guide on troubleshooting has it
 
 
 # ---------------------------------------------------------------- one layer, on the same input
@@ -102,6 +105,27 @@ def test_in_bfloat16_it_is_no_farther_from_the_exact_answer_than_deepspeed(ranks
         assert same_routing
         for name, db in ours.items():
             assert db >= 45 and db >= plain[name] - 0.5, (name, db, plain[name])
+
+
+def dtypes_apart(tokens, experts, section):
+    built, layer, x, grad = layer_and_input("qwen3_moe", 2, tokens=256)
+    layer.to(tokens)
+    layer.experts.to(experts)
+    plain, routing = call(layer, x.to(tokens), grad.to(tokens))
+    convert(built, section)
+    ours, our_routing = call(layer, x.to(tokens), grad.to(tokens))
+    return (decibels(plain, ours), same_bits(routing, our_routing),
+            [(value.dtype, ours[name].dtype) for name, value in plain.items()])
+
+
+@pytest.mark.parametrize("tokens, experts", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32),
+                                             (torch.float16, torch.bfloat16)])
+@pytest.mark.parametrize("section, bar", [(BF16, 40), (MXFP8, 20)])
+def test_experts_compute_in_the_dtype_of_the_tokens(ranks2, tokens, experts, section, bar):
+    for db, same_routing, dtypes in ranks2.run(dtypes_apart, tokens, experts, section):
+        assert min(db.values()) >= bar, db
+        assert same_routing
+        assert all(plain == ours for plain, ours in dtypes), dtypes
 
 
 def mxfp8_recipes(ep_size, sections):
@@ -224,6 +248,34 @@ def test_trains_like_deepspeed_with_parts_frozen(ranks2, stage, frozen):
 @pytest.mark.parametrize("stage", [0, 3])  # DeepSpeed's ZeRO-1 and 2 refuse MoE layers without a trained expert
 def test_trains_like_deepspeed_around_frozen_experts(ranks2, stage):
     check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=r".*\.experts\..*"))
+
+
+def lora_trains(section, stage):
+    config = ds_config(section, stage, expert_parallel={"moe_layer_pattern": PEFT_LAYERS})
+    net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    built = initialize(model=net, config=config)[0]
+    losses = []
+    for step in range(3):
+        ids = batch(step)
+        loss = built(input_ids=ids, labels=ids).loss
+        built.backward(loss)
+        built.step()
+        losses.append(loss.item())
+    adapters = {name: gathered(p) for name, p in net.named_parameters() if "lora_" in name}
+    return losses, adapters, [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(net)]
+
+
+def lora_trains_like_deepspeed(stage):
+    plain, ours = (lora_trains(section, stage) for section in (PLAIN, BF16))
+    return plain[0], ours[0], decibels(plain[1], ours[1]), plain[2], ours[2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lora_trains_like_deepspeed_where_autoep_is_told_pefts_names(ranks2, stage):
+    for plain_losses, losses, adapters, plain, ours in ranks2.run(lora_trains_like_deepspeed, stage):
+        assert losses == pytest.approx(plain_losses, abs=1e-5)
+        assert losses[2] < losses[0] and min(adapters.values()) >= 80, adapters
+        assert plain == [False, False] and ours == [True, True]
 
 
 def test_trains_like_deepspeed_under_autocast(ranks2):
@@ -432,6 +484,57 @@ def wrong_width():
 
 def test_an_input_of_another_width_is_named(ranks2):
     assert all("model.layers.1.mlp" in message for message in ranks2.run(wrong_width))
+
+
+# ---------------------------------------------------------------- experts wrapped or replaced after conversion
+
+
+class Doubled(torch.nn.Module):
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+def lora(layer):
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_parameters=["experts.w1", "experts.w2"]), layer)
+    for name, p in layer.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    layer.requires_grad_(True)
+
+
+WRAPPED = {"PEFT": lora,
+           "parametrised": lambda layer: parametrize.register_parametrization(layer.experts, "w1", Doubled())}
+
+
+def wrapped_experts(how):
+    built, layer, x, grad = layer_and_input("qwen3_moe", 2)
+    convert(built, BF16)
+    WRAPPED[how](layer)
+    ours, routing = call(layer, x, grad)
+    report = convert(built, PLAIN)
+    plain, plain_routing = call(layer, x, grad)
+    return report.converted, decibels(plain, ours), same_bits(routing, plain_routing)
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_experts_wrapped_after_conversion_compute_what_deepspeed_does(ranks2, how):
+    for converted, db, same_routing in ranks2.run(wrapped_experts, how):
+        assert converted == 0
+        assert min(db.values()) >= 90, db
+        assert same_routing
+
+
+def replaced_experts():
+    built, layer, x, _ = layer_and_input("qwen3_moe", 2)
+    convert(built, MXFP8)
+    layer.experts = torch.nn.Identity()
+    with pytest.raises(RuntimeError, match="mlp: its experts were replaced by a Identity after conversion"):
+        layer(x)
+
+
+def test_experts_replaced_after_conversion_raise(ranks2):
+    ranks2.run(replaced_experts)
 
 
 # ---------------------------------------------------------------- what is left to DeepSpeed, and why

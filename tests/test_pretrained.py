@@ -5,6 +5,7 @@ import weakref
 
 import deepspeed
 import deepspeed.comm as dist
+import peft
 import pytest
 import torch
 from autoep_models import FAMILIES, batch, ds_config, model, skip_unknown
@@ -148,6 +149,17 @@ def test_a_classifier_which_generates_nothing(ranks2, tmp_path):
     assert not any(info.values()), info
     with torch.no_grad():
         assert torch.allclose(net.eval()(input_ids=batch(HELD_OUT, rank=0)).logits, logits, atol=1e-5)
+
+
+def with_adapters(directory):
+    net = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model("qwen3_moe"))
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}))[0]
+    with pytest.raises(RuntimeError, match=r"q_proj.*None.*None: missing\)\. Merge or remove .* adapters of PEFT"):
+        save_pretrained(engine, directory)
+
+
+def test_adapters_are_named_where_they_hinder(ranks2, tmp_path):
+    ranks2.run(with_adapters, tmp_path)
 
 
 def no_room(directory):

@@ -86,6 +86,8 @@ CHANGES = {
     "forward": (lambda m: setattr(m.experts[1], "forward", nothing), "the forward method of .*1 .* was replaced"),
     "bias": (lambda m: setattr(m.experts[1].up, "bias", nn.Parameter(torch.ones(96))), r"bias of .*1\.up"),
     "expert": (lambda m: m.experts.__setitem__(1, Expert()), r"1 of experts\.deepspeed_experts \(ModuleList\)"),
+    "all experts": (lambda m: setattr(m.moe.deepspeed_moe, "experts", copy.deepcopy(m.container)),
+                    "its experts were replaced"),
     "another module": (lambda m: m.experts[1].add_module("more", nn.ReLU()),
                        r"experts\.deepspeed_experts\.1 \(Expert\) was given a module, more,"),
     "class": (lambda m: setattr(m.experts[1].up, "__class__", Doubled),
