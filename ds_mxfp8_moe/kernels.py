@@ -93,9 +93,10 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
                   device: torch.device) -> float:
     """Tokens of an expert from which on a layer's MXFP8 recipe is as fast as its bf16 one, forward and backward.
 
-    Fitted to times of an H200 and an H100 (examples/benchmarks/expert_ffn.py --min-tokens-per-expert 0; 5 shapes, 4 to
-    32 experts, 1024 to 16384 tokens): what it selects is as fast as the bf16 recipe there or faster, and what it
-    leaves out would gain 1.02 at most. 0 where nothing was measured.
+    Fitted to times of an H100 (examples/benchmarks/expert_ffn.py --min-tokens-per-expert 0; 5 shapes, 4 to 32 experts,
+    1024 to 16384 tokens, even splits), and of an H200 where an earlier fit to its times ran MXFP8: what it selects is
+    as fast as the bf16 recipe there or faster, and what it leaves out would gain 1.02 at most. 0 where nothing was
+    measured.
 
     Args:
         hidden_size, ffn_size: of the experts.
@@ -105,17 +106,14 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
     """
     if capability(device) != (9, 0) or block_size != TILE:
         return 0
-    # Seconds that faster GEMMs save for each token, less those to cast its rows; seconds to cast an expert's weights,
-    # and its share of the launches. Casts are bound by memory.
-    slowness = memory_slowness(device)
+    # Seconds: that faster GEMMs save for a token; to cast its rows, and an expert's weights; of all launches.
     if mxfp8_wgrad:
-        saved, spent = 2.93e-15 * weights - slowness * 2.63e-12 * hidden_size, 1.50e-12 * weights * slowness
-        launches = 55e-6
+        gemms, rows, cast, launches = 2.93e-15 * weights, 2.63e-12 * hidden_size, 1.50e-12 * weights, 55e-6
     else:
-        saved = 2.29e-15 * weights - slowness * (2.68e-12 * hidden_size + 1.80e-12 * ffn_size)
-        spent = 1.61e-12 * weights * slowness
-        launches = 40.5e-6
-    spent += launches / experts
+        rows = 2.68e-12 * hidden_size + 1.80e-12 * ffn_size
+        gemms, cast, launches = 2.29e-15 * weights, 1.61e-12 * weights, 40.5e-6
+    slowness = memory_slowness(device)  # casts are bound by memory
+    saved, spent = gemms - slowness * rows, slowness * cast + launches / experts
     return spent / saved if saved > 0 else math.inf
 
 

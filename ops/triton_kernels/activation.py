@@ -131,8 +131,7 @@ def _load_rows(ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.cons
     """What `_store_rows` stored, as float32; zeros outside."""
     R: tl.constexpr = r.shape[0]
     C: tl.constexpr = c.shape[0]
-    data = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), (c < WIDTH - first)[None, :],
-                   other=0)
+    data = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), (c < WIDTH - first)[None, :], other=0)
     at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, C)
     byte = tl.load(scale_ptr + at, exists, other=0)
     x = tl.reshape(from_e4m3(data), [R, C // B, B]) * power_of_two(byte)[:, :, None]
