@@ -45,11 +45,11 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def memory_slowness(device: torch.device) -> float:
-    """How many times as long as an H200's memory this GPU's takes for a byte, by clock and width: an H100's 1.47."""
+    """How many times as long as an H200's memory this GPU's takes for a byte, by clock and width: an H100's 1.44."""
     of = torch.cuda.get_device_properties(device)
     # Virtual GPUs, and some builds of torch, do not tell.
     bytes_per_s = 2 * getattr(of, "memory_clock_rate", 0) * 1e3 * getattr(of, "memory_bus_width", 0) / 8
-    return 4.92e12 / bytes_per_s if bytes_per_s else 1.0
+    return 4.82e12 / bytes_per_s if bytes_per_s else 1.0
 
 
 def fused(x: torch.Tensor) -> bool:
@@ -108,10 +108,10 @@ def fewest_tokens(hidden_size: int, ffn_size: int, weights: int, experts: int, b
         return 0
     # Seconds: that faster GEMMs save for a token; to cast its rows, and an expert's weights; of all launches.
     if mxfp8_wgrad:
-        gemms, rows, cast, launches = 2.93e-15 * weights, 2.63e-12 * hidden_size, 1.50e-12 * weights, 55e-6
+        gemms, rows, cast, launches = 2.40e-15 * weights, 2.30e-12 * hidden_size, 1.165e-12 * weights, 43e-6
     else:
-        rows = 2.68e-12 * hidden_size + 1.80e-12 * ffn_size
-        gemms, cast, launches = 2.29e-15 * weights, 1.61e-12 * weights, 40.5e-6
+        rows = 2.74e-12 * hidden_size + 1.84e-12 * ffn_size
+        gemms, cast, launches = 2.29e-15 * weights, 1.645e-12 * weights, 40.5e-6
     slowness = memory_slowness(device)  # casts are bound by memory
     saved, spent = gemms - slowness * rows, slowness * cast + launches / experts
     return spent / saved if saved > 0 else math.inf

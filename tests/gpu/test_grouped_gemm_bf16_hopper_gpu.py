@@ -11,7 +11,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E = 4
 # N x K of one part; the last two are multiples of 32 alone.
 SHAPES = [(2048, 1024), (1408, 2048), (96, 160), (160, 32)]
-SIZES = {"skewed": (0, 1024, 128, 384), "large": (6400, 3200, 0, 12800), "none": (0, 0, 0, 0)}
+SIZES = {"few": (0, 256, 0, 128), "skewed": (0, 1024, 128, 384), "large": (6400, 3200, 0, 12800), "none": (0, 0, 0, 0)}
 
 
 def grouped_mm(*args, **kwargs):
