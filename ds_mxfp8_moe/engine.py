@@ -16,6 +16,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
 from .convert import ConversionReport, check_before_steps, convert_silently, reported, restore, say, settle_transports
+from .transport.deadline import answers_of_all, published
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -120,7 +121,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     engine._mxfp8_moe_config = config
     if config.model_fields_set and not config.enabled:  # without the section, what `convert` did stays
         restore(engine)
-    report = _agree(config, convert_silently(engine, config) if config.enabled else ConversionReport(()))
+    report = _agree(config, published(convert_silently)(engine, config) if config.enabled else ConversionReport(()))
     if config.enabled:
         say(report)
         settle_transports(engine.module)
@@ -134,9 +135,7 @@ def _agree(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport
     between ranks with one all-gather; every rank raises alike."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return report
-    answers = [None] * dist.get_world_size()
-    # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know, and this is one.
-    torch.distributed.all_gather_object(answers, (fingerprint(config), report.layers))
+    answers = answers_of_all(dist.get_world_group(), (fingerprint(config), report.layers), "the engine's start")
     sections = [section for section, _ in answers]
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]

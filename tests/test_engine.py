@@ -7,6 +7,7 @@ import io
 import json
 import re
 from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from unittest import mock
 
 import deepspeed
@@ -21,12 +22,13 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layer import MXFP8MOELayer
-from ds_mxfp8_moe.transport.deadline import answers_of_all
+from ds_mxfp8_moe.transport.deadline import PeerFailure, answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 MXFP8 = {"enabled": True}
@@ -175,6 +177,26 @@ def differing(sections, patched):
 def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, other, patched):
     for message in ranks2.run(differing, [MXFP8, other], patched):
         assert message.startswith('the section "mxfp8_moe" on ranks [1] differs from rank 0\'s')
+
+
+def alone():
+    """Rank 1's conversion fails; what rank 0 hears."""
+    c10d._set_pg_timeout(timedelta(seconds=3), c10d._get_default_group())
+    if dist.get_rank() == 1:
+        error = ValueError("an adapter of its own")
+        with mock.patch("ds_mxfp8_moe.engine.convert_silently", side_effect=error), pytest.raises(ValueError):
+            ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
+        return None
+    with pytest.raises(PeerFailure) as error:
+        ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
+    return error.value.missing, str(error.value)
+
+
+def test_a_rank_that_fails_to_convert_is_named(ranks2):
+    (missing, message), _ = ranks2.run(alone)
+    ranks2.close()  # their default group has failed
+    assert missing == (1, ) and "waited in vain for its peers in the engine's start" in message
+    assert "raised ValueError: an adapter of its own" in message
 
 
 # ---------------------------------------------------------------- off, and two at a time

@@ -131,6 +131,18 @@ def test_more_choices_than_lanes(ranks2, dedup):
     ranks2.run(in_case, check_choices, dedup)
 
 
+def check_tokens(exchange: NVLink) -> None:
+    with pytest.raises(ValueError, match="block.3.moe: 524289 tokens of 32 choices are more .* smaller micro-batches"):
+        exchange.plan(torch.zeros((512 * 1024 + 1, 32), dtype=torch.int64), 4)
+    assert exchange.memory.extension.fits(2, 8, 32, 512)
+    cases.check_without_deduplication(Case(tokens=(3, 2), top_k=2), exchange)
+
+
+def test_more_tokens_than_places_holds(ranks2):
+    """Refused before the exchange, by every rank, which can go on."""
+    ranks2.run(in_case, check_tokens)
+
+
 @pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
                          ids=str)
 def test_with_a_capacity(ranks2, change):

@@ -170,6 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("order", [](const Order &a, int sms, Address stream) { check(launch(a, sms, stream), "order"); });
   m.def("few_dispatch", [](const FewDispatch &a, int sms, Address s) { check(launch(a, sms, s), "few_dispatch"); });
   m.def("few_combine", [](const FewCombine &a, int sms, Address s) { check(launch(a, sms, s), "few_combine"); });
+  m.def("fits", &fits);
   m.def("load", [] {
     check(load_route(), "route");
     check(load_dispatch(), "dispatch");

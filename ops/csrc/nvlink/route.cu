@@ -9,6 +9,7 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int PLACES_BLOCKS_PER_SM = 4;
 constexpr int TOTALS_THREADS = 1024;
+constexpr int BLOCK_SHARED_BYTES = 227 << 10; // the most that a block can have, on sm_90 and sm_100
 
 // Positions in a count row.
 struct CountRow {
@@ -332,9 +333,8 @@ __global__ void __launch_bounds__(32 * WARPS, PLACES_BLOCKS_PER_SM) places(const
   x.finish();
 }
 
-int places_bytes(const Places &a) {
-  const int columns = a.experts + a.group.world;
-  return (WARPS * columns + a.chunk * (2 * a.K + a.group.world)) * int(sizeof(int));
+int places_bytes(int world, int experts, int K, int chunk) {
+  return (WARPS * (experts + world) + chunk * (2 * K + world)) * int(sizeof(int));
 }
 
 template <class Kernel> int with_shared(Kernel kernel, int bytes) {
@@ -360,11 +360,15 @@ int launch(const Totals &a, Address stream) {
 }
 
 int launch(const Places &a, int sms, Address stream) {
-  const int bytes = places_bytes(a);
+  const int bytes = places_bytes(a.group.world, a.experts, a.K, a.chunk);
   if (int error = with_shared(places, bytes))
     return error;
   places<<<sms * PLACES_BLOCKS_PER_SM, 32 * WARPS, bytes, reinterpret_cast<cudaStream_t>(stream)>>>(a);
   return cudaGetLastError();
+}
+
+bool fits(int world, int experts, int K, int chunk) {
+  return places_bytes(world, experts, K, chunk) <= BLOCK_SHARED_BYTES;
 }
 
 int load_route() {
