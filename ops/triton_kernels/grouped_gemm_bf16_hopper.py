@@ -262,7 +262,11 @@ def _result(a_PK, weights, ends_E, out_dtype, transposed):
     return a_PK.new_empty(a_PK.shape[0], K if transposed else N * parts, dtype=out_dtype)
 
 
-@operator(_result)
+def _flops(a_PK, weights, ends_E, out_dtype, transposed, out_shape) -> int:
+    return 2 * math.prod(a_PK) * out_shape[1]
+
+
+@operator(_result, flops=_flops)
 def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor], ends_E: torch.Tensor,
                             out_dtype: torch.dtype, transposed: bool) -> torch.Tensor:
     """`weights`: the parts' stacks [E, N, K], or all matrices [N, K] of one part after the other."""

@@ -12,6 +12,8 @@ On sm_90 the same source dequantises to bf16 in registers: right, but slow. Ther
 byte 0 as 0 instead of 2^-127.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2, nothing, operator
 
 STRIP = 16  # tiles of rows that run at a time and share their columns in L2
 CHUNKS = 8  # of 128 values, whose scales one program packs
@@ -139,7 +141,7 @@ def _grouped_mm_fake(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, ou
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-@operator(_grouped_mm_fake)
+@operator(_grouped_mm_fake, flops=lambda a, *args, out_shape: 2 * math.prod(a) * out_shape[1])
 def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor,
                                 b_scale: torch.Tensor, b_block: int, b_tiled: bool, ends: torch.Tensor,
                                 out_dtype: torch.dtype) -> torch.Tensor:
@@ -170,7 +172,11 @@ def _wgrad_fake(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):
     return g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
 
 
-@operator(_wgrad_fake)
+def _wgrad_flops(g, g_scale, g_block, a, *args, out_shape) -> int:
+    return 2 * math.prod(g) * a[0]
+
+
+@operator(_wgrad_fake, flops=_wgrad_flops)
 def _wgrad_mxfp8_blackwell(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
                            a_scale: torch.Tensor, a_block: int, ends: torch.Tensor,
                            out_dtype: torch.dtype) -> torch.Tensor:
@@ -181,7 +187,7 @@ def _wgrad_mxfp8_blackwell(g: torch.Tensor, g_scale: torch.Tensor, g_block: int,
     return out
 
 
-@operator(lambda *args: None, mutates_args=("out", ))
+@operator(nothing, mutates_args=("out", ), flops=lambda out, *args, out_shape: _wgrad_flops(*args, out_shape=None))
 def _wgrad_mxfp8_blackwell_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
                             a_scale: torch.Tensor, a_block: int, ends: torch.Tensor) -> None:
     if g.shape[1] > 0:

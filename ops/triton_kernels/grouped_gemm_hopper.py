@@ -17,6 +17,7 @@ what is in memory is counted a tile later. AWAITED: a dispatch brings the rows m
 waited for, as long as the exchange has not failed.
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -276,7 +277,15 @@ def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype, or
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
-@operator(_grouped_mm_fake, mutates_args=("done", ))
+def _grouped_mm_flops(a_PK, a_scale_KP, b_ENK, *args, out_shape) -> int:
+    return 2 * math.prod(a_PK) * b_ENK[1]
+
+
+def _arriving_flops(out_PN, a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, order, *args, out_shape) -> int:
+    return 2 * 128 * order[0] * math.prod(b_ENK[1:])
+
+
+@operator(_grouped_mm_fake, mutates_args=("done", ), flops=_grouped_mm_flops)
 def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
                              b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
                              order: torch.Tensor | None, done: torch.Tensor | None, sms: int) -> torch.Tensor:
@@ -285,7 +294,7 @@ def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK
     return out_PN
 
 
-@operator(nothing, mutates_args=("out_PN", ))
+@operator(nothing, mutates_args=("out_PN", ), flops=_arriving_flops)
 def _grouped_mm_arriving_hopper(out_PN: torch.Tensor, a_PK: torch.Tensor, a_scale_KP: torch.Tensor,
                                 b_ENK: torch.Tensor, b_scale_ENK: torch.Tensor, ends_E: torch.Tensor,
                                 order: torch.Tensor, arrived: torch.Tensor | None, failed: torch.Tensor,

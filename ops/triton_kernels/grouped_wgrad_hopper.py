@@ -13,6 +13,8 @@ brings operands by TMA, two warpgroups that multiply 64 rows each. An empty grou
 added to what is there, go from registers.
 """
 
+import math
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -264,7 +266,8 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, m
         ], [4, 1], [232, 40])
 
 
-@operator(nothing, mutates_args=("out_ENK", ))
+@operator(nothing, mutates_args=("out_ENK", ),
+          flops=lambda g_NP, g_scale_PN, a_KP, *args, out_shape: 2 * math.prod(g_NP) * a_KP[0])
 def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
                          ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
     (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
@@ -278,7 +281,8 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
         num_warps=4)
 
 
-@operator(nothing, mutates_args=("out_ENK", ))
+@operator(nothing, mutates_args=("out_ENK", ),
+          flops=lambda g_PN, g_scale, a_PK, *args, out_shape: 2 * math.prod(g_PN) * a_PK[1])
 def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
                         a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
                         add: bool, sms: int) -> None:

@@ -7,6 +7,8 @@ is scaled by its rows alone, as in the forward GEMM, whose loop this is. With a 
 grouped_wgrad_hopper.py, scaling takes twice the instructions, and a GEMM of 1100 TFLOP/s is one of 850.
 """
 
+import math
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -133,7 +135,8 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     ], [4, 2, 1], [208, 88, 88])
 
 
-@operator(nothing, mutates_args=("out_ENK", ))
+@operator(nothing, mutates_args=("out_ENK", ),
+          flops=lambda g, g_scale, g_columns, a_PK, *args, out_shape: 2 * math.prod(g) * a_PK[1])
 def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
                         a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool,
                         sms: int) -> None:

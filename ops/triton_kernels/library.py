@@ -18,17 +18,21 @@ need no torch.no_grad. Outputs must not be inputs or views of them.
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "ds_mxfp8_moe"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def operator(fake: Callable, mutates_args: Iterable[str] = ()) -> Callable[[Callable], torch._ops.OpOverload]:
+def operator(fake: Callable, mutates_args: Iterable[str] = (),
+             flops: Callable | None = None) -> Callable[[Callable], torch._ops.OpOverload]:
     """Registers a function, annotated as for custom_op, under its own name without leading underscores.
 
     Args:
         fake: takes the same arguments; returns empty tensors like the function's outputs.
         mutates_args: names of the arguments that the function writes into.
+        flops: takes the same arguments, shapes in place of tensors, and `out_shape`; what torch.utils.flop_counter
+            counts. None: nothing.
     """
 
     def register(function: Callable) -> torch._ops.OpOverload:
@@ -38,7 +42,10 @@ def operator(fake: Callable, mutates_args: Iterable[str] = ()) -> Callable[[Call
             _LIBRARY.impl(name, function, device)
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-        return getattr(getattr(torch.ops, NAMESPACE), name).default
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        if flops is not None:
+            register_flop_formula(packet)(flops)
+        return packet.default
 
     return register
 
