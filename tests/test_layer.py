@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+from datetime import timedelta
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -11,9 +12,11 @@ import torch
 from deepspeed.moe.layer import MoE as PlainMoE
 from ranks import RankFailure
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 HIDDEN, FFN, EXPERTS = 64, 96, 8
 
@@ -251,6 +254,22 @@ def test_unconverted_layers_raise_on_every_rank_where_plain_deepspeed_hangs(rank
         assert "[80, 20] tokens" in message and "capacities of [" in message
     for message in ranks2.run(fallback_uneven, dict(k=1), (80, 2)):
         assert "min_capacity = 4" in message
+
+
+def fallback_alone():
+    model = make(expert=Unknown, k=2)
+    ds_mxfp8_moe.convert(model)
+    c10d._set_pg_timeout(timedelta(seconds=2), model.moe.deepspeed_moe.ep_group)
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerFailure, match="in the gate of an unconverted MoE layer") as caught:
+            model(tokens())
+        assert caught.value.missing == (1, )
+    dist.barrier()
+
+
+def test_unconverted_layers_name_a_rank_that_does_not_come(ranks2):
+    ranks2.run(fallback_alone)
+    ranks2.close()  # DeepSpeed keeps the group
 
 
 def fallback_is_plain():

@@ -418,6 +418,23 @@ def test_plans_of_different_layers_or_dtypes_raise(ranks2, keys):
         assert f"rank {rank}: exchange" in text and f"rank {1 - rank} is in another call, of another layer" in text
 
 
+def mixed_up_in_backward() -> str:
+    """Rank 0 sends the gradients of one layer, rank 1 those of another, by plans of equal shapes."""
+    memory = new_memory()
+    layers = [NVLink(memory, f"block.{i}.moe", 1) for i in range(2)]
+    plans = [layer.plan(torch.arange(4).view(4, 1), 2) for layer in layers]
+    with pytest.raises(PeerFailure) as caught:
+        layers[memory.rank].dispatch(plans[memory.rank], torch.ones(4, 32), PLAIN, phase="dispatch of the gradient")
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_gradients_of_different_layers_raise(ranks2):
+    for rank, text in enumerate(ranks2.run(mixed_up_in_backward)):
+        assert f"'dispatch of the gradient' of block.{rank}.moe: rank {1 - rank} is in another call" in text, text
+
+
 def interrupted() -> float:
     """Ctrl-C while the host waits for counts that do not come."""
     memory = new_memory()

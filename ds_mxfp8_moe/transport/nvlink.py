@@ -237,7 +237,7 @@ class NVLink(Transport):
         data_at, scale_at, weight_at, end = _parts(plan.most_rows, data_row, scale_row,
                                                    4 * plan.choices if weights else 0)
         memory.reserve(end, where)
-        group = memory.begin(signature(kind, H, block or str(dtype), weights, plan.choices), where)
+        group = memory.begin(signature(kind, where, H, block or str(dtype), weights, plan.choices), where)
         return memory.extension.Rows(plan.rows, group=group, data_at=data_at, scale_at=scale_at, weight_at=weight_at,
                                      H=H, block=block, floor=wire.scaling_mode == "floor", scale_row=scale_row,
                                      weights=weights)
