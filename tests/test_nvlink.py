@@ -492,6 +492,28 @@ def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
         same(key, value, got[key])
 
 
+def raised_inside() -> str | None:
+    """Rank 1 runs out of memory between dispatch and combine."""
+    memory, recipe = new_memory(), next(iter(RECIPES.values()))
+    if memory.rank == 1:
+        with mock.patch("ds_mxfp8_moe.expert_ffn.activate", side_effect=MemoryError("no room")):
+            with pytest.raises(MemoryError):
+                layer(nvlink(memory), recipe)
+        dist.barrier()
+        return None
+    with pytest.raises(PeerFailure) as caught:
+        layer(nvlink(memory), recipe)
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it(ranks2):
+    text, _ = ranks2.run(raised_inside)
+    assert "rank 0 waited in vain for rank 1 in exchange" in text and f"'combine' of {NAME}" in text, text
+    assert "s ago it raised MemoryError: no room" in text, text
+
+
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_a_layer_computes_the_same_bits(ranks2, recipe_name):
     ranks2.run(in_case, check_layer, RECIPES[recipe_name], {})

@@ -2,7 +2,8 @@
 """The transport over deepspeed.comm (NCCL or gloo): small pieces composed, correct on every machine.
 
 One forward makes three all-to-alls (counts, expert ids, rows) on the way out and one on the way back; data, scales and
-routing weights share one uint8 message. The only device-to-host read is `Collective._read_counts`.
+routing weights share one uint8 message. On gloo, each comes after an all-gather of what the ranks are about to do. The
+only device-to-host read is `Collective._read_counts`.
 """
 
 import zlib

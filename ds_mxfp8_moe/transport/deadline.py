@@ -201,6 +201,12 @@ def peer_failure(group: Any, where: str, start: float) -> PeerFailure:
     return PeerFailure("\n".join([first, *lines, last]), tuple(missing))
 
 
+def absence(rank: int) -> str:
+    """Why a rank may not have come, with the error that it published."""
+    raised = _ask(lambda store: _raised_by(store, rank))
+    return f"it hangs elsewhere, is late, or has died{f'; {raised}' if raised else ''}"
+
+
 def _wait_key(group: Any, rank: int) -> str:
     return f"{PREFIX}/waited/{group.group_name}/{rank}"
 
@@ -223,10 +229,17 @@ def _notes(store: Any, group: Any, me: int, ranks: list, where: str) -> tuple:
         for rank in ranks:
             if rank not in waits and store.check([_wait_key(group, rank)]):
                 waits[rank] = store.get(_wait_key(group, rank)).decode()
-            elif rank not in raised and store.check([_raised_key(rank)]):
-                when, text = store.get(_raised_key(rank)).decode().split(" ", 1)
-                raised[rank] = f"{time.time() - float(when):.1f} s ago it raised {text}"
+            elif rank not in raised and (text := _raised_by(store, rank)):
+                raised[rank] = text
     return waits, raised
+
+
+def _raised_by(store: Any, rank: int) -> str | None:
+    """The last error that a rank published."""
+    if not store.check([_raised_key(rank)]):
+        return None
+    when, text = store.get(_raised_key(rank)).decode().split(" ", 1)
+    return f"{time.time() - float(when):.1f} s ago it raised {text}"
 
 
 def _ask(question: Callable) -> Any:

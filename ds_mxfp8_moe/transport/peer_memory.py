@@ -21,6 +21,7 @@ from .deadline import (
     LOOK_SECONDS,
     SAME_CALLS,
     PeerFailure,
+    absence,
     answers_of_all,
     peer_failure,
     ranks_of,
@@ -263,8 +264,8 @@ class PeerMemory:
         if detail == OWN_PLACE:
             raise PeerFailure(f"{me} waited in vain for room on its own GPU in {what}: other work leaves it none. "
                               f"{deadline}")
-        raise PeerFailure(f"{me} waited in vain for {other} in {what}: it hangs elsewhere, is late, or has died. "
-                          f"{deadline}", (ranks[peer], ))
+        raise PeerFailure(f"{me} waited in vain for {other} in {what}: {absence(ranks[peer])}. {deadline}",
+                          (ranks[peer], ))
 
 
 def _signed(epoch: int) -> int:
