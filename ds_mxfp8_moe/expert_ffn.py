@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -281,6 +281,13 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
     return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
 
 
+@lru_cache(maxsize=1024)
+def _alike(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
+    """What has to be the same on all ranks for their rows to fit together, in words."""
+    wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    return f"tokens of {hidden_size} {dtype} as {wires}, blocks of {recipe.block_size}, bf16 under {fewest:g} an expert"
+
+
 def _unquantized(recipe: Recipe) -> Recipe:
     return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
@@ -310,7 +317,7 @@ class _Function(torch.autograd.Function):
         enough = expert_TK.numel() >= fewest * ffn.num_local_experts
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
                                   meanwhile=layer.quantize_ahead if enough else None,
-                                  rows=f"tokens of {x_TH.shape[1]} {dtype}")
+                                  rows=_alike(x_TH.shape[1], dtype, recipe, fewest))
         if plan.tokens_per_expert < fewest:
             _warn_of_few_tokens(fewest)
             layer.recipe = recipe = _unquantized(recipe)

@@ -446,6 +446,22 @@ def test_an_error_of_one_rank_is_raised_there(ranks2):
     assert "expected a last axis of 64" in failure.value.errors[1]
 
 
+def converted_otherwise(section):
+    """Rank 1 was given another section, by `convert`, which asks nobody. Nothing but counts has travelled yet."""
+    model = converted(make(k=2), **(section if dist.get_rank() == 1 else {}))
+    with mock.patch("ds_mxfp8_moe.transport.collective.Collective.dispatch", side_effect=AssertionError):
+        with pytest.raises(PeerFailure) as caught:
+            model(tokens())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("section", [{"recipe": "bf16"}, {"scale_block_size": 128}, {"min_tokens_per_expert": 1000},
+                                     {"dispatch_bwd_dtype": "mxfp8"}])
+def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, section):
+    for text in ranks2.run(converted_otherwise, section):
+        assert "ranks are in different calls: rank 0 in 'counts' of moe" in text
+
+
 def sizes_that_do_not_divide():
     with pytest.raises(AssertionError, match=r"Number of experts \(8\) should be divisible by .* \(3\)"):
         ds_mxfp8_moe.MoE(HIDDEN, SwiGLU(), 8, 3)

@@ -34,7 +34,7 @@ GRACE_SECONDS = 2.0  # for peers to notice and say so as well
 STORE_SECONDS = 5.0  # for the store to answer at all
 LOOK_SECONDS = 1.0  # between two looks, in a long wait for the device, whether a peer gave up
 PREFIX = "ds_mxfp8_moe"
-CALL_BYTES = 256  # of what a rank says that it is about to do; longer names lose their beginning
+CALL_BYTES = 512  # of what a rank says that it is about to do; longer names lose their beginning
 SAME_CALLS = ("all ranks of the group must make the same calls in the same order, with rows of the same width and "
               "dtype and as many choices a token")
 
@@ -43,7 +43,8 @@ _FAILED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 class PeerFailure(RuntimeError):
-    """An exchange that did not happen. Its process group cannot be used again.
+    """An exchange that did not happen. Its process group cannot be used again, unless all ranks were told that they
+    are in different calls.
 
     Attributes:
         missing: global ranks of the group that did not come to the exchange, as far as this rank could learn.
