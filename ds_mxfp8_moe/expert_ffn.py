@@ -285,7 +285,8 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
 def _alike(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
     """What has to be the same on all ranks for their rows to fit together, in words."""
     wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
-    return f"tokens of {hidden_size} {dtype} as {wires}, blocks of {recipe.block_size}, bf16 under {fewest:g} an expert"
+    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""  # which devices choose, if not the config
+    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
 
 
 def _unquantized(recipe: Recipe) -> Recipe:
