@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .kernels import quantize
 from .mx import MXTensor, ScaleCalculationMode, check_quantizable
+from .transport.deadline import all_to_all
 
 HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -78,19 +79,20 @@ def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group
     return tuple(splits)
 
 
-def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group) -> torch.Tensor:
+def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, phase: str) -> torch.Tensor:
     """All-to-all of rows."""
     out = x.new_empty((sum(output_splits), x.shape[1]))
-    dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=group)
+    all_to_all(out, x.contiguous(), output_splits, input_splits, group, phase)
     return out
 
 
-def _exchange_mxfp8(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, scaling_mode: str,
+def _exchange_mxfp8(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, phase: str, scaling_mode: str,
                     block_size: int) -> MXTensor:
     """Quantises rows and sends data and scales in one message: gloo has no float8, and one collective beats two."""
     mx = quantize(x, block_size, scaling_mode)
     message = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
-    data, scale = _exchange(message, output_splits, input_splits, group).split([mx.shape[1], mx.scale.shape[1]], dim=1)
+    arrived = _exchange(message, output_splits, input_splits, group, phase)
+    data, scale = arrived.split([mx.shape[1], mx.scale.shape[1]], dim=1)
     return mx.with_parts(data.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float8_e8m0fnu))
 
 
@@ -152,13 +154,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, output_splits, input_splits, group, scaling_mode, block_size):
         ctx.splits, ctx.group = (output_splits, input_splits), group
-        return _exchange_mxfp8(x_TD, output_splits, input_splits, group, scaling_mode, block_size)
+        return _exchange_mxfp8(x_TD, output_splits, input_splits, group, "a2a_dispatch", scaling_mode, block_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RD):
         output_splits, input_splits = ctx.splits
-        return _exchange(_hp(grad_RD), input_splits, output_splits, ctx.group), None, None, None, None, None
+        grad_TD = _exchange(_hp(grad_RD), input_splits, output_splits, ctx.group, "backward of a2a_dispatch")
+        return grad_TD, None, None, None, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -194,16 +197,14 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, x_RN, output_splits, input_splits, group, scaling_mode, block_size, mxfp8_bwd):
         ctx.splits, ctx.group = (output_splits, input_splits), group
         ctx.cast = (scaling_mode, block_size) if mxfp8_bwd else None
-        return _exchange(x_RN, output_splits, input_splits, group)
+        return _exchange(x_RN, output_splits, input_splits, group, "a2a_combine")
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TN):
-        (output_splits, input_splits), grad_TN = ctx.splits, _hp(grad_TN)
-        if ctx.cast is None:
-            grad_RN = _exchange(grad_TN, input_splits, output_splits, ctx.group)
-        else:
-            grad_RN = _exchange_mxfp8(grad_TN, input_splits, output_splits, ctx.group, *ctx.cast)
+        output_splits, input_splits = ctx.splits
+        call = (_hp(grad_TN), input_splits, output_splits, ctx.group, "backward of a2a_combine")
+        grad_RN = _exchange(*call) if ctx.cast is None else _exchange_mxfp8(*call, *ctx.cast)
         return grad_RN, None, None, None, None, None, None
 
 

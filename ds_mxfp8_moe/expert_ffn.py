@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -47,6 +47,7 @@ from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad_rows
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Arrival, Feed, Pending, Plan, Transport, Wire
+from .transport.deadline import published
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,7 @@ class ExpertFFN:
         return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, self.num_local_experts, device)
 
     @torch.compiler.disable  # sizes come from the host: torch.compile breaks its graph here and goes on behind
+    @published
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> torch.Tensor:
         """Sends tokens through their experts.
@@ -279,6 +281,14 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
     return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
 
 
+@lru_cache(maxsize=1024)
+def _alike(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
+    """What has to be the same on all ranks for their rows to fit together, in words."""
+    wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""  # which devices choose, if not the config
+    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
+
+
 def _unquantized(recipe: Recipe) -> Recipe:
     return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
@@ -307,7 +317,8 @@ class _Function(torch.autograd.Function):
         # The device has the weights to quantise while the host waits for the counts, if this rank's speak for all.
         enough = expert_TK.numel() >= fewest * ffn.num_local_experts
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
-                                  meanwhile=layer.quantize_ahead if enough else None)
+                                  meanwhile=layer.quantize_ahead if enough else None,
+                                  rows=_alike(x_TH.shape[1], dtype, recipe, fewest))
         if plan.tokens_per_expert < fewest:
             _warn_of_few_tokens(fewest)
             layer.recipe = recipe = _unquantized(recipe)
@@ -342,6 +353,7 @@ class _Function(torch.autograd.Function):
         return y_TH
 
     @staticmethod
+    @published
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
         x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors) = ctx.kept.read(ctx)

@@ -9,7 +9,6 @@ it sees the rows of its own experts, as an MXTensor, with groups padded, and onl
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
@@ -24,6 +23,7 @@ from .ep import (
     unpermute_hp_fwd_mxfp8_bwd,
 )
 from .mx import BLOCK_SIZES, SCALING_MODES, ScaleCalculationMode, check_quantizable
+from .transport.deadline import all_to_all
 
 
 class MXFP8ExpertParallel(ParallelStyle):
@@ -127,6 +127,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         """
         counts = counts.long()  # of one size on all ranks, whatever each was given
         arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts.contiguous(), group=group)
+        ones = (1, ) * ranks
+        all_to_all(arriving.view(ranks, -1), counts.contiguous().view(ranks, -1), ones, ones, group, "counts")
         splits = torch.stack([arriving, counts]).view(2, ranks, -1).sum(2).tolist()
         return *splits, arriving

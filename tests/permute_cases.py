@@ -74,7 +74,7 @@ class Member(Collective):
     def world_size(self) -> int:
         return self.peers.size
 
-    def _exchange(self, x, send_splits, recv_splits, phase):
+    def _exchange(self, x, send_splits, recv_splits, phase, call=""):
         if self.world_size == 1:
             return x
         arrived = self.peers.swap(self.rank, x.split(list(send_splits)))

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four expert-parallel functions on gloo ranks, against what one process computes from every rank's rows."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -14,6 +17,7 @@ from ds_mxfp8_moe.ep import (
 )
 from ds_mxfp8_moe.mx import MXTensor, ScaleCalculationMode, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 D, N, LOCAL_EXPERTS = 256, 160, 3
 
@@ -245,6 +249,37 @@ def bad_calls():
 
 def test_bad_input_raises_before_the_collective(ranks2):
     assert ranks2.run(bad_calls) == [({}, (4, 48))] * 2
+
+
+def splits_that_disagree() -> list:
+    """Rank 0 sends what rank 1 does not expect; then rank 1 is elsewhere, and at last does not come."""
+    rank, group, texts = dist.get_rank(), dist.new_group(), []
+    c10d._set_pg_timeout(timedelta(seconds=2), group)
+    x = torch.ones(4, 32)
+    with pytest.raises(PeerFailure) as caught:
+        a2a_dispatch_mxfp8_fwd_hp_bwd(x, *(([1, 2], [1, 3]) if rank == 0 else ([2, 2], [2, 2])), group)
+    texts.append(str(caught.value))
+    with pytest.raises(PeerFailure) as caught:
+        if rank == 0:
+            a2a_dispatch_mxfp8_fwd_hp_bwd(x, [2, 2], [2, 2], group)
+        else:
+            a2a_combine_hp_fwd_mxfp8_bwd(x, [2, 2], [2, 2], group)
+    texts.append(str(caught.value))
+    y = a2a_combine_hp_fwd_mxfp8_bwd(x.requires_grad_(), [2, 2], [2, 2], group)
+    if rank == 0:
+        with pytest.raises(PeerFailure) as caught:
+            y.sum().backward()
+        texts.append(str(caught.value))
+    dist.barrier()
+    return texts
+
+
+def test_ranks_that_disagree_all_raise_by_name(ranks2):
+    zero, one = ranks2.run(splits_that_disagree)
+    assert all("a2a_dispatch, rows of 33 torch.uint8: rank 0 sends 3 rows to rank 1, which expects 2" in texts[0]
+               for texts in (zero, one)), (zero, one)
+    assert all("rank 0 in a2a_dispatch" in texts[1] and "rank 1 in a2a_combine" in texts[1] for texts in (zero, one))
+    assert "in backward of a2a_combine" in zero[2] and "rank 1 did not come" in zero[2]
 
 
 def double_backward():

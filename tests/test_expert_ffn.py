@@ -275,7 +275,7 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
     class Waiting(Collective):
         """Waits in every plan."""
 
-        def plan(self, expert_TK, num_local_experts, meanwhile=None):
+        def plan(self, expert_TK, num_local_experts, meanwhile=None, rows=""):
             steps.append("wait")
             if meanwhile is not None:
                 meanwhile()

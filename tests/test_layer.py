@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+from datetime import timedelta
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -11,9 +12,11 @@ import torch
 from deepspeed.moe.layer import MoE as PlainMoE
 from ranks import RankFailure
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 HIDDEN, FFN, EXPERTS = 64, 96, 8
 
@@ -253,6 +256,22 @@ def test_unconverted_layers_raise_on_every_rank_where_plain_deepspeed_hangs(rank
         assert "min_capacity = 4" in message
 
 
+def fallback_alone():
+    model = make(expert=Unknown, k=2)
+    ds_mxfp8_moe.convert(model)
+    c10d._set_pg_timeout(timedelta(seconds=2), model.moe.deepspeed_moe.ep_group)
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerFailure, match="in the gate of an unconverted MoE layer") as caught:
+            model(tokens())
+        assert caught.value.missing == (1, )
+    dist.barrier()
+
+
+def test_unconverted_layers_name_a_rank_that_does_not_come(ranks2):
+    ranks2.run(fallback_alone)
+    ranks2.close()  # DeepSpeed keeps the group
+
+
 def fallback_is_plain():
     plain = make(expert=Unknown, k=2)
     group = plain.moe.deepspeed_moe.ep_group
@@ -425,6 +444,22 @@ def test_an_error_of_one_rank_is_raised_there(ranks2):
     with pytest.raises(RankFailure) as failure:
         ranks2.run(one_rank_fails)
     assert "expected a last axis of 64" in failure.value.errors[1]
+
+
+def converted_otherwise(section):
+    """Rank 1 was given another section, by `convert`, which asks nobody. Nothing but counts has travelled yet."""
+    model = converted(make(k=2), **(section if dist.get_rank() == 1 else {}))
+    with mock.patch("ds_mxfp8_moe.transport.collective.Collective.dispatch", side_effect=AssertionError):
+        with pytest.raises(PeerFailure) as caught:
+            model(tokens())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("section", [{"recipe": "bf16"}, {"scale_block_size": 128}, {"min_tokens_per_expert": 1000},
+                                     {"dispatch_bwd_dtype": "mxfp8"}])
+def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, section):
+    for text in ranks2.run(converted_otherwise, section):
+        assert "ranks are in different calls: rank 0 in 'counts' of moe" in text
 
 
 def sizes_that_do_not_divide():

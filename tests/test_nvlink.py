@@ -2,6 +2,9 @@
 """The NVLink transport on ranks without GPUs, over the emulator of CUDA: the collective transport's bits, and what is
 said of peers that fail."""
 
+import os
+import signal
+import threading
 import time
 from datetime import timedelta
 from functools import cache
@@ -270,6 +273,29 @@ def refused() -> None:
         PeerMemory(memory.group, memory.extension, provider=Refusing)
 
 
+class Unreachable(emulator.Shared):
+    """Rank 1 has memory, and does not get at the others'."""
+
+    @staticmethod
+    def addresses(staging, group):
+        found = emulator.Shared.addresses(staging, group)
+        if dist.get_rank() == 1:
+            raise RuntimeError("peer access is refused")
+        return found
+
+
+def out_of_reach() -> None:
+    memory = new_memory()
+    with mock.patch.object(memory, "_provider", Unreachable):
+        with pytest.raises(RuntimeError, match=r"rank 1: RuntimeError: peer access is refused"):
+            memory.reserve(memory.half_bytes + 1, "a larger batch")
+    cases.check(Case(), nvlink(memory))
+
+
+def test_memory_that_one_rank_does_not_reach_raises_on_every_rank(ranks2):
+    ranks2.run(out_of_reach)
+
+
 def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
     ranks2.run(refused)
 
@@ -385,6 +411,59 @@ def test_ranks_in_different_calls_raise(ranks3, how):
     cases.all_noticed(ranks3.run(confused, how))
 
 
+def mixed_up(keys: tuple) -> str:
+    """Plans of equal shapes: of another layer, or for tokens of another dtype, on rank 0."""
+    memory = new_memory()
+    name, rows = keys if memory.rank == 0 else (NAME, "tokens of 64 torch.bfloat16")
+    exchange = NVLink(memory, name, 1)
+    with pytest.raises(PeerFailure) as caught:
+        exchange.plan(torch.zeros((4, 1), dtype=torch.int64), 2, rows=rows)
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [("block.4.moe", "tokens of 64 torch.bfloat16"),
+                                  (NAME, "tokens of 64 torch.float16")])
+def test_plans_of_different_layers_or_dtypes_raise(ranks2, keys):
+    for rank, text in enumerate(ranks2.run(mixed_up, keys)):
+        assert f"rank {rank}: exchange" in text and f"rank {1 - rank} is in another call, of another layer" in text
+
+
+def mixed_up_in_backward() -> str:
+    """Rank 0 sends the gradients of one layer, rank 1 those of another, by plans of equal shapes."""
+    memory = new_memory()
+    layers = [NVLink(memory, f"block.{i}.moe", 1) for i in range(2)]
+    plans = [layer.plan(torch.arange(4).view(4, 1), 2) for layer in layers]
+    with pytest.raises(PeerFailure) as caught:
+        layers[memory.rank].dispatch(plans[memory.rank], torch.ones(4, 32), PLAIN, phase="dispatch of the gradient")
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_gradients_of_different_layers_raise(ranks2):
+    for rank, text in enumerate(ranks2.run(mixed_up_in_backward)):
+        assert f"'dispatch of the gradient' of block.{rank}.moe: rank {1 - rank} is in another call" in text, text
+
+
+def interrupted() -> float:
+    """Ctrl-C while the host waits for counts that do not come."""
+    memory = new_memory()
+    memory.seconds = 30.0
+    memory.next_serial()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        memory.wait_for_counts(NAME)
+    return time.monotonic() - start
+
+
+def test_the_host_s_wait_can_be_interrupted(ranks2):
+    assert max(ranks2.run(interrupted)) < 30
+
+
 def overflowing() -> str:
     memory = new_memory()
     exchange, case = nvlink(memory, capacity_factor=1.0), Case(tokens=(600, ) * 4, routing="one expert")
@@ -423,6 +502,28 @@ def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
                  for transport in (Collective(exchange.memory.group, "the oracle"), exchange))
     for key, value in want.items():
         same(key, value, got[key])
+
+
+def raised_inside() -> str | None:
+    """Rank 1 runs out of memory between dispatch and combine."""
+    memory, recipe = new_memory(), next(iter(RECIPES.values()))
+    if memory.rank == 1:
+        with mock.patch("ds_mxfp8_moe.expert_ffn.activate", side_effect=MemoryError("no room")):
+            with pytest.raises(MemoryError):
+                layer(nvlink(memory), recipe)
+        dist.barrier()
+        return None
+    with pytest.raises(PeerFailure) as caught:
+        layer(nvlink(memory), recipe)
+        memory.check()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it(ranks2):
+    text, _ = ranks2.run(raised_inside)
+    assert "rank 0 waited in vain for rank 1 in exchange" in text and f"'combine' of {NAME}" in text, text
+    assert "s ago it raised MemoryError: no room" in text, text
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.mx import MXTensor, quantize
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire, deadline
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, set_deadline, wait_for_device
 
@@ -273,7 +274,7 @@ def test_one_message_a_direction_and_one_row_a_token_and_rank(ranks4, wire):
                   for expert_TK, _, _ in inputs]
         sent = sum(wanted[rank])
         served = sum((((expert_TK >= 0) & (expert_TK // 2 == rank)).any(1)).sum().item() for expert_TK, _, _ in inputs)
-        assert messages == {"plan": [4 * 4 * 8, sent * 6 * 2], "dispatch": [sent * (row_bytes + 6 * 4)],
+        assert messages == {"plan": [4 * 5 * 8, sent * 6 * 2], "dispatch": [sent * (row_bytes + 6 * 4)],
                             "combine": [served * (row_bytes + 6 * 4)], "dispatch bare": [sent * row_bytes]}
 
 
@@ -365,6 +366,51 @@ def test_a_plan_is_immutable():
         plan.num_tokens = 4
 
 
+# Ranks in different calls: gloo would end the process of one of them, or mix up rows of equal size.
+
+CONFUSIONS = {"order": "'counts' of other", "choices": "3 choices a token", "rows": "tokens of 64 torch.float16",
+              "experts": "rows of 11 torch.int64", "again": "'counts' of moe",
+              "phase": "'combine of the gradient' of moe", "width": "'dispatch' of moe, rows of 64 torch.uint8"}
+
+
+def confused(how: str) -> tuple:
+    """Rank 1 goes wrong `how`; then all ranks make the same calls again. What each of them raises."""
+    odd, expert_TK, x_TH = dist.get_rank() == 1, torch.arange(6).view(6, 1), torch.ones(6, 32)
+    exchange = Collective(dist.get_world_group(), "other" if odd and how == "order" else "moe")
+    with pytest.raises(PeerFailure) as caught:
+        plan = exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK,
+                             8 if odd and how == "experts" else 3,
+                             rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
+        if odd and how == "again":
+            exchange.plan(expert_TK, 3)
+        phase = "combine of the gradient" if odd and how == "phase" else "dispatch"
+        exchange.dispatch(plan, x_TH.half() if odd and how == "width" else x_TH, PLAIN, phase=phase)
+    exchange = Collective(dist.get_world_group(), "moe")
+    plan = exchange.plan(expert_TK, 3)
+    x_PH, _ = exchange.dispatch(plan, x_TH, PLAIN)
+    exchange.combine(plan, x_PH, PLAIN, torch.float32)
+    return caught.value.missing, str(caught.value)
+
+
+@pytest.mark.parametrize("how", CONFUSIONS)
+def test_ranks_in_different_calls_raise_and_may_go_on(ranks2, how):
+    for rank, (missing, text) in enumerate(ranks2.run(confused, how)):
+        assert missing == (1 - rank, ) and "make the same calls in the same order" in text
+        assert "rank 0 in '" in text and "rank 1 in '" in text and CONFUSIONS[how] in text.split("rank 1 in")[1], text
+
+
+def confused_on_a_device() -> tuple:
+    """As on NCCL, where only the counts can tell."""
+    with mock.patch.object(deadline, "_check_same_call"), pytest.raises(PeerFailure, match="rank 1|rank 0") as caught:
+        Collective(dist.get_world_group(), "ab"[dist.get_rank()]).plan(torch.arange(6).view(6, 1), 3)
+    return caught.value.missing, str(caught.value)
+
+
+def test_counts_tell_ranks_in_different_layers_apart(ranks2):
+    for rank, (missing, text) in enumerate(ranks2.run(confused_on_a_device)):
+        assert missing == (1 - rank, ) and f"rank {rank} is in 'counts' of {'ab'[rank]} (1 choices a token)" in text
+
+
 # Deadlines: three ranks, of which one is missed by the other two.
 
 DEADLINE = timedelta(seconds=3)
@@ -443,6 +489,47 @@ def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3):
         assert f"rank {other} waited as well, in 'counts' of (the model itself)" in text
         assert re.search(r"rank 1 did not come; .* s ago it raised ValueError: \(the model itself\): the input has "
                          r"shape \(4, 64\); expected a last axis of 32", text)
+
+
+def run_out_of_memory():
+    """Rank 1 raises between dispatch and combine; then every rank tries once more."""
+    group_with_deadline()
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3)
+    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
+    layer.set_deepspeed_parallelism()
+    if dist.get_rank() == 1:
+        with mock.patch("ds_mxfp8_moe.expert_ffn.activate", side_effect=MemoryError("no room")):
+            with pytest.raises(MemoryError):
+                layer(torch.ones(4, 32))
+        return None
+    first = ends_in_time(layer, torch.ones(4, 32))
+    start = time.monotonic()
+    second = ends_in_time(layer, torch.ones(4, 32))
+    assert time.monotonic() - start < DEADLINE.total_seconds()
+    return str(first), str(second), first.missing
+
+
+def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it_and_cannot_go_on(ranks3):
+    zero, _, two = ranks3.run(run_out_of_memory)
+    for first, second, missing in (zero, two):
+        assert missing == (1, ) and "in 'combine' of (the model itself), for " in first
+        assert re.search(r"rank 1 did not come; .* s ago it raised MemoryError: no room", first)
+        assert "has failed before, in 'combine' of (the model itself), and cannot be used again" in second
+
+
+def come_late():
+    exchange, rank = Collective(group_with_deadline(), "moe"), dist.get_rank()
+    exchange.plan(some_routes(), 2)
+    if rank == 1:
+        time.sleep(DEADLINE.total_seconds() + 0.5)
+    return str(ends_in_time(exchange.plan, some_routes(), 2))
+
+
+def test_a_rank_that_comes_late_is_told_apart_by_how_long_it_waited(ranks3):
+    zero, *others = ranks3.run(come_late)
+    assert re.search(r"rank 1 waited as well, in 'counts' of moe, for 0\.\d s", zero), zero
+    assert all(re.search(r"rank 0 waited as well, in 'counts' of moe, for [3-9]", text) for text in others), others
+    assert all("those that waited for less came late" in text for text in (zero, *others))
 
 
 def stay_away():

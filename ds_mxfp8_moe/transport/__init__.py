@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tokens travel between the ranks of an expert-parallel group: plan, dispatch, combine.
 
-A transport has three methods. `plan(expert_TK, num_local_experts, meanwhile)` turns one forward's routing into an
-immutable Plan; where the host has to wait for other ranks' counts, it calls `meanwhile` first, if given, to launch
-what needs none of them. `dispatch` brings every token to the ranks of its experts and lays it out in expert-sorted,
-padded rows; `combine` brings rows back and adds them up. Dispatch and combine are each other's gradient over the same
-plan. `start_dispatch` may leave an `Arrival`, with which a GEMM begins before all its rows are there. `start_combine`
-is the first half of a combine, beside which a GEMM may run: with a `Feed`, the one that computes its rows.
+A transport has three methods. `plan(expert_TK, num_local_experts, meanwhile, rows)` turns one forward's routing into
+an immutable Plan; where the host has to wait for other ranks' counts, it calls `meanwhile` first, if given, to launch
+what needs none of them. Ranks in the plans of different layers, or of different `rows`, a text, all raise. `dispatch`
+brings every token to the ranks of its experts and lays it out in expert-sorted, padded rows; `combine` brings rows
+back and adds them up. Dispatch and combine are each other's gradient over the same plan. `start_dispatch` may leave an
+`Arrival`, with which a GEMM begins before all its rows are there. `start_combine` is the first half of a combine,
+beside which a GEMM may run: with a `Feed`, the one that computes its rows.
 
 Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
 expert's rank an fp32 partial per token in ascending choice, of rows as the last GEMM rounds them; one rounding to the

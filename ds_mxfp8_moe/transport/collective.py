@@ -2,9 +2,11 @@
 """The transport over deepspeed.comm (NCCL or gloo): small pieces composed, correct on every machine.
 
 One forward makes three all-to-alls (counts, expert ids, rows) on the way out and one on the way back; data, scales and
-routing weights share one uint8 message. The only device-to-host read is `Collective._read_counts`.
+routing weights share one uint8 message. On gloo, each comes after an all-gather of what the ranks are about to do. The
+only device-to-host read is `Collective._read_counts`.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from .. import kernels
 from ..mx import MXTensor
 from ..routing import count
 from . import ROW_ALIGNMENT, Plan, Transport, Wire
-from .deadline import all_to_all, set_deadline, wait_for_device
+from .deadline import SAME_CALLS, PeerFailure, all_to_all, ranks_of, set_deadline, wait_for_device
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -64,12 +66,13 @@ class Collective(Transport):
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"
 
-    def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+    def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str,
+                  call: str = "") -> torch.Tensor:
         """All-to-all of rows: `send_splits[w]` rows of x go to rank w; returns sum(recv_splits) rows by rank."""
         if self.world_size == 1:
             return x
         out = x.new_empty((sum(recv_splits), x.shape[1]))
-        all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase))
+        all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase), call)
         return out
 
     def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None] | None) -> list:
@@ -85,24 +88,36 @@ class Collective(Transport):
         wait_for_device(copied, self.group, self._where("counts"), set_deadline(self.group, counts.device))
         return on_host.tolist()
 
+    def _check_same_call(self, signatures: list, call: str) -> None:
+        """Raises where a rank is in the plan of another layer or of other rows: NCCL would mix these up."""
+        if len(set(signatures)) > 1:
+            ranks, me = ranks_of(self.group), dist.get_rank(group=self.group)
+            others = tuple(rank for rank, one in zip(ranks, signatures, strict=True) if one != signatures[me])
+            raise PeerFailure(f"rank {ranks[me]} is in {self._where('counts')}{call}, and ranks {list(others)} are in "
+                              f"another call: {SAME_CALLS}", others)
+
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int,
-             meanwhile: Callable[[], None] | None = None) -> Plan:
-        """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere)."""
+             meanwhile: Callable[[], None] | None = None, rows: str = "") -> Plan:
+        """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere). `rows`:
+        what is the same of the tokens on all ranks."""
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
+        call = f" ({K} choices a token{rows and ', '}{rows})"
         device = expert_TK.device
         rank_TK = torch.where(expert_TK >= 0, expert_TK.div(E, rounding_mode="floor"), W)
         wanted_TW = torch.zeros((T, W + 1), dtype=torch.bool, device=device).scatter_(1, rank_TK, True)[:, :W]
 
         send_counts_W = wanted_TW.sum(0)
         message = torch.cat([send_counts_W.view(W, 1), count(expert_TK, W * E).view(W, E),
-                             send_counts_W.new_full((W, 1), T)], dim=1)
+                             send_counts_W.new_full((W, 1), T),
+                             send_counts_W.new_full((W, 1), zlib.crc32((self.name + call).encode()))], dim=1)
         ones = (1, ) * W
-        arriving = self._exchange(message, ones, ones, "counts")
+        arriving = self._exchange(message, ones, ones, "counts", call)
         sizes_E = arriving[:, 1:E + 1].sum(0)
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
-                                              arriving[:, E + 1].sum().view(1)]), meanwhile)
+                                              arriving[:, E + 1].sum().view(1), arriving[:, E + 2]]), meanwhile)
+        self._check_same_call(counts[-W:], call)
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
-        group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[-1]
+        group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[2 * W + E]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)
 
         # Rows to send in the order of (rank, token): each wanted pair's place is how many stand before it.

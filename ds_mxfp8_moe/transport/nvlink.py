@@ -157,11 +157,12 @@ class NVLink(Transport):
         return f"'{phase}' of {self.name}"
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
-             dedup: bool = True) -> NVLinkPlan:
+             rows: str = "", dedup: bool = True) -> NVLinkPlan:
         """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere).
 
         Args:
             meanwhile: called before the host waits; not where it does not.
+            rows: what is the same of the tokens on all ranks.
             dedup: a token goes once to each rank. False, for measurements: once to each of its experts.
         """
         memory, ext = self.memory, self.memory.extension
@@ -185,7 +186,7 @@ class NVLink(Transport):
         ext.count(ext.Count(expert_TK=ids, K=K, local_experts=E, world=W, chunk=chunk, **known), memory.stream())
         known |= {"counts_WC": counts, "segments": segments}
         sizes = self._totals(T, K, E, known | {"place_base_E": place_base, "group_ends_E": ends,
-                                               "group_sizes_E": group_sizes}, meanwhile)
+                                               "group_sizes_E": group_sizes}, rows, meanwhile)
         of_rows, (slot, place, arriving) = _tables(memory.device, W * T, sizes.received * K, 2 * W * ext.MAX_CHUNKS)
         known |= {"slot_WT": slot, "place_RK": place, "arriving_WC": arriving, "K": K, "chunk": chunk}
         self._places(K, E, known | {"expert_TK": ids, "place_base_E": place_base}, sizes)
@@ -195,12 +196,14 @@ class NVLink(Transport):
                           rows=ext.Rows(P=sizes.rows, fanout=fanout, **known), choices=K, group_sizes_E=group_sizes,
                           tables=(of_all, of_rows))
 
-    def _totals(self, T: int, K: int, E: int, known: dict, meanwhile: Callable[[], None] | None) -> "_Sizes":
+    def _totals(self, T: int, K: int, E: int, known: dict, rows: str,
+                meanwhile: Callable[[], None] | None) -> "_Sizes":
         """Tells every rank what goes where, and finds out how much comes here. known: fields of Totals."""
         memory, ext, W = self.memory, self.memory.extension, self.world_size
         static, where, width = self.capacity_factor is not None, self._where("counts"), 2 + W + W * E
         memory.reserve(4 * W * width, where)
-        group = memory.begin(signature("counts", K, E, self.capacity_factor, T if static else 0), where)
+        group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0),
+                             where)
         if static:
             share = _padded(math.ceil(self.capacity_factor * T * K))
             room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
@@ -237,7 +240,7 @@ class NVLink(Transport):
         data_at, scale_at, weight_at, end = _parts(plan.most_rows, data_row, scale_row,
                                                    4 * plan.choices if weights else 0)
         memory.reserve(end, where)
-        group = memory.begin(signature(kind, H, block or str(dtype), weights, plan.choices), where)
+        group = memory.begin(signature(kind, where, H, block or str(dtype), weights, plan.choices), where)
         return memory.extension.Rows(plan.rows, group=group, data_at=data_at, scale_at=scale_at, weight_at=weight_at,
                                      H=H, block=block, floor=wire.scaling_mode == "floor", scale_row=scale_row,
                                      weights=weights)

@@ -7,6 +7,7 @@ without GPUs.
 """
 
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,7 +17,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from .. import kernels
-from .deadline import PeerFailure, answers_of_all, peer_failure, ranks_of, set_deadline, wait_for_device
+from .deadline import (
+    LOOK_SECONDS,
+    SAME_CALLS,
+    PeerFailure,
+    absence,
+    answers_of_all,
+    peer_failure,
+    ranks_of,
+    set_deadline,
+    wait_for_device,
+)
 
 FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
 SLACK = 1.25  # with which a half grows, since routing varies
@@ -127,24 +138,39 @@ class PeerMemory:
         if len(set(told)) > 1:
             each = ", ".join(f"rank {rank} {size} bytes for {what}"
                              for rank, (size, what) in zip(ranks_of(self.group), told, strict=True))
-            raise RuntimeError(f"the ranks' staging is to grow differently: {each}. All ranks of the group must make "
-                               "the same calls in the same order, with rows of the same width and dtype")
+            raise RuntimeError(f"the ranks' staging is to grow differently: {each}; {SAME_CALLS}")
         self.half_bytes, self._staging = 0, None  # until the new one is there
-        header, failure = self.extension.HALVES_AT, ""
-        try:
+        header = self.extension.HALVES_AT
+
+        def on_every_rank(step: Callable) -> Any:
+            """What `step` returns, if it raises on no rank; when this returns, all ranks are through."""
+            result, failure = None, ""
+            try:
+                result = step()
+            except Exception as error:  # whatever the driver or the container refuses
+                failure = f"{type(error).__name__}: {error}"
+            failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
+            for rank, failure in zip(ranks_of(self.group), failures, strict=True):
+                if failure:
+                    raise RuntimeError(f"{where}: no staging of {header + 2 * half_bytes} bytes, rank {rank}: "
+                                       f"{failure}")
+            return result
+
+        def make() -> torch.Tensor:
             if self.state is None:
                 self._set_up()
-            staging = self._provider.empty(header + 2 * half_bytes, self.device)
-        except Exception as error:  # whatever the driver or the container refuses
-            failure = f"{type(error).__name__}: {error}"
-        failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
-        for rank, failure in zip(ranks_of(self.group), failures, strict=True):
-            if failure:
-                raise RuntimeError(f"{where}: no staging of {header + 2 * half_bytes} bytes, rank {rank}: {failure}")
-        peers = self._provider.addresses(staging, self.group)
+            return self._provider.empty(header + 2 * half_bytes, self.device)
+
+        def share() -> list[int]:
+            peers = self._provider.addresses(staging, self.group)
+            # As if all had been through the exchange before this one.
+            staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
+            get_accelerator().synchronize()
+            return peers
+
+        staging = on_every_rank(make)
+        peers = on_every_rank(share)
         self._staging, self.half_bytes = staging, half_bytes
-        # As if all had been through the exchange before this one.
-        self._staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
         # Before NCCL's watchdog, which knows no phase, would end the process; kernels count in 64 bits.
         timeout_ns = int(min(max(self.seconds - min(10.0, self.seconds / 4), 0.1) * 1e9, 2**63))
         self._template = self.extension.Group(
@@ -153,8 +179,6 @@ class PeerMemory:
             timeout_ns=timeout_ns)
         self.generation += 1
         self._groups: dict = {}
-        get_accelerator().synchronize()
-        dist.barrier(group=self.group)
 
     def reserve(self, needed: int, where: str) -> None:
         """Sees that a half holds so many bytes: a number that every rank comes to alike, for it may be collective."""
@@ -205,11 +229,15 @@ class PeerMemory:
     def wait_for_counts(self, where: str) -> None:
         """The transport's only wait on the host: until `serial` stands in the first of `host_words`."""
         self.host_waits += 1
-        start = time.monotonic()
-        if self.extension.wait_for_totals(self.host.data_ptr(), self.serial, self._failure.data_ptr(), self.seconds):
+        start, left, counted = time.monotonic(), self.seconds, False
+        while not counted and left > 0 and self._failed[0] == 0:  # Ctrl-C is heard between two waits
+            counted = self.extension.wait_for_totals(self.host.data_ptr(), self.serial, self._failure.data_ptr(),
+                                                     min(left, LOOK_SECONDS))
+            left = start + self.seconds - time.monotonic()
+        if counted:
             return
         self.check()
-        raise peer_failure(self.group, f"'counts' of {where}, after {time.monotonic() - start:.0f} s on the host")
+        raise peer_failure(self.group, f"'counts' of {where}, on the host", start)
 
     def check(self) -> None:
         """Raises what a kernel recorded. Costs no synchronisation: it sees what has happened by now."""
@@ -226,10 +254,8 @@ class PeerMemory:
                               'computed from what does not fit. Raise "capacity_factor", or leave it out')
         if CODES[code] == "mismatch":
             theirs = KINDS[detail & 255]
-            why = "of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
-            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: all ranks of the group must make "
-                              "the same calls in the same order, with rows of the same width and dtype",
-                              (ranks[peer], ))
+            why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
+            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: {SAME_CALLS}", (ranks[peer], ))
         what = f"{place} (phase {kind}, epoch {epoch})"
         deadline = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
         if detail == OWN_GEMM:
@@ -238,8 +264,8 @@ class PeerMemory:
         if detail == OWN_PLACE:
             raise PeerFailure(f"{me} waited in vain for room on its own GPU in {what}: other work leaves it none. "
                               f"{deadline}")
-        raise PeerFailure(f"{me} waited in vain for {other} in {what}: it hangs elsewhere, is late, or has died. "
-                          f"{deadline}", (ranks[peer], ))
+        raise PeerFailure(f"{me} waited in vain for {other} in {what}: {absence(ranks[peer])}. {deadline}",
+                          (ranks[peer], ))
 
 
 def _signed(epoch: int) -> int:

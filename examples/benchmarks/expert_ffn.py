@@ -77,7 +77,7 @@ class InPlace(Transport):
             source_P=rows))
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int,
-             meanwhile: Callable[[], None] | None = None) -> Plan:
+             meanwhile: Callable[[], None] | None = None, rows: str = "") -> Plan:
         return self.plan_of_all
 
     def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,

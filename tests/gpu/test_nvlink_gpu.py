@@ -329,8 +329,8 @@ def test_ranks_in_different_calls_raise(pool, how):
 class OnHost(Collective):
     """The collective transport for GPU tensors over gloo: kernels on the device, messages by way of the host."""
 
-    def _exchange(self, x, send_splits, recv_splits, phase):
-        return super()._exchange(x.cpu(), send_splits, recv_splits, phase).to(x.device)
+    def _exchange(self, x, send_splits, recv_splits, phase, call=""):
+        return super()._exchange(x.cpu(), send_splits, recv_splits, phase, call).to(x.device)
 
 
 def layer(transport, recipe, name="swiglu", calls: int = 1, recompute: bool = False, **kwargs) -> dict:
