@@ -35,7 +35,9 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
 
         Collective over the expert-parallel group.
         """
-        settings = self.mxfp8
+        settings = vars(self).get("mxfp8")
+        if settings is None:  # put back on DeepSpeed's path, its forward wrapped before: by compile.autoep_non_moe
+            return AutoEPMoELayer.forward(self, hidden_states)
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)

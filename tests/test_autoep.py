@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from autoep_models import CONVERTED, autoep_layers, batch, ds_config, engine, model, skip_unknown
+from deepspeed.compile.config import CompileConfig
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.utils import safe_get_full_grad
 from torch.nn.utils import parametrize
@@ -379,6 +380,28 @@ def compiled():
 def test_compiled_engines_train_alike(ranks2):
     for plain, traced in ranks2.run(compiled):
         assert traced == plain
+
+
+def compiled_around_the_layers():
+    built = engine(MXFP8, 1, 2, compile={"autoep_non_moe": True})
+    layer, x = autoep_layers(built.module)[0], torch.randn(2, 16, 64)
+    expected = layer(x)
+    built.compile(backend="eager")
+    loss = built(input_ids=batch(0), labels=batch(0)).loss
+    built.backward(loss)
+    same = torch.equal(layer(x), expected)
+    report = convert(built, BF16)
+    built(input_ids=batch(0), labels=batch(0))
+    plain = auto_ep_layer.AutoEPMoELayer.forward(layer, x)
+    return same, report.layers[0].detail, torch.equal(layer(x), plain), torch.equal(plain, expected)
+
+
+@pytest.mark.skipif("autoep_non_moe" not in CompileConfig.model_fields, reason="this DeepSpeed compiles whole models")
+def test_converting_again_behind_deepspeeds_regional_compilation_leaves_its_own_path(ranks2):
+    """`compile.autoep_non_moe` wraps the forward of each AutoEP layer, as the class that it has then."""
+    for same, detail, runs_plain, equal in ranks2.run(compiled_around_the_layers):
+        assert same and runs_plain and not equal
+        assert detail.startswith("the layer's forward method is replaced on the instance; it runs DeepSpeed's own")
 
 
 def generated(section):
