@@ -29,6 +29,7 @@ The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -353,6 +354,7 @@ class _Function(torch.autograd.Function):
         return y_TH
 
     @staticmethod
+    @torch.compiler.disable  # as forward, where autograd is compiled too
     @published
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
@@ -379,7 +381,13 @@ class _Function(torch.autograd.Function):
             inputs = (g_TH, depends_on_x, weight_TK, *tensors)
             out = [g if g is None else _NoSecondDerivative.apply(g, *inputs) for g in out]
         needed = (g if need else None for g, need in zip(out, ctx.needs_input_grad[4:], strict=True))
-        return None, None, None, None, *needed
+        return None, None, None, _no_gradient(depends_on_x), *needed
+
+
+def _no_gradient(x: torch.Tensor) -> torch.Tensor | None:
+    """None, for which autograd computes nothing. Compiled autograd takes tensors alone."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return torch.zeros_like(x) if getattr(compiled, "in_compiled_autograd_region", False) else None
 
 
 class _Kept:

@@ -3,7 +3,9 @@
 
 import math
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import deepspeed.comm as dist
@@ -303,6 +305,27 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
     steps.clear()
     run(Waiting(), least=1e6)  # which runs unquantised
     assert steps == ["wait", "there"]
+
+
+def test_compiled_autograd_breaks_its_graph_at_backward():
+    from torch._dynamo import compiled_autograd
+    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
+    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    ffn = ExpertFFN(formula("swiglu"), recipe(), Collective(), len(experts), None)
+
+    def gradients(context):
+        x_TH = x.clone().requires_grad_()
+        y = ffn(2 * x_TH, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+        with context:
+            y.backward(g)
+        grads = [x_TH.grad, *(w.grad for w in chain(*weights.values()))]
+        for w in chain(*weights.values()):
+            w.grad = None
+        return grads
+
+    plain = gradients(nullcontext())
+    compiled = gradients(compiled_autograd._enable(torch.compile(backend="eager")))
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
 
 
 class Recorded(Pending):
