@@ -21,7 +21,7 @@ from .experts import DTYPES, ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
-from .transport.deadline import in_time, published, set_deadline
+from .transport.deadline import in_time, published
 from .transport.nvlink import NVLink
 from .watch import Watch
 
@@ -206,7 +206,6 @@ class CheckedGate(TopKGate):
     def _on_every_rank(self, value: int, device) -> list:
         mine = torch.tensor([value], device=device)
         values = [torch.empty_like(mine) for _ in range(dist.get_world_size(group=self.ep_group))]
-        set_deadline(self.ep_group, device)
-        with in_time(self.ep_group, "the gate of an unconverted MoE layer"):
+        with in_time(self.ep_group, device, "the gate of an unconverted MoE layer"):
             dist.all_gather(values, mine, group=self.ep_group)
         return torch.cat(values).tolist()

@@ -452,11 +452,12 @@ def interrupted() -> float:
     memory = new_memory()
     memory.seconds = 30.0
     memory.next_serial()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         memory.wait_for_counts(NAME)
+    signal.signal(signal.SIGINT, handler)
     return time.monotonic() - start
 
 

@@ -470,11 +470,16 @@ def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
     assert ranks3.run(deadline_of_a_new_group) == [(seconds, DEADLINE, 0, seconds / 2)] * 3
 
 
-def raise_in_the_front_door():
+def layer_with_deadline():
     group_with_deadline()
     layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3)
     ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
     layer.set_deepspeed_parallelism()
+    return layer
+
+
+def raise_in_the_front_door():
+    layer = layer_with_deadline()
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="the input has shape"):
             layer(torch.ones(4, 64))
@@ -493,10 +498,7 @@ def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3):
 
 def run_out_of_memory():
     """Rank 1 raises between dispatch and combine; then every rank tries once more."""
-    group_with_deadline()
-    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3)
-    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
-    layer.set_deepspeed_parallelism()
+    layer = layer_with_deadline()
     if dist.get_rank() == 1:
         with mock.patch("ds_mxfp8_moe.expert_ffn.activate", side_effect=MemoryError("no room")):
             with pytest.raises(MemoryError):

@@ -88,7 +88,7 @@ class Collective(Transport):
         wait_for_device(copied, self.group, self._where("counts"), set_deadline(self.group, counts.device))
         return on_host.tolist()
 
-    def _check_same_call(self, signatures: list, call: str) -> None:
+    def _check_same_plan(self, signatures: list, call: str) -> None:
         """Raises where a rank is in the plan of another layer or of other rows: NCCL would mix these up."""
         if len(set(signatures)) > 1:
             ranks, me = ranks_of(self.group), dist.get_rank(group=self.group)
@@ -115,7 +115,7 @@ class Collective(Transport):
         sizes_E = arriving[:, 1:E + 1].sum(0)
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
                                               arriving[:, E + 1].sum().view(1), arriving[:, E + 2]]), meanwhile)
-        self._check_same_call(counts[-W:], call)
+        self._check_same_plan(counts[-W:], call)
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[2 * W + E]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)

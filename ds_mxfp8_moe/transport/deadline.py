@@ -75,8 +75,10 @@ def set_deadline(group: Any, device: torch.device) -> float:
 
 
 @contextmanager
-def in_time(group: Any, where: str) -> Iterator[None]:
-    """Around waits for the peers of `group`: what a backend raises there becomes a PeerFailure."""
+def in_time(group: Any, device: torch.device, where: str) -> Iterator[None]:
+    """Around waits for the peers of `group`: they have its deadline, and what a backend raises there becomes a
+    PeerFailure."""
+    set_deadline(group, device)
     start = time.monotonic()
     try:
         yield
@@ -95,9 +97,8 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
         PeerFailure: on gloo, after the deadline or when a peer's connection is lost, and where ranks are in different
             calls; on NCCL, while it connects.
     """
-    set_deadline(group, x.device)
     comm = dist if dist.is_initialized() else torch.distributed
-    with in_time(group, where):
+    with in_time(group, x.device, where):
         if x.device.type == "cpu":
             _check_same_call(f"{where}{call}, rows of {x.shape[1]} {x.dtype}", recv_splits, send_splits, group)
         comm.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
@@ -107,17 +108,17 @@ def _check_same_call(call: str, recv_splits: tuple, send_splits: tuple, group: A
     """Asks every rank what it is about to do; all of them raise where that does not fit together."""
     ranks = ranks_of(group)
     layout = struct.Struct(f"{CALL_BYTES}s{2 * len(ranks)}q")
-    mine = layout.pack(call.encode()[-CALL_BYTES:], *send_splits, *recv_splits)
-    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    packed = layout.pack(call.encode()[-CALL_BYTES:], *send_splits, *recv_splits)
+    mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     told = [torch.empty_like(mine) for _ in ranks]
     torch.distributed.all_gather(told, mine, group=group)
     calls, *splits = zip(*(layout.unpack(one.numpy()) for one in told), strict=True)
     if len(set(calls)) > 1:
         each = "; ".join(f"rank {rank} in {one.rstrip(bytes(1)).decode(errors='replace')}"
                          for rank, one in zip(ranks, calls, strict=True))
-        mine = calls[ranks.index(torch.distributed.get_rank())]
+        own = calls[ranks.index(torch.distributed.get_rank())]
         raise PeerFailure(f"ranks are in different calls: {each}. {SAME_CALLS[0].upper()}{SAME_CALLS[1:]}",
-                          tuple(rank for rank, one in zip(ranks, calls, strict=True) if one != mine))
+                          tuple(rank for rank, one in zip(ranks, calls, strict=True) if one != own))
     sent_WW, received_WW = splits[:len(ranks)], splits[len(ranks):]  # [to][from], [from][to]
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):
@@ -128,9 +129,8 @@ def _check_same_call(call: str, recv_splits: tuple, send_splits: tuple, group: A
 
 def answers_of_all(group: Any, answer: Any, where: str) -> list:
     """Every rank's answer, in rank order. Raises PeerFailure where one does not come."""
-    set_deadline(group, torch.device(get_accelerator().current_device_name()))
     answers = [None] * dist.get_world_size(group=group)
-    with in_time(group, where):
+    with in_time(group, torch.device(get_accelerator().current_device_name()), where):
         # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know.
         torch.distributed.all_gather_object(answers, answer, group=group)
     return answers

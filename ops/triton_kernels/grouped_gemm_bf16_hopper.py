@@ -48,7 +48,7 @@ from ds_mxfp8_moe.kernels import multiprocessors
 
 from .grouped_gemm_hopper import descriptor, group_of, tile_of
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2, operator, rows_flops
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
 MOST_PLACES = 2**29 - 2  # `_odd` of them are int32
@@ -262,11 +262,7 @@ def _result(a_PK, weights, ends_E, out_dtype, transposed):
     return a_PK.new_empty(a_PK.shape[0], K if transposed else N * parts, dtype=out_dtype)
 
 
-def _flops(a_PK, weights, ends_E, out_dtype, transposed, out_shape) -> int:
-    return 2 * math.prod(a_PK) * out_shape[1]
-
-
-@operator(_result, flops=_flops)
+@operator(_result, flops=rows_flops)
 def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor], ends_E: torch.Tensor,
                             out_dtype: torch.dtype, transposed: bool) -> torch.Tensor:
     """`weights`: the parts' stacks [E, N, K], or all matrices [N, K] of one part after the other."""
@@ -287,20 +283,24 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
     part_blocks, part_steps = cdiv(width, 128), cdiv(depth, 64)
     blocks = part_blocks * out_parts
     row_tiles, sms = P // 128, multiprocessors(a_PK.device)
-    # A tile of rows for an expert: weights are read once, in the order in which they lie, and that is all that counts.
-    few = P <= 128 * E and out_dtype.itemsize == 2
-    # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
-    halves = 2 if not few and out_dtype.itemsize == 2 and row_tiles * cdiv(blocks, 2) >= sms else 1
-    # Few rows for an expert: what counts is reading weights ahead, not whether a tile's end waits for its stores.
-    buffers = 1 if halves == 1 or P <= 256 * E else 2
+    group, at_once = 8, 1
+    if out_dtype.itemsize == 2 and P <= 128 * E:
+        # A tile of rows for an expert: weights are read once, in the order in which they lie, and that alone counts.
+        halves, buffers, stages, group, at_once = 1, 1, 6, 1, 2 - part_steps * a_parts % 2
+    elif out_dtype.itemsize == 2 and row_tiles * cdiv(blocks, 2) >= sms:
+        # The wide tile moves a quarter fewer bytes for a product. Few rows for an expert: what counts is reading
+        # weights ahead, not whether a tile's end waits for its stores.
+        buffers = 1 if P <= 256 * E else 2
+        halves, stages = 2, 5 - buffers
+    else:  # the narrow one fills the GPU when there is little to do
+        halves, buffers, stages = 1, 1, 5
     grouped_mm_bf16_kernel[(min(sms, row_tiles * cdiv(blocks, halves)), )](
         descriptor(a_PK, [64, 1, 64], [P, a_parts, depth], [a_parts * depth, depth, 1]),
         descriptor(first, block, [placed.count, N, K], [placed.unit // 2, first.stride(-2), 1]),
         descriptor(out, [64, 1, 128], [P, out_parts, width], [out_parts * width, width, 1]),
         ends_E, _odd(placed.places), _odd(placed.spacings), E, row_tiles, part_blocks, part_steps,
-        E_PAD=max(32, next_power_of_2(E)), GROUP=1 if few else 8,
-        STAGES=6 if few else 5 if halves == 1 else 5 - buffers, HALVES=halves, BUFFERS=buffers, TRANSPOSED=transposed,
-        AT_ONCE=2 if few and part_steps * a_parts % 2 == 0 else 1, num_warps=4)
+        E_PAD=max(32, next_power_of_2(E)), GROUP=group, STAGES=stages, HALVES=halves, BUFFERS=buffers,
+        TRANSPOSED=transposed, AT_ONCE=at_once, num_warps=4)
     return out
 
 

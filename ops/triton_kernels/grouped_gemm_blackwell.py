@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .launch import Launched
-from .library import cdiv, next_power_of_2, nothing, operator
+from .library import cdiv, next_power_of_2, nothing, operator, rows_flops
 
 STRIP = 16  # tiles of rows that run at a time and share their columns in L2
 CHUNKS = 8  # of 128 values, whose scales one program packs
@@ -141,7 +141,7 @@ def _grouped_mm_fake(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, ou
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-@operator(_grouped_mm_fake, flops=lambda a, *args, out_shape: 2 * math.prod(a) * out_shape[1])
+@operator(_grouped_mm_fake, flops=rows_flops)
 def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor,
                                 b_scale: torch.Tensor, b_block: int, b_tiled: bool, ends: torch.Tensor,
                                 out_dtype: torch.dtype) -> torch.Tensor:

@@ -37,7 +37,7 @@ from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import Arrival, Feed
 
 from .launch import Launched
-from .library import cdiv, next_power_of_2, nothing, operator
+from .library import cdiv, next_power_of_2, nothing, operator, rows_flops
 
 
 @gluon.jit
@@ -277,15 +277,11 @@ def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype, or
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
-def _grouped_mm_flops(a_PK, a_scale_KP, b_ENK, *args, out_shape) -> int:
-    return 2 * math.prod(a_PK) * b_ENK[1]
-
-
 def _arriving_flops(out_PN, a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, order, *args, out_shape) -> int:
     return 2 * 128 * order[0] * math.prod(b_ENK[1:])
 
 
-@operator(_grouped_mm_fake, mutates_args=("done", ), flops=_grouped_mm_flops)
+@operator(_grouped_mm_fake, mutates_args=("done", ), flops=rows_flops)
 def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
                              b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
                              order: torch.Tensor | None, done: torch.Tensor | None, sms: int) -> torch.Tensor:

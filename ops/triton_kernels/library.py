@@ -15,6 +15,7 @@ Ops know nothing of autograd: their outputs never require a gradient, in whateve
 need no torch.no_grad. Outputs must not be inputs or views of them.
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -52,6 +53,11 @@ def operator(fake: Callable, mutates_args: Iterable[str] = (),
 
 def nothing(*args) -> None:
     """The fake of an op that only writes into its arguments."""
+
+
+def rows_flops(a_PK: tuple, *args, out_shape: tuple) -> int:
+    """Of an op that multiplies each row of its first argument by one group's weights."""
+    return 2 * math.prod(a_PK) * out_shape[1]
 
 
 # Triton's own functions of these names go through its JIT, at some 10 us a call.
