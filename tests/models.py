@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
@@ -236,8 +237,8 @@ def batch(step: int, layout: Layout, rank: int) -> tuple[torch.Tensor, torch.Ten
     """Tokens and targets [*layout.shape, HIDDEN] of one data-parallel rank."""
     generator = torch.Generator().manual_seed(10_000 * step + rank)
     x, noise = torch.randn(2, *layout.shape, HIDDEN, generator=generator)
-    dtype = DTYPES[layout.dtype]
-    return x.to(dtype), (x.roll(1, dims=-1) * 0.5 + 0.1 * noise).to(dtype)
+    to = dict(dtype=DTYPES[layout.dtype], device=get_accelerator().current_device_name())
+    return x.to(**to), (x.roll(1, dims=-1) * 0.5 + 0.1 * noise).to(**to)
 
 
 def train_steps(engine, layout: Layout, first: int = 0) -> list[dict]:
