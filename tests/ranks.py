@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of ranks that lives as long as one test file: spawned once, used by every case in it. gloo on the CPU, NCCL
-on GPUs; gloo also where all ranks share one GPU, which NCCL refuses.
+on GPUs. All ranks may share one GPU: NCCL, which refuses that, is told that each is on a machine of its own.
 
 A case hands the pool a top-level function; every rank runs it and its return values come back in rank order:
 
@@ -82,7 +82,8 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
                       LOCAL_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       DS_ACCELERATOR=accelerator)
     if share_gpu:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        os.environ.update(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1", NCCL_HOSTID=f"of-rank-{rank}",
+                          NCCL_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.accelerator import get_accelerator

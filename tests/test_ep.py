@@ -58,7 +58,6 @@ def chain(kind, dtype, block_size, mode, wgrad_with_hp=True, alignment=32, mxfp8
           device="cpu"):
     """Dispatch, permute, one grouped GEMM, unpermute, combine on every rank; returns all that can be compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{rank}" if device == "cuda" else device
     table = counts_table(world, kind)
     output_splits, input_splits, arriving = splits_of(table, rank)
     x = rows_of(rank, sum(input_splits), D, dtype).to(device).requires_grad_()

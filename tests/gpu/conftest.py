@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that need GPUs: skipped without one. As many NCCL ranks as there are GPUs, up to 4."""
+"""Tests that need GPUs: skipped without one."""
 
 import pytest
 import torch
@@ -17,9 +17,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none is visible"))
 
 
-@pytest.fixture(scope="module")
-def gpu_ranks():
-    pool = RankPool(1 if GPUS < 2 else 2 if GPUS < 4 else 4, accelerator="cuda")
+@pytest.fixture(scope="module", params=["alone", "over-nccl"])
+def gpu_ranks(request):
+    """One rank, and several that exchange over NCCL: 2, or 4 where there are as many GPUs."""
+    world = 1 if request.param == "alone" else 4 if GPUS >= 4 else 2
+    pool = RankPool(world, accelerator="cuda", share_gpu=GPUS < world)
     yield pool
     pool.close()
 

@@ -22,7 +22,7 @@ def in_one_buffer(experts: list) -> list:
 
 def run_layer(recipe, name, flat=False, stacked=False, **kwargs):
     world, rank = dist.get_world_size(), dist.get_rank()
-    device = f"cuda:{rank}"
+    device = "cuda"
     experts, xs, grads, routes = problem(world, name, **kwargs)
     local = len(experts) // world
     mine = experts[rank * local:(rank + 1) * local]

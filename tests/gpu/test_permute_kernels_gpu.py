@@ -115,7 +115,7 @@ def over_nccl(problem: Problem):
     """Both paths on every rank of the process group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs = problem.inputs()[rank]
-    expert, x, weight = (t.to(f"cuda:{rank}") for t in inputs)
+    expert, x, weight = (t.cuda() for t in inputs)
     transport = Collective(dist.get_world_group() if world > 1 else None)
     plan = transport.plan(expert, problem.local_experts)
 
