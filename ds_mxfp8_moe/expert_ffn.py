@@ -103,8 +103,8 @@ class ExpertFFN:
         # A tensor that depends on x and keeps nothing of it alive: what a second derivative would have to pass.
         depends_on_x = x_TH[:0].clone()
         with _without_autocast(device_type):
-            return _Function.apply(self, tuple(layout), routes.expert_TK, depends_on_x, x_TH, routes.weight_TK,
-                                   *tensors)
+            return _Function.apply(self, tuple(layout), torch.is_grad_enabled(), routes.expert_TK, depends_on_x, x_TH,
+                                   routes.weight_TK, *tensors)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
@@ -311,8 +311,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 class _Function(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, layout, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
+    def forward(ctx, ffn: ExpertFFN, layout, grad_enabled, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
         recipe, dtype = ffn.recipe, x_TH.dtype
+        # Within this function gradients are off, and what needs one does so under torch.no_grad too.
+        backward = grad_enabled and any(ctx.needs_input_grad)
         fewest = ffn.fewest_tokens(x_TH.device)
         layer = _Layer(ffn.formula, recipe, None, _unflatten(layout, tensors), dtype)
         # The device has the weights to quantise while the host waits for the counts, if this rank's speak for all.
@@ -331,6 +333,8 @@ class _Function(torch.autograd.Function):
         x_PH = layer.quantized(x_PH)
         pre_PG, feed = layer.forward_gemm(x_PH, layer.ups, arrival), None
         del arrival
+        if not backward:
+            x_PH = None
         if ffn.formula.kind == "linear":
             h_PF = pre_PG.new_empty(0)
             if layer.up_bias_EG is not None:
@@ -338,9 +342,9 @@ class _Function(torch.autograd.Function):
             y_PH = pre_PG.float() * weight_P.unsqueeze(1)
             pre_PG = pre_PG.new_empty(0)
         else:
-            keep = recipe.quantize_gemm and recipe.preactivation == "mxfp8" and any(ctx.needs_input_grad)
+            keep = backward and recipe.quantize_gemm and recipe.preactivation == "mxfp8"
             h_PF, kept_PG = activate(pre_PG, weight_P, quantized=recipe.quantize_gemm, keep=keep, **layer.activation())
-            pre_PG = kept_PG if keep else pre_PG if any(ctx.needs_input_grad) else None
+            pre_PG = kept_PG if keep else pre_PG if backward else None
             if layer.down_bias_EH is None:
                 y_PH, feed = layer.last_gemm(h_PF, layer.down, ffn.transport)
             else:
@@ -362,7 +366,7 @@ class _Function(torch.autograd.Function):
         with torch.no_grad(), _without_autocast(g_TH.device.type):
             weights = _unflatten(layout, tensors)
             layer = _Layer(ffn.formula, recipe, plan, weights, dtype)
-            needs = _unflatten(layout, ctx.needs_input_grad[6:])
+            needs = _unflatten(layout, ctx.needs_input_grad[7:])
             # Whoever needs it or not: what one rank needs must not decide what all of them exchange.
             back = partial(ffn.transport.start_combine, plan, wire=_wire(recipe, recipe.dispatch_bwd), dtype=dtype,
                            phase="combine of the gradient")
@@ -380,8 +384,8 @@ class _Function(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             inputs = (g_TH, depends_on_x, weight_TK, *tensors)
             out = [g if g is None else _NoSecondDerivative.apply(g, *inputs) for g in out]
-        needed = (g if need else None for g, need in zip(out, ctx.needs_input_grad[4:], strict=True))
-        return None, None, None, _no_gradient(depends_on_x), *needed
+        needed = (g if need else None for g, need in zip(out, ctx.needs_input_grad[5:], strict=True))
+        return None, None, None, None, _no_gradient(depends_on_x), *needed
 
 
 def _no_gradient(x: torch.Tensor) -> torch.Tensor | None:

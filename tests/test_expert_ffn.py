@@ -388,3 +388,38 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
     y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
     y.backward(g)
     assert [text for text in seen if isinstance(text, str)] == ["combine: held", "combine of the gradient: gone"]
+    seen.clear()
+    with torch.no_grad():
+        ffn(x, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+    assert seen[1:] == ["combine: gone"]
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-128"])
+def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypatch, recipe_name):
+    experts, (x, ), _, (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
+    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    activate, seen = expert_ffn.activate, []
+
+    def watched(pre_PG, *args, keep, **keys):
+        seen.extend((keep, weakref.ref(pre_PG)))
+        return activate(pre_PG, *args, keep=keep, **keys)
+
+    class Watching(Collective):
+
+        def combine(self, *args, **keys):
+            seen[1] = seen[1]() is not None
+            return super().combine(*args, **keys)
+
+    monkeypatch.setattr(expert_ffn, "activate", watched)
+    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(experts))
+
+    def run():
+        seen.clear()
+        return ffn(x, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+
+    wanted = run()
+    assert seen == [recipe_name != "bf16", recipe_name == "bf16"]  # in MXFP8, or as it is
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(run(), wanted)
+        assert seen == [False, False]
