@@ -505,6 +505,18 @@ def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
         same(key, value, got[key])
 
 
+def elsewhere_by_default() -> None:
+    want = layer(Collective(torch.distributed.new_group(), "the oracle"), RECIPES["hp-128"])
+    with torch.device("meta"):
+        memory = new_memory()
+    for key, value in layer(nvlink(memory), RECIPES["hp-128"]).items():
+        same(key, want[key], value)
+
+
+def test_what_is_the_host_s_is_there_whatever_the_default_device(ranks2):
+    ranks2.run(elsewhere_by_default)
+
+
 def raised_inside() -> str | None:
     """Rank 1 runs out of memory between dispatch and combine."""
     memory, recipe = new_memory(), next(iter(RECIPES.values()))

@@ -79,7 +79,7 @@ class Collective(Transport):
         """The transport's one device-to-host read: the sizes of what follows."""
         if self.world_size == 1 or counts.device.type == "cpu":
             return counts.tolist()
-        on_host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
         on_host.copy_(counts, non_blocking=True)
         copied = get_accelerator().Event()
         copied.record()

@@ -88,9 +88,10 @@ class PeerMemory:
         pinned = self.device.type == "cuda"
         if pinned:  # for exchanges beside GEMMs: first where a multiprocessor becomes free
             self.side = get_accelerator().Stream(priority=-1)
-        self._failure = torch.zeros(8, dtype=torch.int32, pin_memory=pinned)
+        # The host's, whatever torch.set_default_device says.
+        self._failure = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._failed = self._failure.numpy()
-        self.host = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=pinned)
+        self.host = torch.zeros(1 << 16, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.host_words = self.host.numpy()
         self.extension.load()
         self.state = torch.zeros(self.extension.STATE_WORDS, dtype=torch.int32, device=self.device)
