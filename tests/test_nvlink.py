@@ -300,6 +300,22 @@ def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
     ranks2.run(refused)
 
 
+def nothing_to_move() -> None:
+    """An exchange of no rows, which needs no room in a half, yet the flags before them."""
+    case, memory = Case(tokens=(0, ) * 8, wire=MX32), new_memory()
+    exchange, want = nvlink(memory), expected(case, memory.group)
+    expert_TK, x_TH, weight_TK = want["inputs"]
+    plan = exchange.plan(expert_TK, case.local_experts)
+    with mock.patch.object(memory, "_provider", Refusing), pytest.raises(RuntimeError, match="none is left"):
+        memory.reserve(memory.half_bytes + 1, "a larger batch")
+    same("x", want["x"], exchange.dispatch(plan, x_TH, case.wire, weight_TK)[0])
+    cases.check(Case(), exchange)
+
+
+def test_an_exchange_of_nothing_after_memory_that_one_rank_lacks(ranks2):
+    ranks2.run(nothing_to_move)
+
+
 def counted_in_vain() -> None:
     """Memory runs out twice on every rank between a dispatch's count and its launch; then the staging grows."""
     exchange, plan, rest, want = planned()

@@ -140,7 +140,8 @@ class PeerMemory:
             each = ", ".join(f"rank {rank} {size} bytes for {what}"
                              for rank, (size, what) in zip(ranks_of(self.group), told, strict=True))
             raise RuntimeError(f"the ranks' staging is to grow differently: {each}; {SAME_CALLS}")
-        self.half_bytes, self._staging = 0, None  # until the new one is there
+        # Until the new one is there: room for nothing, not even for an exchange of no rows.
+        self.half_bytes, self._staging = -1, None
         header = self.extension.HALVES_AT
 
         def on_every_rank(step: Callable) -> Any:
