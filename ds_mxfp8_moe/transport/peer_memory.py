@@ -35,6 +35,7 @@ CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
 OWN_GEMM, OWN_PLACE = 1, 2  # kernels.h: details of a timeout
 KINDS = ("", "counts", "places", "dispatch", "combine", "few_dispatch", "few_combine")  # kernels.h, Kind
 HISTORY = 64  # exchanges whose names are remembered
+SIGNATURES = 4096  # whose Groups are kept: with a capacity, every number of tokens has signatures of its own
 
 # One staging serves all layers of a group. Keyed weakly: it goes when its process group goes.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
@@ -203,6 +204,8 @@ class PeerMemory:
         """The kernels' Group for exchanges of one signature; as long as `generation` stays."""
         group = self._groups.get(signature)
         if group is None:
+            if len(self._groups) >= SIGNATURES:
+                self._groups.clear()
             group = self._groups[signature] = self.extension.Group(self._template, signature=signature)
         return group
 
