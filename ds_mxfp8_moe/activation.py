@@ -127,7 +127,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
 
     Args:
         t_PF: the gradient of h / weight: bf16, fp16 or fp32.
-        kept: what `activate` kept; or pre_PG itself, with the bias if there was one.
+        kept: what `activate` kept, in which the bias is; or pre_PG as given to it, beside bias_EG and ends_E.
         plain, rows, columns: the forms of dpre wanted; see Gradients.
     """
     if kernels.fused(t_PF):
