@@ -343,6 +343,35 @@ def test_what_is_kept_does_not_grow_with_the_number_of_other_batches(ranks2):
     ranks2.run(in_case, ever_other_batches, capacity_factor=8.0)
 
 
+class FakeStream:
+
+    def __init__(self, number: int, seen: list):
+        self.number, self.seen = number, seen
+
+    def wait_stream(self, other) -> None:
+        self.seen.append((self.number, other.number))
+
+
+def on_streams(calls: list) -> list:
+    """Which stream waits for which, where an exchange begins on each of these; negative: in a capture."""
+    memory, seen, current = new_memory(), [], 0
+    memory.device = torch.device("cuda", 0)
+    with (mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: abs(current), create=True),
+          mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: current < 0),
+          mock.patch.object(torch.cuda, "current_stream", lambda device: FakeStream(abs(current), seen))):
+        for current in calls:
+            memory.begin(0, "an exchange")
+            assert memory.stream() == abs(current)
+    return seen
+
+
+@pytest.mark.parametrize("calls, wanted", [([1, 1], []), ([1, 2, 2, 1], [(2, 1), (1, 2)]), ([1, -2, -3, 1], []),
+                                           ([-2, 1, 2], [(2, 1)])], ids=str)
+def test_exchanges_on_several_streams_come_one_after_the_other(ranks2, calls, wanted):
+    """As they are launched: the emulator has one stream."""
+    assert ranks2.run(on_streams, calls) == [wanted, wanted]
+
+
 # ---------------------------------------------------------------- peers that fail
 
 

@@ -77,6 +77,7 @@ class PeerMemory:
         self.sent: tuple | None = None  # the exchange of which only the first half was launched: whose, and its name
         self._where: dict = {}
         self._first_epoch, self.state, self.side = first_epoch, None, None
+        self._last: tuple = (None, None)  # the stream of the last launch, as kernels take it, and as torch knows it
         self.multiprocessors = kernels.multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.serial = 0
         self.host_waits = 0
@@ -122,6 +123,7 @@ class PeerMemory:
         if (self.unchecked or self.captured) and self.device.type == "cuda":  # replays pass no host
             self.unchecked = False
             self.host_waits += 1
+            self.stream()
             done = get_accelerator().Event()
             done.record()
             wait_for_device(done, self.group, "the exchanges before an optimizer's step", self.seconds)
@@ -196,9 +198,18 @@ class PeerMemory:
         self._allocate(int(needed * SLACK), where)
 
     def stream(self) -> int:
-        """The current stream, as kernels are launched on it."""
+        """The current stream, as kernels are launched on it. What the group did on another one comes first: exchanges
+        share the staging and its state. Graphs are put in order by whoever replays them."""
+        if self.device.type != "cuda":
+            return 0
         # torch.cuda.current_stream makes an object of it: some 30 us of the host.
-        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else 0
+        raw, (last_raw, last) = torch._C._cuda_getCurrentRawStream(self.device.index), self._last
+        if raw != last_raw and not torch.cuda.is_current_stream_capturing():
+            current = torch.cuda.current_stream(self.device)
+            if last is not None:
+                current.wait_stream(last)
+            self._last = raw, current
+        return raw
 
     def group_for(self, signature: int):
         """The kernels' Group for exchanges of one signature; as long as `generation` stays."""
@@ -215,8 +226,9 @@ class PeerMemory:
                              "a time: receive it first")
 
     def advance(self, where: str) -> None:
-        """Counts an exchange that is about to be launched."""
+        """Counts an exchange that is about to be launched, on the current stream or on one that waits for it."""
         self._closed(where)
+        self.stream()
         self._where[self.epoch] = where
         self._where.pop(self.epoch - HISTORY, None)
         self.epoch = self.epoch + 1 & 0xFFFFFFFF

@@ -242,6 +242,30 @@ def test_beside_products_that_fill_the_gpu(pool):
     pool.run(under_load, 3, seconds=SECONDS)
 
 
+def on_two_streams() -> None:
+    """Rank 0 is late on the first stream; both exchanges are launched before that ends."""
+    case, exchange = Case(), nvlink()
+    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
+    plan = exchange.plan(expert_TK, case.local_experts)
+    both = x_TH, x_TH.roll(1, dims=0)
+    want = [exchange.dispatch(plan, x, case.wire, weight_TK)[0].cpu() for x in both]
+    torch.cuda.synchronize()
+    got = []
+    for i, x in enumerate(both):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            if i == 0 and dist.get_rank() == 0:
+                torch.cuda._sleep(100 * CYCLES_PER_MS)
+            got.append(exchange.dispatch(plan, x, case.wire, weight_TK)[0])
+    torch.cuda.synchronize()
+    memory().check()
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        same(f"rows {i}", a, b)
+
+
+def test_exchanges_on_several_streams_come_one_after_the_other(pool):
+    pool.run(on_two_streams, seconds=SECONDS)
+
+
 # ---------------------------------------------------------------- peers that fail
 
 
