@@ -21,7 +21,7 @@ from .experts import DTYPES, ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
-from .transport.deadline import in_time, published
+from .transport.deadline import in_time, meet, published
 from .transport.nvlink import NVLink
 from .watch import Watch
 
@@ -109,6 +109,8 @@ class MXFP8MOELayer(MOELayer):
 
     def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
+        if self.ep_size > 1 and not self.gate.drop_tokens:  # such a gate agrees with its peers on a capacity
+            meet(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8.name}")
         with _enough_tokens(self.gate, x_TH.shape[0]):
             l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.

@@ -470,16 +470,16 @@ def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
     assert ranks3.run(deadline_of_a_new_group) == [(seconds, DEADLINE, 0, seconds / 2)] * 3
 
 
-def layer_with_deadline():
+def layer_with_deadline(**keys):
     group_with_deadline()
-    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3)
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3, **keys)
     ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
     layer.set_deepspeed_parallelism()
     return layer
 
 
-def raise_in_the_front_door():
-    layer = layer_with_deadline()
+def raise_in_the_front_door(drop_tokens):
+    layer = layer_with_deadline(drop_tokens=drop_tokens)
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="the input has shape"):
             layer(torch.ones(4, 64))
@@ -487,11 +487,12 @@ def raise_in_the_front_door():
     return str(ends_in_time(layer, torch.ones(4, 32)))
 
 
-def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3):
-    zero, _, two = ranks3.run(raise_in_the_front_door)
+@pytest.mark.parametrize("drop_tokens, phase", [(True, "counts"), (False, "gate")])
+def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3, drop_tokens, phase):
+    zero, _, two = ranks3.run(raise_in_the_front_door, drop_tokens)
     for rank, text, other in ((0, zero, 2), (2, two, 0)):
-        assert f"rank {rank} waited in vain for its peers in 'counts' of (the model itself)" in text
-        assert f"rank {other} waited as well, in 'counts' of (the model itself)" in text
+        assert f"rank {rank} waited in vain for its peers in '{phase}' of (the model itself)" in text
+        assert f"rank {other} waited as well, in '{phase}' of (the model itself)" in text
         assert re.search(r"rank 1 did not come; .* s ago it raised ValueError: \(the model itself\): the input has "
                          r"shape \(4, 64\); expected a last axis of 32", text)
 

@@ -104,6 +104,16 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
         comm.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
 
 
+@torch.compiler.disable
+def meet(group: Any, device: torch.device, where: str) -> None:
+    """Before a collective that is not this package's and names nobody: on gloo, raises as `all_to_all` does where a
+    rank does not come, or is in another call."""
+    if device.type == "cpu":
+        with in_time(group, device, where):
+            nothing = (0, ) * dist.get_world_size(group=group)
+            _check_same_call(where, nothing, nothing, group)
+
+
 def _check_same_call(call: str, recv_splits: tuple, send_splits: tuple, group: Any) -> None:
     """Asks every rank what it is about to do; all of them raise where that does not fit together."""
     ranks = ranks_of(group)
