@@ -24,8 +24,8 @@ import deepspeed.comm as dist
 import torch
 
 from .ops.triton_kernels.library import nothing, operator
-from .transport.choose import choose
-from .transport.nvlink import ALIGNED, DTYPES, signature
+from .transport.choose import choose, why
+from .transport.nvlink import ALIGNED, DTYPES, NVLink, signature
 from .transport.peer_memory import PeerMemory
 
 SMS = 128  # nothing runs beside it
@@ -99,8 +99,10 @@ class AllToAll:
         for problem, given in problems.items():
             if given:
                 raise ValueError(f"AllToAll: {problem}")
-        memory = choose(group, "AllToAll", "nvlink").memory
-        return AllToAll(memory, max_num_tokens, num_experts, experts_per_token, hidden_dim,
+        transport = choose(group, "AllToAll")
+        if not isinstance(transport, NVLink):
+            raise RuntimeError(f"AllToAll is for ranks whose GPUs reach each other's memory; here {why(group)}")
+        return AllToAll(transport.memory, max_num_tokens, num_experts, experts_per_token, hidden_dim,
                         hidden_dim_bytes, hidden_dim_scale_bytes)
 
     def dispatch(self, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,

@@ -180,10 +180,15 @@ def _section(config) -> MXFP8MoEConfig:
     if config is None:
         return MXFP8MoEConfig()
     if isinstance(config, dict) and SECTION not in config:
-        return parse({SECTION: config})
+        # No key of the section takes an object: what holds some, and no such key, is a whole config.
+        if MXFP8MoEConfig.model_fields.keys() & config or not any(isinstance(v, dict) for v in config.values()):
+            return parse({SECTION: config})
     settings = parse(config)
-    if not settings.model_fields_set and not isinstance(config, (dict, MXFP8MoEConfig)):
-        raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
+    given = isinstance(config, MXFP8MoEConfig) or (
+        SECTION in config if isinstance(config, dict) else settings.model_fields_set)
+    if not given:
+        name = "the config" if isinstance(config, dict) else config
+        raise ConfigError(f'{name} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
                           "give no config to convert in the default recipe")
     return settings
 

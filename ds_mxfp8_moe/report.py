@@ -204,6 +204,8 @@ def _origin(config: MXFP8MoEConfig, key: str, device_type: str, capability: tupl
         return "chosen: the first that is available, where the ranks of a layer share a host"
     if key == "nvlink_sms":
         return "chosen by a model of the links"
+    if key == "min_tokens_per_expert":
+        return "chosen for each layer, by its shape, recipe and device"
     if key == "capacity_factor":
         return "default: exact, any routing fits"
     if config.recipe == "bf16" and key in (*WIRE_KEYS, "preactivation_dtype"):

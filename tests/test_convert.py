@@ -61,6 +61,8 @@ def test_says_what_finds_no_layer(capsys, tmp_path):
     path.write_text('{"train_micro_batch_size_per_gpu": 1}')
     with pytest.raises(ConfigError, match='has no section "mxfp8_moe"'):
         convert(Model(), str(path))
+    with pytest.raises(ConfigError, match='the config has no section "mxfp8_moe"'):
+        convert(Model(), {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
 
 
 def test_says_below_how_many_tokens_a_layer_runs_bf16(monkeypatch):
@@ -128,6 +130,8 @@ def test_wrong_section_is_an_error_that_changes_nothing():
         convert(model, {"receipt": "mxfp8"})
     with pytest.raises(ConfigError, match='unknown key "1"'):
         convert(model, {1: "mxfp8"})
+    with pytest.raises(ConfigError, match='"recipe" is {"fwd": "mxfp8"}, which is not valid'):
+        convert(model, {"recipe": {"fwd": "mxfp8"}})
     assert type(model.blocks[0].moe) is PlainMoE
 
 

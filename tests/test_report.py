@@ -117,6 +117,7 @@ def test_report_on_this_machine(capsys):
         'recipe ................... "mxfp8_wgrad_with_hp" (default)',
         "scale_block_size ......... 32 (chosen for cpu",
         'transport ................ "collective" (chosen',
+        "min_tokens_per_expert .... null (chosen for each layer",
         "extension op report",
         f"torch .................... {torch.__version__}",
     ):

@@ -79,6 +79,11 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
     return Collective(group, name)
 
 
+def why(group: Any) -> str:
+    """The reason of what `choose` came to for this group."""
+    return _OF_GROUP[group].reason
+
+
 def _settle(group: Any, name: str) -> Verdict:
     """Each step asks all ranks, so that none begins a step that another cannot follow."""
     reason = _plain_obstacle(dist.get_world_size(group=group))
