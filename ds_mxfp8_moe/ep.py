@@ -53,9 +53,11 @@ def check_rows(name: str, x: torch.Tensor) -> None:
 def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str) -> None:
     """Raises a ValueError unless num_tokens_per_expert are integers [size]; none negative, where they lie on the CPU:
     looking would stop another device."""
-    if counts.shape != (size, ) or counts.dtype not in INTEGERS:
-        raise ValueError(f"{name}: num_tokens_per_expert must be integers [{size}], {meaning}; got {counts.dtype} "
-                         f"{list(counts.shape)}")
+    plain = isinstance(counts, torch.Tensor)
+    if not plain or counts.shape != (size, ) or counts.dtype not in INTEGERS:
+        given = f"{counts.dtype} {list(counts.shape)}" if plain else f"the {type(counts).__name__} {counts}"
+        raise ValueError(f"{name}: num_tokens_per_expert must be a tensor of integers [{size}], {meaning}; got "
+                         f"{given}")
     if counts.device.type == "cpu" and (counts < 0).any():
         raise ValueError(f"{name}: num_tokens_per_expert is {counts.tolist()}; expected 0 or more rows each")
 

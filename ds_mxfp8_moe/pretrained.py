@@ -51,6 +51,8 @@ def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwa
     if dist.get_rank() == 0:
         try:
             _complete(state, skeleton)
+            if os.path.isfile(directory):  # transformers would say so and write nothing
+                raise NotADirectoryError("expected a folder, or a path where none is yet; this is a file")
             skeleton.save_pretrained(directory, state_dict=state, **kwargs)
         except Exception as error:  # the others wait for rank 0, so all of them have to hear of it
             outcome = [f"{type(error).__name__}: {error}"]

@@ -212,10 +212,13 @@ def _eager(*args) -> torch.Tensor:
     return _ScaledGroupedMM.apply(*args)
 
 
-def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
+def _check(A, B_t, offs, bias, out_dtype, kernel_preference, block_size, scaling_mode) -> None:
     if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
         raise ValueError(f"block_size {block_size!r} and scale_calculation_mode {scaling_mode!r} were given; expected "
                          f"one of {BLOCK_SIZES} and one of {SCALING_MODES}")
+    if kernel_preference not in list(KernelPreference):
+        raise ValueError(f"kernel_preference is {kernel_preference!r}, expected one of "
+                         f"{[preference.value for preference in KernelPreference]}")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if A.dim() != 2 or B_t.dim() != 3 or A.shape[1] != B_t.shape[1]:
@@ -229,9 +232,10 @@ def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
     if isinstance(A, MXTensor) and (A.tiled or A.block_size != block_size):
         raise ValueError(f"A has blocks of {A.block_size}{' in tiles' if A.tiled else ''}, but block_size is "
                          f"{block_size}: leave block_size out to take A's")
-    if offs is None or offs.dtype != torch.int32 or offs.shape != B_t.shape[:1]:
-        given = "None" if offs is None else f"{offs.dtype} {tuple(offs.shape)}"
-        raise ValueError(f"offs must be int32 [{B_t.shape[0]}], the end of each group's rows, got {given}")
+    ends = isinstance(offs, torch.Tensor)
+    if not ends or offs.dtype != torch.int32 or offs.shape != B_t.shape[:1]:
+        given = f"{offs.dtype} {tuple(offs.shape)}" if ends else offs
+        raise ValueError(f"offs must be an int32 tensor [{B_t.shape[0]}], the end of each group's rows, got {given}")
     # Looking would stop another device, and break torch.compile's graph.
     if offs.device.type == "cpu" and offs.numel() and not torch.compiler.is_compiling():
         if offs[0] < 0 or offs[-1] > A.shape[0] or (offs.diff() < 0).any():
@@ -273,7 +277,7 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
     """
     if block_size is None:
         block_size = A.block_size if isinstance(A, MXTensor) else 32
-    _check(A, B_t, offs, bias, out_dtype, block_size, scale_calculation_mode)
+    _check(A, B_t, offs, bias, out_dtype, kernel_preference, block_size, scale_calculation_mode)
     how = (out_dtype, block_size, ScaleCalculationMode(scale_calculation_mode).value, wgrad_with_hp,
            KernelPreference(kernel_preference) is KernelPreference.EMULATED)
     if torch.compiler.is_compiling() and not isinstance(A, MXTensor):

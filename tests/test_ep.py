@@ -359,6 +359,7 @@ def test_permute_rejects_what_does_not_fit():
     for given, ranks, experts, multiple, text in (
             (counts, 2, 4, 32, "integers \\[8\\]"), (counts, 2, 3, 0, "group_size_multiple_of must be at least 1"),
             (counts, -2, -3, 32, "ep_degree must be at least 1"), (counts.float(), 2, 3, 32, "got torch.float32"),
+            (counts.tolist(), 2, 3, 32, "got the list \\[3, 0, 1, 2, 0, 4\\]"),
             (counts.bool(), 2, 3, 32, "got torch.bool"), (counts - 1, 2, 3, 32, "-1, 3\\]; expected 0 or more"),
             (counts + 1, 2, 3, 32, "sum to 16, but there are 10 rows"),
             (counts.to("meta"), 2, 3, 32, "on one device")):

@@ -166,6 +166,8 @@ def no_room(directory):
     engine = build("qwen3_moe", {"enabled": True}, 1, 2)
     with pytest.raises(RuntimeError, match="could not be saved to .*: "):
         save_pretrained(engine, directory / "file" / "below")
+    with pytest.raises(RuntimeError, match="NotADirectoryError"):  # transformers would log a line and go on
+        save_pretrained(engine, directory / "file")
     with pytest.raises(TypeError, match="this is a Qwen3MoeForCausalLM over a "):
         save_pretrained(engine.module, directory)
     plain = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1})[0]

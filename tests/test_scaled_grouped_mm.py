@@ -237,6 +237,7 @@ def offs(*ends, dtype=torch.int32):
     (ValueError, "end of each group", dict(offs=None)),
     (ValueError, "end of each group", dict(offs=offs(10, 20, dtype=torch.int64))),
     (ValueError, "end of each group", dict(offs=offs(10, 20, 30))),
+    (ValueError, r"end of each group's rows, got \[10, 64\]", dict(offs=[10, 64])),
     (ValueError, "must ascend", dict(offs=offs(20, 10))),
     (ValueError, "must ascend", dict(offs=offs(20, 65))),
     (ValueError, r"expected A \[M, K\]", dict(A=torch.zeros(64, 32))),
@@ -249,7 +250,7 @@ def offs(*ends, dtype=torch.int32):
     (ValueError, "leave block_size out", dict(A=quantize(torch.zeros(64, 64)), block_size=128)),
     (ValueError, "block_size 64", dict(block_size=64)),
     (ValueError, "'even'", dict(scale_calculation_mode="even")),
-    (ValueError, "fastest", dict(kernel_preference="fastest")),
+    (ValueError, "'fastest', expected one of .'auto', 'emulated'", dict(kernel_preference="fastest")),
     (TypeError, "out_dtype", dict(out_dtype=torch.int8)),
     (ValueError, "bias must be", dict(bias=torch.zeros(5))),
 ])
