@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 SECTION = "mxfp8_moe"
 WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
+NVLINK_KEYS = ("nvlink_sms", "capacity_factor")
 
 Dtype = Literal["mxfp8", "bf16"]
 
@@ -118,7 +119,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
 
     def _contradictions(self) -> list[str]:
         """Keys that are each valid but cannot both hold. Defaults give way to the recipe; written values do not."""
-        of_nvlink = [key for key in ("nvlink_sms", "capacity_factor") if getattr(self, key) is not None]
+        of_nvlink = [key for key in NVLINK_KEYS if getattr(self, key) is not None]
         problems = [f'"{key}" is the nvlink transport\'s, but "transport" is "collective": leave one of the two out'
                     for key in of_nvlink if self.transport == "collective"]
         written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from .config import WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
+from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .kernels import mxfp8_gemms
 from .mx import BLOCK_SIZES
 from .ops import op_builder
@@ -179,7 +179,10 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[Transport]) -> list
     lines = []
     for key in type(config).model_fields:
         value = chosen.get(key, getattr(config, key))
-        lines.append((key, f"{json.dumps(value)} ({_origin(config, key, device_type, capability)})"))
+        origin = _origin(config, key, device_type, capability)
+        if key in NVLINK_KEYS and origin == "given" and "nvlink" not in usable:
+            origin += "; without effect: nvlink's, which cannot be used here"
+        lines.append((key, f"{json.dumps(value)} ({origin})"))
     return lines
 
 

@@ -178,6 +178,11 @@ def test_a_transport_that_is_not_there(tmp_path, capsys):
     path.write_text('{"mxfp8_moe": {"enabled": true, "transport": "nvlink"}}')
     assert report.main([str(path)]) == 1
     assert '[FAIL] "transport" is "nvlink", which cannot be used here:' in capsys.readouterr().out
+    path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5}}')
+    assert report.main([str(path)]) == 0  # training goes on without it, and says so
+    text = capsys.readouterr().out
+    assert "capacity_factor .......... 1.5 (given; without effect: nvlink's, which cannot be used here)" in text
+    assert "nvlink_sms ............... null (chosen by a model of the links)" in text
 
 
 @pytest.mark.parametrize(
