@@ -41,4 +41,4 @@ def test_both_transports_train_alike(pair, layout, recipe):
         assert records == again and all(torch.equal(moved[name], moved_again[name]) for name in moved)
         assert [loss for loss, _ in records] == pytest.approx([loss for loss, _ in expected], rel=0.01)
         whole = sqnr_db(*(torch.cat([x.float().flatten() for x in by_name.values()]) for by_name in (wanted, moved)))
-        assert whole > (20 if recipe == "bf16" else 12), f"{whole:.1f} dB over all parameters"
+        assert whole > (15 if recipe == "bf16" else 12), f"{whole:.1f} dB over all parameters"
