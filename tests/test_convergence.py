@@ -145,7 +145,7 @@ def test_the_state_lies_outside_of_the_repository():
         arguments(ROOT / "runs")
 
 
-def test_as_many_runs_side_by_side_as_there_are_places(tmp_path):
+def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, capsys):
     """Each run stands for a process that takes a second; the third of them fails."""
     events = []
 
@@ -178,6 +178,7 @@ def test_as_many_runs_side_by_side_as_there_are_places(tmp_path):
         events.clear()
         args.seconds = 0.0
         assert convergence.work(convergence.plan(args), args) and not events
+        assert "--seconds 0 is too short: a run is begun if 100 s are left" in capsys.readouterr().err
 
 
 def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys):
@@ -185,7 +186,7 @@ def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys)
     def row(seed):
         curve = dict.fromkeys(("100", "200"), 1.5)
         return {"case": {"size": "tiny", "parameters": 1e6, "steps": 200, "tokens_per_step": 64, "expert_parallel": 2,
-                         "ranks": 2, "data_sha256": "ab" * 8, "seed": seed},
+                         "ranks": 2, "heldout_windows": 128, "data_sha256": "ab" * 8, "seed": seed},
                 "contender": "bf16", "heldout_loss": 1.5 + seed, "correct": True,
                 "curves": dict.fromkeys(("loss", "grad_norm", "busiest_expert", "entropy", "heldout_loss"), curve)
                 | {"sqnr_db": {}, "heldout_loss_bf16": {}}}
@@ -213,8 +214,20 @@ def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys)
     result = show.read(out)
     assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5] and result["commit"] == "older"
     sys.argv[-1] = "300"
-    with pytest.raises(SystemExit, match="has runs of {'steps': 200, .* and these are of {'steps': 300"):
+    with pytest.raises(SystemExit, match="known.json has runs of {'steps': 200, .* and these are of {'steps': 300"):
         convergence.main()
+    # Nor are those that have ended under --state taken for what they are not.
+    monkeypatch.setattr(convergence, "known_rows", lambda _: ({}, None))
+    (state / "tiny-bf16-1/summary.json").write_text(json.dumps(row(1)))
+    with pytest.raises(SystemExit, match="state has runs of {'steps': 200, .*: name another --state"):
+        convergence.main()
+
+
+def test_a_state_keeps_to_its_data(tmp_path):
+    (tmp_path / "tokens.json").write_text('{"source": "stdlib"}')
+    convergence.store_tokens("stdlib", tmp_path)
+    with pytest.raises(SystemExit, match="has the tokens of --data stdlib, not of pydoc"):
+        convergence.store_tokens("pydoc", tmp_path)
 
 
 def test_tables_and_plot(tmp_path, capsys):
@@ -246,3 +259,7 @@ def test_tables_and_plot(tmp_path, capsys):
     results_file.write("convergence", rows[:2] + rows[6:7], path, of_commit="abc")
     show.show(path)
     assert "ABOVE, but of 2 seeds" in capsys.readouterr().out
+    # Too short to say anything of what comes after the warm-up.
+    rows[0]["curves"] |= dict.fromkeys(("loss", "grad_norm", "busiest_expert", "entropy"), {"100": 1.5})
+    results_file.write("convergence", rows[:1], path, of_commit="abc")
+    assert show.show(path)

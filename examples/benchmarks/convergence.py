@@ -138,6 +138,9 @@ def store_tokens(source: str, folder: Path) -> None:
     The hash of a text says whether it is held out, so a copy of it is on the same side, and copies are left out.
     """
     if (folder / "tokens.json").exists():
+        there = json.loads((folder / "tokens.json").read_text())["source"]
+        if there != source:
+            sys.exit(f"--state {folder} has the tokens of --data {there}, not of {source}: name another --state")
         return
     parts: dict[str, list] = {"training": [], "heldout": []}
     seen, whole = set(), hashlib.sha256()
@@ -397,18 +400,23 @@ def say(line: str) -> None:
     print(f"{time.time() - STARTED:5.0f} s  {line}", file=sys.stderr, flush=True)
 
 
+def check_alike(case: dict, args: argparse.Namespace, where: str, instead: str) -> None:
+    """Exits where a run that has ended, by its case, is of other runs than these arguments ask for."""
+    asked = {"steps": args.steps, "ranks": args.ranks, "heldout_windows": args.heldout_windows,
+             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
+    given = {key: case.get(key) for key in asked}
+    if given != asked:
+        sys.exit(f"{where} has runs of {given}, and these are of {asked}: {instead}")
+
+
 def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], str | None]:
     """The rows of --known by their runs, and its commit; nothing without it. Exits where they are of other runs than
     these arguments ask for."""
     if args.known is None:
         return {}, None
     result = show.read(args.known)
-    asked = {"steps": args.steps, "ranks": args.ranks,
-             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
     for row in result["rows"]:
-        given = {key: row["case"].get(key) for key in asked}
-        if given != asked:
-            sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked}: leave it out")
+        check_alike(row["case"], args, f"--known {args.known}", "leave it out")
     return {Run(row["case"]["size"], row["contender"], row["case"]["seed"]): row
             for row in result["rows"]}, result["commit"]
 
@@ -418,6 +426,8 @@ def work(runs: Iterable[Run], args: argparse.Namespace) -> bool:
     end = STARTED + args.seconds
     until = end - ENDING_S
     waiting = [run for run in runs if not finished(run, args)]
+    if waiting and time.time() >= until - SHORTEST_S:
+        say(f"--seconds {args.seconds:.0f} is too short: a run is begun if {SHORTEST_S + ENDING_S} s are left")
     free, running, good = places(args), {}, True
     while running or waiting and time.time() < until - SHORTEST_S:
         while free and waiting and time.time() < until - SHORTEST_S:
@@ -472,6 +482,10 @@ def main() -> None:
         store_tokens(args.data, args.state)
         known, known_commit = known_rows(args)
         runs = plan(args)
+        for run in runs:
+            if finished(run, args):
+                case = json.loads((args.state / run.name / "summary.json").read_text())["case"]
+                check_alike(case, args, f"--state {args.state}", "name another --state")
         good = work([run for run in runs if run not in known], args)
         rows = known | {run: row(args.state / run.name) for run in runs if run not in known and finished(run, args)}
         left = len(set(runs) - set(rows))

@@ -46,7 +46,7 @@ def _training_table(recipes: dict[str, list[dict]]) -> str:
         spans = [" to ".join(f"{mean(seed[step][what] for seed in noise):.1f}" for step in (first, final))
                  for what in SQNR for first, final in [(list(noise[0])[0], list(noise[0])[-1])]] if noise else []
         lines.append([recipe, *(median(values[-tenth:]) for values in all_steps.values()),
-                      max(all_steps["grad_norm"][tenth:]), *spans])
+                      max(all_steps["grad_norm"][tenth:], default=None), *spans])
     return tabulate(lines, ["recipe", "training\nloss", "gradient\nnorm", "busiest\nexpert", "entropy",
                             "largest norm\nafter warm-up", *(f"{name}\ndB" for name in SQNR.values())],
                     floatfmt=("", ".4f", ".3f", ".1%", ".4f", ".3f"))
