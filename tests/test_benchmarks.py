@@ -102,6 +102,32 @@ def test_without_a_gpu_cases_are_tiny_and_the_result_file_must_be_named(monkeypa
     assert (args.cases, args.jobs, args.out) == ("full", 8, None)
 
 
+def test_names_that_no_result_file_can_have_are_refused_at_the_start(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for out, told in ((tmp_path, "expected the name of a JSON file"), (tmp_path / "x.png", "its plot goes beside it"),
+                      (tmp_path / "file/folder/x.json", "file is no folder")):
+        with pytest.raises(SystemExit):
+            results_file.parse(options.parser(""), ["--out", str(out)])
+        assert told in capsys.readouterr().err.splitlines()[-1]
+    results_file.parse(options.parser(""), ["--out", str(tmp_path / "folder/x.json")])
+
+
+def test_a_write_that_is_cut_short_leaves_the_rows_of_before(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    results_file.write("quantize", [{"correct": True}], path, of_commit="abc")
+    before = path.read_text()
+
+    def cut_short(file, text):
+        with file.open("w") as opened:
+            opened.write(text[:9])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(OSError, match="no space"):
+        results_file.write("quantize", [{"correct": True}] * 2, path, of_commit="abc")
+    assert path.read_text() == before
+
+
 def test_parts_of_the_warm_up_cover_everything_once():
     items, args = list(range(7)), SimpleNamespace(jobs=3)
     parts = [options.part(items, SimpleNamespace(jobs=args.jobs, warm_up=part)) for part in range(3)]

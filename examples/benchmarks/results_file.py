@@ -23,7 +23,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
           unwritten: tuple[str, ...] = ("show", )) -> argparse.Namespace:
-    """A benchmark's arguments; without a GPU, --out is required.
+    """A benchmark's arguments; without a GPU, --out is required. A name that no result file can have is refused before
+    anything is measured.
 
     Args:
         unwritten: the options with which no result file is written.
@@ -32,6 +33,11 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
     if not on_gpu() and not args.out and all(getattr(args, name) is None for name in unwritten):
         parser.error("name the result file with --out: there is no GPU here, and the files under "
                      "examples/benchmarks/results are a GPU's")
+    if args.out and (args.out.suffix == ".png" or args.out.is_dir()):
+        parser.error(f"--out {args.out}: expected the name of a JSON file; its plot goes beside it")
+    above = next((one for one in args.out.absolute().parents if one.exists()), None) if args.out else None
+    if above and not above.is_dir():
+        parser.error(f"--out {args.out}: {above} is no folder")
     return args
 
 
@@ -79,5 +85,8 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(result, indent=1)[:-2]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)  # one line a row
-    path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    # Whatever ends this process meanwhile, the rows of before are not lost.
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    unfinished.replace(path)
 
