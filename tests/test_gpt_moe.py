@@ -4,6 +4,7 @@
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
 
 import data  # noqa: E402
+import finetune  # noqa: E402
+import plot  # noqa: E402
 import train  # noqa: E402
 
 MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
@@ -121,12 +124,15 @@ def test_training_writes_log_summary_and_plot(base):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_resume_repeats_the_uninterrupted_run(base, folder, ranks2):
+def test_resume_repeats_the_uninterrupted_run(base, folder, ranks2, tmp_path):
     out, _, losses = base
     (_, resumed), _ = ranks2.run(run_training, str(folder), "zero2", "--model", str(folder / "gpt.yaml"), "--steps",
                                  "4", "--load_dir", str(out), "--load_tag", "step_2", "--save_dir",
                                  str(folder / "resumed"))
     assert resumed == {step: losses[step] for step in (3, 4)}
+    with mock.patch.object(plot.plt.Axes, "plot", autospec=True, side_effect=plot.plt.Axes.plot) as drawn:
+        plot.plot_losses({"resumed": folder / "resumed"}, tmp_path / "loss.png")
+    assert [call.args[1] for call in drawn.call_args_list] == [[3, 4], [2, 4]]  # losses; held-out, before and after
     # The last step done once more, in the folder of the run itself: no step is logged twice.
     again = ("--model", str(folder / "gpt.yaml"), "--load_dir", str(out), "--load_tag", "step_2")
     assert "already made 2" in ranks2.run(refused, str(folder), *again, "--steps", "2")[0]
@@ -162,6 +168,9 @@ def test_a_log_is_cut_at_the_step_that_a_run_goes_on_from(tmp_path):
     (["--load_dir", "none", "--load_tag", "step_3"], "no checkpoint step_3 there"),
     (["--finetune"], "need --load_dir"), (["--load_tag", "step_3"], "need --load_dir"),
     (["--heldout_data", "none"], "--heldout_data 'none': expected stdlib"),
+    (["--hf_model", "none.yaml"], "--hf_model: there is no file none.yaml"),
+    (["--save_dir", __file__], "test_gpt_moe.py is no folder"),
+    (["--hf_model", "name", "--save_pretrained", __file__], "test_gpt_moe.py is no folder"),
     (["--data", "none"], "--data 'none': expected stdlib")])
 def test_odd_arguments_end_in_one_line(capsys, arguments, told):
     with pytest.raises(SystemExit):
@@ -196,12 +205,33 @@ def test_a_cpu_without_bf16_trains_in_float32(monkeypatch, tmp_path):
 @pytest.mark.parametrize("sizes, arguments, told", [
     ("{hidden: 32}", (), "unexpected keyword argument 'hidden'"), ("tiny", (), "must be a mapping"),
     (MODEL.replace("num_experts", "experts"), (), "'num_experts'; expected"),
+    ("{hidden_size: [}", (), "expected the node content"),
+    (MODEL.replace("k: 2", "top: 2"), (), "unexpected keyword argument 'top'; expected"),
+    (MODEL.replace("num_heads: 2", "num_heads: 3"), (), "hidden_size 32 is no multiple of twice the 3 heads"),
     (MODEL, ("--ep_size", "3"), "--ep_size 3: expected a divisor of the 4 experts and of the 2 ranks")])
 def test_a_model_that_cannot_be_built_ends_in_one_line(ranks2, tmp_path, sizes, arguments, told):
     (tmp_path / "model.yaml").write_text(sizes)
     (tmp_path / "text").write_text("text")
     found = ranks2.run(refused, str(tmp_path), "--model", str(tmp_path / "model.yaml"), *arguments)
     assert all(told in text and "\n" not in text for text in found)
+
+
+@pytest.mark.parametrize("text, told", [
+    (QWEN.replace("model_type: qwen3_moe, ", ""), "missing 1 required positional argument: 'model_type'; expected"),
+    (QWEN.replace("qwen3_moe", "qwen333"), "Unrecognized model identifier: qwen333"), ("{a: [}", "with model_type")])
+def test_a_hugging_face_config_that_is_none_ends_in_one_line(tmp_path, text, told):
+    (tmp_path / "model.yaml").write_text(text)
+    with pytest.raises(SystemExit, match=told) as ended:
+        train.models.build_hf(str(tmp_path / "model.yaml"), 1, False)
+    assert "\n" not in ended.value.code
+
+
+@pytest.mark.parametrize("text, told", [("text", "at least 8193 are needed"),
+                                        ("text" * 2049, "do not fill one window of 9999")])
+def test_too_little_text_ends_in_one_line(tmp_path, text, told):
+    (tmp_path / "text").write_text(text)
+    with pytest.raises(SystemExit, match=f"^--data .*text.*: .*{told}"):
+        train.load_data(train.parse_args(["--data", str(tmp_path / "text")]), 9999)
 
 
 @pytest.mark.parametrize("config, dtype", [("zero2", torch.bfloat16), ("zero1_mxfp8", torch.bfloat16),
@@ -218,6 +248,18 @@ def test_finetuning_starts_from_the_weights_of_the_base(base, folder, ranks2, tm
     assert list(losses) == [1, 2]
     assert summary["heldout_before"] == pytest.approx(trained["heldout"], rel=5e-3 if "mxfp8" in config else 1e-6)
     assert summary["heldout"] < trained["heldout"]
+
+
+def test_a_resumed_run_logs_the_expert_load_of_its_own_steps(folder, ranks2):
+    loads = {}
+    for name, more in (("whole", ("--save_every", "2")), ("rest", ("--load_dir", str(folder / "loads_whole"),
+                                                                   "--load_tag", "step_2"))):
+        out = folder / f"loads_{name}"
+        ranks2.run(run_training, str(folder), "autoep_zero2", "--hf_model", str(folder / "qwen.yaml"), "--seq_len",
+                   "32", "--steps", "3", "--float32", "--save_dir", str(out), *more)
+        rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        loads[name] = {row["step"]: row["expert_load"] for row in rows}
+    assert loads["rest"] == {3: loads["whole"][3]}
 
 
 @pytest.mark.parametrize("config, arguments", [("autoep_zero2", ()), ("autoep_zero3_mxfp8", ()),
@@ -277,6 +319,19 @@ def test_a_model_given_by_name_reads_text_by_its_own_tokenizer(folder, monkeypat
         stream = train.load_data(args, 16)[0].stream
         assert (stream == 7).all() == (model == "someone/model")
     assert asked == ["someone/model"]
+
+
+def test_a_run_leaves_no_shared_memory_behind_however_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(finetune, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(finetune, "free_port", lambda: 4711)
+    other = tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
+    other.touch()
+    with pytest.raises(KeyboardInterrupt), finetune.train_command(Path("x.json"), tmp_path) as (command, _):
+        assert command[command.index("--master_port") + 1] == "4711"
+        for rank in range(2):
+            (tmp_path / f"deepspeed_allreduce_buffer_0_127.0.0.1_4711_{rank}").touch()
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_ds_configs_differ_in_the_section_alone():

@@ -6,12 +6,15 @@ The two finetunings differ in the section "mxfp8_moe" of their DeepSpeed config 
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -23,6 +26,7 @@ from plot import plot_losses
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
 CPU_RANKS = 2
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,28 +50,38 @@ def ranks() -> int:
     return CPU_RANKS if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
-def train_command(config: Path, save_dir: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs train.py on all ranks, and its environment."""
+@contextlib.contextmanager
+def train_command(config: Path, save_dir: Path, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The command that runs train.py on all ranks, and its environment; to be run within."""
     programs = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}  # ninja is beside python
     if get_accelerator().device_name() == "cpu":
         threads = max(1, (os.cpu_count() or 1) // ranks())
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
-    command = [str(programs / "deepspeed"), "--num_gpus", str(ranks()), "--master_port", str(free_port()),
+    port = free_port()
+    command = [str(programs / "deepspeed"), "--num_gpus", str(ranks()), "--master_port", str(port),
                "--log_level", "warning", str(HERE / "train.py"), "--deepspeed_config", str(config), "--save_dir",
                str(save_dir), *arguments]
-    return command, environment
+    try:
+        yield command, environment
+    finally:
+        # DeepSpeed's CPU all-reduce leaves 66 MiB of shared memory behind for every rank, and the next run, on another
+        # port, as much again.
+        for leftover in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            leftover.unlink()
 
 
 def launch(name: str, config: str, args, *arguments: str) -> dict:
     """Runs train.py on all ranks into args.out / name; returns its summary with the run's wall time in seconds."""
     on_cpu = get_accelerator().device_name() == "cpu"
     model = args.model or CONFIGS / "models" / ("gpt_tiny.yaml" if on_cpu else "gpt_small.yaml")
-    command, environment = train_command(CONFIGS / "ds" / config, args.out / name, "--model", str(model), "--seed",
-                                         str(args.seed), *arguments)
-    print(f"\n== {name}: {' '.join(command)}", flush=True)
     start = time.perf_counter()
-    subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
+    with train_command(CONFIGS / "ds" / config, args.out / name, "--model", str(model), "--seed", str(args.seed),
+                       *arguments) as (command, environment):
+        print(f"\n== {name}: {shlex.join(command)}", flush=True)
+        done = subprocess.run(command, env=environment, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit(f"the run {name} failed: see above")
     summary = json.loads((args.out / name / "summary.json").read_text())
     return summary | {"seconds": time.perf_counter() - start}
 

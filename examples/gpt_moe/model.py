@@ -5,6 +5,7 @@ Both kinds are called as `model(input_ids=...)` and return an object with `.logi
 a scalar summed over the MoE layers (the caller multiplies it by its coefficient).
 """
 
+import inspect
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -144,6 +145,14 @@ def initialize_weights(model: GPT, seed: int, rank: int) -> None:
             parameter.normal_(0.0, std, generator=local if is_moe_param(parameter) else shared)
 
 
+def is_yaml(name_or_path: str) -> bool:
+    return Path(name_or_path).suffix in (".yaml", ".yml")
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
 def expert_parallel_size(num_experts: int) -> int:
     """The largest expert-parallel size that divides both the experts and the ranks."""
     return math.gcd(num_experts, dist.get_world_size())
@@ -156,8 +165,11 @@ def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointi
     try:
         config = GPTConfig(**yaml.safe_load(path.read_text()))
         experts = config.moe["num_experts"]
-    except (TypeError, KeyError) as error:
-        sys.exit(f"--model {path}: {error}; expected the fields of GPTConfig, with num_experts in moe")
+        inspect.signature(MoE).bind(config.hidden_size, None, ep_size=1, **config.moe)
+        if config.hidden_size % (2 * config.num_heads):
+            raise ValueError(f"hidden_size {config.hidden_size} is no multiple of twice the {config.num_heads} heads")
+    except (TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        sys.exit(f"--model {path}: {_in_a_line(error)}; expected the fields of GPTConfig, with num_experts in moe")
     config = replace(config, seq_len=max(seq_len or 0, config.seq_len))
     ep_size = ep_size or expert_parallel_size(experts)
     if experts % ep_size or dist.get_world_size() % ep_size:
@@ -178,8 +190,12 @@ def build_hf(name_or_path: str, seed: int, activation_checkpointing: bool) -> nn
     path = Path(name_or_path)
     torch.manual_seed(seed)
     config = None
-    if path.suffix in (".yaml", ".yml"):
-        config = AutoConfig.for_model(**yaml.safe_load(path.read_text()))
+    if is_yaml(name_or_path):
+        try:
+            config = AutoConfig.for_model(**yaml.safe_load(path.read_text()))
+        except (TypeError, ValueError, yaml.YAMLError) as error:
+            sys.exit(f"--hf_model {path}: {_in_a_line(error)}; expected the arguments of a transformers config, with "
+                     "model_type")
     elif path.is_dir() and not any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
         config = AutoConfig.from_pretrained(path)
     if config:

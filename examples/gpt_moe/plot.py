@@ -12,15 +12,16 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 
 def plot_losses(runs: dict[str, Path], target: Path) -> Path:
-    """Draws the training loss of each run folder over its steps, and its held-out loss before and after as points."""
+    """Draws the training loss of each run folder over its steps, and its held-out loss before and after as points:
+    before is where the run began or was last resumed."""
     figure, axes = plt.subplots(figsize=(8, 5))
     styles = itertools.cycle(("-", "-", "--"))  # the curves of a plain and an MXFP8 run may coincide
     for (name, folder), style in zip(runs.items(), styles, strict=False):
         rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         summary = json.loads((folder / "summary.json").read_text())
         line, = axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], style, label=name)
-        axes.plot([0, rows[-1]["step"]], [summary["heldout_before"], summary["heldout"]], "o", color=line.get_color(),
-                  label=f"{name}, held-out")
+        axes.plot([summary["first_step"], rows[-1]["step"]], [summary["heldout_before"], summary["heldout"]], "o",
+                  color=line.get_color(), label=f"{name}, held-out")
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy (nats a token)")
     axes.legend()

@@ -10,6 +10,7 @@ config, with random weights: a smaller model of the same parts.
 
 import argparse
 import json
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -142,10 +143,10 @@ def launch(config: Path, save_dir: Path, bar: tqdm, *arguments: str) -> dict:
     """
     shutil.rmtree(save_dir, ignore_errors=True)
     save_dir.mkdir(parents=True)
-    command, environment = train_command(config, save_dir, "--log_every", "1", *arguments)
     log, start = save_dir / "log.jsonl", bar.n
-    with (save_dir / "output.txt").open("w") as output:
-        print(*command, file=output, flush=True)
+    with (train_command(config, save_dir, "--log_every", "1", *arguments) as (command, environment),
+          (save_dir / "output.txt").open("w") as output):
+        print(shlex.join(command), file=output, flush=True)
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                                    stderr=subprocess.STDOUT)
         while process.poll() is None:

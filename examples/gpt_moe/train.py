@@ -80,6 +80,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--save_pretrained needs --hf_model: the GPT is no Hugging Face model")
     if not args.hf_model and not args.model.is_file():
         parser.error(f"--model: there is no file {args.model}")
+    if models.is_yaml(args.hf_model or "") and not Path(args.hf_model).is_file():
+        parser.error(f"--hf_model: there is no file {args.hf_model}")
+    for option, folder in (("--save_dir", args.save_dir), ("--save_pretrained", args.save_pretrained)):
+        if folder and folder.exists() and not folder.is_dir():
+            parser.error(f"{option} {folder} is no folder")
     # DeepSpeed's autotuner hands over the config itself, encoded.
     if Path(args.deepspeed_config or "").suffix and not Path(args.deepspeed_config).is_file():
         parser.error(f"--deepspeed_config: there is no file {args.deepspeed_config}")
@@ -140,11 +145,13 @@ def mean_over_ranks(values: list[float], device) -> list[float]:
 
 
 class ExpertLoad:
-    """How unevenly the tokens since the last reading went to the experts: max / mean, averaged over the layers."""
+    """How unevenly the tokens since the last reading, or since this was made, went to the experts: max / mean,
+    averaged over the layers."""
 
     def __init__(self, layers):
         self.layers = layers
-        self.seen = [0] * len(layers)
+        # What was evaluated before, and the steps before a resume, are in the running sums as well.
+        self.seen = [0 if isinstance(layer, MoE) else layer.tokens_per_expert.clone() for layer in layers]
 
     def read(self) -> float:
         loads = []
@@ -178,10 +185,13 @@ def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
     if args.hf_model and (not path.exists() or (path / "tokenizer_config.json").is_file()):
         from transformers import AutoTokenizer
         encode = data.hf_encoder(AutoTokenizer.from_pretrained(args.hf_model))
-    train, heldout = data.split(data.documents(args.data))
-    if args.heldout_data and args.heldout_data != args.data:
-        heldout = data.split(data.documents(args.heldout_data))[1]
-    return data.Windows(train, seq_len, encode), data.Windows(heldout, seq_len, encode)
+    try:
+        train, heldout = data.split(data.documents(args.data))
+        if args.heldout_data and args.heldout_data != args.data:
+            heldout = data.split(data.documents(args.heldout_data))[1]
+        return data.Windows(train, seq_len, encode), data.Windows(heldout, seq_len, encode)
+    except ValueError as error:  # there is too little
+        sys.exit(f"--data {args.data}, --heldout_data {args.heldout_data or args.data}: {error}")
 
 
 def freeze(model: torch.nn.Module, pattern: str) -> None:
@@ -260,11 +270,11 @@ def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     tokens_per_step = batch_size * accumulation * world_size * train_windows.seq_len
-    load = ExpertLoad(moe_layers(engine))
     log = open_log(args.save_dir, first_step) if rank == 0 and args.save_dir else None
     bar = tqdm(total=args.steps, initial=first_step, disable=rank != 0, unit="step",
                mininterval=1 if sys.stderr.isatty() else 30)
-    summary = {"heldout_before": heldout_loss(engine, heldout, args)}
+    summary = {"first_step": first_step, "heldout_before": heldout_loss(engine, heldout, args)}
+    load = ExpertLoad(moe_layers(engine))
     start = logged_at = time.perf_counter()
     logged_step = first_step
     for step in range(first_step, args.steps):
