@@ -45,6 +45,17 @@ def _run(size, contenders, profiled=True, zero=1):
     return list(rows.values()), written
 
 
+def _no_case(*more):
+    with pytest.raises(SystemExit) as ended:
+        train.train(_args("--sizes", "tiny", *more))
+    return str(ended.value.code)
+
+
+def test_cases_that_there_are_not_are_named_as_the_reason(ranks2):
+    for more in (("--ep", 3), ("--cases", "short", "--zero", 2)):
+        assert all("no such case on 2 ranks" in told for told in ranks2.run(_no_case, *more))
+
+
 def test_contenders_train_alike_and_their_time_is_broken_down(ranks2):
     (rows, written), (others, _) = ranks2.run(_run, "tiny", [AUTOEP, HP, CLASSIC])
     assert [(row["contender"], row["case"]["routing"], row["case"]["accumulation"]) for row in rows] == [

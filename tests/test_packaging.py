@@ -68,6 +68,7 @@ def dist(copy, tmp_path_factory):
     run("-m", "build", "--no-isolation", "--sdist", "--outdir", out, ".", cwd=copy)
     sdist, = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if name.split("/")[1:2] == ["tests"]]
         archive.extractall(out, filter="data")
     # The wheel comes from the sdist, so it proves that the sdist is complete.
     run("-m", "build", "--no-isolation", "--wheel", "--outdir", out, ".", cwd=out / sdist.name.removesuffix(".tar.gz"))

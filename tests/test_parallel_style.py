@@ -285,6 +285,8 @@ def test_nan_in_the_example_is_below_its_bars():
 
 @pytest.mark.parametrize("arguments, error", ((["--dp", "4"], "--dp 4 does not divide the 2 ranks"),
                                               (["--style", "own", "--block-size", "128"], "takes blocks of 32"),
+                                              (["--experts", "7"], "--experts in a multiple of the 2 ranks"),
+                                              (["--top-k", "9"], "--top-k from 1 to --experts"),
                                               ([], "a launcher starts: torchrun --nproc-per-node 2 compare.py")))
 def test_what_the_example_cannot_do_is_an_error(monkeypatch, capsys, arguments, error):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples/expert_parallel"))

@@ -402,7 +402,11 @@ def train(args: argparse.Namespace) -> None:
     box = [stored(path), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
     dist.broadcast_object_list(box)
     rows, commit = {key(row): row for row in box[0]}, box[1]
-    runs = wanted(cases_of(args), args.contenders, rows, args.retry)
+    engines = cases_of(args)
+    if not engines:
+        sys.exit(f"there is no such case on {world.size()} ranks: its expert parallelism is over all of them or half, "
+                 "ZeRO is 1 in --cases short, and a layer has to fit")
+    runs = wanted(engines, args.contenders, rows, args.retry)
     for _ in run(runs, rows, args.seconds - world.ENDING_S, commit):
         if world.rank() == 0:
             results_file.write("train", list(rows.values()), path, of_commit=commit)

@@ -159,6 +159,9 @@ def main():
     ranks = int(os.environ["WORLD_SIZE"])
     if args.dp < 1 or ranks % args.dp:
         parser.error(f"--dp {args.dp} does not divide the {ranks} ranks")
+    if not 1 <= args.top_k <= args.experts or args.experts % (ranks // args.dp):
+        parser.error(f"expected --experts in a multiple of the {ranks // args.dp} ranks that hold them, and --top-k "
+                     "from 1 to --experts")
     if args.style == "own" and args.block_size != OWN_BLOCK_SIZE:
         parser.error(f"--style own takes blocks of {OWN_BLOCK_SIZE}, not --block-size {args.block_size}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
