@@ -46,6 +46,18 @@ def test_more_experts_than_pointers(interpreter):
     interpreter(run_weights, "cpu", (64, 64), 64, "scattered", BF16, 128, "rceil", 5, 4)  # 10 matrices
 
 
+def several_dtypes(columns):
+    weights = [torch.randn(64, 64).to(dtype) for dtype in (BF16, F32, BF16)]
+    return kernels.quantize_weights([weights, [w.to(BF16) for w in weights]], 128, "rceil", not columns, columns)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_weights_of_several_dtypes(interpreter, columns):
+    """One expert was cast after its layer was converted: its bytes are not read as another dtype's."""
+    with pytest.raises(TypeError, match="are torch.bfloat16, torch.float32, expected all of them in torch.bfloat16"):
+        interpreter(several_dtypes, columns)
+
+
 @pytest.mark.parametrize("block", [32, 128])
 def test_no_rows(interpreter, block):
     interpreter(run_empty, "cpu", block)
