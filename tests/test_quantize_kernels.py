@@ -122,6 +122,26 @@ def test_shapes_without_a_kernel_are_dequantised(monkeypatch, shape):
     assert torch.equal(dispatcher.dequantize(x, F32), mx.dequantize(x, F32))
 
 
+@pytest.mark.parametrize("error, what, change", [
+    (TypeError, "torch.float64", dict(dtype=torch.float64)),
+    (TypeError, "torch.float8_e4m3fn", dict(dtype=torch.float8_e4m3fn)),  # whose scales nobody gave
+    (ValueError, "'even'", dict(mode="even")), (ValueError, "block_size 64", dict(block=64)),
+    (ValueError, "multiple of 32", dict(rows=40))], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_no_mxfp8_is_refused_with_kernels_too(monkeypatch, fused, error, what, change):
+    monkeypatch.setattr(dispatcher, "fused", lambda x: fused)
+    monkeypatch.setattr(dispatcher, "_casts", lambda: pytest.fail("was handed to a kernel"))
+    case = dict(dtype=BF16, mode="rceil", block=32, rows=64) | change
+    x, how = torch.zeros(case["rows"], 64).to(case["dtype"]), (case["block"], case["mode"])
+    casts = [lambda: dispatcher.quantize_columns(x, *how)]
+    if "rows" not in change:
+        casts += [lambda: dispatcher.quantize(x, *how), lambda: dispatcher.quantize_both(x, *how),
+                  lambda: dispatcher.quantize_weights([x.unsqueeze(0)], *how)]
+    for cast in casts:
+        with pytest.raises(error, match=what):
+            cast()
+
+
 def every_launch(dtype, block):
     x = torch.empty(256, 512, dtype=dtype)
     rows = kernels.quantize_rows(x, block, "rceil", True)
