@@ -198,6 +198,7 @@ def quantize(x: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major:
 
 def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXTensor:
     """mx.quantize(x^T): [N, P], blocks along the rows of x. P must be a multiple of 32."""
+    mx.check_quantizable(x_PN.t(), block_size, scaling_mode)
     if not fused(x_PN):
         return mx.quantize(x_PN.t(), block_size, scaling_mode)
     return _casts().quantize_columns(x_PN.detach(), block_size, scaling_mode)
@@ -207,6 +208,7 @@ def quantize_both(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> tup
     """`quantize` and `quantize_columns` out of one read."""
     if not fused(x_PN):
         return quantize(x_PN, block_size, scaling_mode), quantize_columns(x_PN, block_size, scaling_mode)
+    mx.check_quantizable(x_PN.t(), block_size, scaling_mode)
     return _casts().quantize_rows_and_columns(x_PN.detach(), block_size, scaling_mode, True)
 
 
@@ -234,6 +236,7 @@ def quantize_weights(parts: Sequence[torch.Tensor | Sequence[torch.Tensor]], blo
 
     With blocks of 128 one scale serves a 128x128 tile, so both orders round alike; with 32 each rounds for itself.
     """
+    mx.check_quantizable(first(parts[0]), block_size, scaling_mode)
     if fused(first(parts[0])):
         rows, columns = _casts().quantize_weights(parts, block_size, scaling_mode, not transposed, transposed)
         return columns if transposed else rows

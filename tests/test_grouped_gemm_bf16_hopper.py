@@ -62,3 +62,12 @@ def test_compiles_once_wherever_the_matrices_lie():
             for order in orders:
                 grouped_mm_bf16(rows, [[lying[i] for i in order]], ends, torch.bfloat16)
         assert len(launches) == 4 and len({launch.ptx for launch in launches}) == 1
+
+
+def test_weights_of_several_dtypes():
+    """Not read as one: TMA takes addresses, and one dtype."""
+    weights = [torch.empty(N, K, dtype=torch.bfloat16) for _ in range(E)]
+    a, ends = torch.empty(128, K, dtype=torch.bfloat16), torch.zeros(E, dtype=torch.int32)
+    for parts in ([weights, [*weights[1:], weights[0].float()]], [weights[:-1] + [weights[0].half()]]):
+        with pytest.raises(TypeError, match="expected all of them in torch.bfloat16"):
+            grouped_mm_bf16(a, parts, ends, torch.bfloat16)

@@ -135,9 +135,11 @@ def test_more_choices_than_lanes(ranks2, dedup):
 
 
 def check_tokens(exchange: NVLink) -> None:
-    with pytest.raises(ValueError, match="block.3.moe: 524289 tokens of 32 choices are more .* smaller micro-batches"):
+    with pytest.raises(ValueError, match="block.3.moe: 524289 tokens of 32 choices among 8 experts are more .* "
+                                         "smaller micro-batches"):
         exchange.plan(torch.zeros((512 * 1024 + 1, 32), dtype=torch.int64), 4)
     assert exchange.memory.extension.fits(2, 8, 32, 512)
+    assert exchange.memory.extension.fits(8, 5768, 8, 16) and not exchange.memory.extension.fits(8, 5824, 8, 16)
     cases.check_without_deduplication(Case(tokens=(3, 2), top_k=2), exchange)
 
 

@@ -46,6 +46,18 @@ def test_more_experts_than_pointers(interpreter):
     interpreter(run_weights, "cpu", (64, 64), 64, "scattered", BF16, 128, "rceil", 5, 4)  # 10 matrices
 
 
+def several_dtypes(columns):
+    weights = [torch.randn(64, 64).to(dtype) for dtype in (BF16, F32, BF16)]
+    return kernels.quantize_weights([weights, [w.to(BF16) for w in weights]], 128, "rceil", not columns, columns)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_weights_of_several_dtypes(interpreter, columns):
+    """One expert was cast after its layer was converted: its bytes are not read as another dtype's."""
+    with pytest.raises(TypeError, match="are torch.bfloat16, torch.float32, expected all of them in torch.bfloat16"):
+        interpreter(several_dtypes, columns)
+
+
 @pytest.mark.parametrize("block", [32, 128])
 def test_no_rows(interpreter, block):
     interpreter(run_empty, "cpu", block)
@@ -108,6 +120,26 @@ def test_shapes_without_a_kernel_are_dequantised(monkeypatch, shape):
     monkeypatch.setattr(dispatcher, "fused", lambda x: True)
     x = mx.quantize(torch.randn(shape))
     assert torch.equal(dispatcher.dequantize(x, F32), mx.dequantize(x, F32))
+
+
+@pytest.mark.parametrize("error, what, change", [
+    (TypeError, "torch.float64", dict(dtype=torch.float64)),
+    (TypeError, "torch.float8_e4m3fn", dict(dtype=torch.float8_e4m3fn)),  # whose scales nobody gave
+    (ValueError, "'even'", dict(mode="even")), (ValueError, "block_size 64", dict(block=64)),
+    (ValueError, "multiple of 32", dict(rows=40))], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_no_mxfp8_is_refused_with_kernels_too(monkeypatch, fused, error, what, change):
+    monkeypatch.setattr(dispatcher, "fused", lambda x: fused)
+    monkeypatch.setattr(dispatcher, "_casts", lambda: pytest.fail("was handed to a kernel"))
+    case = dict(dtype=BF16, mode="rceil", block=32, rows=64) | change
+    x, how = torch.zeros(case["rows"], 64).to(case["dtype"]), (case["block"], case["mode"])
+    casts = [lambda: dispatcher.quantize_columns(x, *how)]
+    if "rows" not in change:
+        casts += [lambda: dispatcher.quantize(x, *how), lambda: dispatcher.quantize_both(x, *how),
+                  lambda: dispatcher.quantize_weights([x.unsqueeze(0)], *how)]
+    for cast in casts:
+        with pytest.raises(error, match=what):
+            cast()
 
 
 def every_launch(dtype, block):

@@ -253,6 +253,10 @@ def offs(*ends, dtype=torch.int32):
     (ValueError, "'fastest', expected one of .'auto', 'emulated'", dict(kernel_preference="fastest")),
     (TypeError, "out_dtype", dict(out_dtype=torch.int8)),
     (ValueError, "bias must be", dict(bias=torch.zeros(5))),
+    (ValueError, "A is on cpu, B_t on meta, offs on cpu: expected all on one device",
+     dict(B_t=torch.zeros(2, 64, 32, device="meta"))),
+    (ValueError, "offs on meta", dict(offs=torch.zeros(2, dtype=torch.int32, device="meta"))),
+    (ValueError, "bias on meta", dict(bias=torch.zeros(32, device="meta"))),
 ])
 def test_bad_input(error, match, change):
     good = dict(A=torch.zeros(64, 64), B_t=torch.zeros(2, 64, 32), offs=offs(10, 64))

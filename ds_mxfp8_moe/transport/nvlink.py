@@ -175,8 +175,8 @@ class NVLink(Transport):
                              f'{ext.MAX_CHOICES} at most: write "transport": "collective"')
         chunk = -(-_chunk(T, self.world_size) // fanout) * fanout  # no token's rows in two chunks
         if not ext.fits(W, W * E, K, chunk):
-            raise ValueError(f"{self.name}: {T} tokens of {K} choices are more than the nvlink transport moves at "
-                             'once: take smaller micro-batches, or write "transport": "collective"')
+            raise ValueError(f"{self.name}: {T} tokens of {K} choices among {W * E} experts are more than the nvlink "
+                             'transport moves at once: take smaller micro-batches, or write "transport": "collective"')
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
         of_all, (ends, group_sizes, first, counts, place_base, segments) = _tables(

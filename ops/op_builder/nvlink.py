@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -163,13 +164,15 @@ class NVLinkBuilder(CUDAOpBuilder):
                     raise
 
     def _build(self, library: Path) -> None:
-        objects = {source: str(library.with_name(Path(source).name + ".o")) for source in self.sources()}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
-        half_done = str(library.with_name("linked"))
-        # torch has loaded this CUDA's runtime: the linker takes that one, and both speak of the same device.
-        _run("-shared", "--cudart=shared", *objects.values(), "-o", half_done)
-        os.replace(half_done, library)
+        # A folder of its own: nvcc outlives a killed rank, and not every file system's locks reach other hosts.
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            objects = {source: os.path.join(folder, Path(source).name + ".o") for source in self.sources()}
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
+            half_done = os.path.join(folder, library.name)
+            # torch has loaded this CUDA's runtime: the linker takes that one, and both speak of the same device.
+            _run("-shared", "--cudart=shared", *objects.values(), "-o", half_done)
+            os.replace(half_done, library)
 
 
 @cache

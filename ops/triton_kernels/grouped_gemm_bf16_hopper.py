@@ -48,7 +48,7 @@ from ds_mxfp8_moe.kernels import multiprocessors
 
 from .grouped_gemm_hopper import descriptor, group_of, tile_of
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator, rows_flops
+from .library import cdiv, check_alike, next_power_of_2, operator, rows_flops
 
 MOST_MATRICES = 64  # whose places one launch takes, unless they are evenly spaced
 MOST_PLACES = 2**29 - 2  # `_odd` of them are int32
@@ -317,4 +317,5 @@ def grouped_mm_bf16(a_PK: torch.Tensor, parts: Sequence[torch.Tensor | Sequence[
     """
     if not all(isinstance(part, torch.Tensor) for part in parts):
         parts = [matrix for part in parts for matrix in part]
+    check_alike(parts, a_PK.dtype)
     return _grouped_mm_bf16_hopper(a_PK, list(parts), ends_E, out_dtype, transposed)

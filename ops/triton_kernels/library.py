@@ -16,7 +16,7 @@ need no torch.no_grad. Outputs must not be inputs or views of them.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -58,6 +58,13 @@ def nothing(*args) -> None:
 def rows_flops(a_PK: tuple, *args, out_shape: tuple) -> int:
     """Of an op that multiplies each row of its first argument by one group's weights."""
     return 2 * math.prod(a_PK) * out_shape[1]
+
+
+def check_alike(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Raises TypeError unless all have this dtype: kernels read matrices by address, in the dtype of one of them."""
+    if any(w.dtype != dtype for w in weights):
+        found = ", ".join(sorted({str(w.dtype) for w in weights}))
+        raise TypeError(f"the experts' weights are {found}, expected all of them in {dtype}: cast them to one dtype")
 
 
 # Triton's own functions of these names go through its JIT, at some 10 us a call.

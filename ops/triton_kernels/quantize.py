@@ -33,7 +33,7 @@ from ds_mxfp8_moe.mx import TILE, MXTensor
 
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
-from .library import cdiv, far, operator
+from .library import cdiv, check_alike, far, operator
 from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, counted, in_order, loaded_row, store_columns, store_transposed
 
@@ -440,6 +440,7 @@ def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], b
     if not all(isinstance(part, torch.Tensor) for part in weights):
         weights = [matrix for part in weights for matrix in part]
     dtype, steps = weights[0].dtype, (weights[0].stride(-2), 1)
+    check_alike(weights, dtype)
     if any(w.stride()[-2:] != steps for w in weights):
         weights = [w.contiguous() for w in weights]
     out = _quantize_matrices(list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)

@@ -187,7 +187,7 @@ int launch(const Combine &, int sms, Address stream);
 int launch(const Order &, int sms, Address stream);
 int launch(const FewDispatch &, int sms, Address stream);
 int launch(const FewCombine &, int sms, Address stream);
-// Whether a block of `places` can hold chunks of so many tokens.
+// Whether blocks of `totals` and `places` can hold so many experts, and chunks of so many tokens.
 bool fits(int world, int experts, int K, int chunk);
 // Read the kernels into device memory: none is loaded while another waits for a peer.
 int load_route();

@@ -9,7 +9,7 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int PLACES_BLOCKS_PER_SM = 4;
 constexpr int TOTALS_THREADS = 1024;
-constexpr int BLOCK_SHARED_BYTES = 227 << 10; // the most that a block can have, on sm_90 and sm_100
+constexpr int BLOCK_SHARED_BYTES = 226 << 10; // a block has 227 KiB on sm_90 and sm_100, some of it for `exchange`
 
 // Positions in a count row.
 struct CountRow {
@@ -337,6 +337,8 @@ int places_bytes(int world, int experts, int K, int chunk) {
   return (WARPS * (experts + world) + chunk * (2 * K + world)) * int(sizeof(int));
 }
 
+int totals_bytes(int world, int experts) { return (world * (2 + world + experts) + 2 * experts) * int(sizeof(int)); }
+
 template <class Kernel> int with_shared(Kernel kernel, int bytes) {
   return bytes > 48 << 10 ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) : 0;
 }
@@ -352,7 +354,7 @@ int launch(const Count &a, Address stream) {
 }
 
 int launch(const Totals &a, Address stream) {
-  const int bytes = (a.group.world * (2 + a.group.world + a.experts) + 2 * a.experts) * int(sizeof(int));
+  const int bytes = totals_bytes(a.group.world, a.experts);
   if (int error = with_shared(totals, bytes))
     return error;
   totals<<<1, TOTALS_THREADS, bytes, reinterpret_cast<cudaStream_t>(stream)>>>(a);
@@ -368,7 +370,7 @@ int launch(const Places &a, int sms, Address stream) {
 }
 
 bool fits(int world, int experts, int K, int chunk) {
-  return places_bytes(world, experts, K, chunk) <= BLOCK_SHARED_BYTES;
+  return max(totals_bytes(world, experts), places_bytes(world, experts, K, chunk)) <= BLOCK_SHARED_BYTES;
 }
 
 int load_route() {
