@@ -44,6 +44,12 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype)
     return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), wire.block_size, dtype)
 
 
+def _in_kernels(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels of the exchange run, and take such rows; else the same is done in plain torch. Tests
+    choose one or the other here."""
+    return kernels.fused(x)
+
+
 @dataclass(frozen=True)
 class Collective(Transport):
     """Expert-parallel exchange over the process group `group`; None means a group of this rank alone.
@@ -153,7 +159,7 @@ class Collective(Transport):
             x_PH, expert-sorted rows, zero in the padding: MXTensor if `wire.mxfp8`, else of x_TH's dtype; and
             weight_P, float32 routing weight of each row (0 in the padding), or None without `weight_TK`.
         """
-        if kernels.fused(x_TH):
+        if _in_kernels(x_TH):
             return self._dispatch(plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
@@ -186,7 +192,7 @@ class Collective(Transport):
         Returns:
             y_TH in `dtype`, zeros for tokens without experts; and weight_TK float32, or None without `weight_P`.
         """
-        if kernels.fused(y_PH):
+        if _in_kernels(y_PH):
             return self._combine(plan, y_PH, wire, dtype, weight_P, phase)
         H = y_PH.shape[1]
         y_PH = _with_zero_row(y_PH)
