@@ -179,18 +179,19 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
 def _section(config) -> MXFP8MoEConfig:
     if config is None:
         return MXFP8MoEConfig()
-    if isinstance(config, dict) and SECTION not in config:
+    if isinstance(config, MXFP8MoEConfig) or isinstance(config, dict) and SECTION in config:
+        return parse(config)
+    if isinstance(config, dict):
         # No key of the section takes an object: what holds some, and no such key, is a whole config.
         if MXFP8MoEConfig.model_fields.keys() & config or not any(isinstance(v, dict) for v in config.values()):
             return parse({SECTION: config})
-    settings = parse(config)
-    given = isinstance(config, MXFP8MoEConfig) or (
-        SECTION in config if isinstance(config, dict) else settings.model_fields_set)
-    if not given:
-        name = "the config" if isinstance(config, dict) else config
-        raise ConfigError(f'{name} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
-                          "give no config to convert in the default recipe")
-    return settings
+        name = "the config"
+    else:
+        settings, name = parse(config), config
+        if settings.model_fields_set:
+            return settings
+    raise ConfigError(f'{name} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or give '
+                      "no config to convert in the default recipe")
 
 
 def _describe(formula: ExpertFormula, settings: LayerSettings, num_local_experts: int) -> str:

@@ -236,9 +236,9 @@ def _check(A, B_t, offs, bias, out_dtype, kernel_preference, block_size, scaling
     if not ends or offs.dtype != torch.int32 or offs.shape != B_t.shape[:1]:
         given = f"{offs.dtype} {tuple(offs.shape)}" if ends else offs
         raise ValueError(f"offs must be an int32 tensor [{B_t.shape[0]}], the end of each group's rows, got {given}")
-    given = {"B_t": B_t, "offs": offs} | ({} if bias is None else {"bias": bias})
-    if any(x.device != A.device for x in given.values()):  # kernels would read what they do not reach
-        each = ", ".join(f"{name} on {x.device}" for name, x in given.items())
+    others = {"B_t": B_t, "offs": offs} | ({} if bias is None else {"bias": bias})
+    if any(x.device != A.device for x in others.values()):  # kernels would read what they do not reach
+        each = ", ".join(f"{name} on {x.device}" for name, x in others.items())
         raise ValueError(f"A is on {A.device}, {each}: expected all on one device")
     # Looking would stop another device, and break torch.compile's graph.
     if offs.device.type == "cpu" and offs.numel() and not torch.compiler.is_compiling():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that need GPUs: skipped without one."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from ranks import RankPool
@@ -17,13 +19,28 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none is visible"))
 
 
-@pytest.fixture(scope="module", params=["alone", "over-nccl"])
-def gpu_ranks(request):
-    """One rank, and several that exchange over NCCL: 2, or 4 where there are as many GPUs."""
-    world = 1 if request.param == "alone" else 4 if GPUS >= 4 else 2
+def over_nccl(world: int) -> Iterator[RankPool]:
     pool = RankPool(world, accelerator="cuda", share_gpu=GPUS < world)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module", params=["alone", "over-nccl"])
+def gpu_ranks(request):
+    """One rank, and several that exchange over NCCL: 2, or 4 where there are as many GPUs."""
+    yield from over_nccl(1 if request.param == "alone" else 4 if GPUS >= 4 else 2)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks over NCCL."""
+    yield from over_nccl(2)
+
+
+@pytest.fixture
+def pair_of_a_case():
+    """Two ranks of one case alone: a process group that was missed once cannot be used again."""
+    yield from over_nccl(2)
 
 
 @pytest.fixture(scope="module", params=POOLS)

@@ -8,7 +8,6 @@ from datetime import timedelta
 import deepspeed.comm as dist
 import pytest
 import torch
-from ranks import RankPool
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.mx import MXTensor
@@ -18,14 +17,6 @@ from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, publishe
 
 DEADLINE = timedelta(seconds=12)
 WIRE = Wire(mxfp8=True, block_size=32, scaling_mode="rceil")
-
-
-@pytest.fixture
-def pair():
-    """Two ranks of this case alone: a process group that was missed once cannot be used again."""
-    pool = RankPool(2, accelerator="cuda", share_gpu=torch.cuda.device_count() < 2)
-    yield pool
-    pool.close()
 
 
 def exchange_once(exchange: Collective) -> None:
@@ -44,8 +35,8 @@ def in_different_layers() -> tuple:
     return caught.value.missing, str(caught.value)
 
 
-def test_ranks_in_different_layers_raise_and_may_go_on(pair):
-    for rank, (missing, text) in enumerate(pair.run(in_different_layers)):
+def test_ranks_in_different_layers_raise_and_may_go_on(pair_of_a_case):
+    for rank, (missing, text) in enumerate(pair_of_a_case.run(in_different_layers)):
         assert missing == (1 - rank, ) and f"rank {rank} is in 'counts' of {'ab'[rank]} (1 choices a token)" in text
 
 
@@ -66,8 +57,8 @@ def miss_rank_1(raises: bool) -> tuple | None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_rank_that_does_not_come_is_named_before_nccl_ends_the_process(pair, raises):
-    (seconds, missing, text), _ = pair.run(miss_rank_1, raises)
+def test_a_rank_that_does_not_come_is_named_before_nccl_ends_the_process(pair_of_a_case, raises):
+    (seconds, missing, text), _ = pair_of_a_case.run(miss_rank_1, raises)
     assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS and missing == (1, )
     assert "rank 0 waited in vain for its peers in 'counts' of moe" in text
     assert re.search(r"rank 1 did not come; .* it raised ValueError: invalid literal" if raises else

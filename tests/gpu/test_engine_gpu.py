@@ -4,7 +4,6 @@
 import pytest
 import torch
 from models import PLAIN, Layout, make_engine, parameters, train_steps
-from ranks import RankPool
 
 from ds_mxfp8_moe.mx import sqnr_db
 
@@ -15,13 +14,6 @@ LAYOUTS = {
     "zero1-fp32-accumulation": Layout(dtype="bf16", zero=1, config={"data_types": {"grad_accum_dtype": "fp32"}}),
     "zero2-dropless": Layout(dtype="bf16", zero=2, moe={"drop_tokens": False}),
 }
-
-
-@pytest.fixture(scope="module")
-def pair():
-    pool = RankPool(2, accelerator="cuda", share_gpu=torch.cuda.device_count() < 2)
-    yield pool
-    pool.close()
 
 
 def trained(layout: Layout, section: dict | None) -> tuple:

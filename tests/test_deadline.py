@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that go wrong over gloo: who is late, elsewhere, dead or in another call is named, in time."""
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from unittest import mock
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from ranks import RankFailure
+from torch.distributed import distributed_c10d as c10d
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.config import MXFP8MoEConfig
+from ds_mxfp8_moe.transport import Wire, deadline
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, set_deadline, wait_for_device
+
+PLAIN, MX = Wire(False), Wire(True)
+
+# Ranks in different calls: gloo would end the process of one of them, or mix up rows of equal size.
+
+CONFUSIONS = {"order": "'counts' of other", "choices": "3 choices a token", "rows": "tokens of 64 torch.float16",
+              "experts": "rows of 11 torch.int64", "again": "'counts' of moe",
+              "phase": "'combine of the gradient' of moe", "width": "'dispatch' of moe, rows of 64 torch.uint8"}
+
+
+def confused(how: str) -> tuple:
+    """Rank 1 goes wrong `how`; then all ranks make the same calls again. What each of them raises."""
+    odd, expert_TK, x_TH = dist.get_rank() == 1, torch.arange(6).view(6, 1), torch.ones(6, 32)
+    exchange = Collective(dist.get_world_group(), "other" if odd and how == "order" else "moe")
+    with pytest.raises(PeerFailure) as caught:
+        plan = exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK,
+                             8 if odd and how == "experts" else 3,
+                             rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
+        if odd and how == "again":
+            exchange.plan(expert_TK, 3)
+        phase = "combine of the gradient" if odd and how == "phase" else "dispatch"
+        exchange.dispatch(plan, x_TH.half() if odd and how == "width" else x_TH, PLAIN, phase=phase)
+    exchange = Collective(dist.get_world_group(), "moe")
+    plan = exchange.plan(expert_TK, 3)
+    x_PH, _ = exchange.dispatch(plan, x_TH, PLAIN)
+    exchange.combine(plan, x_PH, PLAIN, torch.float32)
+    return caught.value.missing, str(caught.value)
+
+
+@pytest.mark.parametrize("how", CONFUSIONS)
+def test_ranks_in_different_calls_raise_and_may_go_on(ranks2, how):
+    for rank, (missing, text) in enumerate(ranks2.run(confused, how)):
+        assert missing == (1 - rank, ) and "make the same calls in the same order" in text
+        assert "rank 0 in '" in text and "rank 1 in '" in text and CONFUSIONS[how] in text.split("rank 1 in")[1], text
+
+
+def confused_on_a_device() -> tuple:
+    """As on NCCL, where only the counts can tell."""
+    with mock.patch.object(deadline, "_check_same_call"), pytest.raises(PeerFailure, match="rank 1|rank 0") as caught:
+        Collective(dist.get_world_group(), "ab"[dist.get_rank()]).plan(torch.arange(6).view(6, 1), 3)
+    return caught.value.missing, str(caught.value)
+
+
+def test_counts_tell_ranks_in_different_layers_apart(ranks2):
+    for rank, (missing, text) in enumerate(ranks2.run(confused_on_a_device)):
+        assert missing == (1 - rank, ) and f"rank {rank} is in 'counts' of {'ab'[rank]} (1 choices a token)" in text
+
+
+# Deadlines: three ranks, of which one is missed by the other two.
+
+DEADLINE = timedelta(seconds=3)
+EXPERT = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+
+
+def group_with_deadline():
+    """As after deepspeed.init_distributed(timeout=DEADLINE): the default group has it, new ones have torch's own."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    return dist.new_group([0, 1, 2])
+
+
+def ends_in_time(fn, *args) -> PeerFailure:
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        fn(*args)
+    spare = 15  # for a busy machine
+    assert time.monotonic() - start < DEADLINE.total_seconds() + GRACE_SECONDS + spare
+    return caught.value
+
+
+def some_routes() -> torch.Tensor:
+    return torch.arange(6).view(6, 1)
+
+
+def touches_the_store(group) -> int:
+    touched, original = [], c10d._get_default_store
+    c10d._get_default_store = lambda: touched.append(1) or original()
+    try:
+        exchange = Collective(group)
+        plan = exchange.plan(some_routes(), 2)
+        exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), MX)[0].dequantize(), MX, torch.float32)
+    finally:
+        c10d._get_default_store = original
+    return len(touched)
+
+
+def deadline_of_a_new_group():
+    group = group_with_deadline()
+    device = torch.device("cpu")
+    assert group._get_backend(device).options._timeout > DEADLINE
+    seconds, touched = set_deadline(group, device), touches_the_store(group)
+    shorter = dist.new_group([0, 1, 2])
+    c10d._set_pg_timeout(DEADLINE / 2, shorter)
+    return seconds, group._get_backend(device).options._timeout, touched, set_deadline(shorter, device)
+
+
+def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
+    seconds = DEADLINE.total_seconds()
+    assert ranks3.run(deadline_of_a_new_group) == [(seconds, DEADLINE, 0, seconds / 2)] * 3
+
+
+def layer_with_deadline(**keys):
+    group_with_deadline()
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3, **keys)
+    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
+    layer.set_deepspeed_parallelism()
+    return layer
+
+
+def raise_in_the_front_door(drop_tokens):
+    layer = layer_with_deadline(drop_tokens=drop_tokens)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="the input has shape"):
+            layer(torch.ones(4, 64))
+        return None
+    return str(ends_in_time(layer, torch.ones(4, 32)))
+
+
+@pytest.mark.parametrize("drop_tokens, phase", [(True, "counts"), (False, "gate")])
+def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3, drop_tokens, phase):
+    zero, _, two = ranks3.run(raise_in_the_front_door, drop_tokens)
+    for rank, text, other in ((0, zero, 2), (2, two, 0)):
+        assert f"rank {rank} waited in vain for its peers in '{phase}' of (the model itself)" in text
+        assert f"rank {other} waited as well, in '{phase}' of (the model itself)" in text
+        assert re.search(r"rank 1 did not come; .* s ago it raised ValueError: \(the model itself\): the input has "
+                         r"shape \(4, 64\); expected a last axis of 32", text)
+
+
+def run_out_of_memory():
+    """Rank 1 raises between dispatch and combine; then every rank tries once more."""
+    layer = layer_with_deadline()
+    if dist.get_rank() == 1:
+        with mock.patch("ds_mxfp8_moe.expert_ffn.activate", side_effect=MemoryError("no room")):
+            with pytest.raises(MemoryError):
+                layer(torch.ones(4, 32))
+        return None
+    first = ends_in_time(layer, torch.ones(4, 32))
+    start = time.monotonic()
+    second = ends_in_time(layer, torch.ones(4, 32))
+    assert time.monotonic() - start < DEADLINE.total_seconds()
+    return str(first), str(second), first.missing
+
+
+def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it_and_cannot_go_on(ranks3):
+    zero, _, two = ranks3.run(run_out_of_memory)
+    for first, second, missing in (zero, two):
+        assert missing == (1, ) and "in 'combine' of (the model itself), for " in first
+        assert re.search(r"rank 1 did not come; .* s ago it raised MemoryError: no room", first)
+        assert "has failed before, in 'combine' of (the model itself), and cannot be used again" in second
+
+
+def come_late():
+    exchange, rank = Collective(group_with_deadline(), "moe"), dist.get_rank()
+    exchange.plan(some_routes(), 2)
+    if rank == 1:
+        time.sleep(DEADLINE.total_seconds() + 0.5)
+    return str(ends_in_time(exchange.plan, some_routes(), 2))
+
+
+def test_a_rank_that_comes_late_is_told_apart_by_how_long_it_waited(ranks3):
+    zero, *others = ranks3.run(come_late)
+    assert re.search(r"rank 1 waited as well, in 'counts' of moe, for 0\.\d s", zero), zero
+    assert all(re.search(r"rank 0 waited as well, in 'counts' of moe, for [3-9]", text) for text in others), others
+    assert all("those that waited for less came late" in text for text in (zero, *others))
+
+
+def stay_away():
+    exchange, rank = Collective(group_with_deadline(), "block.3.moe"), dist.get_rank()
+    plan = exchange.plan(some_routes(), 2)
+    x_PH, _ = exchange.dispatch(plan, torch.ones(6, 32), PLAIN)
+    if rank == 1:
+        return None
+    failure = ends_in_time(exchange.combine, plan, x_PH, PLAIN, torch.float32, None, "combine of the gradient")
+    return failure.missing, str(failure)
+
+
+def test_a_rank_that_never_comes_is_named(ranks3):
+    zero, _, two = ranks3.run(stay_away)
+    for missing, text in (zero, two):
+        assert missing == (1, ) and "'combine of the gradient' of block.3.moe" in text
+        assert "rank 1 did not come" in text
+
+
+class Never:
+
+    @staticmethod
+    def query() -> bool:
+        return False
+
+
+def wait_for_a_device():
+    """What the host does on NCCL; rank 2 begins its wait later, and has a longer deadline."""
+    group, rank = group_with_deadline(), dist.get_rank()
+    if rank == 1:
+        return None
+    time.sleep(rank / 2)
+    return ends_in_time(wait_for_device, Never, group, "'counts' of moe", 2 if rank == 0 else 600).missing
+
+
+def test_the_wait_for_the_device_ends_for_all_when_it_ends_for_one(ranks3):
+    assert ranks3.run(wait_for_a_device) == [(1, ), None, (1, )]
+
+
+def die(rank):
+    exchange = Collective(group_with_deadline(), "moe")
+    exchange.plan(some_routes(), 2)
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange.plan(some_routes(), 2)
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank_is_named(ranks3, rank):
+    with pytest.raises(RankFailure) as caught:
+        ranks3.run(die, rank)
+    errors = dict(caught.value.errors)
+    assert "ended" in errors.pop(rank) and len(errors) == 2
+    for text in errors.values():
+        assert "PeerFailure: rank" in text and "'counts' of moe" in text
+        if rank == 0:  # it kept the store
+            assert "rank 0 has probably died" in text
+        else:
+            assert "rank 1 did not come" in text and "rank 1 waited" not in text
+
+
+def test_an_error_without_process_groups_is_raised_as_it_is():
+    layer = ds_mxfp8_moe.MoE(32, EXPERT, 2)
+    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
+    with pytest.raises(ValueError, match="expected a last axis of 32"):
+        layer.deepspeed_moe._check_input(torch.ones(4, 64))
