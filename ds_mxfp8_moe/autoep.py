@@ -10,7 +10,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from .expert_ffn import ExpertFFN
 from .layer import LayerSettings
 from .routing import Routes, round_robin
-from .transport.deadline import published
+from .transport.deadline import tell_peers_on_error
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -53,7 +53,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         output = self.experts(x_TH, routes, ffn).reshape(hidden_states.shape)
         return self._finish(output, x_TH, hidden_states)
 
-    @published
+    @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
         """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts of
         another kind than at conversion."""

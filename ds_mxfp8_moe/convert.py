@@ -148,7 +148,7 @@ def reported(layers: Iterable[LayerReport], settings: MXFP8MoEConfig) -> Convers
     return ConversionReport(layers, tuple(settings.idle_patterns(layer.name for layer in layers)))
 
 
-def settle_transports(model: torch.nn.Module) -> None:
+def choose_transports(model: torch.nn.Module) -> None:
     """Has every converted layer's group choose its transport now; collective over those groups.
 
     Without this it happens in the layers' first forward. Groups that do not exist yet choose there.
@@ -169,7 +169,7 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
 
     @functools.wraps(plain)
     def step(*args, **kwargs):
-        PeerMemory.settle_all()
+        PeerMemory.wait_and_check_all()
         return plain(*args, **kwargs)
 
     step.mxfp8_moe = True

@@ -15,8 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, check_before_steps, convert_silently, reported, restore, say, settle_transports
-from .transport.deadline import answers_of_all, published
+from .convert import ConversionReport, check_before_steps, choose_transports, convert_silently, reported, restore, say
+from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -121,10 +121,13 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     engine._mxfp8_moe_config = config
     if config.model_fields_set and not config.enabled:  # without the section, what `convert` did stays
         restore(engine)
-    report = _agree(config, published(convert_silently)(engine, config) if config.enabled else ConversionReport(()))
+    report = ConversionReport(())
+    if config.enabled:
+        report = tell_peers_on_error(convert_silently)(engine, config)
+    report = _agree(config, report)
     if config.enabled:
         say(report)
-        settle_transports(engine.module)
+        choose_transports(engine.module)
         check_before_steps(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         say('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')

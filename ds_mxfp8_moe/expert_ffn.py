@@ -48,7 +48,7 @@ from .grouped_gemm import grouped_mm, grouped_mm_parts, grouped_mm_wgrad_rows
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Arrival, Feed, Pending, Plan, Transport, Wire
-from .transport.deadline import published
+from .transport.deadline import tell_peers_on_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class ExpertFFN:
         return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, self.num_local_experts, device)
 
     @torch.compiler.disable  # sizes come from the host: torch.compile breaks its graph here and goes on behind
-    @published
+    @tell_peers_on_error
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> torch.Tensor:
         """Sends tokens through their experts.
@@ -359,7 +359,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # as forward, where autograd is compiled too
-    @published
+    @tell_peers_on_error
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
         x_PH, pre_PG, h_PF, weight_P, (depends_on_x, weight_TK, *tensors) = ctx.kept.read(ctx)

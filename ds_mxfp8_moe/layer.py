@@ -21,7 +21,7 @@ from .experts import DTYPES, ExpertFormula, expert_weights
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
-from .transport.deadline import in_time, meet, published
+from .transport.deadline import check_same_call, deadline_for, tell_peers_on_error
 from .transport.nvlink import NVLink
 from .watch import Watch
 
@@ -93,7 +93,7 @@ class MXFP8MOELayer(MOELayer):
             y_TH = self._compute(x_TH, routes)
         return y_TH.reshape(hidden_states.shape)
 
-    @published
+    @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
         """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts that
         are not what they were at conversion."""
@@ -110,7 +110,7 @@ class MXFP8MOELayer(MOELayer):
     def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
         if self.ep_size > 1 and not self.gate.drop_tokens:  # such a gate agrees with its peers on a capacity
-            meet(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8.name}")
+            check_same_call(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8.name}")
         with _enough_tokens(self.gate, x_TH.shape[0]):
             l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
@@ -208,6 +208,6 @@ class CheckedGate(TopKGate):
     def _on_every_rank(self, value: int, device) -> list:
         mine = torch.tensor([value], device=device)
         values = [torch.empty_like(mine) for _ in range(dist.get_world_size(group=self.ep_group))]
-        with in_time(self.ep_group, device, "the gate of an unconverted MoE layer"):
+        with deadline_for(self.ep_group, device, "the gate of an unconverted MoE layer"):
             dist.all_gather(values, mine, group=self.ep_group)
         return torch.cat(values).tolist()

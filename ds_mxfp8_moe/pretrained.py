@@ -19,12 +19,12 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from .transport.deadline import in_time, published, ranks_of
+from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
 
 CORRECTION_BIAS = "e_score_correction_bias"
 
 
-@published
+@tell_peers_on_error
 def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwargs) -> None:
     """Writes config and weights to `directory`, for `AutoModelForCausalLM.from_pretrained(directory)`.
 
@@ -56,7 +56,7 @@ def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwa
             skeleton.save_pretrained(directory, state_dict=state, **kwargs)
         except Exception as error:  # the others wait for rank 0, so all of them have to hear of it
             outcome = [f"{type(error).__name__}: {error}"]
-    with in_time(dist.get_world_group(), engine.device, "save_pretrained, while rank 0 writes"):
+    with deadline_for(dist.get_world_group(), engine.device, "save_pretrained, while rank 0 writes"):
         dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise RuntimeError(f"the model could not be saved to {os.fspath(directory)}: {outcome[0]}")
@@ -175,7 +175,7 @@ def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | 
     if 0 not in ranks_of(layer.ep_group):  # a replica
         return None
     parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if dist.get_rank() == 0 else None
-    with in_time(layer.ep_group, local.device, "save_pretrained, where rank 0 gathers experts"):
+    with deadline_for(layer.ep_group, local.device, "save_pretrained, where rank 0 gathers experts"):
         dist.gather(local, parts, dst=0, group=layer.ep_group)
     return torch.cat([part.cpu() for part in parts]) if parts else None
 

@@ -8,7 +8,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from ranks import RankPool, free_port  # noqa: E402
+from rank_pool import RankPool, free_port  # noqa: E402
 
 if not torch.cuda.is_available():
     # Tensors are too small here for more threads, which wait for each other at a processor's cost. The variable is for

@@ -68,7 +68,7 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
     if group is None or requested == "collective" or dist.get_world_size(group=group) == 1:
         return Collective(group, name)
     if group not in _OF_GROUP:
-        _OF_GROUP[group] = _settle(group, name)
+        _OF_GROUP[group] = _decide(group, name)
         _tell(group, _OF_GROUP[group], capacity_factor)
     verdict = _OF_GROUP[group]
     if verdict.nvlink:
@@ -84,7 +84,7 @@ def why(group: Any) -> str:
     return _OF_GROUP[group].reason
 
 
-def _settle(group: Any, name: str) -> Verdict:
+def _decide(group: Any, name: str) -> Verdict:
     """Each step asks all ranks, so that none begins a step that another cannot follow."""
     reason = _plain_obstacle(dist.get_world_size(group=group))
     if reason:

@@ -75,7 +75,7 @@ def set_deadline(group: Any, device: torch.device) -> float:
 
 
 @contextmanager
-def in_time(group: Any, device: torch.device, where: str) -> Iterator[None]:
+def deadline_for(group: Any, device: torch.device, where: str) -> Iterator[None]:
     """Around waits for the peers of `group`: they have its deadline, and what a backend raises there becomes a
     PeerFailure."""
     set_deadline(group, device)
@@ -98,23 +98,23 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
             calls; on NCCL, while it connects.
     """
     comm = dist if dist.is_initialized() else torch.distributed
-    with in_time(group, x.device, where):
+    with deadline_for(group, x.device, where):
         if x.device.type == "cpu":
-            _check_same_call(f"{where}{call}, rows of {x.shape[1]} {x.dtype}", recv_splits, send_splits, group)
+            _compare_calls(f"{where}{call}, rows of {x.shape[1]} {x.dtype}", recv_splits, send_splits, group)
         comm.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
 
 
 @torch.compiler.disable
-def meet(group: Any, device: torch.device, where: str) -> None:
+def check_same_call(group: Any, device: torch.device, where: str) -> None:
     """Before a collective that is not this package's and names nobody: on gloo, raises as `all_to_all` does where a
     rank does not come, or is in another call."""
     if device.type == "cpu":
-        with in_time(group, device, where):
+        with deadline_for(group, device, where):
             nothing = (0, ) * dist.get_world_size(group=group)
-            _check_same_call(where, nothing, nothing, group)
+            _compare_calls(where, nothing, nothing, group)
 
 
-def _check_same_call(call: str, recv_splits: tuple, send_splits: tuple, group: Any) -> None:
+def _compare_calls(call: str, recv_splits: tuple, send_splits: tuple, group: Any) -> None:
     """Asks every rank what it is about to do; all of them raise where that does not fit together."""
     ranks = ranks_of(group)
     layout = struct.Struct(f"{CALL_BYTES}s{2 * len(ranks)}q")
@@ -140,13 +140,13 @@ def _check_same_call(call: str, recv_splits: tuple, send_splits: tuple, group: A
 def answers_of_all(group: Any, answer: Any, where: str) -> list:
     """Every rank's answer, in rank order. Raises PeerFailure where one does not come."""
     answers = [None] * dist.get_world_size(group=group)
-    with in_time(group, torch.device(get_accelerator().current_device_name()), where):
+    with deadline_for(group, torch.device(get_accelerator().current_device_name()), where):
         # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know.
         torch.distributed.all_gather_object(answers, answer, group=group)
     return answers
 
 
-def published(check: Callable) -> Callable:
+def tell_peers_on_error(check: Callable) -> Callable:
     """Decorates what peers may wait for in vain if it raises: they will be told the error. Not a PeerFailure, which
     they have themselves, nor what ends a recomputation of activation checkpointing early."""
     untold = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))

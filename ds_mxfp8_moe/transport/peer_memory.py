@@ -112,12 +112,12 @@ class PeerMemory:
         return _OF_GROUP[group]
 
     @staticmethod
-    def settle_all() -> None:
-        """`settle` for every group of this process."""
+    def wait_and_check_all() -> None:
+        """`wait_and_check` for every group of this process."""
         for memory in list(_OF_GROUP.values()):
-            memory.settle()
+            memory.wait_and_check()
 
-    def settle(self) -> None:
+    def wait_and_check(self) -> None:
         """Raises what went wrong so far; waits for exchanges whose counts the host does not know. Others were waited
         for in their layer's forward."""
         if (self.unchecked or self.captured) and self.device.type == "cuda":  # replays pass no host

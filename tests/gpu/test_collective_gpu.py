@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, published
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, tell_peers_on_error
 
 DEADLINE = timedelta(seconds=12)
 WIRE = Wire(mxfp8=True, block_size=32, scaling_mode="rceil")
@@ -48,7 +48,7 @@ def miss_rank_1(raises: bool) -> tuple | None:
     if dist.get_rank() == 1:
         if raises:
             with pytest.raises(ValueError):
-                published(lambda: int("no number"))()
+                tell_peers_on_error(lambda: int("no number"))()
         return None
     start = time.monotonic()
     with pytest.raises(PeerFailure) as caught:

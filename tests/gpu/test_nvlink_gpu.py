@@ -455,7 +455,7 @@ def overflow() -> tuple:
         plan = exchange.plan(expert_TK, case.local_experts)
         x_PH, _ = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
         exchange.combine(plan, x_PH, case.wire, case.dtype)
-        mine.settle()
+        mine.wait_and_check()
     dist.barrier()
     check_case(Case(wire=MX128), times=1)
     return str(caught.value)
@@ -477,17 +477,17 @@ def overflow_in_a_replay() -> str:
         return exchange.dispatch(exchange.plan(expert_TK, 1), x_TH, PLAIN)
 
     step()
-    mine.settle()
+    mine.wait_and_check()
     graph = torch.cuda.CUDAGraph()
     with capture(graph):
         kept = step()
     for _ in range(2):
         graph.replay()
-        mine.settle()
+        mine.wait_and_check()
     expert_TK.zero_()
     graph.replay()
     with pytest.raises(PeerFailure) as caught:
-        mine.settle()
+        mine.wait_and_check()
     dist.barrier()
     del kept
     return str(caught.value)
@@ -555,7 +555,7 @@ def replayed(recipe, kind: type) -> int:
         for i, (a, b) in enumerate(zip(want, got, strict=True)):
             same(f"result {i}", a.detach().cpu(), b.detach())
     waits = memory().host_waits - waited
-    memory().settle()
+    memory().wait_and_check()
     torch.cuda.synchronize(), dist.barrier()  # before the graph's memory goes
     return waits
 

@@ -9,9 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from ranks import RankFailure
+from rank_pool import RankFailure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
 
 import data  # noqa: E402

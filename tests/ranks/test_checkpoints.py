@@ -29,7 +29,7 @@ from models import (
     parameters,
     train_steps,
 )
-from ranks import reset_deepspeed_groups
+from rank_pool import reset_deepspeed_groups
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}

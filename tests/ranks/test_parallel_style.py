@@ -263,7 +263,7 @@ def test_counts_of_another_dtype_on_each_rank(ranks2):
 
 def run_example(ranks, *arguments):
     """examples/expert_parallel under torchrun; it checks its own bars."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     script = str(root / "examples/expert_parallel/compare.py")
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                            str(ranks), script, *arguments],
@@ -289,7 +289,7 @@ def test_nan_in_the_example_is_below_its_bars():
                                               (["--top-k", "9"], "--top-k from 1 to --experts"),
                                               ([], "a launcher starts: torchrun --nproc-per-node 2 compare.py")))
 def test_what_the_example_cannot_do_is_an_error(monkeypatch, capsys, arguments, error):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples/expert_parallel"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples/expert_parallel"))
     monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
     if arguments:
         monkeypatch.setenv("WORLD_SIZE", "2")

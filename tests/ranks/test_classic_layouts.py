@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups
 from models import BF16, DEFAULT, OFF, PLAIN, Layout, Net, batch, make_engine, owners, parameters, train_steps
-from ranks import reset_deepspeed_groups
+from rank_pool import reset_deepspeed_groups
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db

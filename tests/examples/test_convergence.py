@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/benchmarks"))
 
 import convergence  # noqa: E402

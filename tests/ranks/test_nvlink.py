@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed
 from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, expected, same
-from ranks import KEPT_GROUPS
+from rank_pool import KEPT_GROUPS
 from test_expert_ffn import RECIPES, formula
 from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d

@@ -15,10 +15,10 @@ import pytest
 import torch
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import PRESET_MODELS, AutoEPConfig
-from ranks import RankFailure
+from rank_pool import RankFailure
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
 
 import presets  # noqa: E402

@@ -11,7 +11,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from ranks import RankFailure
+from rank_pool import RankFailure
 from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
@@ -57,7 +57,7 @@ def test_ranks_in_different_calls_raise_and_may_go_on(ranks2, how):
 
 def confused_on_a_device() -> tuple:
     """As on NCCL, where only the counts can tell."""
-    with mock.patch.object(deadline, "_check_same_call"), pytest.raises(PeerFailure, match="rank 1|rank 0") as caught:
+    with mock.patch.object(deadline, "_compare_calls"), pytest.raises(PeerFailure, match="rank 1|rank 0") as caught:
         Collective(dist.get_world_group(), "ab"[dist.get_rank()]).plan(torch.arange(6).view(6, 1), 3)
     return caught.value.missing, str(caught.value)
 

@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 import emulator
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/benchmarks"))
 
 import latency  # noqa: E402

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import free_port
+from rank_pool import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
 MODEL = """
 {hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}

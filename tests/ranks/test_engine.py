@@ -270,7 +270,7 @@ def settled_before_steps(how):
     else:
         engine = deepspeed.initialize(model=model(), config=config)[0]
         ds_mxfp8_moe.convert(engine, MXFP8)
-    with mock.patch.object(PeerMemory, "settle_all", lambda: settled.append(engine.global_steps)):
+    with mock.patch.object(PeerMemory, "wait_and_check_all", lambda: settled.append(engine.global_steps)):
         train(engine, 2)
     return settled
 

@@ -11,7 +11,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from autoep_models import autoep_layers, batch, ds_config, model
 from deepspeed.runtime import engine as deepspeed_engine
-from ranks import RankPool
+from rank_pool import RankPool
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_mxfp8_moe

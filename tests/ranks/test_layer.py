@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.moe.layer import MoE as PlainMoE
-from ranks import RankFailure
+from rank_pool import RankFailure
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 

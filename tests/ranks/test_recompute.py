@@ -28,7 +28,7 @@ from models import (
     pipeline,
     train_steps,
 )
-from ranks import reset_deepspeed_groups
+from rank_pool import reset_deepspeed_groups
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ds_mxfp8_moe

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/benchmarks"))
 
 import breakdown  # noqa: E402
