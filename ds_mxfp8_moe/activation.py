@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import kernels
 from .experts import ACTIVATIONS
 from .mx import MXTensor, quantize
+from .ops.device import runs_triton
 
 
 def _silu_slope(x):
@@ -93,10 +93,11 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     Returns:
         h [P, F], and MXTensor [P, G / F, F] or None.
     """
-    if kernels.fused(pre_PG):
-        from .ops.triton_kernels import activation as fused
-        return fused.activate(pre_PG, weight_P, activation, layout, block_size, scaling_mode, quantize=quantized,
-                              keep=keep, bias_EG=bias_EG, ends_E=ends_E)
+    if runs_triton(pre_PG):
+        from .ops.triton_kernels import activation as kernels
+        h, kept = kernels.activate(pre_PG, weight_P, activation, layout, block_size, scaling_mode, quantize=quantized,
+                                   keep=keep, bias_EG=bias_EG, ends_E=ends_E)
+        return MXTensor.of(h, pre_PG.dtype) if quantized else h, MXTensor.of(kept, pre_PG.dtype) if keep else None
     pre_PG = _with_bias(pre_PG, bias_EG, ends_E)
     h_PF = _activated(pre_PG, activation, layout) * weight_P.unsqueeze(1)
     if quantized:
@@ -130,11 +131,13 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         kept: what `activate` kept, in which the bias is; or pre_PG as given to it, beside bias_EG and ends_E.
         plain, rows, columns: the forms of dpre wanted; see Gradients.
     """
-    if kernels.fused(t_PF):
-        from .ops.triton_kernels import activation as fused
-        return Gradients(*fused.activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode,
-                                                  plain=plain, rows=rows, columns=columns, bias_EG=bias_EG,
-                                                  ends_E=ends_E))
+    if runs_triton(t_PF):
+        from .ops.triton_kernels import activation as kernels
+        kept = kept.parts if isinstance(kept, MXTensor) else kept
+        gradients = kernels.activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode,
+                                              plain=plain, rows=rows, columns=columns, bias_EG=bias_EG, ends_E=ends_E)
+        forms = (MXTensor.of(form, t_PF.dtype) if form else None for form in (gradients.rows, gradients.columns))
+        return Gradients(gradients.dweight_P, gradients.plain, *forms)
     if isinstance(kept, MXTensor):
         pre_PG = kept.dequantize(torch.float32).flatten(-2)
     else:
@@ -159,9 +162,9 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
 
     `ends`: the same as `ends_E`, on the host; without it plain torch reads them from the device.
     """
-    if kernels.fused(x_PN):
-        from .ops.triton_kernels import activation as fused
-        return fused.group_sums(x_PN.contiguous(), ends_E, weight_P)
+    if runs_triton(x_PN):
+        from .ops.triton_kernels import activation as kernels
+        return kernels.group_sums(x_PN.contiguous(), ends_E, weight_P)
     x_PN = x_PN.float() if weight_P is None else x_PN.float() * weight_P.unsqueeze(1)
     starts = [0, *(ends_E.tolist() if ends is None else ends)]
     return torch.stack([x_PN[start:end].sum(0) for start, end in zip(starts, starts[1:], strict=False)])
@@ -170,7 +173,7 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor
                       ) -> torch.Tensor:
     """y + weight * bias of each row's expert, float32."""
-    if kernels.fused(y_PN):
-        from .ops.triton_kernels import activation as fused
-        return fused.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E, torch.float32)
+    if runs_triton(y_PN):
+        from .ops.triton_kernels import activation as kernels
+        return kernels.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E, torch.float32)
     return y_PN.float() + bias_rows(bias_EN, ends_E, y_PN.shape[0]) * weight_P.unsqueeze(1)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .kernels import quantize
+from .casts import quantize
 from .mx import MXTensor, ScaleCalculationMode, check_quantizable
 from .transport.deadline import all_to_all
 

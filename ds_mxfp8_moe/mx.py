@@ -21,11 +21,7 @@ from enum import Enum
 import torch
 from torch.utils._pytree import tree_map
 
-E4M3_MAX = 448.0
-NAN_SCALE_BYTE = 255
-NAN_DATA_BYTE = 0x7F
-TILE = 128
-BLOCK_SIZES = (32, 128)
+from .ops.mx_format import BLOCK_SIZES, E4M3_MAX, NAN_DATA_BYTE, NAN_SCALE_BYTE, TILE, MXParts
 
 aten = torch.ops.aten
 
@@ -72,6 +68,16 @@ class MXTensor(torch.Tensor):
         self.scale_bytes = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
         self.block_size, self.orig_dtype, self.tiled = block_size, orig_dtype, tiled
         return self
+
+    @staticmethod
+    def of(parts: MXParts, dtype: torch.dtype) -> "MXTensor":
+        """The tensor around what a kernel returned, outwardly of `dtype`."""
+        return MXTensor(parts.qdata, parts.scale_bytes, parts.block_size, dtype, parts.tiled)
+
+    @property
+    def parts(self) -> MXParts:
+        """What kernels take."""
+        return MXParts(self.qdata, self.scale_bytes, self.block_size, self.tiled)
 
     @property
     def scale(self) -> torch.Tensor:

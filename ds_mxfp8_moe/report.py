@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
-from .kernels import mxfp8_gemms
+from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
 from .ops import op_builder
 from .ops.op_builder.nvlink import dotted, nvcc_version
@@ -56,7 +56,7 @@ class Package(NamedTuple):
 def gemm_line(block_size: int) -> str:
     """How this machine multiplies MXFP8 operands of that block size."""
     device_type, _ = current_device()
-    if device_type == "cuda" and mxfp8_gemms(torch.device(device_type), block_size) is not None:
+    if device_type == "cuda" and multiplies_mxfp8(torch.device(device_type), block_size):
         return "on the tensor cores, as MXFP8"
     return "operands are dequantised (exact), then torch._grouped_mm in bf16"
 

@@ -15,8 +15,9 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .. import kernels
+from .. import casts
 from ..mx import MXTensor
+from ..ops.device import runs_triton
 from ..routing import count
 from . import ROW_ALIGNMENT, Plan, Transport, Wire
 from .deadline import SAME_CALLS, PeerFailure, all_to_all, ranks_of, set_deadline, wait_for_device
@@ -47,7 +48,7 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype)
 def _in_kernels(x: torch.Tensor) -> bool:
     """Whether the Triton kernels of the exchange run, and take such rows; else the same is done in plain torch. Tests
     choose one or the other here."""
-    return kernels.fused(x)
+    return runs_triton(x)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Collective(Transport):
             return self._dispatch(plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
-            mx_TH = kernels.quantize(x_TH, wire.block_size, wire.scaling_mode)
+            mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)
             parts = [mx_TH.qdata, mx_TH.scale]
         if weight_TK is not None:
             parts.append(weight_TK.float())
@@ -200,7 +201,7 @@ class Collective(Transport):
         for slot_R in plan.slot_RK.unbind(1):
             partial_RH += y_PH.index_select(0, slot_R)
         if wire.mxfp8:
-            mx_RH = kernels.quantize(partial_RH, wire.block_size, wire.scaling_mode)
+            mx_RH = casts.quantize(partial_RH, wire.block_size, wire.scaling_mode)
             parts = [mx_RH.qdata, mx_RH.scale]
         else:
             parts = [partial_RH.to(dtype)]
@@ -228,7 +229,7 @@ class Collective(Transport):
         from ..ops.triton_kernels import message, permute  # Triton is there on Linux alone
         data, scale, row_R = x_TH, None, None
         if wire.mxfp8:
-            mx_TH = kernels.quantize(x_TH, wire.block_size, wire.scaling_mode)
+            mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)
             data, scale = mx_TH.qdata, mx_TH.scale_bytes
         weight = None if weight_TK is None else weight_TK.float()
         if self.world_size == 1:

@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .. import kernels
+from ..ops.device import multiprocessors
 from .deadline import (
     LOOK_SECONDS,
     SAME_CALLS,
@@ -32,8 +32,8 @@ from .deadline import (
 FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
 SLACK = 1.25  # with which a half grows, since routing varies
 CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
-OWN_GEMM, OWN_PLACE = 1, 2  # kernels.h: details of a timeout
-KINDS = ("", "counts", "places", "dispatch", "combine", "few_dispatch", "few_combine")  # kernels.h, Kind
+# kernels.h, Kind
+KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
 HISTORY = 64  # exchanges whose names are remembered
 SIGNATURES = 4096  # whose Groups are kept: with a capacity, every number of tokens has signatures of its own
 
@@ -78,7 +78,7 @@ class PeerMemory:
         self._where: dict = {}
         self._first_epoch, self.state, self.side = first_epoch, None, None
         self._last: tuple = (None, None)  # the stream of the last launch, as kernels take it, and as torch knows it
-        self.multiprocessors = kernels.multiprocessors(self.device) if self.device.type == "cuda" else 8
+        self.multiprocessors = multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.serial = 0
         self.host_waits = 0
         self.generation = 0
@@ -275,12 +275,6 @@ class PeerMemory:
             raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: {SAME_CALLS}", (ranks[peer], ))
         what = f"{place} (phase {kind}, epoch {epoch})"
         deadline = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
-        if detail == OWN_GEMM:
-            raise PeerFailure(f"{me} waited in vain for its own GEMM, whose rows it sends, in {what}: other work on "
-                              f"its GPU leaves it no room. {deadline}")
-        if detail == OWN_PLACE:
-            raise PeerFailure(f"{me} waited in vain for room on its own GPU in {what}: other work leaves it none. "
-                              f"{deadline}")
         raise PeerFailure(f"{me} waited in vain for {other} in {what}: {absence(ranks[peer])}. {deadline}",
                           (ranks[peer], ))
 

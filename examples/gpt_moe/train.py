@@ -35,7 +35,7 @@ import data
 import ds_mxfp8_moe
 import model as models
 from arguments import none_or_more, one_or_more
-from ds_mxfp8_moe import kernels
+from ds_mxfp8_moe.grouped_gemm import emulated
 from plot import plot_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,7 +220,7 @@ def would_emulate_bf16(args) -> bool:
     """Whether the config asks for bf16 on a CPU that has no instructions for it."""
     device = torch.device(get_accelerator().device_name())
     return (not args.float32 and load_ds_config(args.deepspeed_config).get("bf16", {}).get("enabled", False)
-            and kernels.emulated(device, torch.bfloat16))
+            and emulated(device, torch.bfloat16))
 
 
 def initialize(args):
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace) -> dict:
         ds_mxfp8_moe.save_pretrained(engine, args.save_pretrained)
     layers = moe_layers(engine)
     summary |= {"moe_layers": len(layers),
-                "layers_converted": sum(hasattr(getattr(m, "deepspeed_moe", m), "mxfp8") for m in layers),
+                "layers_converted": sum(hasattr(getattr(m, "deepspeed_moe", m), "mxfp8_settings") for m in layers),
                 "parameters": number_of_parameters(engine),
                 "micro_batch_size": engine.train_micro_batch_size_per_gpu()}
     if dist.get_rank() == 0 and args.save_dir:

@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_mxfp8_moe.mx import MXTensor
-
+from ..mx_format import MXParts
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
 from .library import cdiv, far, next_power_of_2, operator
@@ -301,14 +300,14 @@ class Gradients(NamedTuple):
 
     Attributes:
         plain: [P, G], t's dtype.
-        rows: MXTensor [P, G], blocks along G.
-        columns: MXTensor [G, P], blocks along P.
+        rows: [P, G], blocks along G.
+        columns: [G, P], blocks along P.
     """
 
     dweight_P: torch.Tensor
     plain: torch.Tensor | None
-    rows: MXTensor | None
-    columns: MXTensor | None
+    rows: MXParts | None
+    columns: MXParts | None
 
 
 def _places(layout: str, F: int) -> tuple:
@@ -359,8 +358,8 @@ def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tenso
     return out
 
 
-def _mx(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> MXTensor:
-    return MXTensor(data.view(torch.float8_e4m3fn), scale, block, dtype)
+def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
+    return MXParts(data.view(torch.float8_e4m3fn), scale, block)
 
 
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int = 32,
@@ -378,16 +377,16 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
         bias_EG, ends_E: each expert's bias, and int32 ends of the experts' rows; pre + bias is rounded to pre's dtype.
 
     Returns:
-        h: [P, F], an MXTensor with scales stored [F / block, P], or plain; and kept: MXTensor [P, G / F, F] or None.
+        h: [P, F], MXParts with scales stored [F / block, P], or plain; and kept: MXParts [P, G / F, F], or None.
     """
     h_PF, h_scale, kept_PG, kept_scale = _activate(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block_size,
                                                    scaling_mode == "floor", quantize, keep)
-    h = _mx(h_PF, h_scale.t(), block_size, pre_PG.dtype) if quantize else h_PF
+    h = _mx(h_PF, h_scale.t(), block_size) if quantize else h_PF
     if not keep:
         return h, None
     sizes = (pre_PG.shape[1] // h_PF.shape[1], -1)
     scale = kept_scale.unflatten(0, sizes).permute(2, 0, 1)
-    return h, _mx(kept_PG.unflatten(1, sizes), scale, block_size, pre_PG.dtype)
+    return h, _mx(kept_PG.unflatten(1, sizes), scale, block_size)
 
 
 def _backward_outputs(t_PF, pre_PG, block, plain, rows, columns) -> list[torch.Tensor]:
@@ -431,9 +430,9 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
     return out
 
 
-def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
-                      block_size: int = 32, scaling_mode: str = "rceil", *, plain: bool = False, rows: bool = False,
-                      columns: bool = False, bias_EG: torch.Tensor | None = None,
+def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P: torch.Tensor, activation: str,
+                      layout: str, block_size: int = 32, scaling_mode: str = "rceil", *, plain: bool = False,
+                      rows: bool = False, columns: bool = False, bias_EG: torch.Tensor | None = None,
                       ends_E: torch.Tensor | None = None) -> Gradients:
     """The gradients of `activate`: of the routing weights, and of pre in the forms that are asked for.
 
@@ -443,7 +442,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         plain, rows, columns: which forms of dpre to write; see Gradients.
     """
     pre_PG, pre_scale = kept, None
-    if isinstance(kept, MXTensor):
+    if isinstance(kept, MXParts):
         pre_PG = kept.qdata.view(torch.uint8).flatten(1)
         pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()
         bias_EG = ends_E = None  # it is in what was kept
@@ -453,11 +452,10 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         plain, rows, columns)
     dpre_rows = None
     if rows and rows_PG.dim() == 2:
-        dpre_rows = _mx(rows_PG, rows_scale.t(), block_size, dtype)
+        dpre_rows = _mx(rows_PG, rows_scale.t(), block_size)
     elif rows:
-        mx = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
-        dpre_rows = _mx(mx.qdata, mx.scale, block_size, dtype)
-    dpre_columns = _mx(columns_GP, columns_scale.t(), block_size, dtype) if columns else None
+        dpre_rows = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
+    dpre_columns = _mx(columns_GP, columns_scale.t(), block_size) if columns else None
     return Gradients(dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns)
 
 

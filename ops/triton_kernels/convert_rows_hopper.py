@@ -30,8 +30,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .grouped_gemm_hopper import count_up, descriptor
+from .grouped_gemm_hopper import descriptor
 from .library import cdiv
+
+
+@gluon.jit
+def count_up(done, block, amount, pending: gl.constexpr):
+    """Adds to `done[block]`, if there is a block, once all but the last `pending` boxes are in memory."""
+    gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
+                              [], gl.int32, False, 1)
+    gl.thread_barrier()
+    gl.atomic_add(done + block, amount, block >= 0, sem="release")
 
 
 @gluon.jit

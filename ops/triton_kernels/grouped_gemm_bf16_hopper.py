@@ -44,8 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ds_mxfp8_moe.kernels import multiprocessors
-
+from ..device import multiprocessors
 from .grouped_gemm_hopper import descriptor, group_of, tile_of
 from .launch import Launched
 from .library import cdiv, check_alike, next_power_of_2, operator, rows_flops

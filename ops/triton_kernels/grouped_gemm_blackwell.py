@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ds_mxfp8_moe.mx import TILE, MXTensor
-
+from ..mx_format import TILE, MXParts
 from .launch import Launched
 from .library import cdiv, next_power_of_2, nothing, operator, rows_flops
 
@@ -194,7 +193,7 @@ def _wgrad_mxfp8_blackwell_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.T
         _wgrad_into(out, g, g_scale, g_block, a, a_scale, a_block, ends, True)
 
 
-def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (bf16, fp16, fp32).
 
     Data contiguous; scales of any strides, blocks of 32 or 128, b's in tiles of 128x128 or not. `ends_E`: int32 ends
@@ -204,7 +203,7 @@ def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_
                                        b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
 
 
-def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
                            accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
     """Contracts over each group's rows: out[e] = g_NP[:, rows of e] a_KP[:, rows of e]^T; zeros for an empty group.
 

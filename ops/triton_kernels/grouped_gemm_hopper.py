@@ -11,13 +11,8 @@ then starts the second product before the first is added up, and spills. L2 is n
 where the bf16 weight gradient gets 9.
 
 Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows: a tile never straddles two.
-
-ORDERED: 128 rows at a time in a given order. FED: a combine reads the result while it is computed (transport.Feed):
-what is in memory is counted a tile later. AWAITED: a dispatch brings the rows meanwhile (transport.Arrival): they are
-waited for, as long as the exchange has not failed.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -32,12 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ds_mxfp8_moe.kernels import multiprocessors
-from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport import Arrival, Feed
-
+from ..device import multiprocessors
+from ..mx_format import MXParts
 from .launch import Launched
-from .library import cdiv, next_power_of_2, nothing, operator, rows_flops
+from .library import cdiv, next_power_of_2, operator, rows_flops
 
 
 @gluon.jit
@@ -72,34 +65,8 @@ def group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def count_up(done, block, amount, pending: gl.constexpr):
-    """Adds to `done[block]`, if there is a block, once all but the last `pending` boxes are in memory."""
-    gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
-                              [], gl.int32, False, 1)
-    gl.thread_barrier()
-    gl.atomic_add(done + block, amount, block >= 0, sem="release")
-
-
-@gluon.jit
-def _place(index, order, ORDERED: gl.constexpr):
-    """The 128 rows that are computed as the index-th."""
-    return gl.load(order + index) if ORDERED else index
-
-
-@gluon.jit
-def _await_rows(arrived, failed):
-    """Waits until 128 rows are counted, and orders reads of them, by TMA too, behind that."""
-    count = gl.load(arrived, volatile=True)
-    while (count < 128) & (gl.load(failed, volatile=True) == 0):
-        count = gl.load(arrived, volatile=True)
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], gl.int32, False,
-                              1)
-
-
-@gluon.jit
-def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, order, arrived, failed, E, P, N,
-          K, row_tiles, column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-          HALVES: gl.constexpr, ORDERED: gl.constexpr, AWAITED: gl.constexpr):
+def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
+          column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):
     """The producer: operands by TMA, and for each row and half the exponent of its product."""
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [1], [0])
     row_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
@@ -108,12 +75,9 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
-        row_tile = _place(row_tile, order, ORDERED)
         row = row_tile * 128
         group = group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
-            if AWAITED:
-                _await_rows(arrived + row_tile, failed)
             n_block = column_tile * HALVES
             halves = gl.minimum(n_blocks - n_block, HALVES)
             column = group * N + n_block * 128
@@ -180,26 +144,18 @@ def accumulate(part: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, s
 
 
 @gluon.jit
-def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K,
-             row_tiles, column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-             HALVES: gl.constexpr, BUFFERS: gl.constexpr, ORDERED: gl.constexpr, FED: gl.constexpr):
+def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles,
+             column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+             BUFFERS: gl.constexpr):
     """Rows [64 part, 64 part + 64) of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [gl.num_warps()], [0])
     k_blocks = gl.cdiv(K, 128)
     n_blocks = gl.cdiv(N, 128)
     step = 0
-    before = -1  # the tile before this one: its rows, and in the lowest bit how many blocks of columns it had
-    row_tile, column_tile = tile_of(gl.program_id(0), row_tiles, column_tiles, GROUP)
-    following = _place(row_tile, order, ORDERED)
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
         n_block = column_tile * HALVES
-        if ORDERED:
-            row_tile = following
-            last = row_tiles * column_tiles - 1
-            next_tile, _ = tile_of(gl.minimum(index + gl.num_programs(0), last), row_tiles, column_tiles, GROUP)
-            following = _place(next_tile, order, ORDERED)  # comes while this one is computed
         row = row_tile * 128
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
@@ -210,26 +166,19 @@ def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, e
             else:
                 acc0, acc1, step = accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
                                               STAGES, HALVES, True, layout)
-        if FED:
-            count_up(done, before >> 1, (before & 1) + 1, 0)
-            before = row_tile * 2 + gl.minimum(n_blocks - n_block, HALVES) - 1
         for half in gl.static_range(HALVES):
             tma.store_wait(BUFFERS - 1)
             c_buffer = c_smem.index(part * BUFFERS + half % BUFFERS)
             c_buffer.store((acc0 if half == 0 else acc1).to(c_desc.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(c_desc, [row + part * 64, (n_block + half) * 128], c_buffer)
-    if FED:
-        count_up(done, before >> 1, (before & 1) + 1, 0)
-    else:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @Launched
 @gluon.jit
-def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, order, done, arrived, failed, E, P, N, K,
-                      rows, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-                      BUFFERS: gl.constexpr, ORDERED: gl.constexpr, FED: gl.constexpr, AWAITED: gl.constexpr):
+def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K, E_PAD: gl.constexpr,
+                      GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
@@ -239,15 +188,15 @@ def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, order, don
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
-    row_tiles = rows // 128  # of rows: Triton compiles anew for counts of tiles that are 1, or multiples of 16
+    row_tiles = P // 128  # from P: Triton compiles anew for counts of tiles that are 1, or multiples of 16
     column_tiles = gl.cdiv(N, 128 * HALVES)
     gl.warp_specialize([
-        (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K, row_tiles,
-                    column_tiles, E_PAD, GROUP, STAGES, HALVES, BUFFERS, ORDERED, FED)),
-        (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, order, done, E, N, K, row_tiles,
-                    column_tiles, E_PAD, GROUP, STAGES, HALVES, BUFFERS, ORDERED, FED)),
-        (_feed, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, order, arrived, failed,
-                 E, P, N, K, row_tiles, column_tiles, E_PAD, GROUP, STAGES, HALVES, ORDERED, AWAITED)),
+        (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
+                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
+        (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
+                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
+        (_feed, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
+                 column_tiles, E_PAD, GROUP, STAGES, HALVES)),
     ], [4, 1], [216, 72])
 
 
@@ -273,78 +222,37 @@ def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None
     return _Descriptor(x, shape or list(x.shape), strides or list(x.stride()), block, _layout(tuple(block), x.dtype))
 
 
-def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype, order, done, sms):
+def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
-def _arriving_flops(out_PN, a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, order, *args, out_shape) -> int:
-    return 2 * 128 * order[0] * math.prod(b_ENK[1:])
-
-
-@operator(_grouped_mm_fake, mutates_args=("done", ), flops=rows_flops)
+@operator(_grouped_mm_fake, flops=rows_flops)
 def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
-                             b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                             order: torch.Tensor | None, done: torch.Tensor | None, sms: int) -> torch.Tensor:
-    out_PN = torch.empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype, device=a_PK.device)
-    _launch(out_PN, a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, sms, a_PK.shape[0] // 128, order, done=done)
+                             b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    (P, K), (E, N, _), sms = a_PK.shape, b_ENK.shape, multiprocessors(a_PK.device)
+    out_PN = torch.empty(P, N, dtype=out_dtype, device=a_PK.device)
+    if out_PN.numel() == 0:
+        return out_PN
+    # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
+    halves = 2 if P // 128 * cdiv(N, 256) >= sms else 1
+    tiles = P // 128 * cdiv(N, 128 * halves)
+    grouped_mm_kernel[(min(sms, tiles), )](
+        descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
+        a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3,
+        HALVES=halves, BUFFERS=halves if out_PN.element_size() == 2 else 1, num_warps=4)
     return out_PN
 
 
-@operator(nothing, mutates_args=("out_PN", ), flops=_arriving_flops)
-def _grouped_mm_arriving_hopper(out_PN: torch.Tensor, a_PK: torch.Tensor, a_scale_KP: torch.Tensor,
-                                b_ENK: torch.Tensor, b_scale_ENK: torch.Tensor, ends_E: torch.Tensor,
-                                order: torch.Tensor, arrived: torch.Tensor | None, failed: torch.Tensor,
-                                sms: int) -> None:
-    _launch(out_PN, a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, sms, order.shape[0], order, arrived=arrived,
-            failed=failed)
-
-
-def _launch(out_PN: torch.Tensor, a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
-            b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, sms: int, row_tiles: int, order: torch.Tensor | None,
-            done: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
-            failed: torch.Tensor | None = None) -> None:
-    """`row_tiles` of 128 rows, the first ones of `order`, on so many multiprocessors."""
-    (P, K), (E, N, _) = a_PK.shape, b_ENK.shape
-    if row_tiles == 0 or out_PN.numel() == 0:
-        return
-    # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
-    halves = 2 if P // 128 * cdiv(N, 256) >= sms else 1
-    tiles = row_tiles * cdiv(N, 128 * halves)
-    absent = ends_E  # a pointer that is not used
-    grouped_mm_kernel[(min(sms, tiles), )](
-        descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
-        a_scale_KP, b_scale_ENK, ends_E, absent if order is None else order, absent if done is None else done,
-        absent if arrived is None else arrived, absent if arrived is None else failed, E, P, N, K, 128 * row_tiles,
-        E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3, HALVES=halves,
-        BUFFERS=halves if out_PN.element_size() == 2 else 1, ORDERED=order is not None, FED=done is not None,
-        AWAITED=arrived is not None, num_warps=4)
-
-
-def grouped_mm_mxfp8(a_PK: MXTensor, b_ENK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                     feed: Feed | None = None, arrival: Arrival | None = None) -> torch.Tensor:
+def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiplies each group's rows with its own matrix: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
     Args:
         a_PK: blocks of 128, contiguous data, P a multiple of 128. Scales are best K-block-major (strides (1, P)).
         b_ENK: tiled, contiguous data.
         ends_E: int32 ends of the groups on the device, multiples of 128.
-        feed: a combine that runs beside takes the rows as they come.
-        arrival: a dispatch that runs beside brings the rows of a_PK, scales K-block-major; it has ended when the
-            result is there.
 
-    Scales whose product is 2^-127 or less count as nothing; above 2^127 they are clamped; 255 gives NaN.
+    A product of scales of 2^-127 or less counts as zero; above 2^127 it is clamped; 255 gives NaN.
     """
     # Where a row-major scale becomes the GEMM's own: a copy unless it is already.
-    a_scale_KP, all_sms = a_PK.scale_bytes.t().contiguous(), multiprocessors(a_PK.device)
-    operands = a_PK.qdata, a_scale_KP, b_ENK.qdata, b_ENK.scale_bytes.contiguous(), ends_E
-    if arrival is None:
-        order, done, others = (feed.order, feed.done, feed.sms) if feed is not None else (None, None, 0)
-        return _grouped_mm_mxfp8_hopper(*operands, out_dtype, order, done, all_sms - others)
-    assert feed is None and a_scale_KP.data_ptr() == a_PK.scale_bytes.data_ptr()
-    out_PN = torch.empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype, device=a_PK.device)
-    arrival.begin()
-    _grouped_mm_arriving_hopper(out_PN, *operands, arrival.order[:arrival.first], arrival.arrived, arrival.failed,
-                                all_sms - arrival.sms)
-    arrival.end()
-    _grouped_mm_arriving_hopper(out_PN, *operands, arrival.order[arrival.first:], None, arrival.failed, all_sms)
-    return out_PN
+    return _grouped_mm_mxfp8_hopper(a_PK.qdata, a_PK.scale_bytes.t().contiguous(), b_ENK.qdata,
+                                    b_ENK.scale_bytes.contiguous(), ends_E, out_dtype)

@@ -26,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ds_mxfp8_moe.kernels import multiprocessors
-from ds_mxfp8_moe.mx import MXTensor
-
+from ..device import multiprocessors
+from ..mx_format import MXParts
 from .convert_rows_hopper import (
     allocate,
     convert,
@@ -322,7 +321,7 @@ def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add,
 
 
 def sizes(ends_E: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int]:
-    """E, N and K of a result [parts * E, N / parts, K]."""
+    """E, N and K of a result [splits * E, N / splits, K]."""
     E = ends_E.shape[0]
     return E, out.shape[0] // E * out.shape[1], out.shape[2]
 
@@ -337,7 +336,7 @@ def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
     return descriptor(out_ENK, [1, 64, 128 if by_tma else 32])
 
 
-def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
                            accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
@@ -347,31 +346,36 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXTensor, a_KP: MXTensor, ends_E: torch.Tensor,
 
     A product is scaled by a's scale first: above 2^103 it may overflow where the result would not. 255 gives NaN.
     """
-    out = output(ends_E, g_NP.shape[0], a_KP.shape[0], out_dtype, accumulate_into)
+    out = output(ends_E, g_NP.qdata.shape[0], a_KP.qdata.shape[0], out_dtype, accumulate_into)
     _wgrad_mxfp8_hopper_(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(),
                          ends_E, out, accumulate_into is not None)
     return out
 
 
-def grouped_mm_wgrad_bf16(g_PN: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                          accumulate_into: torch.Tensor | None = None, sms: int = 0, parts: int = 1) -> torch.Tensor:
+def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXParts, ends_E: torch.Tensor,
+                          out_dtype: torch.dtype, accumulate_into: torch.Tensor | None = None, sms: int = 0,
+                          splits: int = 1) -> torch.Tensor:
     """The same from rows [P, N] and [P, K], contiguous: both bf16 or both fp16, in groups of multiples of 64.
 
-    Or one or both MXFP8, with blocks of one size, the other one bf16: dequantised to bf16 on the way, in groups of
-    multiples of 128. `sms`: multiprocessors that it takes at most; 0: all. `parts`: of N, of multiples of 64, each to
-    lie by itself: [parts * E, N / parts, K].
+    One or both may be MXFP8, with blocks of one size; a plain one is then bf16. They are dequantised to bf16 on the
+    way, and groups are multiples of 128.
+
+    Args:
+        sms: multiprocessors that the kernel takes at most. 0 is all of them.
+        splits: pieces into which N is cut, each a multiple of 64 and contiguous: [splits * E, N / splits, K].
     """
-    out = output(ends_E, g_PN.shape[1], a_PK.shape[1], out_dtype, accumulate_into, parts)
+    N, K = (x.qdata.shape[1] if isinstance(x, MXParts) else x.shape[1] for x in (g_PN, a_PK))
+    out = output(ends_E, N, K, out_dtype, accumulate_into, splits)
     (g, g_scale, g_block), (a, a_scale, a_block) = (
-        (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXTensor) else (x, None, 0) for x in (g_PN, a_PK))
+        (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXParts) else (x, None, 0) for x in (g_PN, a_PK))
     _wgrad_bf16_hopper_(g, g_scale, a, a_scale, g_block or a_block, ends_E, out, accumulate_into is not None, sms)
     return out
 
 
-def output(ends_E, N, K, out_dtype, accumulate_into, parts: int = 1) -> torch.Tensor:
+def output(ends_E, N, K, out_dtype, accumulate_into, splits: int = 1) -> torch.Tensor:
     if accumulate_into is not None:
         if accumulate_into.dtype != torch.float32 or not accumulate_into.is_contiguous():
             raise ValueError(f"accumulate_into must be contiguous float32 [E, N, K]; got {accumulate_into.dtype}, "
                              f"strides {accumulate_into.stride()}: add to it outside, or make it so")
         return accumulate_into
-    return torch.empty(parts * ends_E.shape[0], N // parts, K, dtype=out_dtype, device=ends_E.device)
+    return torch.empty(splits * ends_E.shape[0], N // splits, K, dtype=out_dtype, device=ends_E.device)

@@ -14,9 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ds_mxfp8_moe.kernels import multiprocessors
-from ds_mxfp8_moe.mx import MXTensor
-
+from ..device import multiprocessors
+from ..mx_format import MXParts
 from .convert_rows_hopper import (
     allocate,
     convert,
@@ -163,22 +162,22 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
     return data_KP, tile_scale, convertible(data_PK, scale, data_KP, tile_scale)
 
 
-def grouped_mm_wgrad_mxfp8_rows(g: MXTensor, a_PK: MXTensor, ends_E: torch.Tensor, out_dtype: torch.dtype,
+def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
                                 accumulate_into: torch.Tensor | None = None, g_columns: bool = False,
-                                sms: int = 0, parts: int = 1) -> torch.Tensor:
+                                sms: int = 0, splits: int = 1) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
     Args:
         g: rows [P, N] or, with `g_columns`, column form [N, P]; a_PK: rows. Blocks of 128, data contiguous.
         ends_E: int32 ends of the groups on the device, multiples of 128.
-        sms: multiprocessors that it takes at most; 0: all.
-        parts: of N, of multiples of 64, each to lie by itself: [parts * E, N / parts, K].
+        sms: multiprocessors that the kernel takes at most. 0 is all of them.
+        splits: pieces into which N is cut, each a multiple of 64 and contiguous: [splits * E, N / splits, K].
 
     Rows are re-scaled along the contraction: each tile of 128 x 128 values to the largest of its rows' scales, which
     changes values that fall among e4m3's subnormals there. Scales whose product is 2^-127 or less count as nothing;
     above 2^127 they are clamped; 255 gives NaN.
     """
-    out = output(ends_E, g.shape[0 if g_columns else 1], a_PK.shape[1], out_dtype, accumulate_into, parts)
+    out = output(ends_E, g.qdata.shape[0 if g_columns else 1], a_PK.qdata.shape[1], out_dtype, accumulate_into, splits)
     g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes
     _wgrad_rows_hopper_(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out,
                         accumulate_into is not None, sms)

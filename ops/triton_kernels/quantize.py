@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from ds_mxfp8_moe.mx import TILE, MXTensor
-
+from ..mx_format import TILE, MXParts
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
 from .library import cdiv, check_alike, far, operator
@@ -394,36 +393,35 @@ def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, ti
     return out
 
 
-def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool) -> MXTensor:
+def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool) -> MXParts:
     """mx.quantize of rows [R, K] (bf16, fp16, fp32; K a multiple of 32; any distance between rows).
 
     Scales are [R, ceil(K / block_size)], in memory as such or, with `scale_k_major`, transposed.
     """
     data, scale = _quantize_rows(x_RK, block_size, scaling_mode, scale_k_major)
-    return MXTensor(data, scale.t() if scale_k_major else scale, block_size, x_RK.dtype)
+    return MXParts(data, scale.t() if scale_k_major else scale, block_size)
 
 
-def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXTensor:
+def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXParts:
     """mx.quantize(x_PN.t()), [N, P], for GEMMs that contract over the rows; P a multiple of 32. Scales in memory:
     [ceil(P / block_size), N]."""
     x_PN = _dense_rows(x_PN)
     data, scale = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, False, True, False)
-    return MXTensor(data[0], scale[0].t(), block_size, x_PN.dtype)
+    return MXParts(data[0], scale[0].t(), block_size)
 
 
 def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str,
-                              scale_k_major: bool) -> tuple[MXTensor, MXTensor]:
+                              scale_k_major: bool) -> tuple[MXParts, MXParts]:
     """quantize_rows(x_PN) and quantize_columns(x_PN) out of one read; P and N multiples of 32."""
     x_PN = _dense_rows(x_PN)
     data_PN, scale_PN, data_NP, scale_NP = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, True, True,
                                                               scale_k_major)
     scale_PN = scale_PN[0].t() if scale_k_major else scale_PN[0]
-    return (MXTensor(data_PN[0], scale_PN, block_size, x_PN.dtype),
-            MXTensor(data_NP[0], scale_NP[0].t(), block_size, x_PN.dtype))
+    return MXParts(data_PN[0], scale_PN, block_size), MXParts(data_NP[0], scale_NP[0].t(), block_size)
 
 
 def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
-                     rows: bool, columns: bool) -> tuple[MXTensor | None, MXTensor | None]:
+                     rows: bool, columns: bool) -> tuple[MXParts | None, MXParts | None]:
     """Expert weights, straight from their parameters, for the GEMMs that contract over K (`rows`) and N (`columns`).
 
     Args:
@@ -448,21 +446,20 @@ def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], b
     if columns:
         # The tiles' scales stand in the order of the rows' where there are rows.
         scale = out[1] if tiled else out[-1]
-        of_columns = MXTensor(out[2 * rows], scale if tiled and not rows else scale.transpose(1, 2), block_size, dtype,
-                              tiled)
-    return MXTensor(out[0], out[1], block_size, dtype, tiled) if rows else None, of_columns
+        of_columns = MXParts(out[2 * rows], scale if tiled and not rows else scale.transpose(1, 2), block_size, tiled)
+    return MXParts(out[0], out[1], block_size, tiled) if rows else None, of_columns
 
 
-def rescale_transposed(x_PK: MXTensor, block_size: int, scaling_mode: str) -> MXTensor:
+def rescale_transposed(x_PK: MXParts, block_size: int, scaling_mode: str) -> MXParts:
     """mx.transpose_rescale of rows [P, K]: [K, P] with blocks along P, scales in memory [ceil(P / block_size), K]."""
     data, scale = _rescale_transposed(x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size, block_size,
                                       scaling_mode)
-    return MXTensor(data, scale.t(), block_size, x_PK.orig_dtype)
+    return MXParts(data, scale.t(), block_size)
 
 
-def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(x: MXParts, dtype: torch.dtype) -> torch.Tensor:
     """mx.dequantize of rows [R, K] or of each expert's matrix [E, R, K], tiled or not, to bf16, fp16 or fp32."""
     data, scale = x.qdata.contiguous(), x.scale_bytes
-    if x.dim() == 2:
+    if data.dim() == 2:
         return _dequantize(data.unsqueeze(0), scale.unsqueeze(0), x.block_size, x.tiled, dtype)[0]
     return _dequantize(data, scale, x.block_size, x.tiled, dtype)

@@ -7,7 +7,7 @@ import torch
 from reference_moe import reference
 from test_expert_ffn import FORMULAS, RECIPES, compare, formula, problem
 
-from ds_mxfp8_moe import kernels
+from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.collective import Collective
@@ -54,7 +54,7 @@ def check(ranks, recipe, name, least=45, **kwargs):
     kwargs.pop("flat", None), kwargs.pop("stacked", None)
     experts, xs, grads, routes = problem(ranks.world_size, name, **kwargs)
     expected = reference(formula(name), recipe, experts, xs, routes, grads, ranks.world_size,
-                         kernels.rescales_rows(torch.device("cuda"), recipe.block_size))
+                         grouped_gemm.rescales_rows(torch.device("cuda"), recipe.block_size))
     worst = compare(results, expected)
     assert min(worst.values()) >= least, worst
     return results

@@ -40,6 +40,11 @@ def exact(x: MXTensor):
     return x.dequantize(F32).double()
 
 
+def as_parts(x: torch.Tensor):
+    """What a kernel takes that takes plain tensors too."""
+    return x.parts if isinstance(x, MXTensor) else x
+
+
 def k_major(x: MXTensor):
     return x.with_parts(x.qdata, x.scale_bytes.t().contiguous().t())
 
@@ -145,7 +150,8 @@ def test_wgrad_dequantises(K, N, block_size, sizes):
     for operands in ((g_mx, a_mx), (g, a_mx), (g_mx, a)):
         exact_ones = [x.dequantize(BF16) if isinstance(x, MXTensor) else x for x in operands]
         for dtype, into in ((BF16, None), (F32, main)):
-            out, expected = (wgrads.grouped_mm_wgrad_bf16(*pair, ends, dtype, None if into is None else into.clone())
+            out, expected = (wgrads.grouped_mm_wgrad_bf16(*map(as_parts, pair), ends, dtype,
+                                                          None if into is None else into.clone())
                              for pair in (operands, exact_ones))
             assert torch.equal(out.nan_to_num(1e30), expected.nan_to_num(1e30))
 
@@ -156,10 +162,10 @@ def test_few_rows_are_dequantised_half_by_half(K, half, block_size):
     rows, ends = rows_of([0, 1536, 0, 384])
     g, a_mx = uneven(rows, 4096, 3).to(BF16), quantize(uneven(rows, K, 4), block_size)
     wgrad = gemms()[1].grouped_mm_wgrad_bf16
-    wgrad(g, a_mx, ends, BF16)
+    wgrad(g, a_mx.parts, ends, BF16)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = wgrad(g, a_mx, ends, BF16)
+    out = wgrad(g, a_mx.parts, ends, BF16)
     beside = torch.cuda.max_memory_allocated() - before - out.nbytes
     assert 2 * rows * half <= beside < 1.7 * rows * K  # all of them: 2. The allocator adds up to 1 MiB to each tensor
     assert torch.equal(out, wgrad(g, a_mx.dequantize(BF16), ends, BF16))
@@ -197,13 +203,13 @@ def test_wgrads_convert_for_more_experts_than_programs(sms):
     g, a = uneven(rows, 192, 3).to(BF16), uneven(rows, 320, 4).to(BF16)
     g_mx, a_mx = k_major(quantize(g, 128)), k_major(quantize(a, 128))
     plain = gemms()[1].grouped_mm_wgrad_bf16
-    assert torch.equal(plain(g_mx, a_mx, ends, BF16, sms=sms),
+    assert torch.equal(plain(g_mx.parts, a_mx.parts, ends, BF16, sms=sms),
                        plain(g_mx.dequantize(BF16), a_mx.dequantize(BF16), ends, BF16))
     assert torch.equal(wgrad_rows(g_mx, a_mx, ends, BF16, sms=sms), wgrad_rows(g_mx, a_mx, ends, BF16))
 
 
-@pytest.mark.parametrize("N, parts", [(384, 2), (128, 2), (512, 2), (192, 2), (192, 3), (192, 1)])
-def test_wgrads_of_parts_lie_apart(N, parts):
+@pytest.mark.parametrize("N, splits", [(384, 2), (128, 2), (512, 2), (192, 2), (192, 3), (192, 1)])
+def test_splits_of_a_wgrad_are_contiguous(N, splits):
     from ds_mxfp8_moe.grouped_gemm import grouped_mm_wgrad_rows
     rows, ends = rows_of(SIZES["skewed"])
     g, a = data(rows, N).to(BF16), data(rows, 320, seed=1).to(BF16)
@@ -212,9 +218,9 @@ def test_wgrads_of_parts_lie_apart(N, parts):
                           ((quantize(g.t(), 128), mx_a), ("rceil", True))):
         for dtype in (BF16, F32):
             whole = grouped_mm_wgrad_rows(*operands, ends, dtype, *how)
-            apart = grouped_mm_wgrad_rows(*operands, ends, dtype, *how, parts=parts)
-            assert apart.is_contiguous() == (N // parts % 64 == 0)
-            assert torch.equal(torch.cat(apart.unbind(0), dim=1) if parts > 1 else apart, whole)
+            split = grouped_mm_wgrad_rows(*operands, ends, dtype, *how, splits=splits)
+            assert split.is_contiguous() == (N // splits % 64 == 0)
+            assert torch.equal(torch.cat(split.unbind(0), dim=1) if splits > 1 else split, whole)
 
 
 def test_special_values():

@@ -29,7 +29,7 @@ from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
-from ds_mxfp8_moe import kernels
+from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.grouped_gemm import grouped_mm
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
@@ -294,7 +294,7 @@ def failing(phase: str, late: int = 1) -> tuple | None:
                     exchange.dispatch(plan, x_TH, case.wire)
                 elif phase == GEMM_AHEAD:
                     w_ENK = torch.randn(case.local_experts, 256, case.hidden, device="cuda", dtype=BF16)
-                    w = kernels.quantize_weights([w_ENK], 128, "rceil")
+                    w = casts.quantize_weights([w_ENK], 128, "rceil")
                     x_PH, _, arrival = exchange.start_dispatch(plan, x_TH, case.wire, gemm_seconds=1.0)
                     assert arrival is not None
                     grouped_mm(x_PH, w, plan.group_ends_E, BF16, arrival=arrival)

@@ -10,7 +10,7 @@ from aot import launches_for
 from interpreter import first_programs, interpreter_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import activation as kernels
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,7 +58,8 @@ def first_tile(P, F, block, size):
     h, kept = kernels.activate(pre, weight, *how, keep=True)
     with first_programs():
         far_h, far_kept = kernels.activate(far_pre, far_weight, *how, keep=True)
-    pairs = [(far_h, h[:32]), (far_kept, kept[:32])]
+    pairs = [(far, MXParts(near.qdata[:32], near.scale_bytes[:32], block))
+             for far, near in ((far_h, h), (far_kept, kept))]
     if P > F:
         small = kernels.activate_backward(t, pre, weight, *how, columns=True)
         with first_programs():
@@ -67,7 +68,7 @@ def first_tile(P, F, block, size):
     for actual, expected in pairs:
         data, scale = (x[tuple(map(slice, like.shape))] for x, like in (
             (actual.qdata, expected.qdata), (actual.scale_bytes, expected.scale_bytes)))
-        same_bytes(expected.with_parts(data, scale), expected)
+        same_bytes(MXParts(data, scale, block), expected)
 
 
 @pytest.mark.parametrize("case", [(17 * 10**6, 128, 128, (128, 128)), (35 * 10**6, 64, 32, (64, 64)),
@@ -114,10 +115,9 @@ def test_traced(F, block):
     with FakeTensorMode():
         h, kept, gradients = every_launch(F, BF16, block, "silu", "gate_up")
     blocks = -(-F // block)
-    assert isinstance(h, MXTensor) and h.shape == (256, F) and h.scale.shape == (256, blocks)
-    assert h.scale.stride() == (1, 256)
-    assert kept.shape == (256, 2, F) and kept.scale.shape == (256, 2, blocks)
+    assert h.qdata.shape == (256, F) and h.scale_bytes.shape == (256, blocks) and h.scale_bytes.stride() == (1, 256)
+    assert kept.qdata.shape == (256, 2, F) and kept.scale_bytes.shape == (256, 2, blocks)
     plain, both, columns = gradients
-    assert plain.dweight_P.shape == (256, ) and plain.plain.shape == both.rows.shape == (256, 2 * F)
-    assert both.rows.scale.shape == (256, -(-2 * F // block)) and columns.columns.shape == (2 * F, 256)
-    assert columns.columns.scale.shape == (2 * F, 256 // block)
+    assert plain.dweight_P.shape == (256, ) and plain.plain.shape == both.rows.qdata.shape == (256, 2 * F)
+    assert both.rows.scale_bytes.shape == (256, -(-2 * F // block)) and columns.columns.qdata.shape == (2 * F, 256)
+    assert columns.columns.scale_bytes.shape == (2 * F, 256 // block)

@@ -20,8 +20,7 @@ import triton
 from aot import Launch, launches_for
 from triton.runtime.jit import JITFunction
 
-from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport import Arrival, Feed
+from ds_mxfp8_moe.ops.mx_format import MXParts
 
 PACKAGE = "ds_mxfp8_moe.ops.triton_kernels"
 HOPPER, BLACKWELL = 90, 100
@@ -42,7 +41,7 @@ def mx(*shape, block=32, tiled=False, block_major=False):
     scale = torch.empty(*rows, last // block, dtype=BYTE)
     if block_major:
         scale = torch.empty(last // block, *rows, dtype=BYTE).t()
-    return MXTensor(torch.empty(shape, dtype=torch.float8_e4m3fn), scale, block, tiled=tiled)
+    return MXParts(torch.empty(shape, dtype=torch.float8_e4m3fn), scale, block, tiled)
 
 
 def ends():
@@ -109,12 +108,7 @@ def hopper_gemms():
     gemm, wgrad = module("grouped_gemm_hopper"), module("grouped_wgrad_hopper")
     wide, narrow = 128 * 132, 128
     for rows in (wide, narrow):
-        tiles = torch.zeros(2, rows // 128, dtype=torch.int32)
-        for feed in (None, Feed(24, 1, *tiles, None, None)):
-            gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16, feed)
-        arrival = Arrival(24, rows // 256, *tiles, torch.zeros(1, dtype=torch.int32), lambda: None, lambda: None)
-        gemm.grouped_mm_mxfp8(mx(rows, H, block=128, block_major=True), mx(E, F, H, block=128, tiled=True), ends(),
-                              BF16, arrival=arrival)
+        gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
     g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)
     for dtype, into in ((BF16, None), (torch.float32, None), (None, torch.empty(E, F, H))):

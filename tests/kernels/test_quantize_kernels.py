@@ -8,9 +8,9 @@ from interpreter import first_programs, interpreter_process
 from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights, same, same_values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_mxfp8_moe import kernels as dispatcher
-from ds_mxfp8_moe import mx
+from ds_mxfp8_moe import casts, mx
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES
@@ -90,11 +90,13 @@ def first_tile(what, shape, block, size, distance=0):
             both = kernels.quantize_rows_and_columns(x, block, "rceil", True)
             pairs = zip(both, (of_rows, mx.quantize(tile.t(), block)), strict=True)
         else:
-            both = (y[0] for y in kernels.quantize_weights([x.unsqueeze(0)], block, "rceil", True, True))
+            both = (y._replace(qdata=y.qdata[0], scale_bytes=y.scale_bytes[0])
+                    for y in kernels.quantize_weights([x.unsqueeze(0)], block, "rceil", True, True))
             pairs = zip(both, (of_rows, of_rows.with_parts(of_rows.qdata.t(), of_rows.scale_bytes.t())), strict=True)
     for actual, expected in pairs:
         (r, c), (scale_r, scale_c) = expected.shape, expected.scale_bytes.shape
-        same(actual.with_parts(actual.qdata[:r, :c], actual.scale_bytes[:scale_r, :scale_c]), expected)
+        same(MXParts(actual.qdata[:r, :c], actual.scale_bytes[:scale_r, :scale_c], actual.block_size, actual.tiled),
+             expected)
 
 
 MILLION = 10**6
@@ -117,9 +119,9 @@ def test_offsets_beyond_int32_in_a_tile(interpreter, case):
 
 @pytest.mark.parametrize("shape", [(64, ), (2, 3, 2, 64)], ids=str)
 def test_shapes_without_a_kernel_are_dequantised(monkeypatch, shape):
-    monkeypatch.setattr(dispatcher, "fused", lambda x: True)
+    monkeypatch.setattr(casts, "runs_triton", lambda x: True)
     x = mx.quantize(torch.randn(shape))
-    assert torch.equal(dispatcher.dequantize(x, F32), mx.dequantize(x, F32))
+    assert torch.equal(casts.dequantize(x, F32), mx.dequantize(x, F32))
 
 
 @pytest.mark.parametrize("error, what, change", [
@@ -127,17 +129,17 @@ def test_shapes_without_a_kernel_are_dequantised(monkeypatch, shape):
     (TypeError, "torch.float8_e4m3fn", dict(dtype=torch.float8_e4m3fn)),  # whose scales nobody gave
     (ValueError, "'even'", dict(mode="even")), (ValueError, "block_size 64", dict(block=64)),
     (ValueError, "multiple of 32", dict(rows=40))], ids=str)
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_is_no_mxfp8_is_refused_with_kernels_too(monkeypatch, fused, error, what, change):
-    monkeypatch.setattr(dispatcher, "fused", lambda x: fused)
-    monkeypatch.setattr(dispatcher, "_casts", lambda: pytest.fail("was handed to a kernel"))
+@pytest.mark.parametrize("kernels_run", [False, True])
+def test_what_is_no_mxfp8_is_refused_with_kernels_too(monkeypatch, kernels_run, error, what, change):
+    monkeypatch.setattr(casts, "runs_triton", lambda x: kernels_run)
+    monkeypatch.setattr(casts, "_kernels", lambda: pytest.fail("was handed to a kernel"))
     case = dict(dtype=BF16, mode="rceil", block=32, rows=64) | change
     x, how = torch.zeros(case["rows"], 64).to(case["dtype"]), (case["block"], case["mode"])
-    casts = [lambda: dispatcher.quantize_columns(x, *how)]
+    calls = [lambda: casts.quantize_columns(x, *how)]
     if "rows" not in change:
-        casts += [lambda: dispatcher.quantize(x, *how), lambda: dispatcher.quantize_both(x, *how),
-                  lambda: dispatcher.quantize_weights([x.unsqueeze(0)], *how)]
-    for cast in casts:
+        calls += [lambda: casts.quantize(x, *how), lambda: casts.quantize_both(x, *how),
+                  lambda: casts.quantize_weights([x.unsqueeze(0)], *how)]
+    for cast in calls:
         with pytest.raises(error, match=what):
             cast()
 
@@ -162,12 +164,12 @@ def every_launch(dtype, block):
 def test_compiled(arch, dtype, block):
     with launches_for(arch) as launches:
         every_launch(dtype, block)
-    casts = [launch for launch in launches if "pointers" not in launch.kernel]
-    assert (len(casts), len(launches)) == (13, 15)
+    of_casts = [launch for launch in launches if "pointers" not in launch.kernel]
+    assert (len(of_casts), len(launches)) == (13, 15)
     # 16 bytes a thread and access, on the side of the wider type at least; 8 where a warp's are a row of the tile.
-    narrow = [launch for launch in casts if "ld.global.v4" not in launch.ptx and "st.global.v4" not in launch.ptx]
+    narrow = [launch for launch in of_casts if "ld.global.v4" not in launch.ptx and "st.global.v4" not in launch.ptx]
     assert len(narrow) == ((dtype, block) == (BF16, 128))  # rows and columns
-    for launch in casts:
+    for launch in of_casts:
         assert launch.stack_bytes == 0, launch.kernel
         assert ".ftz" not in launch.ptx, launch.kernel
         if "dequantize" not in launch.kernel:
@@ -178,11 +180,12 @@ def test_traced():
     with FakeTensorMode():
         x = torch.empty(160, 96, dtype=BF16)
         rows, columns = kernels.quantize_rows_and_columns(x, 128, "rceil", True)
-        assert (rows.shape, rows.scale_bytes.shape, rows.scale_bytes.stride()) == ((160, 96), (160, 1), (1, 160))
-        assert columns.shape == (96, 160)
+        assert (rows.qdata.shape, rows.scale_bytes.shape) == ((160, 96), (160, 1))
+        assert rows.scale_bytes.stride() == (1, 160) and columns.qdata.shape == (96, 160)
         assert (columns.scale_bytes.shape, columns.scale_bytes.stride()) == ((96, 2), (1, 96))
         assert kernels.rescale_transposed(rows, 32, "rceil").scale_bytes.shape == (96, 5)
         assert kernels.dequantize(rows, F16).dtype == F16
         w = torch.empty(3, 160, 96, dtype=BF16)
         rows, columns = kernels.quantize_weights([w, list(w)], 128, "rceil", True, True)
-        assert (rows.shape, columns.shape, columns.scale_bytes.shape) == ((3, 320, 96), (3, 96, 320), (3, 1, 3))
+        assert (rows.qdata.shape, columns.qdata.shape) == ((3, 320, 96), (3, 96, 320))
+        assert columns.scale_bytes.shape == (3, 1, 3)

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expert FFN against a second, naive writing of the same arithmetic, and against no quantisation at all."""
 
-import math
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import chain
-from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
 import torch
 from reference_moe import reference
 
-from ds_mxfp8_moe import expert_ffn, grouped_gemm, kernels
+from ds_mxfp8_moe import casts, expert_math, grouped_gemm
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
@@ -221,58 +218,11 @@ def test_noise_against_bf16_on_four_ranks(ranks4, name, block):
     check_noise(ranks4, name, "mxfp8_wgrad_with_hp", "rceil", block)
 
 
-# By recipe and how slow memory is (1: H200's; 1.44: H100's): hidden size, FFN size, experts of the rank -> what was
-# measured, tokens per expert: there the recipe loses to bf16, and there it wins.
-MEASURED = {
-    ("mxfp8_wgrad_with_hp", 1): {
-        (7168, 2048, 4): (1024, 2048), (7168, 2048, 32): (256, 1024), (4096, 1024, 8): (1024, 2048),
-        (2048, 1408, 8): (1024, 2048), (2048, 768, 32): (1024, 4096), (2048, 768, 4): (4096, 16384)},
-    ("mxfp8_wgrad_with_hp", 1.44): {
-        (8192, 5120, 8): (1024, 2048), (7168, 2048, 4): (1024, 2048), (4096, 1024, 32): (2048, 4096),
-        (2048, 1408, 4): (2048, 4096), (2048, 768, 32): (16384, math.inf)},
-    ("mxfp8", 1): {
-        (7168, 2048, 4): (256, 1024), (4096, 1024, 4): (1024, 2048), (2048, 1408, 8): (256, 1024),
-        (2048, 768, 32): (1024, 2048), (2048, 768, 4): (2048, 4096)},
-    ("mxfp8", 1.44): {
-        (8192, 5120, 4): (256, 1024), (7168, 2048, 32): (256, 1024), (4096, 1024, 8): (1024, 2048),
-        (2048, 1408, 4): (1024, 2048), (2048, 768, 8): (2048, 4096)},
-}
-
-
-@pytest.mark.parametrize("recipe_name, slowness, shape", [(*of, shape) for of in MEASURED for shape in MEASURED[of]],
-                         ids=str)
-def test_fewest_tokens_lie_where_they_were_measured(recipe_name, slowness, shape, monkeypatch):
-    hidden, ffn, experts = shape
-    of = ExpertFormula(kind="gated", activation="silu", hidden_size=hidden, ffn_size=ffn, up="up", gate="gate",
-                       down="down")
-    layer = ExpertFFN(of, recipe(recipe=recipe_name, scale_block_size=128), None, experts, None)
-    assert layer.fewest_tokens(torch.device("cpu")) == 0
-    monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "memory_slowness", lambda device: slowness)
-    loses, wins = MEASURED[recipe_name, slowness][shape]
-    assert loses < layer.fewest_tokens(torch.device("cuda")) <= wins
-    assert replace(layer, min_tokens_per_expert=7).fewest_tokens(torch.device("cuda")) == 7
-    assert replace(layer, recipe=recipe(scale_block_size=32)).fewest_tokens(torch.device("cuda")) == 0
-    narrow = replace(layer, formula=replace(of, hidden_size=512, ffn_size=256))
-    assert narrow.fewest_tokens(torch.device("cuda")) == math.inf
-
-
-def test_memory_is_compared_with_an_h200_s(monkeypatch):
-    def slowness(megahertz, bits):
-        properties = SimpleNamespace(memory_clock_rate=1000 * megahertz, memory_bus_width=bits)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        return kernels.memory_slowness.__wrapped__(torch.device("cuda"))  # past its cache
-
-    assert slowness(3201, 6016) == pytest.approx(1, abs=0.01)
-    assert slowness(2619, 5120) == pytest.approx(1.44, abs=0.01)
-    assert slowness(0, 0) == 1
-
-
 @pytest.mark.parametrize("name, block", [("swiglu", 128), ("swiglu", 32), ("linear", 32)])
 def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name, block):
     experts, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16)
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    steps, quantize_weights = [], kernels.quantize_weights
+    steps, quantize_weights = [], casts.quantize_weights
 
     class Waiting(Collective):
         """Waits in every plan."""
@@ -285,9 +235,9 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
             steps.append("there")
             return plan
 
-    def quantize(parts, block_size, scaling_mode, transposed=False):
+    def quantize(stacks, block_size, scaling_mode, transposed=False):
         steps.append("dgrad" if transposed else "forward")
-        return quantize_weights(parts, block_size, scaling_mode, transposed)
+        return quantize_weights(stacks, block_size, scaling_mode, transposed)
 
     def run(transport, least=0):
         ffn = ExpertFFN(formula(name), recipe(scale_block_size=block), transport, len(experts), least)
@@ -297,7 +247,7 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
         return y, x_TH.grad
 
     wanted = run(Collective())
-    monkeypatch.setattr(kernels, "quantize_weights", quantize)
+    monkeypatch.setattr(casts, "quantize_weights", quantize)
     got = run(Waiting())
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
     gemms = 1 if name == "linear" else 2
@@ -311,7 +261,7 @@ def test_compiled_autograd_breaks_its_graph_at_backward():
     from torch._dynamo import compiled_autograd
     experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    ffn = ExpertFFN(formula("swiglu"), recipe(), Collective(), len(experts), None)
+    ffn = ExpertFFN(formula("swiglu"), recipe(), Collective(), len(experts))
 
     def gradients(context):
         x_TH = x.clone().requires_grad_()
@@ -352,14 +302,14 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
             seen.append([("started", sms)])
             return Recorded(self.combine(*args, **kwargs), None, seen[-1])
 
-    def gemm(g, a, ends, dtype, mode, columns, sms, parts):
+    def gemm(g, a, ends, dtype, mode, columns, sms, splits):
         asked.append(sms)
         if sms:
             raise MemoryError("none is left")
-        return grouped_gemm.grouped_mm_wgrad_rows(g, a, ends, dtype, mode, columns, sms, parts)
+        return grouped_gemm.grouped_mm_wgrad_rows(g, a, ends, dtype, mode, columns, sms, splits)
 
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(expert_ffn, "grouped_mm_wgrad_rows", gemm)
+    monkeypatch.setattr(expert_math, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(expert_math, "grouped_mm_wgrad_rows", gemm)
     ffn = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Beside(), len(experts))
     y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
     with pytest.raises(MemoryError):
@@ -380,9 +330,9 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
             seen.append(weakref.ref(rows))
             return rows, weight_P
 
-        def combine(self, *args, phase="combine", **keys):
+        def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
             seen.append(f"{phase}: {'held' if seen[-1]() is not None else 'gone'}")
-            return super().combine(*args, phase=phase, **keys)
+            return super().combine(plan, y_PH, wire, dtype, weight_P, phase)
 
     ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(experts))
     y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
@@ -398,7 +348,7 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
 def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypatch, recipe_name):
     experts, (x, ), _, (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    activate, seen = expert_ffn.activate, []
+    activate, seen = expert_math.activate, []
 
     def watched(pre_PG, *args, keep, **keys):
         seen.extend((keep, weakref.ref(pre_PG)))
@@ -410,7 +360,7 @@ def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypat
             seen[1] = seen[1]() is not None
             return super().combine(*args, **keys)
 
-    monkeypatch.setattr(expert_ffn, "activate", watched)
+    monkeypatch.setattr(expert_math, "activate", watched)
     ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(experts))
 
     def run():

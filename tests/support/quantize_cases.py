@@ -8,6 +8,7 @@ import torch
 
 from ds_mxfp8_moe import mx
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,9 +35,10 @@ def equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
                              f"{tuple(expected.shape)}: {actual[first].item()} instead of {expected[first].item()}")
 
 
-def same(actual: MXTensor, expected: MXTensor) -> None:
-    assert (actual.shape, actual.scale_bytes.shape) == (expected.shape, expected.scale_bytes.shape)
-    assert (actual.dtype, actual.block_size, actual.tiled) == (expected.dtype, expected.block_size, expected.tiled)
+def same(actual: MXParts, expected: MXTensor) -> None:
+    assert (actual.qdata.shape, actual.scale_bytes.shape) == (expected.shape, expected.scale_bytes.shape)
+    assert (actual.qdata.dtype, actual.scale_bytes.dtype) == (torch.float8_e4m3fn, torch.uint8)
+    assert (actual.block_size, actual.tiled) == (expected.block_size, expected.tiled)
     equal("scales", actual.scale_bytes.cpu(), expected.scale_bytes)
     equal("data", actual.qdata.view(torch.uint8).cpu(), expected.qdata.view(torch.uint8))
 
@@ -103,7 +105,7 @@ def run_rescale(device: str, rows: int, columns: int, block_in: int, block: int,
     expected = mx.transpose_rescale(x, block, mode)
     with poisoned():
         for there in (scale.to(device), scale.t().contiguous().to(device).t()):
-            there = MXTensor(x.qdata.to(device), there.view(torch.float8_e8m0fnu), block_in, torch.bfloat16)
+            there = MXParts(x.qdata.to(device), there, block_in)
             actual = kernels.rescale_transposed(there, block, mode)
             same(actual, expected)
             assert actual.scale_bytes.stride() == (1, columns)

@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from ds_mxfp8_moe import kernels
-from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad
+from ds_mxfp8_moe.grouped_gemm import emulated, grouped_mm, grouped_mm_wgrad
 from ds_mxfp8_moe.mx import quantize, quantize_tiles, sqnr_db
 
 P, K, N = 130, 64, 96
@@ -87,8 +86,8 @@ def test_out_dtype():
 @pytest.mark.parametrize("has_bf16", (True, False))
 def test_float16_and_on_some_cpus_bfloat16_are_emulated(monkeypatch, has_bf16):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    assert [kernels.emulated(torch.device("cpu"), dtype) for dtype in DTYPES] == [not has_bf16, True, False]
-    assert not any(kernels.emulated(torch.device("cuda"), dtype) for dtype in DTYPES)
+    assert [emulated(torch.device("cpu"), dtype) for dtype in DTYPES] == [not has_bf16, True, False]
+    assert not any(emulated(torch.device("cuda"), dtype) for dtype in DTYPES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

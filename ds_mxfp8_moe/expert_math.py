@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of one call of an expert FFN: formula and recipe applied to expert-sorted rows.
+
+The letters in tensor names, the formulas, and the table of what the weight gradients read: expert_ffn.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import casts
+from .activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
+from .config import Recipe
+from .experts import ExpertFormula
+from .grouped_gemm import grouped_mm, grouped_mm_weights, grouped_mm_wgrad_rows, rescales_rows, wgrad_cost
+from .mx import MXTensor
+from .ops.device import multiprocessors
+from .transport import Pending, Plan
+
+
+class Rows(NamedTuple):
+    """What forward keeps of its rows for backward: MXFP8, or the tokens' dtype in a recipe without quantisation.
+
+    Attributes:
+        x_PH: the tokens. None where no backward follows, as the two below.
+        pre_PG: the pre-activation: in MXFP8 [P, G / F, F], or what the first GEMM left. Empty for a linear expert.
+        h_PF: what the second GEMM reads. Empty for a linear expert.
+        weight_P: float32, the routing weights.
+    """
+
+    x_PH: torch.Tensor | None
+    pre_PG: torch.Tensor | None
+    h_PF: torch.Tensor | None
+    weight_P: torch.Tensor
+
+
+class ExpertMath:
+    """Formula and recipe applied to the rows of one plan.
+
+    Attributes:
+        plan: None until the rows are known.
+        quantized_ahead: weights quantised before the forward GEMMs ask for them, in the order in which they will.
+    """
+
+    def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype):
+        """`weights`: for each role that the formula has, one stacked tensor [E, ...] or a list of E. `dtype`: of the
+        tokens."""
+        self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
+        self.quantized_ahead: list[MXTensor] = []
+        self.up_roles = [role for role in ("gate", "up") if role in weights]
+        self.ups = [weights[role] for role in self.up_roles]
+        self.down = [weights["down"]] if "down" in weights else []
+        self.up_bias_EG, self.down_bias_EH = self._up_bias(), self._stacked_bias("down")
+        self.layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
+
+    def _stacked_bias(self, role: str) -> torch.Tensor | None:
+        bias = self.weights.get(f"{role}_bias")
+        return None if bias is None else casts.joined([bias]).contiguous()
+
+    def _up_bias(self) -> torch.Tensor | None:
+        biases = [self._stacked_bias(role) for role in self.up_roles]
+        if all(bias is None for bias in biases):
+            return None
+        known = next(bias for bias in biases if bias is not None)
+        return torch.cat([torch.zeros_like(known) if bias is None else bias for bias in biases], dim=1)
+
+    @property
+    def wgrad_quantized(self) -> bool:
+        """Whether the weight gradients' GEMMs multiply MXFP8."""
+        return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
+
+    def dtype_of(self, role: str) -> torch.dtype:
+        return casts.sample(self.weights[role]).dtype
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def quantize_ahead(self) -> None:
+        """Quantises the weights of the forward GEMMs to come. It needs no plan."""
+        if self.recipe.quantize_gemm:
+            self.quantized_ahead = [self._quantized_weights(stacks, transposed=False)
+                                    for stacks in (self.ups, self.down) if stacks]
+
+    def forward(self, dispatch: Callable[[], tuple], backward: bool) -> tuple[torch.Tensor, Rows]:
+        """The experts' output rows y_PH.
+
+        Args:
+            dispatch: returns the rows x_PH and their routing weights. Called here, so that nobody else holds them.
+            backward: what backward needs is kept.
+        """
+        x_PH, weight_P = dispatch()
+        x_PH = self.quantized(x_PH)
+        pre_PG = self.forward_gemm(x_PH, self.ups)
+        if not backward:
+            x_PH = None
+        if self.formula.kind == "linear":
+            if self.up_bias_EG is not None:
+                pre_PG = (pre_PG + self.bias_rows(self.up_bias_EG)).to(pre_PG.dtype)
+            empty = pre_PG.new_empty(0)
+            return pre_PG.float() * weight_P.unsqueeze(1), Rows(x_PH, empty, empty, weight_P)
+        keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
+        h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
+        pre_PG = kept_PG if keep else pre_PG if backward else None
+        y_PH = self.forward_gemm(h_PF, self.down)
+        if self.down_bias_EH is not None:
+            y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
+        return y_PH, Rows(x_PH, pre_PG, h_PF, weight_P)
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending],
+                 sms_beside: Callable[[float, int], int], rows: Rows, needed: set[str]) -> tuple[dict, tuple]:
+        """Everything from the gradient's rows on.
+
+        Args:
+            dispatch_grad: returns the rows g_PH of the gradient, and None.
+            combine_grad: starts to bring the gradients of x_PH and of the routing weights back to the tokens.
+            sms_beside: multiprocessors for that exchange beside a GEMM of these seconds and tiles. 0: not beside it.
+            needed: roles whose weights want a gradient.
+
+        Returns:
+            Role -> stacked gradient; and what `combine_grad` brings.
+        """
+        if self.formula.kind == "linear":
+            return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
+        grads, weight_P = {}, rows.weight_P
+        g_PH, _ = dispatch_grad()  # not held elsewhere: gone as soon as they have been used
+        if self.down_bias_EH is not None:
+            dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, weight_P)
+        g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
+        t_PF = self.dgrad_gemm(g_PH, self.down)
+        del g_PH
+        if "down" in needed:
+            grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtype_of("down"), columns)
+        del g_wgrad
+
+        wants_ups = not needed.isdisjoint(self.up_roles)
+        columns = wants_ups and self.reads_columns(t_PF)
+        wants_plain = not self.recipe.quantize_gemm or self.up_bias_EG is not None or (
+            wants_ups and not self.wgrad_quantized)
+        dpre = activate_backward(t_PF, rows.pre_PG, weight_P, plain=wants_plain, rows=self.recipe.quantize_gemm,
+                                 columns=columns, **self.activation())
+        del t_PF
+        dweight_P = dpre.dweight_P if self.down_bias_EH is None else dpre.dweight_P + dweight_of_bias_P
+        if self.up_bias_EG is not None:
+            grads |= self._up_bias_gradients(dpre.plain)
+        g_rows = dpre.rows if self.recipe.quantize_gemm else dpre.plain
+        g_wgrad = dpre.columns if columns else g_rows if self.wgrad_quantized else dpre.plain
+        del dpre
+
+        beside = 0 if not wants_ups else sms_beside(
+            *wgrad_cost(g_wgrad, rows.x_PH, len(self.plan.group_ends_E), self.wgrad_quantized))
+        ups_first = wants_ups and not beside and g_wgrad is not g_rows and self._ups_first_takes_less(
+            g_rows.shape, rows.x_PH.shape[1])
+        if ups_first:
+            grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed)
+            del g_wgrad
+        dx_PH = self.dgrad_gemm(g_rows, self.ups)
+        del g_rows
+        pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
+        del dx_PH
+        try:
+            if wants_ups and not ups_first:
+                grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed, beside)
+        finally:  # also when memory runs out: what the exchange reads and writes must not be freed before it ends
+            result = pending.result()
+        return grads, result
+
+    def _backward_linear(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending], rows: Rows,
+                         needed: set[str]) -> tuple[dict, tuple]:
+        grads = {}
+        g_PH, _ = dispatch_grad()
+        t_PH = self.dgrad_gemm(self.quantized(g_PH), self.ups).float()
+        g_PH, x_PH = in_float32(g_PH), in_float32(rows.x_PH)
+        dweight_P = (t_PH * x_PH).sum(-1)
+        weighted_g = (g_PH * rows.weight_P.unsqueeze(1)).to(self.dtype)
+        if "up" in needed:
+            g_wgrad, columns = self._wgrad_form(weighted_g)
+            grads["up"] = self.wgrad_gemm(g_wgrad, rows.x_PH, self.dtype_of("up"), columns)
+        if self.up_bias_EG is not None:
+            dweight_P += (g_PH * self.bias_rows(self.up_bias_EG)).sum(-1)
+            grads["up_bias"] = self.group_sums(weighted_g).to(self.dtype_of("up_bias"))
+        return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
+
+    def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
+        """<g, b2> of each row, and the bias' own gradient."""
+        g_PH = casts.dequantize(g_PH, torch.float32) if isinstance(g_PH, MXTensor) else g_PH
+        return (g_PH.float() * self.bias_rows(self.down_bias_EH)).sum(-1), self.group_sums(g_PH, weight_P).to(
+            self.dtype_of("down_bias"))
+
+    def _up_bias_gradients(self, dpre_PG: torch.Tensor) -> dict[str, torch.Tensor]:
+        sums = self.group_sums(dpre_PG).chunk(len(self.up_roles), dim=1)
+        biases = zip((f"{role}_bias" for role in self.up_roles), sums, strict=True)
+        return {bias: of_role.to(self.dtype_of(bias)) for bias, of_role in biases if bias in self.weights}
+
+    def _ups_wgrad(self, g_wgrad: torch.Tensor, x_PH: torch.Tensor, columns: bool, needed: set[str],
+                   beside: int = 0) -> dict[str, torch.Tensor]:
+        # Each gradient by itself: autograd copies one that lies otherwise than a stacked parameter. Not if one of them
+        # is not wanted: they share their memory.
+        count = len(self.up_roles)
+        splits = count if needed.issuperset(self.up_roles) else 1
+        both = self.wgrad_gemm(g_wgrad, x_PH, self.dtype_of("up"), columns, beside, splits)
+        return dict(zip(self.up_roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
+
+    def _ups_first_takes_less(self, shape_PG: Sequence[int], H: int) -> bool:
+        """Whether memory peaks lower if the weight gradient is computed before the input gradient, where neither runs
+        beside the exchange.
+
+        Bytes, where dpre's plain form (2 G P) is only for the weight gradient:
+            weight gradient first   dpre's rows G P; x dequantised, or dx, 2 H P; the gradient 2 E G H; and dpre plain
+                                    2 G P or, with dx, weights quantised E G H
+            dx first                dpre plain 2 G P; dx and x dequantised 4 H P; the gradient 2 E G H
+        """
+        (P, G), E = shape_PG, len(self.plan.group_ends_E)
+        return max(2 * G * P, E * G * H) < (G + 2 * H) * P
+
+    # ---- operands ---------------------------------------------------------------------------------------------------
+
+    def quantized(self, x_PN: torch.Tensor) -> torch.Tensor:
+        """The MXFP8 form of rows, for GEMMs that contract over the last axis; as it is in an unquantised recipe."""
+        if not self.recipe.quantize_gemm or isinstance(x_PN, MXTensor):
+            return x_PN
+        return casts.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
+
+    def _forms_of_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
+        """What the input gradient's GEMM reads of a gradient; what the weight gradient's reads, if `wgrad`; and
+        whether the second is in column form."""
+        if wgrad and self.reads_columns(g_PN):
+            return *casts.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
+        rows = self.quantized(g_PN)
+        return rows, rows if self.wgrad_quantized else g_PN, False
+
+    def _wgrad_form(self, g_PN: torch.Tensor) -> tuple:
+        """What the weight gradient's GEMM reads of a gradient that nothing else reads, and whether it is in column
+        form."""
+        if self.reads_columns(g_PN):
+            return casts.quantize_columns(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
+        return self.quantized(g_PN) if self.wgrad_quantized else g_PN, False
+
+    def reads_columns(self, g_PN: torch.Tensor) -> bool:
+        """Whether the weight gradient's GEMM reads a gradient in column form, quantised along the rows."""
+        return self.wgrad_quantized and not isinstance(g_PN, MXTensor) and not rescales_rows(
+            g_PN.device, self.recipe.block_size)
+
+    def _quantized_weights(self, stacks: list, transposed: bool) -> MXTensor:
+        mx = casts.quantize_weights(stacks, self.recipe.block_size, self.recipe.scaling_mode, transposed)
+        # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
+        return mx if mx.dtype == self.dtype else MXTensor.of(mx.parts, self.dtype)
+
+    # ---- products and sums ------------------------------------------------------------------------------------------
+
+    def forward_gemm(self, x_PK: torch.Tensor, stacks: list) -> torch.Tensor:
+        """Rows times the stacked weights: contracts over the weights' last axis."""
+        return self._gemm(x_PK, stacks, transposed=False)
+
+    def dgrad_gemm(self, g_PN: torch.Tensor, stacks: list) -> torch.Tensor:
+        """Contracts over the weights' axis before the last."""
+        return self._gemm(g_PN, stacks, transposed=True)
+
+    def _gemm(self, x_PK: torch.Tensor, stacks: list, transposed: bool) -> torch.Tensor:
+        plan = self.plan
+        covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
+        if not self.recipe.quantize_gemm:
+            return grouped_mm_weights(x_PK, stacks, plan.group_ends_E, transposed, covered)
+        if self.quantized_ahead:
+            mx = self.quantized_ahead.pop(0)
+        else:
+            mx = self._quantized_weights(stacks, transposed)
+        return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
+
+    def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool, beside: int = 0,
+                   splits: int = 1) -> torch.Tensor:
+        """[E, N, K], or with several splits [splits, E, N / splits, K]. `beside`: multiprocessors left to an
+        exchange."""
+        mode = self.recipe.scaling_mode if self.wgrad_quantized else None
+        sms = multiprocessors(a_PK.device) - beside if beside else 0
+        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms, splits)
+
+    def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
+        return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
+
+    def group_sums(self, x_PN: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
+        return group_sums(x_PN, self.plan.group_ends_E, weight_P, self.plan.group_ends)
+
+    def activation(self) -> dict:
+        return {"activation": self.formula.activation, "layout": self.layout, "block_size": self.recipe.block_size,
+                "scaling_mode": self.recipe.scaling_mode, "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
+
+
+def in_float32(x: torch.Tensor) -> torch.Tensor:
+    return casts.dequantize(x, torch.float32) if isinstance(x, MXTensor) else x.float()
