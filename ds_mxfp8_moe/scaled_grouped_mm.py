@@ -12,8 +12,8 @@ as it is, since its blocks lie along their contraction. The weight gradient cont
 it dequantises the MXTensor; without, it re-scales the MXTensor along the rows, near-losslessly.
 
 Weights are quantised again in forward and in backward. With block_size 128 they share a scale per 128x128 tile, so
-both passes round them alike. Groups may have any size: where a kernel needs whole tiles of 128 rows, they are padded on
-the device.
+both passes round them alike. Groups may have any size: where a kernel needs whole tiles of 128 rows, they are padded
+on the device.
 
 M: rows, K: columns of A, N: output columns, E: groups.
 """

@@ -156,6 +156,20 @@ def test_dtypes(a_dtype, w_dtype, out_dtype, hp):
         assert sqnr_db(x, y) >= bar
 
 
+@pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
+@pytest.mark.parametrize("hp", (True, False))
+def test_gradients_of_float32_operands_are_not_rounded_to_bf16(hp, mx_input, monkeypatch):
+    """A bf16 result rounds the gradient that comes back to bf16, and nothing after it."""
+    monkeypatch.setattr("ds_mxfp8_moe.grouped_gemm.emulated", lambda *_: False)  # would compute in float32 anyway
+    a, w, grad = operands(torch.float32)
+    grad = grad.bfloat16()
+    given = quantize(a) if mx_input else a
+    of_bf16, of_float32 = (run(given, w, grad, wgrad_with_hp=hp, out_dtype=dtype)
+                           for dtype in (torch.bfloat16, torch.float32))
+    for name, x, y in zip(("dA", "dW"), of_float32[1:], of_bf16[1:], strict=True):
+        assert y.dtype == torch.float32 and sqnr_db(x, y) >= 100, name
+
+
 def test_rows_past_the_last_group_touch_nothing():
     """The tail of permute's static bound may hold anything, NaN included."""
     a, w, grad = operands()
