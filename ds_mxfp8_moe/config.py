@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section "mxfp8_moe" of a DeepSpeed config: its keys, its errors, and the `Recipe` that a device makes of it.
+"""The section "mxfp8_moe" of a DeepSpeed config: its keys, its errors, and the `Recipe` that it means on a device.
 
-Everything here is local to one rank: no function communicates, so a mistake in the config surfaces as a
-`ConfigError` before any collective. `fingerprint` gives the ranks a short value to compare.
+No function here communicates: a mistake in the config is a `ConfigError` before any collective. `fingerprint` gives
+the ranks a short value to compare.
 """
 
 import difflib
@@ -28,35 +28,38 @@ Dtype = Literal["mxfp8", "bf16"]
 
 
 class ConfigError(ValueError):
-    """The config asks for something that does not exist or cannot be: one line a problem, each saying what to do."""
+    """The config asks for something that does not exist or is not possible. Each problem is one line, with a cure."""
 
 
 class MXFP8MoEConfig(DeepSpeedConfigModel):
-    """The keys of the section "mxfp8_moe". Every key may be left out; the string "auto" is no value for any of them.
+    """The keys of the section "mxfp8_moe". Every key may be left out. The string "auto" is no value for any of them.
 
     Arguments:
-        enabled: converts the model's MoE layers. False unless said, as in DeepSpeed's own sections: a section
-            without "enabled": true leaves training exactly as plain DeepSpeed has it.
-        recipe: "mxfp8_wgrad_with_hp" (forward and input gradient in MXFP8, weight gradient in bf16), "mxfp8" (all
-            three in MXFP8) or "bf16" (no quantisation anywhere, on the wire neither).
-        scale_block_size: values that share one scale, 32 or 128. Left out: 128 on sm_90, 32 elsewhere.
+        enabled: true converts the model's MoE layers. The default is false, as in DeepSpeed's own sections: training
+            is then exactly plain DeepSpeed's.
+        recipe: what the expert GEMMs compute in. "mxfp8_wgrad_with_hp": forward and input gradient in MXFP8, weight
+            gradient in bf16. "mxfp8": all three in MXFP8. "bf16": nothing is quantised, neither in GEMMs nor between
+            ranks.
+        scale_block_size: how many values share one scale, 32 or 128. Default: 128 on sm_90, 32 elsewhere.
         scaling_mode: how a block's scale is rounded, "rceil" or "floor".
-        dispatch_fwd_dtype, combine_fwd_dtype, dispatch_bwd_dtype, combine_bwd_dtype: what travels between GPUs in
-            each direction: "mxfp8", or "bf16" for unquantised, which is the tokens' own dtype.
-        transport: "collective" (NCCL or gloo through deepspeed.comm) or "nvlink" (kernels over the GPUs' peer memory,
-            inside a node). Left out: nvlink wherever it is possible.
-        nvlink_sms: multiprocessors that nvlink's kernels take. Left out: as its model of the links has it.
-        capacity_factor: nvlink's static mode: a rank has room for so many times its even share of the rows, decides
-            nothing on the host, and can be captured in a CUDA graph; more rows are an error on every rank. Left out:
-            exact, any routing fits.
-        overlap: communication may run beside computation: nvlink's gradient of dispatch beside the weight gradients'
-            GEMM, which costs memory, as both are alive at once; and a dispatch beside the GEMM that reads its rows.
-        preactivation_dtype: how the expert's pre-activation is kept for backward, "mxfp8" or "bf16".
-        min_tokens_per_expert: below this mean number of rows an expert, a layer computes unquantised. Left out:
-            below what was measured for its shape, recipe and device (`kernels.fewest_tokens`).
-        include, exclude: regular expressions over module names, each matched against the whole name. A layer is
-            converted when one of `include` matches and none of `exclude` does.
-        force_load_balance: experts are assigned round robin; the router's scores are kept. For benchmarks only.
+        dispatch_fwd_dtype, combine_fwd_dtype, dispatch_bwd_dtype, combine_bwd_dtype: the format in which rows travel
+            between ranks in this direction. "mxfp8" quantises them. "bf16" sends them in the tokens' own dtype.
+        transport: how rows travel. "collective": NCCL or gloo through deepspeed.comm. "nvlink": kernels that write
+            into the memory of the host's other GPUs. Default: nvlink wherever it is possible, else collective.
+        nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
+            beside a GEMM.
+        capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
+            host then never waits, and CUDA graphs can capture the layer. If routing sends a rank more rows than fit,
+            every rank raises an error. Only for nvlink. Default: buffers fit the routing of each step.
+        overlap: true lets nvlink send the input gradient while the weight gradient is computed, where an estimate
+            finds this faster. Both gradients are then in memory at once. false computes and sends one after the other.
+        preactivation_dtype: the format in which the experts' pre-activations are kept for backward, "mxfp8" or "bf16".
+        min_tokens_per_expert: a layer with fewer tokens per expert runs the bf16 recipe, which is faster there. The
+            number is compared with the mean over the experts of the group. 0 means always MXFP8. Default: estimated
+            from the layer's shape, its recipe and the device (crossover.py).
+        include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
+            of `include` matches and none of `exclude` does.
+        force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
     """
@@ -87,7 +90,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         for key, value in data.items():
             if key not in valid_keys:
                 problems.append(f"unknown key {_text(key)} (given {_text(value)}){_hint(key, valid_keys)}")
-            elif isinstance(value, str) and value == "auto":  # DeepSpeed's base class would drop it without a word
+            elif isinstance(value, str) and value == "auto":  # DeepSpeed's base class would drop it silently
                 problems.append(f'"{key}" is "auto", which is no value here: leave the key out to have it chosen')
             else:
                 known[key] = value
@@ -118,9 +121,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         return tuple(patterns)
 
     def _contradictions(self) -> list[str]:
-        """Keys that are each valid but cannot both hold. Defaults give way to the recipe; written values do not."""
+        """Pairs of keys that exclude each other. A default gives way to the recipe, a written value does not."""
         of_nvlink = [key for key in NVLINK_KEYS if getattr(self, key) is not None]
-        problems = [f'"{key}" is the nvlink transport\'s, but "transport" is "collective": leave one of the two out'
+        problems = [f'"{key}" needs the transport nvlink, but "transport" is "collective": leave one of the two out'
                     for key in of_nvlink if self.transport == "collective"]
         written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]
         return problems + [
@@ -130,7 +133,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         ]
 
     def selects(self, module_name: str) -> bool:
-        """Whether `include` and `exclude` leave the module of this dotted name to be converted."""
+        """Whether `include` and `exclude` allow the conversion of the module with this dotted name."""
         return any(re.fullmatch(pattern, module_name) for pattern in self.include) and not any(
             re.fullmatch(pattern, module_name) for pattern in self.exclude
         )
@@ -144,15 +147,15 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a layer computes, with nothing left to choose. Hashable; equal recipes compute the same bits.
+    """What a layer computes, with every choice made. Hashable. Equal recipes compute the same bits.
 
     Arguments:
-        quantize_gemm: the expert GEMMs of forward and input gradient take MXFP8 operands.
-        wgrad: weight gradient from "hp" (unquantised) or "mxfp8" operands.
-        block_size: values that share one scale, 32 or 128.
+        quantize_gemm: whether the expert GEMMs of forward and input gradient take MXFP8 operands.
+        wgrad: the operands of the weight gradient: "hp" (unquantised) or "mxfp8".
+        block_size: how many values share one scale, 32 or 128.
         scaling_mode: "rceil" or "floor".
         dispatch_fwd, combine_fwd, dispatch_bwd, combine_bwd: "mxfp8", or "bf16" for the tokens' own dtype.
-        preactivation: how the pre-activation is kept for backward, "mxfp8" or "bf16".
+        preactivation: the format of the pre-activation between forward and backward, "mxfp8" or "bf16".
     """
 
     quantize_gemm: bool
@@ -170,8 +173,8 @@ def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEC
     """Read the section "mxfp8_moe" out of what `deepspeed.initialize` takes as `config=`.
 
     Arguments:
-        config: a dict, the path of a (h)json file, or urlsafe base64 of one; None and a config without the section
-            give the disabled config; a config that is parsed already is returned as it is.
+        config: a dict, the path of a JSON or HJSON file, or its urlsafe base64. None and a config without the section
+            give the disabled config. A parsed config is returned as it is.
 
     Errors: ConfigError if the config cannot be read, if the section's name is misspelt or the section is not at the
     top level, and for every problem inside it.
@@ -196,7 +199,7 @@ def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEC
         return MXFP8MoEConfig()
     section = config[SECTION]
     if not isinstance(section, dict):
-        raise ConfigError(f'"{SECTION}" is {_text(section)}, expected an object such as {{"enabled": true}}')
+        raise ConfigError(f'"{SECTION}" is {_text(section)}, expected an object, for example {{"enabled": true}}')
     return MXFP8MoEConfig(**{str(key): value for key, value in section.items()})
 
 
@@ -210,12 +213,12 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
     """Fix every choice that the config leaves to the device.
 
     Arguments:
-        config: the section; whether it is enabled plays no part here.
-        device_type: torch's name of the device, such as "cuda" or "cpu".
+        config: the section. "enabled" makes no difference here.
+        device_type: torch's name of the device, for example "cuda" or "cpu".
         capability: CUDA compute capability as (major, minor); None off CUDA. `current_device` gives both.
     """
-    # FP8 wgmma promotes its accumulator at full speed only once per 128 along K; sm_100 and CPU take the format's own
-    # 32. The exact pair: ROCm reports (9, 4) and (9, 5) for its own chips.
+    # Hopper's FP8 wgmma runs at full speed only if its accumulator is promoted once per 128 along K. Other devices
+    # take the format's own 32. The pair must be exact: ROCm reports (9, 4) and (9, 5) for its own chips.
     hopper = device_type == "cuda" and capability == (9, 0)
     quantize = config.recipe != "bf16"
     wires = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16" for key in WIRE_KEYS}
@@ -230,13 +233,13 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
 
 
 def fingerprint(config: MXFP8MoEConfig) -> str:
-    """SHA-256 (64 hex digits) of the config as canonical JSON: equal on two ranks exactly when their configs are."""
+    """SHA-256 of the config as canonical JSON, 64 hex digits. Equal on two ranks if and only if their configs are."""
     canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _check_section_name(config: dict) -> None:
-    """Refuse keys that look like "mxfp8_moe": DeepSpeed ignores keys it does not know, so a typo would do nothing."""
+    """Refuses keys that look like "mxfp8_moe". DeepSpeed ignores unknown keys, so a typo would silently do nothing."""
     for key, value in config.items():
         if key != SECTION and _resembles_section(key):
             raise ConfigError(
@@ -252,7 +255,7 @@ def _check_section_name(config: dict) -> None:
 
 
 def _resembles_section(key: Any) -> bool:
-    # 0.75 is passed by a dropped, doubled or swapped letter and by "mxfp8" alone, and by no key that DeepSpeed reads.
+    # A dropped, doubled or swapped letter and "mxfp8" alone pass 0.75. No key that DeepSpeed reads does.
     return bool(difflib.get_close_matches(_letters(key), ("mxfp8moe", "moemxfp8"), cutoff=0.75))
 
 
@@ -276,12 +279,12 @@ def _value_problem(model: type[MXFP8MoEConfig], item: dict) -> str:
 
 
 def _literals(annotation: Any) -> list:
-    """The values of a Literal, or of a Literal that may be None."""
+    """The values of a Literal, also of one that may be None."""
     return [value for arg in get_args(annotation) for value in (get_args(arg) or [arg]) if arg is not type(None)]
 
 
 def _hint(given: Any, valid: list) -> str:
-    """The nearest valid value, where there is one, and all of them."""
+    """Names the nearest valid value, if one is near, and lists all of them."""
     texts = {str(value).lower(): value for value in valid}
     near = difflib.get_close_matches(str(given).lower(), texts, n=1, cutoff=0.5)
     if type(given) is int and type(valid[0]) is int:
@@ -291,7 +294,7 @@ def _hint(given: Any, valid: list) -> str:
 
 
 def _text(value: Any) -> str:
-    """The value as one would write it in JSON."""
+    """The value as JSON text."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):

@@ -196,7 +196,7 @@ def test_recipe_bf16_refuses_a_written_mxfp8(key):
 @pytest.mark.parametrize("key, value", [("capacity_factor", 1.5), ("nvlink_sms", 8)])
 def test_the_collective_transport_refuses_nvlinks_keys(key, value):
     (line,) = problems(transport="collective", **{key: value})
-    assert f'"{key}" is the nvlink transport\'s, but "transport" is "collective"' in line
+    assert f'"{key}" needs the transport nvlink, but "transport" is "collective"' in line
     parse({"mxfp8_moe": {key: value}})
 
 
