@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_mxfp8_report [ds_config.json]`: what this machine would use and why. Reads only; never starts torch.distributed.
+"""`ds_mxfp8_report [ds_config.json]`: what ds_mxfp8_moe would use on this machine, and why.
 
-Also `python -m ds_mxfp8_moe.report`. The form is ds_report's: names, dots, values.
+It only reads, and never starts torch.distributed. `python -m ds_mxfp8_moe.report` is the same. The form is that of
+DeepSpeed's ds_report: names, dots, values.
 """
 
 import argparse
@@ -36,8 +37,8 @@ _RULE = "-" * 75
 _COLOURS = {"OKAY": "\033[92m", "YES": "\033[92m", "NO": "\033[93m", "WARNING": "\033[93m", "FAIL": "\033[91m"}
 
 
-class Transport(NamedTuple):
-    """Whether a transport can be used on this machine, and what speaks for or against it."""
+class TransportStatus(NamedTuple):
+    """Whether this machine can use a transport, and why."""
 
     name: str
     available: bool
@@ -45,7 +46,11 @@ class Transport(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A package's version, None where absent, and the verdict: "OKAY", "WARNING", "FAIL", "NO" or "" (no range)."""
+    """A package's version and what the report says about it.
+
+    version: None if the package is not installed.
+    mark: "OKAY", "WARNING", "FAIL" or "NO". "" if no range of versions is known.
+    """
 
     name: str
     version: str | None
@@ -54,17 +59,17 @@ class Package(NamedTuple):
 
 
 def gemm_line(block_size: int) -> str:
-    """How this machine multiplies MXFP8 operands of that block size."""
+    """How this machine multiplies MXFP8 operands of this block size."""
     device_type, _ = current_device()
     if device_type == "cuda" and multiplies_mxfp8(torch.device(device_type), block_size):
-        return "on the tensor cores, as MXFP8"
-    return "operands are dequantised (exact), then torch._grouped_mm in bf16"
+        return "MXFP8, on the tensor cores"
+    return "operands are dequantised exactly, then multiplied by torch._grouped_mm in bf16"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; returns the exit status, 1 where the config given is in error or cannot run here."""
+    """Prints the report. Returns the exit status: 1 if the given config has an error or cannot run here, else 0."""
     parser = argparse.ArgumentParser(prog="ds_mxfp8_report", description="What ds_mxfp8_moe would use here, and why.")
-    parser.add_argument("config", nargs="?", help="a DeepSpeed config file, to see its mxfp8_moe section resolved")
+    parser.add_argument("config", nargs="?", help="a DeepSpeed config file, to see what its section means here")
     path = parser.parse_args(argv).config
 
     _heading("ds_mxfp8_moe: what this machine would use and why")
@@ -94,12 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for package in packages():
         mark = f" {_mark(package.mark)}" if package.mark else ""
         _line(package.name, f"{package.version or 'not installed'}{mark} {package.note}".rstrip())
-    _line("cuda (of torch)", torch.version.cuda or "none: torch is built without it")
+    _line("cuda (of torch)", torch.version.cuda or "none: torch is built without CUDA")
     return 1 if problem else 0
 
 
 def device_lines() -> list[tuple[str, str]]:
-    """The accelerator that DeepSpeed uses here as (name, text): each kind of device and its count, or why the CPU."""
+    """The accelerator that DeepSpeed uses here, as (name, text): each kind of GPU and its count, or why the CPU."""
     device_type, _ = current_device()
     accelerator = get_accelerator()
     if device_type == "cuda":
@@ -107,7 +112,7 @@ def device_lines() -> list[tuple[str, str]]:
         kinds = Counter((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices)
         lines = [("device", f"{count} x {name}, {_sm(sm)}") for (name, sm), count in kinds.items()]
         if len({sm for _, sm in kinds}) > 1:
-            lines.append(("", f"{_mark('WARNING')} mixed devices: write scale_block_size, so that all ranks agree"))
+            lines.append(("", f"{_mark('WARNING')} different GPUs: set scale_block_size, so that all ranks agree"))
         return lines
     if device_type != "cpu":
         return [("device", f"{accelerator.device_count()} x {device_type}, not tested with this package")]
@@ -120,26 +125,26 @@ def device_lines() -> list[tuple[str, str]]:
     return [("device", f"cpu, {platform.machine()}, {os.cpu_count()} cores ({reason})")]
 
 
-def transports() -> list[Transport]:
-    """Every transport in order of preference, with the reasons that rule it out on this machine."""
+def transports() -> list[TransportStatus]:
+    """Every transport in order of preference, and the reasons why this machine cannot use it."""
     return [_nvlink(), _nvshmem(), _collective()]
 
 
-def _collective() -> Transport:
+def _collective() -> TransportStatus:
     backend = get_accelerator().communication_backend_name()
     against = []
     if not torch.distributed.is_available():
         against.append("torch is built without torch.distributed")
     elif not torch.distributed.is_backend_available(backend):
         against.append(f"torch is built without {backend}, which {get_accelerator().device_name()} needs")
-    version = ""
-    if backend == "nccl" and not against:
-        version = " " + ".".join(map(str, torch.cuda.nccl.version()))
-    return Transport("collective", not against, "; ".join(against) or f"{backend}{version} through deepspeed.comm")
+    if against:
+        return TransportStatus("collective", False, "; ".join(against))
+    version = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
+    return TransportStatus("collective", True, f"{backend}{version} through deepspeed.comm")
 
 
-def _nvlink() -> Transport:
-    """Inside one host; whether ranks share one is known when they meet."""
+def _nvlink() -> TransportStatus:
+    """Looks at this host alone. Whether the ranks of a layer share a host is checked when training starts."""
     against = []
     if get_accelerator().device_name() != "cuda":
         against.append("no CUDA device")
@@ -155,20 +160,19 @@ def _nvlink() -> Transport:
     if not builder.is_compatible():
         against.append(f"the extension cannot be built: {builder.error_log}")
     elif builder.last_failure():
-        against.append(f"the extension was not built last time: {builder.last_failure()}")
+        against.append(f"the last build of the extension failed: {builder.last_failure()}")
     if against:
-        return Transport("nvlink", False, "; ".join(against))
-    built = "is built" if builder.is_built() else f"is built at first use, by nvcc {dotted(nvcc_version())}"
-    return Transport("nvlink", True, f"every GPU reaches every other's memory; the extension {built}")
+        return TransportStatus("nvlink", False, "; ".join(against))
+    built = "is built" if builder.is_built() else f"will be built at first use, by nvcc {dotted(nvcc_version())}"
+    return TransportStatus("nvlink", True, f"the GPUs reach each other's memory; the extension {built}")
 
 
-def _nvshmem() -> Transport:
-    return Transport("nvshmem", False, "not implemented: peer memory over InfiniBand or EFA has no provider yet, so "
-                     "ranks of several hosts take the collective transport")
+def _nvshmem() -> TransportStatus:
+    return TransportStatus("nvshmem", False, "not implemented: ranks on several hosts use the collective transport")
 
 
-def section_lines(config: MXFP8MoEConfig, statuses: Sequence[Transport]) -> list[tuple[str, str]]:
-    """Every key of the section as (key, text): its value on this machine, in JSON, and where the value comes from."""
+def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -> list[tuple[str, str]]:
+    """Every key of the section as (key, text): its value on this machine as JSON, and where the value comes from."""
     device_type, capability = current_device()
     recipe = resolve(config, device_type, capability)
     chosen = {key: getattr(recipe, key.removesuffix("_dtype")) for key in (*WIRE_KEYS, "preactivation_dtype")}
@@ -181,13 +185,13 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[Transport]) -> list
         value = chosen.get(key, getattr(config, key))
         origin = _origin(config, key, device_type, capability)
         if key in NVLINK_KEYS and origin == "given" and "nvlink" not in usable:
-            origin += "; without effect: nvlink's, which cannot be used here"
+            origin += "; has no effect here: only nvlink reads it"
         lines.append((key, f"{json.dumps(value)} ({origin})"))
     return lines
 
 
-def _transport_problem(config: MXFP8MoEConfig, statuses: Sequence[Transport]) -> str | None:
-    """Why the transport that the config names cannot be used here; None where it can, or where none is named."""
+def _transport_problem(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -> str | None:
+    """Why this machine cannot use the transport that the config names. None if it can, or if none is named."""
     for transport in statuses:
         if transport.name == config.transport and not transport.available:
             return f'"transport" is "{transport.name}", which cannot be used here: {transport.reason}'
@@ -198,26 +202,26 @@ def _origin(config: MXFP8MoEConfig, key: str, device_type: str, capability: tupl
     if key in config.model_fields_set and getattr(config, key) is not None:
         return "given"
     if key == "enabled":
-        return 'default: plain DeepSpeed; write "enabled": true'
+        return 'default: plain DeepSpeed; write "enabled": true to convert'
     if key == "scale_block_size":
         if capability == (9, 0):
-            return "chosen for sm_90, whose FP8 tensor cores run at full speed with one scale per 128"
+            return "chosen for sm_90: its FP8 tensor cores run at full speed with one scale per 128 values"
         return f"chosen for {_sm(capability) if capability else device_type}: the format's own granularity"
     if key == "transport":
-        return "chosen: the first that is available, where the ranks of a layer share a host"
+        return "chosen: the first one available; collective between hosts"
     if key == "nvlink_sms":
-        return "chosen by a model of the links"
+        return "chosen for each exchange"
     if key == "min_tokens_per_expert":
-        return "chosen for each layer, by its shape, recipe and device"
+        return "estimated for each layer from its shape, recipe and device"
     if key == "capacity_factor":
-        return "default: exact, any routing fits"
+        return "default: buffers fit the routing of each step"
     if config.recipe == "bf16" and key in (*WIRE_KEYS, "preactivation_dtype"):
         return "recipe bf16 quantises nothing"
     return "default"
 
 
 def packages() -> list[Package]:
-    """Versions of everything that the package stands on, against the ranges in its own metadata."""
+    """Versions of this package and of what it needs, compared with the ranges in its own metadata."""
     try:
         metadata = importlib.metadata.metadata(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -227,7 +231,7 @@ def packages() -> list[Package]:
         ranges = {requirement.name: requirement for requirement in reversed(requirements)}
         own, python_range = metadata["Version"], SpecifierSet(metadata["Requires-Python"] or "")
 
-    note = "" if own else "runs from a checkout: no ranges to compare the versions with"
+    note = "" if own else "runs from a checkout that is not installed: no ranges to compare versions with"
     found = [Package(PACKAGE, own, "", note)]
     found.append(_verdict("python", platform.python_version(), python_range, required=True))
     for name in REPORTED_PACKAGES:
@@ -240,7 +244,7 @@ def packages() -> list[Package]:
 
 
 def _installed_version(name: str) -> str | None:
-    # What is imported counts, where it is imported anyway: PYTHONPATH may put another copy before the installed one.
+    # For a package that is imported here, the imported copy counts: PYTHONPATH may put it before the installed one.
     if name in ("torch", "deepspeed"):
         return {"torch": torch, "deepspeed": deepspeed}[name].__version__
     try:
@@ -255,7 +259,7 @@ def _verdict(name: str, version: str | None, specifier: SpecifierSet, required: 
     if not specifier:
         return Package(name, version, "", "")
     try:
-        # The base version: builds such as 2.11.0a0+nv count as their release.
+        # The base version: a build like 2.11.0a0+nv counts as its release.
         inside = Version(Version(version).base_version) in specifier
     except InvalidVersion:
         inside = False
@@ -264,7 +268,7 @@ def _verdict(name: str, version: str | None, specifier: SpecifierSet, required: 
 
 def _print_ops() -> None:
     _heading("ds_mxfp8_moe C++/CUDA extension op report")
-    _line("op name", "built .. compatible (nvcc builds at first use)")
+    _line("op name", "built .. compatible (nvcc builds it at first use)")
     for name, builder in op_builder.ALL_OPS.items():
         compatible = probe_is_compatible(builder, verbose=True)
         built = _mark("YES" if compatible and builder.is_built() else "NO")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_mxfp8_report`: it says what holds on this machine, and with other machines' answers, what holds there."""
+"""`ds_mxfp8_report` on this machine, and on machines whose answers the tests make up."""
 
 import email
 import importlib.metadata
@@ -19,7 +19,7 @@ METADATA = """\
 Version: 1.2.3
 Requires-Python: >=3.10,<4
 Requires-Dist: torch>=2.11
-Requires-Dist: deepspeed<0.20,>=0.19.6
+Requires-Dist: deepspeed<0.20,>=0.19.8
 Requires-Dist: triton>=3.6; sys_platform == "linux"
 Requires-Dist: transformers<5.21,>=5.17; extra == "examples"
 Requires-Dist: mpi4py>=4.0; extra == "mpi"
@@ -117,7 +117,7 @@ def test_report_on_this_machine(capsys):
         'recipe ................... "mxfp8_wgrad_with_hp" (default)',
         "scale_block_size ......... 32 (chosen for cpu",
         'transport ................ "collective" (chosen',
-        "min_tokens_per_expert .... null (chosen for each layer",
+        "min_tokens_per_expert .... null (estimated for each layer",
         "extension op report",
         f"torch .................... {torch.__version__}",
     ):
@@ -159,7 +159,7 @@ def test_config_without_the_section_is_plain_deepspeed(tmp_path, capsys):
     path.write_text('{"train_batch_size": 8}')
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
-    assert 'enabled .................. false (default: plain DeepSpeed; write "enabled": true)' in text
+    assert 'enabled .................. false (default: plain DeepSpeed; write "enabled": true to convert)' in text
 
 
 def test_config_in_error_is_reported_and_ends_with_1(tmp_path, capsys):
@@ -181,8 +181,8 @@ def test_a_transport_that_is_not_there(tmp_path, capsys):
     path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5}}')
     assert report.main([str(path)]) == 0  # training goes on without it, and says so
     text = capsys.readouterr().out
-    assert "capacity_factor .......... 1.5 (given; without effect: nvlink's, which cannot be used here)" in text
-    assert "nvlink_sms ............... null (chosen by a model of the links)" in text
+    assert "capacity_factor .......... 1.5 (given; has no effect here: only nvlink reads it)" in text
+    assert "nvlink_sms ............... null (chosen for each exchange)" in text
 
 
 @pytest.mark.parametrize(
@@ -233,13 +233,13 @@ def test_transports_and_their_reasons(monkeypatch):
     Machine(monkeypatch, ("H", (9, 0)), ("H", (9, 0)), peers=False)
     assert nvlink() == ("nvlink", False, "GPU 0 cannot reach the memory of GPU 1")
     Machine(monkeypatch, ("H", (9, 0)), ("H", (9, 0)))
-    start = "every GPU reaches every other's memory; the extension is built"
-    assert nvlink() == ("nvlink", True, f"{start} at first use, by nvcc 13.0")
+    start = "the GPUs reach each other's memory; the extension "
+    assert nvlink() == ("nvlink", True, start + "will be built at first use, by nvcc 13.0")
     builder.built = True
-    assert nvlink() == ("nvlink", True, start)
+    assert nvlink() == ("nvlink", True, start + "is built")
     assert '"nvlink" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
     builder.failure = "error: no such thing"
-    assert nvlink() == ("nvlink", False, "the extension was not built last time: error: no such thing")
+    assert nvlink() == ("nvlink", False, "the last build of the extension failed: error: no such thing")
     builder.compatible, builder.error_log = False, "nvcc is not there"
     assert nvlink() == ("nvlink", False, "the extension cannot be built: nvcc is not there")
     assert '"collective" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
@@ -247,7 +247,7 @@ def test_transports_and_their_reasons(monkeypatch):
 
 def test_nvshmem_is_named_with_the_reason_for_its_absence():
     nvshmem = next(transport for transport in report.transports() if transport.name == "nvshmem")
-    assert not nvshmem.available and "InfiniBand or EFA has no provider" in nvshmem.reason
+    assert not nvshmem.available and "several hosts use the collective transport" in nvshmem.reason
 
 
 def test_recipe_bf16_shows_what_it_means():
