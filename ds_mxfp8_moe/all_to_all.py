@@ -41,8 +41,8 @@ class AllToAll:
     """One rank's side of the exchange. Make it with `intranode`."""
 
     def __init__(self, memory: PeerMemory, max_num_tokens: int, num_experts: int, experts_per_token: int,
-                 hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int, sms: int = SMS):
-        self.memory, self.sms = memory, min(sms, memory.multiprocessors)
+                 hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int):
+        self.memory, self.sms = memory, min(SMS, memory.multiprocessors)
         self.max_num_tokens, self.num_experts, self.hidden_dim = max_num_tokens, num_experts, hidden_dim
         self.experts_per_token = experts_per_token
         self.hidden_dim_bytes, self.hidden_dim_scale_bytes = hidden_dim_bytes, hidden_dim_scale_bytes
@@ -53,10 +53,10 @@ class AllToAll:
         self._routes = torch.zeros(W * T * K + W, dtype=torch.int32, device=memory.device)
         sizes = (W * T * hidden_dim_bytes, W * T * self._scale_row(hidden_dim_scale_bytes), W * T * K * 4,
                  W * (1 + num_experts // W) * 4)
-        self._parts = [0]
+        self._regions = [0]
         for size in sizes:
-            self._parts.append(-(-(self._parts[-1] + size) // ALIGNED) * ALIGNED)
-        self._staged = max(self._parts[-1], T * K * hidden_dim * 2)
+            self._regions.append(-(-(self._regions[-1] + size) // ALIGNED) * ALIGNED)
+        self._staged = max(self._regions[-1], T * K * hidden_dim * 2)
         memory.reserve(self._staged, "an AllToAll's staging")
         self._sizes = (T, num_experts, K, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
 
@@ -134,7 +134,7 @@ class AllToAll:
         self._dispatch(tensors, do_send, do_recv)
 
     def _dispatch(self, tensors: tuple, send: bool, receive: bool) -> None:
-        self._run("few_dispatch", self._dispatch_args, tensors, send, receive)
+        self._run("low_latency_dispatch", self._dispatch_args, tensors, send, receive)
 
     def _dispatch_args(self, send, receive, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale,
                        indices, bound_m) -> Any:
@@ -159,9 +159,9 @@ class AllToAll:
         scales = {"scale_row": 0}
         if out_expert_x_scale is not None:
             scales = self._scales(out_expert_x_scale, dp_x_scale, (E, rows), dp_x, quantized)
-        few = self._few(send, receive, indices, bound_m, "few_dispatch", row_bytes, scales["scale_row"])
-        return memory.extension.FewDispatch(
-            few=few, x_TH=dp_x.data_ptr(), out_ERH=out_expert_x.data_ptr(), row_bytes=row_bytes,
+        common = self._common(send, receive, indices, bound_m, "low_latency_dispatch", row_bytes, scales["scale_row"])
+        return memory.extension.LowLatencyDispatch(
+            common=common, x_TH=dp_x.data_ptr(), out_ERH=out_expert_x.data_ptr(), row_bytes=row_bytes,
             out_count_E=out_expert_num_tokens.data_ptr(), dtype=DTYPES[dp_x.dtype] if quantized else 0, **scales)
 
     def combine(self, out_tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, expert_y: torch.Tensor,
@@ -183,7 +183,7 @@ class AllToAll:
         self._combine(tensors, do_send, do_recv)
 
     def _combine(self, tensors: tuple, send: bool, receive: bool) -> None:
-        self._run("few_combine", self._combine_args, tensors, send, receive)
+        self._run("low_latency_combine", self._combine_args, tensors, send, receive)
 
     def _combine_args(self, send, receive, out_tokens, indices, weights, expert_y, bound_m) -> Any:
         memory, H = self.memory, self.hidden_dim
@@ -191,8 +191,8 @@ class AllToAll:
         self._check({"out_tokens": (out_tokens, (None, H), ROW_TYPES),
                      "weights": (weights, tuple(indices.shape), (torch.float32, )),
                      "expert_y": (expert_y, (E, rows, H), tuple(DTYPES))}, out_tokens.shape[0], indices)
-        return memory.extension.FewCombine(
-            few=self._few(send, receive, indices, bound_m, "few_combine", str(out_tokens.dtype)),
+        return memory.extension.LowLatencyCombine(
+            common=self._common(send, receive, indices, bound_m, "low_latency_combine", str(out_tokens.dtype)),
             y_ERH=expert_y.data_ptr(), weight_TK=weights.data_ptr(), out_TH=out_tokens.data_ptr(),
             dtype=DTYPES[expert_y.dtype], out_dtype=DTYPES[out_tokens.dtype])
 
@@ -209,7 +209,7 @@ class AllToAll:
 
     def _scales(self, out: torch.Tensor, given: torch.Tensor | None, shape: tuple, x: torch.Tensor,
                 quantized: bool) -> dict:
-        """FewDispatch's fields of scales."""
+        """LowLatencyDispatch's fields of scales."""
         scales, width = out.shape[-1], out.element_size()
         if (out.dim() != 3 or tuple(out.shape[:2]) != shape or scales * width > self.hidden_dim_scale_bytes
                 or out.device != x.device):
@@ -238,7 +238,7 @@ class AllToAll:
         host."""
         memory = self.memory
         memory.check()
-        name = f"AllToAll.{kind.removeprefix('few_')}"
+        name = f"AllToAll.{kind.removeprefix('low_latency_')}"
         if not send and memory.sent != (self._handle, name):
             raise ValueError(f"{name}: received, while what was sent and not received is "
                              f"{memory.sent and memory.sent[1]}")
@@ -257,15 +257,15 @@ class AllToAll:
         memory.sent = None if receive else (self._handle, name)
         getattr(memory.extension, kind)(args, self.sms, memory.stream())
 
-    def _few(self, send: bool, receive: bool, indices: torch.Tensor, bound_m: torch.Tensor | None, kind: str,
+    def _common(self, send: bool, receive: bool, indices: torch.Tensor, bound_m: torch.Tensor | None, kind: str,
              *shape: Any) -> Any:
         """What the kernels of both ways know. shape: what must be equal on all ranks, beside the sizes."""
         memory = self.memory
         if bound_m is not None:
             self._check({"bound_m": (bound_m, (1, ), (torch.int32, torch.uint32))})
-        _, scale_at, route_at, count_at, _ = self._parts
+        _, scale_at, route_at, count_at, _ = self._regions
         T, K = indices.shape
-        return memory.extension.Few(
+        return memory.extension.LowLatency(
             group=memory.group_for(signature(kind, *self._sizes, *shape)), send=send, receive=receive,
             index_TK=indices.data_ptr(), index_bytes=indices.element_size(),
             bound=0 if bound_m is None else bound_m.data_ptr(), routes=self._routes.data_ptr(),

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens travel between the ranks of an expert-parallel group: plan, dispatch, combine.
+"""How tokens travel between the ranks of an expert-parallel group: `Transport`, and the types that it uses.
 
-A transport has three methods. `plan(expert_TK, num_local_experts, meanwhile, rows)` turns one forward's routing into
-an immutable Plan; where the host has to wait for other ranks' counts, it calls `meanwhile` first, if given, to launch
-what needs none of them. Ranks in the plans of different layers, or of different `rows`, a text, all raise. `dispatch`
-brings every token to the ranks of its experts and lays it out in expert-sorted, padded rows; `combine` brings rows
-back and adds them up. Dispatch and combine are each other's gradient over the same plan. `start_dispatch` may leave an
-`Arrival`, with which a GEMM begins before all its rows are there. `start_combine` is the first half of a combine,
-beside which a GEMM may run: with a `Feed`, the one that computes its rows.
-
-Every transport gives the same bits. A token travels once to each rank that holds one of its experts. Sums: at the
-expert's rank an fp32 partial per token in ascending choice, of rows as the last GEMM rounds them; one rounding to the
-wire dtype; then fp32 at the owner in ascending rank.
+Every transport gives the same bits. A token travels once to each rank that holds one of its experts. On the way back,
+the experts' rank adds up a token's rows in float32, in ascending choice, and rounds the sum once to the type in which
+it travels. The token's own rank adds up what arrives in float32, in ascending rank.
 
 Letters in tensor names: T tokens of this rank, K choices of a token, H hidden size, W ranks, E local experts,
-S rows this rank sends, R rows it receives, P expert-sorted rows with their padding.
+S rows that this rank sends, R rows that it receives, P expert-sorted rows with their padding.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +22,7 @@ ROW_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Wire:
-    """How rows look while they travel: as they are, or quantised to MXFP8."""
+    """The format of rows while they travel: their own dtype, or MXFP8."""
 
     mxfp8: bool
     block_size: int = 32
@@ -38,18 +31,19 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What one forward's routing means for this rank. Immutable; carried to its own backward by autograd alone.
+    """What one forward's routing means for this rank. Immutable. Only autograd carries it to its own backward.
 
     Attributes:
         num_tokens, top_k: T and K.
-        tokens_per_expert: mean choices per expert over the whole group, dropped ones included; equal on all ranks.
-        send_splits, recv_splits: rows to and from each rank of the group, in rank order.
+        tokens_per_expert: mean number of choices per expert over the whole group, dropped ones included. Equal on all
+            ranks.
+        send_splits, recv_splits: number of rows sent to and received from each rank of the group, in rank order.
         send_token_S: int64 [S], the token in each row sent, ascending by (rank, token).
-        sent_slot_WT: int64 [W, T], the row of `send_token_S` in which token t goes to rank w; S where it does not.
-        group_ends: end of each local expert's rows among the P, on the host; multiples of ROW_ALIGNMENT.
+        sent_slot_WT: int64 [W, T], the row of `send_token_S` in which token t goes to rank w. S where it does not.
+        group_ends: the end of each local expert's rows among the P, on the host. Multiples of ROW_ALIGNMENT.
         group_ends_E: the same as int32 on the device.
-        slot_RK: int64 [R, K], where choice k of received row r stands among the P; P where another rank serves it.
-        source_P: int64 [P], r * K + k for the choice that stands there; R * K in padding rows.
+        slot_RK: int64 [R, K], the expert-sorted row of choice k of received row r. P where another rank serves it.
+        source_P: int64 [P], r * K + k of the choice in each expert-sorted row. R * K in padding rows.
     """
 
     num_tokens: int
@@ -72,10 +66,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pending:
-    """An exchange that may still be under way, on a stream of its own.
+    """A combine that may still run, on a stream of its own.
 
     Attributes:
-        done: event of its end. kept: what it reads, which must not be freed before.
+        results: what the combine returns.
+        done: the event at the combine's end. None: the combine runs on the current stream.
+        kept: the objects that the combine reads, which must not be freed before it ends.
     """
 
     results: tuple
@@ -83,81 +79,84 @@ class Pending:
     kept: tuple = ()
 
     def result(self) -> tuple:
-        """What the exchange returns; the current stream waits for it, the host does not."""
+        """What the combine returns. The current stream waits for its end; the host does not."""
         if self.done is not None:
             get_accelerator().current_stream().wait_event(self.done)
         return self.results
 
 
-@dataclass(frozen=True)
-class Feed:
-    """How a grouped GEMM hands its rows to a combine that runs beside it.
+class Transport(ABC):
+    """Moves the tokens of one layer to the ranks of their experts and back.
 
-    Attributes:
-        sms: multiprocessors that the combine takes.
-        parts: in how many runs of chunks each owner's rows are sent.
-        order: int32 [P / 128], on the device: which 128 rows to compute first.
-        done: int32 [P / 128], zeros: there the GEMM counts, with release, the blocks of 64 rows by 128 columns that
-            are in memory.
-        out_TH: what the combine writes: [T, H] of the dtype asked for.
-        ready: event from which on all are there.
+    Dispatch and combine over the same plan are each other's gradient. `phase` names an exchange in errors.
     """
 
-    sms: int
-    parts: int
-    order: torch.Tensor
-    done: torch.Tensor
-    out_TH: torch.Tensor
-    ready: Any
+    @abstractmethod
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
+             rows: str = "") -> Any:
+        """Plans the exchange of one forward. Every rank of the group calls it.
 
+        Args:
+            expert_TK: int64 [T, K], the global experts of each token. -1: the choice is dropped.
+            num_local_experts: E.
+            meanwhile: called before the host waits for other ranks' counts, to launch work that needs none of them.
+                Not called where the host does not wait.
+            rows: describes the tokens: everything about them that must be equal on all ranks.
 
-@dataclass(frozen=True)
-class Arrival:
-    """How a grouped GEMM begins with the rows of a dispatch that is still under way.
+        Returns:
+            An immutable plan: a `Plan`, or an object with its num_tokens, top_k, tokens_per_expert, group_ends,
+            group_ends_E and num_rows.
 
-    Attributes:
-        sms: multiprocessors that the dispatch takes.
-        first: so many of `order` are computed beside it, the others behind it.
-        order: int32 [P / 128], on the device: which 128 rows to compute first.
-        arrived: int32 [P / 128]: of these 128 rows so many are there, padding included; 128 if none is missing.
-        failed: int32 [1]: not 0 if rows that are missing will not come.
-        begin: the current stream waits until the dispatch has its multiprocessors.
-        end: the current stream waits until it has ended.
-    """
+        Raises:
+            PeerFailure: a rank did not come in time, or is in the plan of another layer or of other `rows`.
+        """
 
-    sms: int
-    first: int
-    order: torch.Tensor
-    arrived: torch.Tensor
-    failed: torch.Tensor
-    begin: Callable[[], None]
-    end: Callable[[], None]
+    @abstractmethod
+    def dispatch(self, plan: Any, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+                 phase: str = "dispatch") -> tuple:
+        """Brings every token to the ranks of its experts, into expert-sorted, padded rows.
 
+        Args:
+            weight_TK: a number for each choice, which travels with the token.
 
-class Transport:
-    """What transports have in common that run nothing beside a GEMM."""
+        Returns:
+            (x_PH, weight_P). x_PH: rows of x_TH's dtype, or an MXTensor where `wire` is MXFP8; zeros in padding.
+            weight_P: float32, 0 in padding; None without weight_TK.
+        """
+
+    @abstractmethod
+    def combine(self, plan: Any, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+                weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
+        """Brings expert-sorted rows back to their tokens and adds them up.
+
+        Args:
+            dtype: of the result, and of rows that travel where `wire` is not MXFP8.
+            weight_P: a float32 number for each row, which goes back to its choice.
+
+        Returns:
+            (y_TH, weight_TK). weight_TK: float32, 0 for dropped choices; None without weight_P.
+        """
+
+    def start_combine(self, plan: Any, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
+        """Starts a combine. The caller takes its result before the group's next exchange.
+
+        Args:
+            sms: multiprocessors that the combine takes, beside what the caller launches next. 0: the combine takes
+                all that it can use, on the current stream.
+        """
+        return Pending(self.combine(plan, y_PH, wire, dtype, weight_P, phase))
 
     def sms_beside(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
                    gemm_tiles: int) -> int:
-        """Multiprocessors that a combine of rows of `dtype` takes best beside a GEMM of so many seconds and tiles; 0:
-        none, it runs before or after."""
+        """Chooses how many multiprocessors a combine should take beside a GEMM.
+
+        Args:
+            hidden_size, dtype: of the rows that the combine adds up.
+            gemm_seconds: the GEMM's estimated duration alone. 0: there is no GEMM to run beside.
+            gemm_tiles: output tiles of the GEMM.
+
+        Returns:
+            Multiprocessors for `start_combine`. 0: both should run one after the other.
+        """
         return 0
-
-    def feed(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
-             gemm_tiles: int) -> Feed | None:
-        """How a GEMM of so many seconds and tiles, or of 0 if it cannot, best computes the rows of a combine that
-        begins with it; None: the combine comes after it."""
-        return None
-
-    def start_dispatch(self, plan: Any, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
-                       phase: str = "dispatch", gemm_seconds: float = 0) -> tuple:
-        """`dispatch`, of whose rows a GEMM of so many seconds, or of 0 if it cannot, begins with those that are there,
-        and the Arrival for it; None: they are all there. With an Arrival, the GEMM is the next thing on the current
-        stream that reads or frees what the dispatch writes, and comes before the group's next exchange."""
-        return *self.dispatch(plan, x_TH, wire, weight_TK, phase), None
-
-    def start_combine(self, *args, sms: int = 0, feed: Feed | None = None, **kwargs) -> Pending:
-        """`combine` on `sms` multiprocessors, beside what the caller launches next; 0: not beside anything. With
-        `feed`, and without `weight_P`: beside the GEMM of y_PH, which has been launched. Its result is taken before
-        the group's next exchange."""
-        return Pending(self.combine(*args, **kwargs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builders of the CUDA extensions: subclasses of DeepSpeed's CUDAOpBuilder, by the names of their ops."""
+"""Builders of the CUDA extensions, by the names of their ops. They are subclasses of DeepSpeed's CUDAOpBuilder."""
 
 from .nvlink import NVLinkBuilder
 

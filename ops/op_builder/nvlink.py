@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the NVLink transport's kernels (csrc/nvlink) with nvcc at their first use, and keeps the result on disk.
 
-The sources know neither torch's headers nor its libraries, so nvcc alone compiles and links them, all files at once.
-The result lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR) under a key of everything that it was made of:
-an edited source, another nvcc, torch or Python, or another kind of GPU builds anew. Ranks of a node take turns by a
-lock that the operating system releases when its holder dies.
+The sources use neither torch's headers nor its libraries. nvcc alone compiles and links them, all files at once. The
+result lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR), under a hash of everything that it is made of. An
+edited source, another nvcc, torch or Python, or another kind of GPU therefore causes a new build. A lock lets only one
+rank of a node build at a time. The operating system releases it when its holder dies.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc" / "nvlink"
 BOTH = ((9, 0), (10, 0))
-OLDEST_NVCC = {9: (12, 0), 10: (12, 8)}  # that knows the architecture of this major number
+OLDEST_NVCC = {9: (12, 0), 10: (12, 8)}  # by the major number of the compute capability
 COMMAND_SECONDS = 600
 LINES_OF_ERROR = 20
 
@@ -36,8 +36,8 @@ class NVLinkBuilder(CUDAOpBuilder):
 
     Args:
         source_folder: holds the sources and their headers.
-        capabilities: compute capabilities to compile for. None: that of the current GPU; without one, all that are
-            supported.
+        capabilities: compute capabilities to compile for. None: that of the current GPU, or, on a machine without a
+            GPU, all that are supported.
     """
 
     BUILD_VAR = "DS_BUILD_MXFP8_MOE_NVLINK"
@@ -55,7 +55,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         return sorted(str(path) for path in self.source_folder.iterdir() if path.suffix in (".cu", ".cpp"))
 
     def include_paths(self) -> list[str]:
-        # pybind11's headers are among torch's; of torch's own none is used.
+        # pybind11's headers are in torch's folder. torch's own headers are not used.
         return [str(Path(torch.__file__).parent / "include"), sysconfig.get_paths()["include"]]
 
     def compute_capability_args(self, cross_compile_archs=None) -> list[str]:
@@ -82,25 +82,26 @@ class NVLinkBuilder(CUDAOpBuilder):
         return self.error_log is None
 
     def is_built(self) -> bool:
-        """Whether `load` finds a build of these sources and compiles nothing; compatible builders only."""
+        """Whether `load` finds a build of these sources and compiles nothing. For compatible builders only."""
         return self._library().exists()
 
     def last_failure(self) -> str | None:
-        """What the compiler said where the last attempt to build these sources failed; the next load tries again."""
+        """What the compiler said when the last attempt to build these sources failed. The next load tries again."""
         failed = self._library().with_name("failed")
         return failed.read_text() if failed.exists() and not self.is_built() else None
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """Builds where need be, and imports.
+        """Builds the extension if it is not built yet, and imports it.
 
         Raises:
-            RuntimeError: this machine cannot build it, or the build failed; with the last lines of the compiler.
+            RuntimeError: this machine cannot build it, or the build failed. The error ends with the compiler's last
+                lines.
             OSError: nothing is built yet, and the folder cannot be written.
         """
         if not self.is_compatible():
             raise RuntimeError(self.error_log)
         library = self._library()
-        if not library.exists():  # else whole, and perhaps where this user cannot write
+        if not library.exists():  # an existing one is complete, and may be where this user cannot write
             self._build_in_turn(library)
         spec = importlib.util.spec_from_file_location(self.NAME, library)
         module = importlib.util.module_from_spec(spec)
@@ -109,13 +110,13 @@ class NVLinkBuilder(CUDAOpBuilder):
 
     def _obstacle(self) -> str | None:
         if sys.platform != "linux" or torch.version.hip is not None:
-            return "it is for NVIDIA GPUs under Linux"
+            return "its kernels are for NVIDIA GPUs under Linux"
         for major, minor in self.capabilities():
             if major not in OLDEST_NVCC:
                 return f"its kernels are for compute capability 9 and 10, and this GPU has {major}.{minor}"
         nvcc = _nvcc()
         if nvcc is None:
-            return "nvcc is not there: install the CUDA toolkit, and set CUDA_HOME where it is not on PATH"
+            return "nvcc is not there: install the CUDA toolkit, and set CUDA_HOME if nvcc is not on PATH"
         try:
             version = nvcc_version()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -124,7 +125,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         if version < oldest:
             return f"{nvcc} is of CUDA {dotted(version)}, older than {dotted(oldest)}"
         if torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) != version[0]:
-            return f"{nvcc} is of CUDA {dotted(version)}, and torch is built for {torch.version.cuda}"
+            return f"{nvcc} is of CUDA {dotted(version)}, and torch is built for CUDA {torch.version.cuda}"
         if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
             return f"Python's headers are not there ({sysconfig.get_paths()['include']}/Python.h)"
         return None
@@ -135,7 +136,7 @@ class NVLinkBuilder(CUDAOpBuilder):
                 *(f"-I{path}" for path in self.include_paths())]
 
     def _library(self) -> Path:
-        """Where the build of these sources, by these tools, lies."""
+        """The path of the build of these sources by these tools."""
         from torch.utils.cpp_extension import get_default_build_root  # slow to import
         key = hashlib.sha256()
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -147,7 +148,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         return Path(root) / f"{self.NAME}_{key.hexdigest()[:16]}" / f"{self.NAME}{suffix}"
 
     def _build_in_turn(self, library: Path) -> None:
-        """Builds, unless another process does so meanwhile."""
+        """Builds, unless another process has done so meanwhile."""
         import fcntl  # not on Windows, where the report imports this file
         library.parent.mkdir(parents=True, exist_ok=True)
         failed = library.with_name("failed")
@@ -164,31 +165,32 @@ class NVLinkBuilder(CUDAOpBuilder):
                     raise
 
     def _build(self, library: Path) -> None:
-        # A folder of its own: nvcc outlives a killed rank, and not every file system's locks reach other hosts.
+        # Each attempt has a folder of its own: nvcc outlives a killed rank, and some file systems' locks do not reach
+        # other hosts.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             objects = {source: os.path.join(folder, Path(source).name + ".o") for source in self.sources()}
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
             half_done = os.path.join(folder, library.name)
-            # torch has loaded this CUDA's runtime: the linker takes that one, and both speak of the same device.
+            # The runtime that torch has loaded is used, so that both use the same device.
             _run("-shared", "--cudart=shared", *objects.values(), "-o", half_done)
             os.replace(half_done, library)
 
 
 @cache
 def try_load() -> tuple[ModuleType | None, str]:
-    """The extension's module and "", or None and why there is none. One attempt a process, which never raises."""
+    """(the extension's module, "") or (None, the reason why there is none). Tries once in a process; never raises."""
     try:
         return NVLinkBuilder().load(verbose=False), ""
-    except Exception as error:  # whatever goes wrong here, training goes on without the extension
+    except Exception as error:  # training goes on without the extension, whatever goes wrong
         return None, f"the extension cannot be built: {error}"
 
 
 def nvcc_version() -> tuple[int, int]:
-    """Of the nvcc that is there, as (major, minor)."""
+    """The installed nvcc's version as (major, minor)."""
     release = re.search(r"release (\d+)\.(\d+)", _nvcc_says())
     if release is None:
-        raise ValueError(f"it says {_nvcc_says()!r}")
+        raise ValueError(f"it says {_nvcc_says()!r}, which names no release")
     return int(release[1]), int(release[2])
 
 
@@ -207,13 +209,13 @@ def _nvcc_says() -> str:
 
 
 def _run(*args: str) -> str:
-    """nvcc with these arguments; returns what it says."""
+    """Runs nvcc with these arguments. Returns its output."""
     command = [_nvcc(), *args]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               text=True, errors="replace", timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {COMMAND_SECONDS} s: {' '.join(command)}") from None
+        raise RuntimeError(f"nvcc did not finish within {COMMAND_SECONDS} s: {' '.join(command)}") from None
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-LINES_OF_ERROR:])
         raise RuntimeError(f"{' '.join(command)}\n{last}")

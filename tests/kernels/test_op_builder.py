@@ -90,7 +90,7 @@ def test_says_why_it_cannot_build(monkeypatch, capsys):
     assert not builder.is_compatible() and builder.error_log == "/opt/nvcc is of CUDA 12.4, older than 12.8"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     builder = NVLinkBuilder(capabilities=((9, 0), ))
-    assert not builder.is_compatible() and "and torch is built for 13.0" in builder.error_log
+    assert not builder.is_compatible() and "and torch is built for CUDA 13.0" in builder.error_log
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(nvlink, "_nvcc", lambda: None)
     assert not builder.is_compatible(verbose=True) and "install the CUDA toolkit" in capsys.readouterr().out

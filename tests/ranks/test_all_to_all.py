@@ -36,7 +36,9 @@ def built():
 
 def make(case: Case, first_epoch: int = 1, sms: int = SMS, group=None) -> AllToAll:
     memory = PeerMemory(group or dist.get_world_group(), emulator.load(dist.get_rank()), first_epoch, emulator.Shared)
-    return cases.make(case, memory, sms=sms)
+    a2a = cases.make(case, memory)
+    a2a.sms = sms
+    return a2a
 
 
 def run(case: Case, turns: int = 2, **kwargs) -> list[str]:
@@ -117,7 +119,7 @@ def test_a_rank_that_does_not_come_is_named(ranks2):
 def interleaved() -> list[str]:
     """Another exchange of the group between send and receive raises; the first one is received all the same."""
     a2a, call = make(CASES["plain"]), Call(CASES["plain"], CPU)
-    other = cases.make(CASES["plain"], a2a.memory, sms=SMS)
+    other = cases.make(CASES["plain"], a2a.memory)
     call.bring(0)
     call.dispatch(a2a, do_recv=False)
     for act in (lambda: call.dispatch(other, do_recv=False), lambda: call.dispatch(other, do_send=False),

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -114,24 +115,14 @@ def test_same_bits_on_eight_ranks(ranks8, name):
     ranks8.run(in_case, cases.check, cases.CASES[name])
 
 
-def test_eight_ranks_without_deduplication(ranks8):
-    ranks8.run(in_case, cases.check_without_deduplication, Case(wire=MX128, top_k=8))
-
-
-@pytest.mark.parametrize("change", [{}, {"wire": MX32}, {"routing": "dropped", "wire": MX128}, {"top_k": 8}], ids=str)
-def test_without_deduplication(ranks2, change):
-    ranks2.run(in_case, cases.check_without_deduplication, Case(**{"top_k": 3} | change))
-
-
-def check_choices(dedup: bool, exchange: NVLink) -> None:
+def check_choices(exchange: NVLink) -> None:
     with pytest.raises(ValueError, match="block.3.moe: 33 choices a token, and the nvlink transport takes 32"):
-        exchange.plan(torch.zeros((2, 33), dtype=torch.int64), 4, dedup=dedup)
-    cases.check_without_deduplication(Case(tokens=(3, 2), top_k=32), exchange)
+        exchange.plan(torch.zeros((2, 33), dtype=torch.int64), 4)
+    cases.check(Case(tokens=(3, 2), top_k=32), exchange)
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-def test_more_choices_than_lanes(ranks2, dedup):
-    ranks2.run(in_case, check_choices, dedup)
+def test_more_choices_than_lanes(ranks2):
+    ranks2.run(in_case, check_choices)
 
 
 def check_tokens(exchange: NVLink) -> None:
@@ -140,7 +131,7 @@ def check_tokens(exchange: NVLink) -> None:
         exchange.plan(torch.zeros((512 * 1024 + 1, 32), dtype=torch.int64), 4)
     assert exchange.memory.extension.fits(2, 8, 32, 512)
     assert exchange.memory.extension.fits(8, 5768, 8, 16) and not exchange.memory.extension.fits(8, 5824, 8, 16)
-    cases.check_without_deduplication(Case(tokens=(3, 2), top_k=2), exchange)
+    cases.check(Case(tokens=(3, 2), top_k=2), exchange)
 
 
 def test_more_tokens_than_places_holds(ranks2):
@@ -374,6 +365,26 @@ def test_exchanges_on_several_streams_come_one_after_the_other(ranks2, calls, wa
     assert ranks2.run(on_streams, calls) == [wanted, wanted]
 
 
+def check_beside(case: Case, exchange: NVLink) -> None:
+    """A combine on a stream of its own gives the same bits, begins after what is launched, and keeps what it reads."""
+    memory, want, seen = exchange.memory, expected(case, exchange.memory.group), []
+    y_PH, number_P = want["answers"]
+    plan = exchange.plan(want["inputs"][0], case.local_experts)
+    side, event = FakeStream(2, seen), SimpleNamespace(record=lambda stream: seen.append(stream.number))
+    side.cuda_stream = 0
+    accelerator = SimpleNamespace(Event=lambda: event, current_stream=lambda: FakeStream(1, seen))
+    with (mock.patch.object(memory, "side", side),
+          mock.patch("ds_mxfp8_moe.transport.nvlink.get_accelerator", lambda: accelerator)):
+        pending = exchange.start_combine(plan, y_PH, case.wire, case.dtype, number_P, sms=2)
+    assert seen == [(2, 1), 2] and pending.done is event and pending.kept == (y_PH, number_P, plan)
+    memory.check()
+    same("y", want["y"], pending.results[0]), same("number", want["number"], pending.results[1])
+
+
+def test_a_combine_beside_other_work(ranks2):
+    ranks2.run(in_case, check_beside, Case(wire=MX128, top_k=3))
+
+
 # ---------------------------------------------------------------- peers that fail
 
 
@@ -579,7 +590,7 @@ def raised_inside() -> str | None:
     """Rank 1 runs out of memory between dispatch and combine."""
     memory, recipe = new_memory(), next(iter(RECIPES.values()))
     if memory.rank == 1:
-        with mock.patch("ds_mxfp8_moe.expert_ffn.activate", side_effect=MemoryError("no room")):
+        with mock.patch("ds_mxfp8_moe.expert_math.activate", side_effect=MemoryError("no room")):
             with pytest.raises(MemoryError):
                 layer(nvlink(memory), recipe)
         dist.barrier()

@@ -218,9 +218,9 @@ def check(call: Call, a2a: AllToAll, turn: int, between: Callable = _nothing) ->
     return wrong + call.wrong_tokens()
 
 
-def make(case: Case, memory, **kwargs) -> AllToAll:
+def make(case: Case, memory) -> AllToAll:
     return AllToAll(memory, case.max_tokens, case.local_experts * dist.get_world_size(), case.top_k, case.hidden,
-                    case.hidden * (case.dtype.itemsize if case.rows == "plain" else 1), case.scale_bytes, **kwargs)
+                    case.hidden * (case.dtype.itemsize if case.rows == "plain" else 1), case.scale_bytes)
 
 
 def bad_calls(a2a: AllToAll, device: torch.device) -> tuple[Callable, ...]:

@@ -150,7 +150,7 @@ def on_device(tensors: tuple, device: torch.device) -> tuple:
 
 
 def check(case: Case, exchange: NVLink, times: int = 1) -> None:
-    """`exchange` gives the collective transport's bits, so many times over; and leaves its inputs alone."""
+    """`exchange` gives the collective transport's bits, `times` times, and does not change its inputs."""
     device, want = exchange.memory.device, expected(case, exchange.memory.group)
     inputs, (y_PH, number_P) = on_device(want["inputs"], device), on_device(want["answers"], device)
     before = [t.clone() for t in (*inputs, y_PH, number_P)]
@@ -168,27 +168,6 @@ def check(case: Case, exchange: NVLink, times: int = 1) -> None:
                 assert weight_P is None and number_TK is None
     exchange.memory.check()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
-
-
-def check_without_deduplication(case: Case, exchange: NVLink) -> None:
-    """A row for each choice: as if each choice were a token of its own, and a token the sum of those."""
-    device, group, K = exchange.memory.device, exchange.memory.group, case.top_k
-    want = expected(case, group)
-    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
-    alone, oracle = FP32 if case.wire.mxfp8 else case.dtype, Collective(group, "the oracle")
-    lone_plan = oracle.plan(want["inputs"][0].reshape(-1, 1), case.local_experts)
-    y_of_choice, _ = oracle.combine(lone_plan, want["answers"][0], case.wire, alone)
-    y_TH = torch.zeros_like(want["y"], dtype=FP32)
-    for choice in y_of_choice.view(-1, K, case.hidden).unbind(1):
-        y_TH += choice
-    with poisoned():
-        plan = exchange.plan(expert_TK, case.local_experts, dedup=False)
-        same_plan(want["plan"], plan)
-        x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-        got_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
-    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
-    same("y", y_TH.to(case.dtype), got_TH), same("number", want["number"], number_TK)
-    exchange.memory.check()
 
 
 def check_static(case: Case, exchange: NVLink) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels' arguments and launches for Python: a class per struct of kernels.h, fields by their names.
+// The kernels' arguments and launches for Python: one class for each struct of kernels.h.
 #include "kernels.h"
 #include <algorithm>
 #include <array>
@@ -24,7 +24,7 @@ void check(int error, const char *what) {
                              "' failed: " + cudaGetErrorString(cudaError_t(error)));
 }
 
-// Spins until the word that totals writes last is there. False: a failure was recorded, or the time is over.
+// Spins until `totals` has written its last word. Returns false if a failure was recorded, or the time is over.
 bool wait_for_totals(Address host, int serial, Address failure, double seconds) {
   const auto *word = reinterpret_cast<const volatile int *>(host);
   const auto *code = &reinterpret_cast<const volatile Failure *>(failure)->code;
@@ -37,10 +37,10 @@ bool wait_for_totals(Address host, int serial, Address failure, double seconds) 
   return *code == 0;
 }
 
-// A struct's field, by name. One table and one function for each struct: pybind11's own properties, two functions for
-// each field, take minutes to compile.
+// A field of a struct, by its name. Each struct has one table and one function: pybind11's own properties are two
+// functions for each field and take minutes to compile.
 struct Field {
-  enum Type { INT, UINT32, INT64, ADDRESS, STRIDES, PEERS, GROUP, ROWS, FEW } type;
+  enum Type { INT, UINT32, INT64, ADDRESS, STRIDES, PEERS, GROUP, ROWS, LOW_LATENCY } type;
   const char *name;
   size_t offset;
 };
@@ -56,7 +56,7 @@ Field::Type type_of(const int64_t (&)[3]) { return Field::STRIDES; }
 Field::Type type_of(const Address (&)[MAX_RANKS]) { return Field::PEERS; }
 Field::Type type_of(const Group &) { return Field::GROUP; }
 Field::Type type_of(const Rows &) { return Field::ROWS; }
-Field::Type type_of(const Few &) { return Field::FEW; }
+Field::Type type_of(const LowLatency &) { return Field::LOW_LATENCY; }
 
 template <class T> void assign(char *at, py::handle value) { *reinterpret_cast<T *>(at) = value.cast<T>(); }
 
@@ -70,7 +70,7 @@ void set(char *at, Field::Type type, py::handle value) {
   case Field::PEERS: return assign<Peers>(at, value);
   case Field::GROUP: return assign<Group>(at, value);
   case Field::ROWS: return assign<Rows>(at, value);
-  case Field::FEW: return assign<Few>(at, value);
+  case Field::LOW_LATENCY: return assign<LowLatency>(at, value);
   }
 }
 
@@ -85,7 +85,7 @@ void set_all(char *self, const char *name, const std::vector<Field> &fields, con
   }
 }
 
-// In Python: name(field=value, ...), or name(another one, field=value, ...) for a copy with other values.
+// In Python: name(field=value, ...), or name(another, field=value, ...) for a copy of `another` with other values.
 template <class T> void expose(py::module_ &m, const char *name, std::vector<Field> fields) {
   py::class_<T>(m, name, py::module_local()) // the tests load the emulated module beside this one
       .def(py::init([=](const T *like, const py::kwargs &given) {
@@ -131,52 +131,51 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(Rows, group), FIELD(Rows, slot_WT), FIELD(Rows, place_RK), FIELD(Rows, arriving_WC),
          FIELD(Rows, first_CB), FIELD(Rows, counts_WC), FIELD(Rows, segments), FIELD(Rows, T), FIELD(Rows, P),
          FIELD(Rows, data_at), FIELD(Rows, scale_at), FIELD(Rows, weight_at), FIELD(Rows, K), FIELD(Rows, experts),
-         FIELD(Rows, chunk), FIELD(Rows, chunks), FIELD(Rows, stride), FIELD(Rows, H), FIELD(Rows, fanout),
-         FIELD(Rows, block), FIELD(Rows, floor), FIELD(Rows, scale_row), FIELD(Rows, weights)});
+         FIELD(Rows, chunk), FIELD(Rows, chunks), FIELD(Rows, stride), FIELD(Rows, H), FIELD(Rows, block),
+         FIELD(Rows, floor), FIELD(Rows, scale_row), FIELD(Rows, weights)});
   expose<Dispatch>(m, "Dispatch",
         {FIELD(Dispatch, rows), FIELD(Dispatch, x_TH), FIELD(Dispatch, weight_TK), FIELD(Dispatch, out_PH),
          FIELD(Dispatch, out_scale), FIELD(Dispatch, out_weight_P), FIELD(Dispatch, group_ends_E),
          FIELD(Dispatch, group_sizes_E), FIELD(Dispatch, scale_stride_p), FIELD(Dispatch, scale_stride_b),
-         FIELD(Dispatch, arrived), FIELD(Dispatch, begun), FIELD(Dispatch, dtype), FIELD(Dispatch, local_experts)});
-  expose<Begun>(m, "Begun", {FIELD(Begun, group), FIELD(Begun, begun), FIELD(Begun, blocks)});
+         FIELD(Dispatch, dtype), FIELD(Dispatch, local_experts)});
   expose<Combine>(m, "Combine",
         {FIELD(Combine, rows), FIELD(Combine, y_PH), FIELD(Combine, weight_P), FIELD(Combine, out_TH),
-         FIELD(Combine, out_weight_TK), FIELD(Combine, done), FIELD(Combine, parts), FIELD(Combine, dtype),
-         FIELD(Combine, out_dtype)});
-  expose<Order>(m, "Order",
-        {FIELD(Order, rows), FIELD(Order, urgency), FIELD(Order, order), FIELD(Order, tiles), FIELD(Order, parts),
-         FIELD(Order, arriving)});
-  expose<Few>(m, "Few",
-        {FIELD(Few, group), FIELD(Few, index_TK), FIELD(Few, bound), FIELD(Few, routes), FIELD(Few, data_at),
-         FIELD(Few, scale_at), FIELD(Few, route_at), FIELD(Few, count_at), FIELD(Few, T), FIELD(Few, K),
-         FIELD(Few, experts), FIELD(Few, local_experts), FIELD(Few, max_tokens), FIELD(Few, H),
-         FIELD(Few, index_bytes), FIELD(Few, send), FIELD(Few, receive), FIELD(Few, crew)});
-  expose<FewDispatch>(m, "FewDispatch",
-        {FIELD(FewDispatch, few), FIELD(FewDispatch, x_TH), FIELD(FewDispatch, scale_in),
-         FIELD(FewDispatch, out_ERH), FIELD(FewDispatch, out_scale), FIELD(FewDispatch, out_count_E),
-         FIELD(FewDispatch, scale_strides), FIELD(FewDispatch, row_bytes), FIELD(FewDispatch, dtype),
-         FIELD(FewDispatch, block), FIELD(FewDispatch, floor), FIELD(FewDispatch, scale_row),
-         FIELD(FewDispatch, scales), FIELD(FewDispatch, scale_kind)});
-  expose<FewCombine>(m, "FewCombine",
-        {FIELD(FewCombine, few), FIELD(FewCombine, y_ERH), FIELD(FewCombine, weight_TK), FIELD(FewCombine, out_TH),
-         FIELD(FewCombine, dtype), FIELD(FewCombine, out_dtype)});
+         FIELD(Combine, out_weight_TK), FIELD(Combine, dtype), FIELD(Combine, out_dtype)});
+  expose<LowLatency>(m, "LowLatency",
+        {FIELD(LowLatency, group), FIELD(LowLatency, index_TK), FIELD(LowLatency, bound), FIELD(LowLatency, routes),
+         FIELD(LowLatency, data_at), FIELD(LowLatency, scale_at), FIELD(LowLatency, route_at),
+         FIELD(LowLatency, count_at), FIELD(LowLatency, T), FIELD(LowLatency, K), FIELD(LowLatency, experts),
+         FIELD(LowLatency, local_experts), FIELD(LowLatency, max_tokens), FIELD(LowLatency, H),
+         FIELD(LowLatency, index_bytes), FIELD(LowLatency, send), FIELD(LowLatency, receive),
+         FIELD(LowLatency, crew)});
+  expose<LowLatencyDispatch>(m, "LowLatencyDispatch",
+        {FIELD(LowLatencyDispatch, common), FIELD(LowLatencyDispatch, x_TH), FIELD(LowLatencyDispatch, scale_in),
+         FIELD(LowLatencyDispatch, out_ERH), FIELD(LowLatencyDispatch, out_scale),
+         FIELD(LowLatencyDispatch, out_count_E), FIELD(LowLatencyDispatch, scale_strides),
+         FIELD(LowLatencyDispatch, row_bytes), FIELD(LowLatencyDispatch, dtype), FIELD(LowLatencyDispatch, block),
+         FIELD(LowLatencyDispatch, floor), FIELD(LowLatencyDispatch, scale_row), FIELD(LowLatencyDispatch, scales),
+         FIELD(LowLatencyDispatch, scale_kind)});
+  expose<LowLatencyCombine>(m, "LowLatencyCombine",
+        {FIELD(LowLatencyCombine, common), FIELD(LowLatencyCombine, y_ERH), FIELD(LowLatencyCombine, weight_TK),
+         FIELD(LowLatencyCombine, out_TH), FIELD(LowLatencyCombine, dtype), FIELD(LowLatencyCombine, out_dtype)});
 
   m.def("count", [](const Count &a, Address stream) { check(launch(a, stream), "count"); });
   m.def("totals", [](const Totals &a, Address stream) { check(launch(a, stream), "totals"); });
   m.def("places", [](const Places &a, int sms, Address stream) { check(launch(a, sms, stream), "places"); });
   m.def("dispatch", [](const Dispatch &a, int sms, Address stream) { check(launch(a, sms, stream), "dispatch"); });
-  m.def("begun", [](const Begun &a, Address stream) { check(launch(a, stream), "begun"); });
   m.def("combine", [](const Combine &a, int sms, Address stream) { check(launch(a, sms, stream), "combine"); });
-  m.def("order", [](const Order &a, int sms, Address stream) { check(launch(a, sms, stream), "order"); });
-  m.def("few_dispatch", [](const FewDispatch &a, int sms, Address s) { check(launch(a, sms, s), "few_dispatch"); });
-  m.def("few_combine", [](const FewCombine &a, int sms, Address s) { check(launch(a, sms, s), "few_combine"); });
+  m.def("low_latency_dispatch", [](const LowLatencyDispatch &a, int sms, Address stream) {
+    check(launch(a, sms, stream), "low_latency_dispatch");
+  });
+  m.def("low_latency_combine", [](const LowLatencyCombine &a, int sms, Address stream) {
+    check(launch(a, sms, stream), "low_latency_combine");
+  });
   m.def("fits", &fits);
   m.def("load", [] {
     check(load_route(), "route");
     check(load_dispatch(), "dispatch");
     check(load_combine(), "combine");
-    check(load_order(), "order");
-    check(load_few(), "few");
+    check(load_low_latency(), "low_latency");
   });
   m.def("wait_for_totals", &wait_for_totals, py::call_guard<py::gil_scoped_release>());
 }

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Expert-sorted rows back to their tokens: summed per token at the expert's rank in ascending choice, rounded once to
-// the wire, and summed at the owner in ascending rank; sums in float32.
+// Brings expert-sorted rows back to their tokens. The experts' rank adds up a token's rows in ascending choice and
+// rounds the sum once to the type in which it travels. The token's owner adds up what arrives in ascending rank. Both
+// sums are in float32.
 #include "rows.cuh"
 
 namespace nvlink {
 namespace {
 
-constexpr int ROWS_AHEAD = 4; // at the owner, rows whose loads are in flight together
+constexpr int ROWS_AHEAD = 4; // rows whose loads are in flight together at the owner
 
-// Rows of T on the wire.
+// Rows that travel as values of T.
 template <class T> struct Plain {
-  static constexpr int VALUES = 8; // of a lane's piece
+  static constexpr int VALUES = 8; // values of a piece that a lane holds
   static constexpr int AHEAD = 2;  // pieces whose loads are in flight together
   using Unit = T;
   using Out = T;
@@ -33,7 +34,7 @@ template <class T> struct Plain {
   }
 };
 
-// MXFP8 rows on the wire; sums leave as OUT.
+// Rows that travel as MXFP8. The owner's sums become OUT.
 template <class OUT, int BLOCK> struct Quantised {
   static constexpr int VALUES = LANE_VALUES;
   static constexpr int AHEAD = 1;
@@ -66,7 +67,7 @@ template <class OUT, int BLOCK> struct Quantised {
     for (int i = 0; i < 4; i++) {
       float values[4];
       from_e4m3x4(quads[i], values);
-      // Unfused: a product beyond float32's range is Inf before it is added.
+      // Not fused: a product beyond float32's range becomes Inf before it is added.
 #pragma unroll
       for (int j = 0; j < 4; j++)
         sum[4 * i + j] = __fadd_rn(sum[4 * i + j], __fmul_rn(values[j], scale));
@@ -79,34 +80,31 @@ template <class In, class Wire> struct CombineWork {
   static constexpr int PIECE = 32 * VALUES;
   static constexpr int AHEAD = Wire::AHEAD;
   using Unit = typename Wire::Unit;
-  // Whether an only row keeps its 16-bit type: on its way out, and where it came back.
+  // Whether a token's only row is copied in its own 16-bit type: when it is sent, and when it has come back.
   static constexpr bool COPIES = sizeof(In) == 2 && std::is_same_v<In, Unit>;
   static constexpr bool COPIES_BACK = sizeof(Unit) == 2 && std::is_same_v<Unit, typename Wire::Out>;
-  // What is in flight together: of a token's rows here; pieces of its only row here, and of its only row that came back.
-  // Registers hold no more, but for a few spilt where three rows are summed ahead.
+  // How many loads are in flight together: of the rows here whose sum a token is, of the pieces of its only row here,
+  // and of the pieces of its only row that came back. Registers hold no more. Where three rows are summed, a few
+  // registers are spilled.
   static constexpr int SUMMED_AHEAD = sizeof(In) == 4 ? 1 : sizeof(Unit) == 2 ? 3 : 2;
   static constexpr int ONE_AHEAD = COPIES ? 8 : sizeof(In) == 2 ? 32 / VALUES : 1;
   static constexpr int ONE_AHEAD_BACK = COPIES_BACK ? 8 : sizeof(In) == 2 && sizeof(Unit) == 1 ? 32 / VALUES : 1;
   const Combine &a;
   const RowsView v;
   const Wire wire;
-  const Sends sends;
-  bool sent = true; // the item; else the GEMM that computes its rows is late, and nobody may take it for complete
 
-  // Waits until the GEMM beside has computed the rows that a chunk's are sums of; false, for all threads: in vain.
-  __device__ bool await_rows(int2 range) const {
-    const uint32_t blocks = 2 * ((a.rows.H + 127) / 128);
-    bool there = true;
-    v.each_tile(range, [&](int tile, int) { there &= v.x.await_count(at<uint32_t>(a.done) + tile, blocks); });
-    return !any_of_team(!there);
-  }
+  // Items to send: the chunks of the ranks in turn, this rank last. Item i is the nth chunk of its owner, in the order
+  // of RowsView::turned. The owner may have fewer chunks.
+  __device__ int sends() const { return v.most_chunks() * v.world(); }
+  __device__ int owner(int i) const { return (i + v.rank() + 1) % v.world(); }
+  __device__ int nth(int i) const { return i / v.world(); }
 
   __device__ Unit *row_at(int w, int64_t row) const {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
   }
 
-  // One row in its own type, or its SUM: the `left` values from a lane's first one on. Loads of so many PIECES are in
-  // flight together, and of half as many for what is left then.
+  // Copies the `left` values of a row from this lane's first one on. SUM: -0 becomes 0, as in a sum. The loads of
+  // PIECES pieces are in flight together; the rest of the row is copied with half as many.
   template <bool SUM, int PIECES, class T>
   __device__ __forceinline__ void copy(const T *from, T *to, int left) const {
 #pragma unroll 1
@@ -128,7 +126,7 @@ template <class In, class Wire> struct CombineWork {
       copy<SUM, PIECES / 2>(from, to, left);
   }
 
-  // To row r of rank w: this rank's only row for its token.
+  // Sends this rank's only row for a token, at place p, to row r of rank w.
   __device__ __forceinline__ void send_one(int w, int64_t r, int64_t p) {
     const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE;
     const In *from = at<In>(a.y_PH) + p * H + mine;
@@ -161,7 +159,7 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // To row r of rank w: the sum of the rows whose places the lanes of `here` hold.
+  // Sends the sum of a token's rows to row r of rank w. Each lane in `here` holds the place of one of them.
   __device__ __forceinline__ void send_sum(int w, int64_t r, int place, uint32_t here) {
     const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE;
     Unit *to = row_at(w, r) + mine;
@@ -214,15 +212,12 @@ template <class In, class Wire> struct CombineWork {
     out.flush(v, w, r, piece, piece == last);
   }
 
-  // Item i: the rows of a chunk of their owner's tokens.
   __device__ void send(int i) {
-    const int w = sends.owner(i);
-    if (sends.nth(i) >= v.chunks_of(w))
+    const int w = owner(i);
+    if (nth(i) >= v.chunks_of(w))
       return;
-    const int2 range = v.arriving(w, v.turned(w, sends.nth(i)));
-    if (a.done && !(sent = await_rows(range)))
-      return;
-    // From where rows of w stand here to where they stand there.
+    const int2 range = v.arriving(w, v.turned(w, nth(i)));
+    // From a row's index among the R here to its index among the S of rank w.
     const int64_t shift = int64_t(v.segment(PEER_SEND_BASE, w)) - v.segment(RECV_BASE, w);
     const int64_t end = range.x + range.y;
     int following = range.x + v.warp() < end ? v.place(range.x + v.warp()) : -1;
@@ -241,12 +236,12 @@ template <class In, class Wire> struct CombineWork {
   }
 
   __device__ void announce(int i) {
-    const int w = sends.owner(i);
-    if (threadIdx.x == 0 && sent && sends.nth(i) < v.chunks_of(w))
-      v.x.announce(w, v.turned(w, sends.nth(i)));
+    const int w = owner(i);
+    if (threadIdx.x == 0 && nth(i) < v.chunks_of(w))
+      v.x.announce(w, v.turned(w, nth(i)));
   }
 
-  // Item i: a chunk of this rank's tokens.
+  // Items to receive: the chunks of this rank's tokens.
   __device__ bool skip(int) const { return false; }
   __device__ void await(int i) const {
     const int c = v.turned(v.rank(), i);
@@ -257,15 +252,15 @@ template <class In, class Wire> struct CombineWork {
 
   __device__ void receive(int i) {
     const int c = v.turned(v.rank(), i);
-    const int64_t end = v.token_end(c) / a.rows.fanout;
-    int64_t t = v.token_begin(c) / a.rows.fanout + v.warp();
-    int following = t < end ? slot(t, v.lane()) : -1;
+    const int64_t end = v.token_end(c);
+    int64_t t = v.token_begin(c) + v.warp();
+    int following = t < end ? v.slot(t) : -1;
     for (; t < end; t += v.warps()) {
-      const int slots = following;
+      const int slot = following;
       if (t + v.warps() < end)
-        following = slot(t + v.warps(), v.lane());
+        following = v.slot(t + v.warps());
       int own;
-      const int count = rows_back(t, slots, own);
+      const int count = rows_back(slot, own);
       if (ONE_AHEAD_BACK > 1 && count == 1)
         one_back(t, own);
       else
@@ -275,7 +270,7 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // Token t: its only row that came back, which lane 0 holds.
+  // Writes token t, of which one row came back. Lane 0's `own` is that row.
   __device__ __forceinline__ void one_back(int64_t t, int own) const {
     if constexpr (COPIES_BACK) {
       const int H = a.rows.H, mine = v.lane() * VALUES, row = __shfl_sync(~0u, own, 0);
@@ -285,8 +280,8 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // Token t: the sum of its rows that came back, lane n holding the n-th of `count`. So many ROWS' loads of PIECES are
-  // in flight together; of several pieces, count is ROWS.
+  // Writes token t, the sum of the `count` rows that came back. Lane n's `own` is the n-th of them. The loads of
+  // PIECES pieces of ROWS rows are in flight together. Where PIECES is more than 1, count must be ROWS.
   template <int ROWS, int PIECES> __device__ __forceinline__ void add_up(int64_t t, int own, int count) const {
     const int H = a.rows.H, mine = v.lane() * VALUES;
     for (int first = mine; first - mine < H; first += PIECES * PIECE) {
@@ -322,49 +317,28 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // Where a choice's token stands among the S as sent to rank w; -1: it was not.
-  __device__ int row_sent(int64_t t, int w) const {
-    const int slot = at<int>(a.rows.slot_WT)[w * a.rows.T + t];
-    return slot < 0 ? -1 : slot + v.segment(SEND_BASE, w);
-  }
-
-  // Where candidate c of token t, its choice c / W (with a fanout) at rank c % W, stands among the rows to that rank;
-  // -1: there is none.
-  __device__ int slot(int64_t t, int c) const {
-    const int W = v.world(), fanout = a.rows.fanout;
-    return c < fanout * W ? at<int>(a.rows.slot_WT)[c % W * a.rows.T + t * fanout + c / W] : -1;
-  }
-
-  // Lane n: the n-th of the rows that came back for a token, ascending by choice (with a fanout) and rank. How many.
-  // `slots`: of the first 32 candidates, a lane's own.
-  __device__ int rows_back(int64_t t, int slots, int &row) const {
-    const int W = v.world(), candidates = a.rows.fanout * W;
-    int count = 0;
-    row = 0;
-    for (int c0 = 0; c0 < candidates; c0 += 32) {
-      const int c = c0 + v.lane();
-      if (c0 > 0)
-        slots = slot(t, c);
-      const int own = slots < 0 ? -1 : slots + v.segment(SEND_BASE, c % W);
-      const uint32_t valid = __ballot_sync(~0u, own >= 0);
-      const int nth = v.lane() - count;
-      const int from = nth >= 0 && nth < __popc(valid) ? __fns(valid, 0, nth + 1) : 0;
-      const int found = __shfl_sync(~0u, own, from);
-      if (nth >= 0 && nth < __popc(valid))
-        row = found;
-      count += __popc(valid);
-    }
-    return min(count, 32);
+  // Lane n's `row` becomes the n-th of a token's rows that came back, in ascending rank. Returns how many came back.
+  // slot: RowsView::slot of the token.
+  __device__ int rows_back(int slot, int &row) const {
+    const int own = slot < 0 ? -1 : slot + v.segment(SEND_BASE, v.lane());
+    const uint32_t valid = __ballot_sync(~0u, own >= 0);
+    const int count = __popc(valid);
+    const int from = v.lane() < count ? __fns(valid, 0, v.lane() + 1) : 0;
+    const int found = __shfl_sync(~0u, own, from);
+    row = v.lane() < count ? found : 0;
+    return min(count, MAX_RANKS); // never more, but the compiler spills fewer registers when it knows
   }
 
   __device__ void weights_back(int64_t t) const {
-    const int K = a.rows.K, count = a.rows.fanout * K;
-    for (int i = v.lane(); i < count; i += 32) {
+    const int K = a.rows.K;
+    for (int k = v.lane(); k < K; k += 32) {
       float sum = 0;
       for (int w = 0; w < v.world(); w++)
-        if (const int row = row_sent(t * a.rows.fanout + i / K, w); row >= 0)
-          sum = __fadd_rn(sum, *static_cast<const volatile float *>(v.weights(v.rank(), row) + i % K));
-      at<float>(a.out_weight_TK)[t * count + i] = sum;
+        if (const int slot = at<int>(a.rows.slot_WT)[w * a.rows.T + t]; slot >= 0) {
+          const int row = slot + v.segment(SEND_BASE, w);
+          sum = __fadd_rn(sum, static_cast<const volatile float *>(v.weights(v.rank(), row))[k]);
+        }
+      at<float>(a.out_weight_TK)[t * K + k] = sum;
     }
   }
 };
@@ -373,8 +347,8 @@ template <class In, class Wire>
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_constant__ Combine a, Wire wire) {
   Exchange x(a.rows.group);
   const RowsView v{a.rows, x};
-  CombineWork<In, Wire> work{a, v, wire, Sends(v, a.parts)};
-  exchange(x, work, work.sends.count(), a.rows.chunks);
+  CombineWork<In, Wire> work{a, v, wire};
+  exchange(x, work, work.sends(), a.rows.chunks);
   x.finish();
 }
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens to the ranks of their experts, each read and quantised once and sent once to a rank; and into expert-sorted,
-// padded rows: what arrives, and this rank's own.
+// Brings tokens to the ranks of their experts. Each token is read and quantised once, and sent once to each rank. The
+// rows that arrive, and this rank's own, go to their places among the expert-sorted, padded rows.
 #include "rows.cuh"
 
 namespace nvlink {
 namespace {
 
 constexpr int AHEAD = 4; // pieces whose loads are in flight together
-constexpr int AHEAD_QUANTISED = 2;
+constexpr int AHEAD_QUANTISED = 2; // the same where they are quantised
 
-// What each of `lanes` holds, for all of a warp in turn: calls action(lane, value).
+// All lanes of a warp call it. Calls action(lane, value) for each lane in `lanes`, with the value that it holds.
 template <class T, class Action> __device__ __forceinline__ void each(uint32_t lanes, T value, Action action) {
   for (; lanes; lanes &= lanes - 1) {
     const int lane = __ffs(lanes) - 1;
@@ -17,8 +17,8 @@ template <class T, class Action> __device__ __forceinline__ void each(uint32_t l
   }
 }
 
-// Where a warp writes a row: to the staging of other ranks, one in each lane of `peers`, and to places here, one in
-// each lane of `here`. A lane beyond them holds anything.
+// Where a warp writes a row: to the staging of other ranks, one for each lane in `peers`, and to places on this rank,
+// one for each lane in `here`. Other lanes hold no valid address.
 struct Targets {
   const Dispatch &a;
   const RowsView &v;
@@ -26,12 +26,13 @@ struct Targets {
   uint32_t peers, here;
   Address peer_row, own_row;
 
-  // row: in the staging of the rank of the lane's number; place: of the lane's choice; -1: none. Rows of `bytes`.
+  // row: in lane w, the row in the staging of rank w. place: in lane k, the place of choice k. -1: none. bytes: of a
+  // row.
   __device__ __forceinline__ Targets(const Dispatch &a, const RowsView &v, int row, int place, int bytes)
       : a(a), v(v), row(row), place(place), peers(__ballot_sync(~0u, row >= 0)), here(__ballot_sync(~0u, place >= 0)),
         peer_row(row >= 0 ? Address(v.data(v.lane(), row, bytes)) : 0), own_row(a.out_PH + int64_t(place) * bytes) {}
 
-  // Calls store(row) for the beginning of each row.
+  // Calls store(row) for the address of each target.
   template <class Store> __device__ __forceinline__ void rows(Store store) const {
     each(peers, peer_row, [&](int, Address row) { store(row); });
     each(here, own_row, [&](int, Address row) { store(row); });
@@ -48,9 +49,8 @@ struct Targets {
   }
 };
 
-// What a warp makes of a token: as it is.
+// How a warp sends a token: as it is.
 struct Plain {
-  static constexpr bool COUNTED = false;
   int bytes; // of a row
 
   __device__ __forceinline__ int row_bytes() const { return bytes; }
@@ -76,9 +76,8 @@ struct Plain {
   }
 };
 
-// The same: quantised to MXFP8. COUNTS: Dispatch::arrived is there.
-template <class T, int BLOCK, bool COUNTS = false> struct Quantised {
-  static constexpr bool COUNTED = COUNTS;
+// How a warp sends a token: quantised to MXFP8.
+template <class T, int BLOCK> struct Quantised {
   int H;
   bool floor;
 
@@ -129,30 +128,25 @@ template <class Row> struct DispatchWork {
   const RowsView v;
   const Row wire;
 
-  // Lane w: where token t stands among the rows that this rank sends to rank w; -1: nowhere.
-  __device__ int slot(int64_t t) const {
-    return v.lane() < v.world() ? at<int>(a.rows.slot_WT)[v.lane() * a.rows.T + t] : -1;
-  }
-
-  // Item i: a chunk of this rank's tokens. What this rank itself serves goes to its places at once.
+  // Items to send: the chunks of this rank's tokens. What this rank itself serves goes to its places at once.
   __device__ void send(int i) {
     const Rows &rows = a.rows;
     const int c = v.turned(v.rank(), i);
     const int64_t end = v.token_end(c);
     int64_t t = v.token_begin(c) + v.warp();
-    int following = t < end ? slot(t) : -1;
+    int following = t < end ? v.slot(t) : -1;
     for (; t < end; t += v.warps()) {
       const bool nowhere = __ballot_sync(~0u, following >= 0) == 0;
       const int own_slot = __shfl_sync(~0u, following, v.rank());
       const bool to_peer = following >= 0 && v.lane() != v.rank();
       const int peer_slot = to_peer ? following + v.segment(PEER_RECV_BASE, v.lane()) : -1;
       if (t + v.warps() < end)
-        following = slot(t + v.warps());
+        following = v.slot(t + v.warps());
       if (nowhere)
         continue;
       const int place = own_slot >= 0 ? v.place(own_slot + v.segment(RECV_BASE, v.rank())) : -1;
       const Targets to(a, v, peer_slot, place, wire.row_bytes());
-      wire.send(a.x_TH, t / rows.fanout, to);
+      wire.send(a.x_TH, t, to);
       if (rows.weights) {
         const bool mine = v.lane() < rows.K;
         const float weight = mine ? at<float>(a.weight_TK)[t * rows.K + v.lane()] : 0;
@@ -169,19 +163,9 @@ template <class Row> struct DispatchWork {
     const int c = v.turned(v.rank(), i);
     if (threadIdx.x < v.world() && threadIdx.x != v.rank())
       v.x.announce(threadIdx.x, c);
-    if constexpr (Row::COUNTED)
-      count(v.arriving(v.rank(), c));
   }
 
-  // All threads, after a barrier behind the stores: rows of `range` are in their places.
-  __device__ void count(int2 range) const {
-    v.each_tile(range, [&](int tile, int rows) {
-      __threadfence();
-      atomicAdd(at<uint32_t>(a.arrived) + tile, uint32_t(rows));
-    });
-  }
-
-  // Item i: a chunk of another rank's tokens.
+  // Items to receive: the chunks of the other ranks in turn.
   __device__ int receives() const { return v.most_chunks() * (v.world() - 1); }
   __device__ int source(int i) const { return (i % (v.world() - 1) + v.rank() + 1) % v.world(); }
   __device__ int nth(int i) const { return i / (v.world() - 1); }
@@ -202,7 +186,7 @@ template <class Row> struct DispatchWork {
       const Targets to(a, v, -1, following, bytes);
       if (r + v.warps() < end)
         following = v.place(r + v.warps());
-      // What is small, ahead of the data.
+      // Scales and weights are small: their loads come before the data's.
       const volatile uint8_t *scales = v.scales(v.rank(), r);
       uint8_t byte = v.lane() < scale_count ? scales[v.lane()] : 0;
       const float weight =
@@ -216,13 +200,9 @@ template <class Row> struct DispatchWork {
       if (rows.weights)
         to.weight(weight);
     }
-    if constexpr (Row::COUNTED) {
-      sync_team();
-      count(range);
-    }
   }
 
-  // Zeros in the rows that fill up a group; weights of 0 also behind the last group.
+  // Writes zeros to the rows that pad a group, and weights of 0 also to the rows behind the last group.
   __device__ void pad() {
     const Rows &rows = a.rows;
     const int bytes = wire.row_bytes(), count = rows.block ? (rows.H + rows.block - 1) / rows.block : 0;
@@ -239,13 +219,6 @@ template <class Row> struct DispatchWork {
         at<uint8_t>(a.out_scale)[p * a.scale_stride_p + b * a.scale_stride_b] = 0;
       if (rows.weights && v.lane() == 0)
         at<float>(a.out_weight_P)[p] = 0;
-      if constexpr (Row::COUNTED) {
-        __syncwarp();
-        if (v.lane() == 0) {
-          __threadfence();
-          atomicAdd(at<uint32_t>(a.arrived) + p / ROW_ALIGNMENT, 1u);
-        }
-      }
     }
     if (rows.weights)
       for (int64_t p = ends[a.local_experts - 1] + warp * 32 + v.lane(); p < rows.P; p += warps * 32)
@@ -255,34 +228,18 @@ template <class Row> struct DispatchWork {
 
 template <class Row>
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_constant__ Dispatch a, Row wire) {
-  if (Row::COUNTED && threadIdx.x == 0 && threadIdx.y == 0)
-    atomicAdd(at<uint32_t>(a.begun), 1u);
   Exchange x(a.rows.group);
   DispatchWork<Row> work{a, RowsView{a.rows, x}, wire};
-  if (Row::COUNTED && x.live) // somebody waits for it
-    work.pad();
   exchange(x, work, a.rows.chunks, work.receives());
-  if (!Row::COUNTED && x.live)
+  if (x.live)
     work.pad();
   x.finish();
-}
-
-__global__ void begun(const __grid_constant__ Begun a) {
-  if (threadIdx.x != 0)
-    return;
-  const auto *failed = static_cast<volatile uint32_t *>(&at<State>(a.group.state)->failed);
-  const uint64_t start = nanoseconds();
-  while (load_acquire(at<uint32_t>(a.begun)) < uint32_t(a.blocks) && !*failed)
-    if (nanoseconds() - start > a.group.timeout_ns)
-      record(a.group, at<State>(a.group.state)->epoch, TIMEOUT, a.group.rank, OWN_PLACE);
 }
 
 template <class T, class Action> int with_block(const Dispatch &a, Action action) {
   const int H = a.rows.H;
   const bool floor = a.rows.floor;
-  return a.rows.block == 32 ? action(Quantised<T, 32>{H, floor})
-         : a.arrived        ? action(Quantised<T, 128, true>{H, floor})
-                            : action(Quantised<T, 128>{H, floor});
+  return a.rows.block == 32 ? action(Quantised<T, 32>{H, floor}) : action(Quantised<T, 128>{H, floor});
 }
 
 template <class Action> int with_wire(const Dispatch &a, Action action) {
@@ -301,28 +258,19 @@ int launch(const Dispatch &a, int sms, Address stream) {
   });
 }
 
-int launch(const Begun &a, Address stream) {
-  begun<<<1, 32, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a);
-  return int(cudaGetLastError());
-}
-
 int load_dispatch() {
   cudaFuncAttributes unused;
-  if (const int error = cudaFuncGetAttributes(&unused, begun))
-    return error;
   for (int block : {0, 32, 128})
-    for (int dtype : {BF16, FP16, FP32})
-      for (Address arrived : {0, 1}) {
-        Dispatch a;
-        a.rows.block = block;
-        a.dtype = dtype;
-        a.arrived = arrived;
-        const int error = with_wire(a, [&](auto wire) {
-          return int(cudaFuncGetAttributes(&unused, dispatch<decltype(wire)>));
-        });
-        if (error)
-          return error;
-      }
+    for (int dtype : {BF16, FP16, FP32}) {
+      Dispatch a;
+      a.rows.block = block;
+      a.dtype = dtype;
+      const int error = with_wire(a, [&](auto wire) {
+        return int(cudaFuncGetAttributes(&unused, dispatch<decltype(wire)>));
+      });
+      if (error)
+        return error;
+    }
   return 0;
 }
 

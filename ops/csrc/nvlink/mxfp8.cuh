@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MXFP8's arithmetic, to the bit that of ds_mxfp8_moe/mx.py, and rows in pieces of what a lane holds.
+// MXFP8's arithmetic, bit by bit that of the plain torch casts, and pieces of rows that one lane holds.
 #pragma once
 #include "kernels.h"
 #include "memory.cuh"
@@ -10,20 +10,20 @@
 
 namespace nvlink {
 
-// The E8M0 byte for a block whose largest magnitude has these float bits.
+// The E8M0 byte of a block. bits: of its largest magnitude as a float.
 __device__ __forceinline__ uint32_t scale_byte(uint32_t bits, bool floor) {
   if (bits >= 0x7F800000u)
     return 255;
-  // 448 = 1.75 * 2^8: for rceil, what lies above 1.75 * 2^e carries into the exponent.
+  // The largest e4m3 value is 448 = 1.75 * 2^8. For rceil, a magnitude above 1.75 * 2^e carries into the exponent.
   const int exponent = int((floor ? bits : bits + 0x1FFFFFu) >> 23) - 8;
   return exponent > 0 ? exponent : 0;
 }
 
-__device__ __forceinline__ float power_of_two(uint32_t byte) { // 2^(byte - 127); NaN for 255
+__device__ __forceinline__ float power_of_two(uint32_t byte) { // 2^(byte - 127); byte 255: NaN
   return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
 }
 
-__device__ __forceinline__ float inverse_scale(uint32_t byte) { // 2^(127 - byte) for 0..247; NaN for 255
+__device__ __forceinline__ float inverse_scale(uint32_t byte) { // 2^(127 - byte), byte 0 to 247; byte 255: NaN
   return __uint_as_float(byte == 255 ? 0x7FC00000u : (254 - byte) << 23);
 }
 
@@ -53,7 +53,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ float from_float(float v) { return v; }
 
-// N neighbouring values, N * sizeof(T) a multiple of 16.
+// N neighbouring values. N * sizeof(T) is a multiple of 16.
 template <class T, int N> struct Piece {
   static constexpr int LOADS = N * int(sizeof(T)) / 16;
   int4 raw[LOADS];
@@ -69,7 +69,7 @@ template <class T, int N> struct Piece {
       raw[i] = make_int4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void floats(float (&out)[N]) const {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) { // the compiler takes three instructions for two values
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) { // by hand: the compiler takes three instructions for two values
       const uint32_t *pairs = reinterpret_cast<const uint32_t *>(raw);
 #pragma unroll
       for (int i = 0; i < N; i++)
@@ -87,7 +87,7 @@ template <class T, int N> struct Piece {
     for (int i = 0; i < N; i++)
       values[i] = from_float<T>(in[i]);
   }
-  // Adds 0 to 16-bit values, as a sum in float32 does: -0 becomes 0. (_rn: the compiler takes no liberties.)
+  // Adds 0 to 16-bit values, so that -0 becomes 0 as in a float32 sum. _rn keeps the compiler from dropping the add.
   __device__ __forceinline__ void add_zero() {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     Pair *pairs = reinterpret_cast<Pair *>(raw);
@@ -102,9 +102,10 @@ template <class T, int N> struct Piece {
   }
 };
 
-constexpr int LANE_VALUES = 16; // of an MXFP8 row that a lane holds: 16 bytes of data
+constexpr int LANE_VALUES = 16; // values of an MXFP8 row that a lane holds: 16 bytes
 
-// Quantises the 16 values of each lane; the BLOCK / 16 lanes of a block share its scale. Returns its byte.
+// Quantises the 16 values of each lane. The BLOCK / 16 lanes that hold a block share its scale. Returns the scale's
+// E8M0 byte.
 template <int BLOCK>
 __device__ __forceinline__ uint32_t quantize(const float (&v)[LANE_VALUES], bool floor, int4 &data) {
   uint32_t largest = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From expert ids to rows: how many go where, and where each of them will stand. Stable and deterministic: rows of one
-// expert are in the order of (rank, token, choice).
+// From expert ids to rows: how many rows go where, and the place of each. The rows of an expert are in the order of
+// (rank, token, choice), so the result is the same every time.
 #include "exchange.cuh"
 
 namespace nvlink {
@@ -9,9 +9,9 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int PLACES_BLOCKS_PER_SM = 4;
 constexpr int TOTALS_THREADS = 1024;
-constexpr int BLOCK_SHARED_BYTES = 226 << 10; // a block has 227 KiB on sm_90 and sm_100, some of it for `exchange`
+constexpr int BLOCK_SHARED_BYTES = 226 << 10; // of 227 KiB on sm_90 and sm_100; `exchange` needs a little
 
-// Positions in a count row.
+// Positions in a rank's row of counts, see Totals.
 struct CountRow {
   int world, experts;
   __device__ int width() const { return 2 + world + experts; }
@@ -23,7 +23,7 @@ struct CountRow {
 
 __device__ int padded(int rows) { return (rows + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT; }
 
-// Which ranks serve a token's choices, one bit each.
+// Which ranks serve a token's choices: bit w for rank w.
 __device__ uint32_t ranks_of(const int64_t *expert_K, int K, int experts, int local) {
   uint32_t ranks = 0;
   for (int k = 0; k < K; k++) {
@@ -34,7 +34,7 @@ __device__ uint32_t ranks_of(const int64_t *expert_K, int K, int experts, int lo
   return ranks;
 }
 
-// Columns of first_CB: experts, then ranks. One block a chunk.
+// One block counts one chunk. The columns of first_CB are the experts, then the ranks.
 __global__ void __launch_bounds__(256) count(const __grid_constant__ Count a) {
   extern __shared__ int counted[];
   const int columns = a.experts + a.world;
@@ -67,14 +67,15 @@ __device__ int inclusive_scan(int v) {
   return v;
 }
 
-// One warp: turns counts of chunks into how many stand before each; [chunks] becomes the total, which all get.
+// All lanes of a warp call it. Replaces each chunk's count by the sum of the counts before it. column[chunks] becomes
+// the total. Returns the total to all lanes.
 __device__ int scan_column(int *column, int chunks) {
-  constexpr int LANE = 4, SPAN = 32 * LANE; // chunks that a lane and a warp take at a time
+  constexpr int LANE = 4, SPAN = 32 * LANE; // chunks that a lane, and a warp, take at a time
   const int lane = threadIdx.x % 32;
   int4 own[MAX_CHUNKS / SPAN];
 #pragma unroll
   for (int i = 0; i < MAX_CHUNKS / SPAN; i++)
-    if (i * SPAN + lane * LANE < chunks) // all loads are in flight together
+    if (i * SPAN + lane * LANE < chunks) // a loop of its own, so that all loads are in flight together
       own[i] = load16(column + i * SPAN + lane * LANE);
   int before = 0;
 #pragma unroll
@@ -95,15 +96,15 @@ __device__ int scan_column(int *column, int chunks) {
   return before;
 }
 
-// One block.
+// Launched as one block.
 __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__ Totals a) {
   extern __shared__ int shared[];
   Exchange x(a.group);
   const int W = a.group.world, me = a.group.rank, warp = threadIdx.x / 32;
   const CountRow row{W, a.experts};
   int *counts = shared;                        // [W, row.width()]
-  int *size_E = counts + W * row.width();      // [experts]: of a group
-  int *start_E = size_E + a.experts;           // [experts]: where it stands among its owner's rows
+  int *size_E = counts + W * row.width();      // [experts]: of a group, its rows
+  int *start_E = size_E + a.experts;           // [experts]: of a group, the place of its first row
   int *mine = counts + me * row.width();
 
   for (int column = warp; column < a.experts + W; column += TOTALS_THREADS / 32) {
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
     mine[row.chunks()] = a.chunks;
   }
   __syncthreads();
-  if (x.live) // else peers may still read the exchange before the last one
+  if (x.live) // otherwise peers may still read the exchange before the last one
     for (int i = threadIdx.x; i < W * row.width(); i += blockDim.x)
       at<int>(x.half(i / row.width()))[me * row.width() + i % row.width()] = mine[i % row.width()];
   __syncthreads();
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
   }
   __syncthreads();
 
-  int *host = at<int>(a.host); // 0 where nobody waits
+  int *host = at<int>(a.host);
   const bool failed = x.failed();
   for (int i = threadIdx.x; i < W * row.width(); i += blockDim.x) {
     const int v = failed ? 0 : at<volatile int>(x.half(me))[i];
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
     segments[SEND_BASE * W + w] = send;
     segments[PEER_RECV_BASE * W + w] = peer_recv;
     segments[PEER_SEND_BASE * W + w] = peer_send;
-    // Groups of that rank's experts.
+    // Where the groups of rank w's experts begin.
     int end = 0;
     for (int e = w * a.local_experts; e < (w + 1) * a.local_experts; e++) {
       start_E[e] = end;
@@ -177,12 +178,13 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
     if (local >= 0 && local < a.local_experts) {
       at<int>(a.group_sizes_E)[local] = size_E[e];
       const int end = start_E[e] + padded(size_E[e]);
-      at<int>(a.group_ends_E)[local] = a.most_rows ? min(int64_t(end), a.most_rows) : end; // what overflows is told
+      // An overflow was recorded above.
+      at<int>(a.group_ends_E)[local] = a.most_rows ? min(int64_t(end), a.most_rows) : end;
       if (host)
         host[1 + W * row.width() + local] = size_E[e];
     }
   }
-  __threadfence_system(); // each thread its own stores to the host
+  __threadfence_system(); // each thread orders its own stores to the host
   __syncthreads();
   if (host && threadIdx.x == 0)
     *reinterpret_cast<volatile int *>(host) = a.serial;
@@ -193,7 +195,7 @@ struct PlacesWork {
   const Places &a;
   const Exchange &x;
   const CountRow row;
-  int *before;  // shared, [WARPS, experts + W]: how many stand before what a warp looks at
+  int *before;  // shared, [WARPS, experts + W]: the next place for each expert and slot for each rank, of each warp
   int *expert;  // shared, [chunk, K]: the chunk's ids; -1: dropped
   int *place;   // shared, [chunk, K]
   int *slot;    // shared, [chunk, W]
@@ -233,7 +235,7 @@ struct PlacesWork {
     for (int i = threadIdx.x; i < WARPS * columns; i += blockDim.x)
       before[i] = 0;
     __syncthreads();
-    // What each warp has of each column, then what stands before it.
+    // First how many of each expert and rank each warp has, then how many come before the warp's.
     for (int i = begin * K + lane; i < end * K; i += 32)
       if (expert[i] >= 0)
         atomicAdd(&mine[expert[i]], 1);
@@ -281,7 +283,7 @@ struct PlacesWork {
         place[i] = a.most_rows && own >= a.most_rows ? -1 : own;
     }
     __syncthreads();
-    // To each rank the rows of its tokens: neighbours here are neighbours there.
+    // Tell each rank the places of the tokens that it gets. Rows that are neighbours here are neighbours there.
     for (int i = threadIdx.x; i < W * tokens * K; i += blockDim.x) {
       const int w = i / (tokens * K), j = i - w * tokens * K, t = j / K;
       const int to = slot[t * W + w];
@@ -294,7 +296,7 @@ struct PlacesWork {
       const int *first = first_CB + int64_t(a.experts + threadIdx.x) * a.stride + c;
       *range_of(threadIdx.x, me, c) = make_int2(first[0], first[1] - first[0]);
     }
-    __syncthreads(); // before the next chunk overwrites what is shared
+    __syncthreads(); // before the next chunk overwrites shared memory
   }
 
   __device__ void announce(int c) {

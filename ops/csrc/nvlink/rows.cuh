@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch and combine have in common: where rows stand, and which chunks there are.
+// What dispatch and combine have in common: where rows lie, and which chunks there are.
 #pragma once
 #include "exchange.cuh"
 #include "mxfp8.cuh"
@@ -7,13 +7,14 @@
 namespace nvlink {
 
 constexpr int TEAM_THREADS = 256;
-constexpr int TEAMS = 3; // while one waits at a barrier or for stores to arrive, others move rows
+constexpr int TEAMS = 3; // of a block: while one waits at a barrier or for its stores, the others move rows
 static_assert(TEAMS <= MAX_TEAMS);
 constexpr int LANE_BYTES = 16;
-constexpr int PIECE_BYTES = 32 * LANE_BYTES; // what a warp moves at a time
+constexpr int PIECE_BYTES = 32 * LANE_BYTES; // that a warp moves at a time
 
-struct RowsTables {
+struct RowsView {
   const Rows &a;
+  const Exchange &x;
 
   __device__ int rank() const { return a.group.rank; }
   __device__ int world() const { return a.group.world; }
@@ -29,45 +30,32 @@ struct RowsTables {
       most = max(most, chunks_of(w));
     return most;
   }
-  // The i-th of rank w's chunks, in whose order both ends take them: from as many stretches of them as there are ranks
-  // in turn. Where tokens stand by their experts, all ranks would else send to one at a time.
+  // The i-th chunk of rank w, in the order in which both ends take them. The chunks are divided into as many stretches
+  // as there are ranks, and chunks are taken from the stretches in turn. Where tokens are sorted by expert, all ranks
+  // would otherwise send to the same rank at the same time.
   __device__ int turned(int w, int i) const {
     const int stretch = chunks_of(w) / world();
     return i < stretch * world() ? i % world() * stretch + i / world() : i;
   }
-  // A chunk of rank w as it arrives here: its first row among the R, and how many there are.
+  // Chunk c of rank w as it arrives here: (first row among the R, number of rows).
   __device__ int2 arriving(int w, int c) const {
     int2 range = at<int2>(a.arriving_WC)[w * MAX_CHUNKS + c];
     range.x += segment(RECV_BASE, w);
     return range;
   }
-  // Whether this rank sends anything of its chunk c to rank w.
+  // Whether this rank sends rows of its chunk c to rank w.
   __device__ bool sent(int w, int c) const {
     const int *first = at<int>(a.first_CB) + int64_t(a.experts + w) * a.stride + c;
     return first[1] > first[0];
   }
   __device__ int64_t token_begin(int c) const { return int64_t(c) * a.chunk; }
   __device__ int64_t token_end(int c) const { return min(token_begin(c) + a.chunk, a.T); }
-  // Where a lane's choice of row r stands here; -1: nowhere, or lane beyond K.
+  // Lane w: the index of token t among the rows that this rank sends to rank w; -1: it is not sent there.
+  __device__ int slot(int64_t t) const { return lane() < world() ? at<int>(a.slot_WT)[lane() * a.T + t] : -1; }
+  // Lane k: the place of choice k of row r; -1: another rank serves it, or there is no choice k.
   __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 
-  // Calls action(tile, rows) for the tiles of 128 rows here where so many of `range` stand; each on one or more threads,
-  // whose rows then add up.
-  template <class Action> __device__ void each_tile(int2 range, Action action) const {
-    const int64_t begin = int64_t(range.x) * a.K, end = begin + int64_t(range.y) * a.K;
-    for (int64_t first = begin + warp() * 32; first < end; first += blockDim.x) {
-      const int p = first + lane() < end ? at<int>(a.place_RK)[first + lane()] : -1;
-      const int tile = p >= 0 ? p / ROW_ALIGNMENT : -1;
-      const uint32_t same = __match_any_sync(~0u, tile);
-      if (tile >= 0 && lane() == __ffs(same) - 1)
-        action(tile, __popc(same));
-    }
-  }
-};
-
-struct RowsView : RowsTables {
-  const Exchange &x;
-
+  // Row `row` in the staging of rank w: its data, its scales and its weights.
   __device__ char *data(int w, int64_t row, int64_t row_bytes) const {
     return at<char>(x.half(w), a.data_at + row * row_bytes);
   }
@@ -77,32 +65,15 @@ struct RowsView : RowsTables {
   __device__ float *weights(int w, int64_t row) const { return at<float>(x.half(w), a.weight_at + row * a.K * 4); }
 };
 
-// The order in which a combine sends: runs of the ranks' chunks as they are turned, within each the ranks in turn, this
-// rank last.
-struct Sends {
-  int rank, world, chunks, run;
-
-  // parts 0: runs of one chunk.
-  __device__ Sends(const RowsTables &v, int parts)
-      : rank(v.rank()), world(v.world()), chunks(v.most_chunks()),
-        run(parts ? max((chunks + parts - 1) / parts, 1) : 1) {}
-
-  __device__ int count() const { return (chunks + run - 1) / run * run * world; }
-  __device__ int owner(int i) const { return (i / run + rank + 1) % world; }
-  // Item i is the nth of the owner's chunks, as they are turned; there may be fewer.
-  __device__ int nth(int i) const { return i / (run * world) * run + i % run; }
-  // Of item i: how many turns come before its own.
-  __device__ int turn(int i) const { return i / run; }
-};
-
-// The scale bytes of a row as words, each in the lane that will store it: one warp's, for pieces of 512 values.
+// The scale bytes of one warp's row, gathered into words of four. Each lane holds the word that it will store. A piece
+// of a row has 512 values.
 template <int BLOCK> struct ScaleWords {
-  static constexpr int WORDS = 32 * LANE_VALUES / BLOCK / 4; // of a piece
-  static constexpr int PIECES = 32 / WORDS;                  // until the lanes are full
+  static constexpr int WORDS = 32 * LANE_VALUES / BLOCK / 4; // in a piece
+  static constexpr int PIECES = 32 / WORDS;                  // after which every lane holds a word
   uint32_t mine = 0;
 
   __device__ __forceinline__ void add(int piece, uint32_t byte) {
-    const int lane = threadIdx.x % 32, lanes = BLOCK / LANE_VALUES; // that share a byte
+    const int lane = threadIdx.x % 32, lanes = BLOCK / LANE_VALUES; // lanes that share a scale
     uint32_t word = byte << (8 * (lane / lanes % 4));
     word |= __shfl_xor_sync(~0u, word, lanes);
     word |= __shfl_xor_sync(~0u, word, 2 * lanes);
@@ -111,13 +82,14 @@ template <int BLOCK> struct ScaleWords {
       mine = own;
   }
   __device__ __forceinline__ bool full(int piece) const { return piece % PIECES == PIECES - 1; }
-  // Stores the words of the pieces up to and with `piece` since the lanes were last full.
+  // Stores the words gathered since the lanes were last full, up to and including those of `piece`.
   __device__ __forceinline__ void store(uint8_t *scales, int piece) const {
     const int lane = threadIdx.x % 32;
     if (lane / WORDS <= piece % PIECES)
       at<uint32_t>(Address(scales))[piece / PIECES * 32 + lane] = mine;
   }
-  // All lanes: calls action(block, byte, inside) for the scales of those pieces; a row has `count`.
+  // All lanes call it. Calls action(block, byte, inside) for the scales of the same pieces. inside: whether the lane
+  // holds that block's scale, and the row, of `count` blocks, has the block.
   template <class Action> __device__ __forceinline__ void each_byte(int piece, int count, Action action) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll

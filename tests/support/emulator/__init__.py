@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ops/csrc/nvlink for CPUs: the same sources and bindings over a small emulator of CUDA (cuda_emulator.h).
+"""ops/csrc/nvlink for CPUs: the same sources and bindings, compiled for a small emulator of CUDA (cuda_emulator.h).
 
-`load(rank)` gives the Python module, `Shared` the staging of ranks that are processes of one machine:
+`load(rank)` returns the Python module. `Shared` provides the staging of ranks that are processes of one machine:
 
     PeerMemory(group, emulator.load(rank), provider=emulator.Shared)
 """
@@ -27,7 +27,7 @@ POISON = 0x5A  # of new staging
 
 
 class EmulatorBuilder(nvlink.NVLinkBuilder):
-    """nvcc brings CUDA's headers and calls the host's compiler on what it takes for plain C++."""
+    """nvcc adds CUDA's headers and calls the host's compiler on what it takes for plain C++."""
 
     NAME = "ds_mxfp8_moe_nvlink_emulator"
 
@@ -35,7 +35,7 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
         super().__init__(source_folder, capabilities=((9, 0), ))
 
     def _flags(self, source: str) -> list[str]:
-        # Without fused multiplies, which these kernels never ask for.
+        # Without fused multiply-adds, which these kernels never use.
         host = "-fPIC,-fvisibility=hidden,-pthread,-ffp-contract=off,-U_FORTIFY_SOURCE"
         optimized = "-O0" if source.endswith("bindings.cpp") else "-O1"  # pybind11's templates compile for minutes
         return ["-x", "c++", optimized, "-std=c++20", f"-DTORCH_EXTENSION_NAME={self.NAME}", f"-Xcompiler={host}",
@@ -57,7 +57,7 @@ def obstacle() -> str | None:
 
 
 def build(csrc: Path = nvlink.CSRC) -> ModuleType:
-    """The extension's module over the emulator, for the sources in `csrc`; compiled where need be."""
+    """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet."""
     with tempfile.TemporaryDirectory() as folder:
         for path in csrc.iterdir():
             (Path(folder) / path.name).write_text(_rewritten(path))
@@ -67,14 +67,14 @@ def build(csrc: Path = nvlink.CSRC) -> ModuleType:
 
 
 def load(rank: int) -> ModuleType:
-    """As `build`, for one of several ranks, which differ in the order in which things happen."""
+    """As `build`, for one of several ranks. Ranks differ in the order in which things happen."""
     module = build()
     ctypes.CDLL(module.__file__).emulator_seed(ctypes.c_uint64(rank + 1))
     return module
 
 
 class Shared:
-    """As peer_memory.Symmetric, between processes of this machine, in memory that vanishes with the last of them."""
+    """As peer_memory.Symmetric, for processes of this machine. The memory goes when the last of them ends."""
 
     @staticmethod
     def empty(size: int, device: torch.device) -> torch.Tensor:
@@ -88,15 +88,15 @@ class Shared:
     def addresses(staging: torch.Tensor, group: Any) -> list[int]:
         files = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{staging.file}", group=group)
-        parts = [staging] * len(files)
+        stagings = [staging] * len(files)
         for rank, file in enumerate(files):
             if rank != dist.get_rank(group=group):
                 with open(file, "r+b") as opened:
-                    parts[rank] = _mapped(opened.fileno(), staging.numel())
+                    stagings[rank] = _mapped(opened.fileno(), staging.numel())
         dist.barrier(group=group)  # all have opened all
         os.close(staging.file)
-        staging.peers = [part for part in parts if part is not staging]  # live as long as the tensor
-        return [part.data_ptr() for part in parts]
+        staging.peers = [peer for peer in stagings if peer is not staging]  # live as long as the tensor
+        return [each.data_ptr() for each in stagings]
 
 
 def _mapped(file: int, size: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _mapped(file: int, size: int) -> torch.Tensor:
 
 
 def _rewritten(path: Path) -> str:
-    """A source with shared memory and launches in plain C++, line by line what it was."""
+    """A source with its shared memory and launches rewritten in plain C++. Line numbers stay."""
     text = path.read_text()
     text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1 *const \2 = emulator::dynamic_shared<\1>();", text)
     text = re.sub(r"__shared__ (\w+) ([^;]+);", _shared, text)

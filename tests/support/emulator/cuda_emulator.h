@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's execution model on the CPU, as much of it as ops/csrc/nvlink uses.
+// CUDA's execution model on the CPU, as far as ops/csrc/nvlink uses it.
 //
-// The blocks of a launch are operating system threads, a random number of them at a time, as a device has room for few
-// or many; the threads of a block are fibers of that one, switched in random order at barriers, at collectives of a
-// warp and, now and then, at accesses to memory. What CUDA leaves undefined ends the launch with an exception that
-// says which threads stood where: collectives and barriers that not all threads take part in, misaligned accesses,
-// writes behind shared memory. Shared memory is filled with 0xA5 before a block begins.
+// Each block of a launch is an operating system thread. A random number of blocks runs at a time, since a device may
+// have room for few or for many. The threads of a block are fibers of its operating system thread. They are switched in
+// random order at barriers, at a warp's collectives and, now and then, at accesses to memory. Shared memory is filled
+// with 0xA5 before a block begins.
+//
+// Three things that CUDA leaves undefined end the launch with an exception that says where each thread was: barriers
+// and collectives in which not all threads take part, misaligned accesses, and writes outside of shared memory.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -32,20 +34,20 @@ extern constinit thread_local const Coordinates *here; // of the fiber that runs
 
 // Runs a kernel to its end. Throws std::runtime_error.
 void launch(dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t, const std::function<void()> &kernel);
-// Whether any thread of the block gave its vote.
+// A barrier of the block. Returns whether any of its threads gave its vote.
 bool sync_block(Site, bool vote = false);
-// Of those with the same y.
+// The same for a team: the threads with the same threadIdx.y.
 bool sync_team(Site, bool vote = false);
-// What the 32 lanes of this warp handed in.
+// Returns the values that the 32 lanes of this warp passed.
 const uint64_t *collective(const char *what, unsigned mask, uint64_t value, Site);
-// Lets others run: always in a loop that waits for memory to change, sometimes at any access.
+// Lets other fibers run. `spin` always does: for loops that wait for memory to change. `maybe_yield` sometimes does.
 void spin(Site);
 void maybe_yield(Site);
 [[noreturn]] void fault(const std::string &what, Site);
 void *dynamic_shared_bytes();
 template <class T> T *dynamic_shared() { return static_cast<T *>(dynamic_shared_bytes()); }
 
-// A __shared__ variable: thread_local, so one for all fibers of a block, which has a fresh thread of its own.
+// A __shared__ variable. It is thread_local: each block has a new operating system thread, which all its fibers share.
 constexpr int POISON = 0xA5;
 template <class T> struct Shared {
   T value;
@@ -117,13 +119,6 @@ template <class T> T atomicAdd(T *p, std::type_identity_t<T> v, emulator::Site s
   emulator::maybe_yield(site);
   return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
-template <class T> T atomicMax(T *p, std::type_identity_t<T> v, emulator::Site site = emulator::Site::current()) {
-  emulator::maybe_yield(site);
-  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-    ;
-  return old;
-}
 template <class T> T atomicOr(T *p, std::type_identity_t<T> v, emulator::Site site = emulator::Site::current()) {
   emulator::maybe_yield(site);
   return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
@@ -137,7 +132,7 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline int __popc(unsigned v) { return std::popcount(v); }
 inline int __ffs(int v) { return v ? std::countr_zero(unsigned(v)) + 1 : 0; }
-// The nth bit of v from `base` on, upwards; as used here, so for nth > 0.
+// The position of the nth bit that is set in v, counted upwards from `base`. Only for nth > 0.
 inline unsigned __fns(unsigned v, unsigned base, int nth) {
   for (unsigned i = base; i < 32; i++)
     if (v >> i & 1 && --nth == 0)

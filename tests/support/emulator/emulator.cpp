@@ -24,9 +24,9 @@ namespace {
 constexpr int MOST_RESIDENT = 6;                // blocks at a time
 constexpr std::size_t STACK = 64 << 10, GUARD = 4 << 10;
 constexpr std::size_t MARGIN = 1 << 10;         // poisoned bytes on either side of dynamic shared memory
-constexpr unsigned YIELD = 32;                  // one access to memory in so many lets others run
+constexpr unsigned YIELD = 32;                  // one in 32 accesses to memory lets other fibers run
 constexpr auto DEADLINE = std::chrono::seconds(60);
-constexpr auto NAP = std::chrono::microseconds(20); // while all that can run waits for other processes
+constexpr auto NAP = std::chrono::microseconds(20); // when all fibers wait for other processes
 
 std::atomic<uint64_t> next_seed = 1;
 
@@ -356,7 +356,7 @@ void *dynamic_shared_bytes() { return block->shared.data() + MARGIN; }
 
 } // namespace emulator
 
-// Of this process's launches from now on: ranks then differ in the order in which things happen.
+// Seeds this process's next launches, so that ranks differ in the order in which things happen.
 extern "C" __attribute__((visibility("default"))) void emulator_seed(uint64_t seed) { emulator::next_seed = seed << 32; }
 
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In the emulator; stands in for ops/csrc/nvlink/memory.cuh.
+// The emulator's replacement of ops/csrc/nvlink/memory.cuh.
 #pragma once
 #include "cuda_emulator.h"
 #include <ctime>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch and combine of few tokens at low latency. A token stands in its rank's part of the staging at its own
-// index, so nothing is counted before it is sent; with it travel the row that each choice takes among those of its
-// rank and expert. A token goes once to each rank, and to ranks that do not serve it only as an empty route. Rows of
-// an expert are in the order of (rank, token, choice). Combine sends a row for each choice: only the owner has the
-// weights.
+// Dispatch and combine of few tokens at low latency. Each rank has a region in every staging, where a token lies at
+// its own index. Nothing therefore has to be counted before a token is sent. With the token travels its route: for
+// each choice, the index of its row among those of its rank and expert. A token goes once to each rank that serves it;
+// other ranks get only an empty route. The rows of an expert are in the order of (rank, token, choice). Combine sends
+// a row for each choice, because only the token's owner has the weights.
 #include "exchange.cuh"
 #include "mxfp8.cuh"
 
@@ -13,14 +13,14 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int COUNTS_FLAG = MAX_CHUNKS - 1; // behind the tokens' flags
-constexpr int AHEAD = 4;
+constexpr int AHEAD = 4;        // pieces whose loads are in flight together
 constexpr int SENT_AHEAD = 2;   // rows of a token whose loads are in flight together
 constexpr int SUMMED_AHEAD = 8; // rows of a sum whose loads are in flight together
 constexpr int MAX_SCALE_WORDS = 512; // of a row
-constexpr int MOST_SHARED_BYTES = 160 << 10; // for the most choices and experts that AllToAll takes
+constexpr int MOST_SHARED_BYTES = 160 << 10; // enough for the most choices and experts that AllToAll accepts
 
 struct View {
-  const Few &a;
+  const LowLatency &a;
   const Exchange &x;
 
   __device__ int warp() const { return threadIdx.x / 32; }
@@ -32,7 +32,7 @@ struct View {
     const int64_t e = a.index_bytes == 4 ? at<int32_t>(a.index_TK)[i] : at<int64_t>(a.index_TK)[i];
     return e >= 0 && e < a.experts ? int(e) : -1;
   }
-  // Rank w's staging; token t of `source`.
+  // In the staging of rank w: what belongs to a row or token of rank `source`.
   __device__ char *data(int w, int source, int64_t row, int row_bytes) const {
     return at<char>(x.half(w), a.data_at + (int64_t(source) * a.max_tokens + row) * row_bytes);
   }
@@ -42,7 +42,7 @@ struct View {
   __device__ int *route(int w, int source, int t) const {
     return at<int>(x.half(w), a.route_at) + (int64_t(source) * a.max_tokens + t) * a.K;
   }
-  __device__ int *counts(int w, int source) const { // tokens, then choices for each of w's experts
+  __device__ int *counts(int w, int source) const { // its tokens, then its choices for each of w's experts
     return at<int>(x.half(w), a.count_at) + source * (1 + a.local_experts);
   }
   __device__ int *kept(int source, int t) const {
@@ -50,7 +50,7 @@ struct View {
   }
   __device__ int *kept_tokens() const { return at<int>(a.routes) + int64_t(world()) * a.max_tokens * a.K; }
 
-  // Warps that move a row together, of the crews that a grid has.
+  // A crew is the warps that move a row together.
   __device__ int crews() const { return gridDim.x * (WARPS / a.crew); }
   __device__ int crew(int block) const { return a.crew == 1 ? block * WARPS + warp() : block; }
   __device__ int member() const { return a.crew == 1 ? 0 : warp(); }
@@ -62,39 +62,41 @@ struct View {
   }
 };
 
-// Sends the share of each block of the grid. Blocks claim shares: the first ones also send those of blocks that the
-// device has no room for yet, and which would otherwise wait for this one, which waits for peers in the same position.
+// What is sent is divided into one share for each block. Blocks claim shares, so the first blocks also send the shares
+// of blocks that the device has no room for yet. Otherwise those blocks would wait until this one ends, while this one
+// waits for peers, whose blocks may be in the same position.
 class Shares {
 public:
-  // One claim is on its way while the exchange begins, the next one while a share is sent.
-  __device__ explicit Shares(const Few &few) : state(at<State>(few.group.state)) {
-    if (few.send && threadIdx.x == 0)
-      next = atomicAdd(&state->sent, 1);
+  // The first claim is under way while the exchange begins, each next one while a share is sent.
+  __device__ explicit Shares(const LowLatency &common) : state(at<State>(common.group.state)) {
+    if (common.send && threadIdx.x == 0)
+      next = atomicAdd(&state->sends_claimed, 1);
   }
-  // All threads. send(share): all threads.
+  // All threads call it. Calls send(share) with all threads.
   template <class Send> __device__ void send(Send send) {
     __shared__ int claimed;
     while (true) {
-      __syncthreads(); // all have read the share before
+      __syncthreads(); // all threads have read the previous share
       if (threadIdx.x == 0)
         claimed = next;
       __syncthreads();
       if (claimed >= gridDim.x)
         return;
       if (threadIdx.x == 0)
-        next = atomicAdd(&state->sent, 1);
+        next = atomicAdd(&state->sends_claimed, 1);
       send(claimed);
     }
   }
 
 private:
   State *state;
-  int next = 0; // of the first thread
+  int next = 0; // in the first thread
 };
 
-// A row as it is, piece by piece; warps take turns at the pieces.
+// Sends token t to each rank of the bits `ranks`, as it is. Warps take turns at a row's pieces.
 struct Plain {
-  __device__ __forceinline__ void send(const View &v, const FewDispatch &a, int t, uint32_t ranks, uint32_t *) const {
+  __device__ __forceinline__ void send(const View &v, const LowLatencyDispatch &a, int t, uint32_t ranks,
+                                       uint32_t *) const {
     const char *from = at<char>(a.x_TH, int64_t(t) * a.row_bytes);
     for (int byte = threadIdx.x * 16; byte < a.row_bytes; byte += THREADS * 16) {
       const int4 data = load16(from + byte);
@@ -106,8 +108,9 @@ struct Plain {
   }
 };
 
+// The same, quantised to MXFP8. The scales go to `words`.
 template <class T, int BLOCK> struct Quantised {
-  __device__ __forceinline__ void send(const View &v, const FewDispatch &a, int t, uint32_t ranks,
+  __device__ __forceinline__ void send(const View &v, const LowLatencyDispatch &a, int t, uint32_t ranks,
                                        uint32_t *words) const {
     constexpr int PIECE = 32 * LANE_VALUES, LANES = BLOCK / LANE_VALUES, WORDS = PIECE / BLOCK / 4;
     const int H = v.a.H, mine = v.lane() * LANE_VALUES;
@@ -134,7 +137,8 @@ template <class T, int BLOCK> struct Quantised {
   }
 };
 
-// Tells rank w how many tokens this rank has, and how many choices for each of w's experts. One block.
+// All threads of a block call it. Tells rank w how many tokens this rank has, and how many choices for each of w's
+// experts.
 __device__ void send_counts(const View &v, const int *expert, int choices, int tokens, int w, int *counted) {
   const int first = w * v.a.local_experts;
   for (int e = threadIdx.x; e < v.a.local_experts; e += THREADS)
@@ -154,7 +158,7 @@ __device__ void send_counts(const View &v, const int *expert, int choices, int t
     v.x.announce(w, COUNTS_FLAG);
 }
 
-// Loads the experts of all choices, which every share reads.
+// Loads the experts of all choices into shared memory, where every share reads them.
 __device__ void load_experts(const View &v, int *expert) {
   const int choices = v.tokens() * v.a.K;
   for (int i = threadIdx.x; i < choices; i += THREADS)
@@ -162,7 +166,7 @@ __device__ void load_experts(const View &v, int *expert) {
 }
 
 template <class Row>
-__device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row, int share, int *expert) {
+__device__ void send_tokens(const View &v, const LowLatencyDispatch &a, const Row &row, int share, int *expert) {
   __shared__ uint32_t words[MAX_SCALE_WORDS];
   __shared__ int slots[MAX_CHOICES], serving;
   const int K = v.a.K, W = v.world(), tokens = v.tokens(), choices = tokens * K;
@@ -170,7 +174,7 @@ __device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row,
     if (threadIdx.x == 0)
       serving = 0;
     __syncthreads();
-    // How many of this rank's choices before it go to the same expert.
+    // A choice's slot: how many earlier choices of this rank go to the same expert.
     for (int k = v.warp(); k < K; k += WARPS) {
       const int i = t * K + k, e = expert[i];
       int before = 0;
@@ -188,7 +192,7 @@ __device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row,
     __syncthreads();
     row.send(v, a, t, serving, words);
     __syncthreads();
-    if (const int w = v.warp(); w < W) { // one warp for each rank: what is small, and the flag
+    if (const int w = v.warp(); w < W) { // one warp for each rank: the route, the scales and the flag
       for (int k = v.lane(); k < K; k += 32) {
         const int e = expert[t * K + k];
         v.route(w, v.rank(), t)[k] =
@@ -202,14 +206,14 @@ __device__ void send_tokens(const View &v, const FewDispatch &a, const Row &row,
       if (v.lane() == 0)
         v.x.announce(w, t);
     }
-    __syncthreads(); // before the next token overwrites what is shared
+    __syncthreads(); // before the next token overwrites shared memory
   }
-  // The counts last: their shares had no token, or few.
+  // The counts come last, from the last blocks, which have the fewest tokens.
   for (int w = gridDim.x - 1 - share; w < W; w += gridDim.x)
     send_counts(v, expert, choices, tokens, w, expert + choices);
 }
 
-// One crew: a row of `bytes` from staging to `count` places, given by the lanes of `here`.
+// A crew calls it. Copies a row of `bytes` from staging to the places that the lanes in `here` hold.
 __device__ void copy_row(const View &v, const char *from, Address to, int bytes, int place, uint32_t here) {
   const int step = v.a.crew * 512, mine = v.member() * 512 + v.lane() * 16;
   for (int first = 0; first < bytes; first += AHEAD * step) {
@@ -228,7 +232,7 @@ __device__ void copy_row(const View &v, const char *from, Address to, int bytes,
   }
 }
 
-// values[w], without an index into registers.
+// values[w], written so that the array stays in registers.
 __device__ __forceinline__ int of_rank(const int (&values)[MAX_RANKS], int w) {
   int value = 0;
 #pragma unroll
@@ -237,9 +241,9 @@ __device__ __forceinline__ int of_rank(const int (&values)[MAX_RANKS], int w) {
   return value;
 }
 
-__device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared) {
+__device__ void receive_tokens(const View &v, const LowLatencyDispatch &a, int *shared) {
   const int W = v.world(), K = v.a.K, E = v.a.local_experts, rows = v.a.max_tokens * W;
-  int *before = shared; // [W, E]: rows of an expert that come from lower ranks
+  int *before = shared; // [W, E]: how many rows of an expert come from lower ranks
   const bool counted = threadIdx.x >= W || v.x.await(threadIdx.x, COUNTS_FLAG);
   if (__syncthreads_or(!counted))
     return;
@@ -269,14 +273,14 @@ __device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared)
     const int w = (i + v.rank()) % W, t = i / W;
     if (t >= of_rank(tokens, w))
       continue;
-    const bool there = v.x.await(w, t); // every lane for itself
+    const bool there = v.x.await(w, t); // every lane waits for itself
     v.sync_crew();
     int place = -1;
     if (there && v.lane() < K) {
       const int route = static_cast<volatile int *>(v.route(v.rank(), w, t))[v.lane()];
       if (route >= 0) {
         const int e = route >> 16, row = before[w * E + e] + (route & 0xFFFF);
-        if (row < rows) // else it was told as an overflow
+        if (row < rows) // otherwise the overflow was recorded above
           place = e * rows + row;
       }
       if (v.member() == 0)
@@ -310,27 +314,28 @@ __device__ void receive_tokens(const View &v, const FewDispatch &a, int *shared)
 }
 
 template <class Row>
-__global__ void __launch_bounds__(THREADS) few_dispatch(const __grid_constant__ FewDispatch a, Row row) {
-  extern __shared__ int shared[]; // the experts of all choices, then a number for each local expert
-  Shares shares(a.few);
-  Exchange x(a.few.group);
-  const View v{a.few, x};
-  if (a.few.send && x.live) {
+__global__ void __launch_bounds__(THREADS)
+low_latency_dispatch(const __grid_constant__ LowLatencyDispatch a, Row row) {
+  extern __shared__ int shared[]; // the experts of all choices, then a count for each local expert
+  Shares shares(a.common);
+  Exchange x(a.common.group);
+  const View v{a.common, x};
+  if (a.common.send && x.live) {
     load_experts(v, shared);
     shares.send([&](int share) { send_tokens(v, a, row, share, shared); });
   }
   __syncthreads();
-  if (a.few.receive && x.live)
+  if (a.common.receive && x.live)
     receive_tokens(v, a, shared);
-  x.finish(a.few.receive);
+  x.finish(a.common.receive);
 }
 
 __device__ __forceinline__ Address row_of_choice(const View &v, int w, int64_t row, int row_bytes) {
   return v.x.half(w) + v.a.data_at + row * row_bytes;
 }
 
-// Rows of y back to their tokens' ranks: the staging there has a row for each choice.
-template <class In, class Out> __device__ void send_rows(const View &v, const FewCombine &a, int share) {
+// Sends rows of y back to their tokens' ranks. The staging there has a row for each choice.
+template <class In, class Out> __device__ void send_rows(const View &v, const LowLatencyCombine &a, int share) {
   const int W = v.world(), K = v.a.K, H = v.a.H, step = v.a.crew * 256;
   const int mine = v.member() * 256 + v.lane() * 8;
   int tokens[MAX_RANKS], most_tokens = 0;
@@ -352,7 +357,7 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
       Out *to[SENT_AHEAD];
 #pragma unroll
       for (int n = 0; n < SENT_AHEAD; n++) {
-        const int k = __ffs(left) - 1; // -1: no more
+        const int k = __ffs(left) - 1; // -1: none is left
         const int64_t p = __shfl_sync(~0u, place, k & 31);
         from[n] = k < 0 ? nullptr : at<In>(a.y_ERH) + p * H;
         to[n] = at<Out>(row_of_choice(v, w, t * K + k, H * int(sizeof(Out))));
@@ -385,18 +390,19 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Fe
   }
 }
 
-// Weighted sums, in ascending choice. A block for each token; of few tokens, for a part of its columns.
-template <class Out> __device__ void sum_rows(const View &v, const FewCombine &a) {
-  constexpr int COLUMNS = THREADS * 8; // that a block adds up at a time
+// Adds up the weighted rows of each token, in ascending choice. A block computes one token. Where there are more
+// blocks than tokens, it computes a slice of a token's columns.
+template <class Out> __device__ void sum_rows(const View &v, const LowLatencyCombine &a) {
+  constexpr int COLUMNS = THREADS * 8; // that a block computes at a time
   const int K = v.a.K, H = v.a.H, tokens = v.tokens();
-  const int parts = max(1, min((H + COLUMNS - 1) / COLUMNS, int(gridDim.x) / max(tokens, 1)));
-  for (int i = blockIdx.x; i < tokens * parts; i += gridDim.x) {
-    const int t = i / parts;
+  const int slices = max(1, min((H + COLUMNS - 1) / COLUMNS, int(gridDim.x) / max(tokens, 1)));
+  for (int i = blockIdx.x; i < tokens * slices; i += gridDim.x) {
+    const int t = i / slices;
     for (int k = threadIdx.x; k < K; k += THREADS)
       if (const int e = v.expert(t * K + k); e >= 0)
         v.x.await(e / v.a.local_experts, t);
     __syncthreads();
-    for (int first = i % parts * COLUMNS + threadIdx.x * 8; first < H; first += parts * COLUMNS) {
+    for (int first = i % slices * COLUMNS + threadIdx.x * 8; first < H; first += slices * COLUMNS) {
       float sum[8] = {};
       for (int k0 = 0; k0 < K; k0 += SUMMED_AHEAD) {
         Piece<Out, 8> in[SUMMED_AHEAD];
@@ -426,19 +432,19 @@ template <class Out> __device__ void sum_rows(const View &v, const FewCombine &a
 }
 
 template <class In, class Out>
-__global__ void __launch_bounds__(THREADS) few_combine(const __grid_constant__ FewCombine a) {
-  Shares shares(a.few);
-  Exchange x(a.few.group);
-  const View v{a.few, x};
-  if (a.few.send && x.live)
+__global__ void __launch_bounds__(THREADS) low_latency_combine(const __grid_constant__ LowLatencyCombine a) {
+  Shares shares(a.common);
+  Exchange x(a.common.group);
+  const View v{a.common, x};
+  if (a.common.send && x.live)
     shares.send([&](int share) { send_rows<In, Out>(v, a, share); });
   __syncthreads();
-  if (a.few.receive && x.live)
+  if (a.common.receive && x.live)
     sum_rows<Out>(v, a);
-  x.finish(a.few.receive);
+  x.finish(a.common.receive);
 }
 
-template <class Action> int with_row(const FewDispatch &a, Action action) {
+template <class Action> int with_row(const LowLatencyDispatch &a, Action action) {
   switch (a.block * 4 + a.dtype) {
   case 32 * 4 + BF16: return action(Quantised<__nv_bfloat16, 32>());
   case 32 * 4 + FP16: return action(Quantised<__half, 32>());
@@ -450,7 +456,7 @@ template <class Action> int with_row(const FewDispatch &a, Action action) {
 
 template <class T> struct Type { using type = T; };
 
-template <class Action> int with_types(const FewCombine &a, Action action) {
+template <class Action> int with_types(const LowLatencyCombine &a, Action action) {
   const auto with_out = [&](auto in) {
     return a.out_dtype == FP16 ? action(in, Type<__half>()) : action(in, Type<__nv_bfloat16>());
   };
@@ -459,28 +465,28 @@ template <class Action> int with_types(const FewCombine &a, Action action) {
                            : with_out(Type<float>());
 }
 
-int shared_bytes(const Few &a) {
+int shared_bytes(const LowLatency &a) {
   return max(a.T * a.K + a.local_experts, a.group.world * a.local_experts) * int(sizeof(int));
 }
 
 } // namespace
 
-int launch(const FewDispatch &a, int sms, Address stream) {
+int launch(const LowLatencyDispatch &a, int sms, Address stream) {
   return with_row(a, [&](auto row) {
-    few_dispatch<<<sms, THREADS, shared_bytes(a.few), reinterpret_cast<cudaStream_t>(stream)>>>(a, row);
+    low_latency_dispatch<<<sms, THREADS, shared_bytes(a.common), reinterpret_cast<cudaStream_t>(stream)>>>(a, row);
     return int(cudaGetLastError());
   });
 }
 
-int launch(const FewCombine &a, int sms, Address stream) {
+int launch(const LowLatencyCombine &a, int sms, Address stream) {
   return with_types(a, [&](auto in, auto out) {
-    few_combine<typename decltype(in)::type, typename decltype(out)::type>
+    low_latency_combine<typename decltype(in)::type, typename decltype(out)::type>
         <<<sms, THREADS, 0, reinterpret_cast<cudaStream_t>(stream)>>>(a);
     return int(cudaGetLastError());
   });
 }
 
-int load_few() {
+int load_low_latency() {
   const auto load = [](auto *kernel, int most_shared_bytes) {
     if (const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes))
       return error;
@@ -489,19 +495,21 @@ int load_few() {
   };
   for (int block : {0, 32, 128})
     for (int dtype : {BF16, FP16}) {
-      FewDispatch a;
+      LowLatencyDispatch a;
       a.block = block;
       a.dtype = dtype;
-      if (int error = with_row(a, [&](auto row) { return load(few_dispatch<decltype(row)>, MOST_SHARED_BYTES); }))
+      if (int error = with_row(a, [&](auto row) {
+            return load(low_latency_dispatch<decltype(row)>, MOST_SHARED_BYTES);
+          }))
         return error;
     }
   for (int dtype : {BF16, FP16, FP32})
     for (int out_dtype : {BF16, FP16}) {
-      FewCombine a;
+      LowLatencyCombine a;
       a.dtype = dtype;
       a.out_dtype = out_dtype;
       if (int error = with_types(a, [&](auto in, auto out) {
-            return load(few_combine<typename decltype(in)::type, typename decltype(out)::type>, 0);
+            return load(low_latency_combine<typename decltype(in)::type, typename decltype(out)::type>, 0);
           }))
         return error;
     }
