@@ -20,7 +20,7 @@ class MXFP8GroupedExperts(GroupedExperts):
     """
 
     def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN | None = None) -> torch.Tensor:
-        if ffn is None:  # by a layer put back on DeepSpeed's path, whose experts were wrapped or parametrised before
+        if ffn is None:  # the layer is back on DeepSpeed's path, but a wrapper (PEFT) kept these experts' class
             return super().forward(x_TH, routes)
         return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2})
 
@@ -28,42 +28,42 @@ class MXFP8GroupedExperts(GroupedExperts):
 class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     """`AutoEPMoELayer` with the same router, parameters and results; ranks may bring different numbers of tokens."""
 
-    mxfp8: LayerSettings
+    mxfp8_settings: LayerSettings
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[B, S, H] -> as AutoEPMoELayer: [B, S, H] or [T, H], beside the router's logits where the model wants them.
 
         Collective over the expert-parallel group.
         """
-        settings = vars(self).get("mxfp8")
-        if settings is None:  # put back on DeepSpeed's path, its forward wrapped before: by compile.autoep_non_moe
+        settings = vars(self).get("mxfp8_settings")
+        if settings is None:  # the layer is back on DeepSpeed's path, but compile.autoep_non_moe holds this forward
             return AutoEPMoELayer.forward(self, hidden_states)
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)
         routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
-        if settings.force_load_balance:
+        if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)
             counts_E = routes.counts_E()
         with torch.no_grad():
             self.tokens_per_expert.add_(counts_E)
-        transport = settings.exchange_over(self.ep_group if self.ep_size > 1 else None)
+        transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name)
         output = self.experts(x_TH, routes, ffn).reshape(hidden_states.shape)
-        return self._finish(output, x_TH, hidden_states)
+        return self._finalize_output(output, x_TH, hidden_states, hidden_states.shape[-1])
 
     @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts of
-        another kind than at conversion."""
+        """Raises an error, before any collective, if the experts cannot take the input or were replaced."""
         experts = self.experts
         if not isinstance(experts, MXFP8GroupedExperts):  # wrapped, as by PEFT, and called through their wrapper
             experts = next((part for part in experts.modules() if isinstance(part, MXFP8GroupedExperts)), None)
         if experts is None:
-            raise RuntimeError(f"{self.mxfp8.name}: its experts were replaced by a {type(self.experts).__name__} "
-                               "after conversion, which this path does not compute: convert again")
-        self.mxfp8.check_input(x, experts.w1.dtype, weights_cast=True)
+            raise RuntimeError(f"{self.mxfp8_settings.name}: its experts were replaced by a "
+                               f"{type(self.experts).__name__} after conversion, which this path does not compute: "
+                               "convert again")
+        self.mxfp8_settings.check_input(x, experts.w1.dtype, weights_cast=True)
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
         logits_TE = self.router.gate(x_TH).float()
@@ -73,20 +73,3 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         if self.router.route_norm:
             weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return replace(routes, weight_TK=weight_TK * self.router.route_scale)
-
-    def _finish(self, output: torch.Tensor, x_TH: torch.Tensor, hidden_states: torch.Tensor):
-        """Shared experts, the model's output shape, the router's logits: as the base class does it."""
-        if hasattr(AutoEPMoELayer, "_finalize_output"):  # DeepSpeed 0.19.8
-            return self._finalize_output(output, x_TH, hidden_states, hidden_states.shape[-1])
-        shared_input = hidden_states
-        if self.moe_output_shape == "flat":
-            output, shared_input = output.reshape(x_TH.shape), x_TH
-        elif self.shared_experts_gate is not None:
-            shared_input = x_TH
-        if self.shared_experts is not None:
-            shared = self.shared_experts(shared_input)
-            if self.shared_experts_gate is not None:
-                shared = torch.sigmoid(self.shared_experts_gate(shared_input)) * shared
-            output = output + shared.reshape(output.shape)
-        logits, self._cached_router_logits = self._cached_router_logits, None
-        return (output, logits) if self.return_router_logits else output

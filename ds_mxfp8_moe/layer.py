@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
@@ -15,43 +14,41 @@ from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_AL
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from .config import Recipe
-from .expert_ffn import ExpertFFN, fewest_tokens
+from .config import MXFP8MoEConfig, Recipe
+from .expert_ffn import ExpertFFN
 from .experts import DTYPES, ExpertFormula, expert_weights
+from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
-from .transport.deadline import check_same_call, deadline_for, tell_peers_on_error
+from .transport.deadline import check_same_call, tell_peers_on_error
 from .transport.nvlink import NVLink
-from .watch import Watch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """What conversion decided for one layer."""
+    """What conversion decided for one layer.
+
+    Attributes:
+        min_tokens_per_expert: with fewer rows per expert on average, the layer computes in bf16. 0: it never does.
+    """
 
     name: str
     formula: ExpertFormula
     recipe: Recipe
-    min_tokens_per_expert: int | None
-    force_load_balance: bool
-    transport: str | None
-    nvlink_sms: int | None
-    capacity_factor: float | None
-    overlap: bool
+    config: MXFP8MoEConfig
+    min_tokens_per_expert: float
 
-    def exchange_over(self, group: Any) -> Collective | NVLink:
-        """The layer's transport over its expert-parallel group; None: the layer is this rank's alone."""
-        return choose(group, self.name, self.transport, self.nvlink_sms, self.capacity_factor,
-                      self.overlap)
-
-    def fewest_tokens(self, num_local_experts: int, device: torch.device) -> float:
-        """`expert_ffn.fewest_tokens` of the layer."""
-        return fewest_tokens(self.formula, self.recipe, self.min_tokens_per_expert, num_local_experts, device)
+    def choose_transport(self, group: Any) -> Collective | NVLink:
+        """The layer's transport over its expert-parallel group. None as the group: this rank has all experts."""
+        config = self.config
+        return choose(group, self.name, config.transport, config.nvlink_sms, config.capacity_factor, config.overlap)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
-        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take. `weights_cast`: the
-        experts compute in the tokens' dtype, as AutoEP's do."""
+        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.
+
+        `weights_cast`: the experts compute in the dtype of the tokens, as AutoEP's do.
+        """
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
@@ -68,17 +65,17 @@ class LayerSettings:
 class MoE(deepspeed_layer.MoE):
     """`deepspeed.moe.layer.MoE` whose tokens travel between ranks, and are multiplied, in MXFP8.
 
-    Takes the arguments of the base class and returns the same `(output, l_aux, exp_counts)`. The outer layer is
-    DeepSpeed's; what differs is its inner layer, `deepspeed_moe`, once conversion has made that an MXFP8MOELayer: by
-    the section "mxfp8_moe" of the DeepSpeed config, or by `ds_mxfp8_moe.convert`. Until then it is plain DeepSpeed.
+    Takes the arguments of the base class and returns the same `(output, l_aux, exp_counts)`. It is plain DeepSpeed
+    until the section "mxfp8_moe" of the DeepSpeed config, or `ds_mxfp8_moe.convert`, converts it. Conversion makes its
+    inner layer, `deepspeed_moe`, an MXFP8MOELayer.
     """
 
 
 class MXFP8MOELayer(MOELayer):
     """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
 
-    mxfp8: LayerSettings
-    mxfp8_watch: Watch
+    mxfp8_settings: LayerSettings
+    mxfp8_experts: ExpertsAtConversion
 
     def forward(self, *input: torch.Tensor, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
@@ -95,10 +92,9 @@ class MXFP8MOELayer(MOELayer):
 
     @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises, on this rank and before any collective, for input that the experts cannot take, and for experts that
-        are not what they were at conversion."""
-        settings = self.mxfp8
-        self.mxfp8_watch.check(settings.name, self.experts)
+        """Raises an error, before any collective, if the experts cannot take the input or have changed."""
+        settings = self.mxfp8_settings
+        self.mxfp8_experts.check(settings.name, self.experts)
         settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
@@ -109,15 +105,15 @@ class MXFP8MOELayer(MOELayer):
 
     def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
-        if self.ep_size > 1 and not self.gate.drop_tokens:  # such a gate agrees with its peers on a capacity
-            check_same_call(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8.name}")
+        if self.ep_size > 1 and not self.gate.drop_tokens:  # DeepSpeed's gate then reduces the capacity over ranks
+            check_same_call(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8_settings.name}")
         with _enough_tokens(self.gate, x_TH.shape[0]):
             l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()
         self.exp_counts = exp_counts
         routes = Routes(expert_TK=expert_KT.t().long(), weight_TK=weight_KT.t(), num_experts=num_experts)
-        if self.mxfp8.force_load_balance:
+        if self.mxfp8_settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)
             self.exp_counts = routes.counts_E()
         return routes
@@ -131,8 +127,8 @@ class MXFP8MOELayer(MOELayer):
         return replace(routes, weight_TK=routes.weight_TK / total_T1)
 
     def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
-        settings = self.mxfp8
-        transport = settings.exchange_over(self.ep_group if self.ep_size > 1 else None)
+        settings = self.mxfp8_settings
+        transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name, self._timed_exchange)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
@@ -162,7 +158,7 @@ class MXFP8MOELayer(MOELayer):
         self.timers(timer).start()
         try:
             yield
-        finally:  # a recomputation that has what it needs ends in an exception
+        finally:  # activation checkpointing ends a recomputation early by an exception
             self.timers(timer).stop()
             setattr(self, field, self.timers(timer).elapsed(reset=False))
 
@@ -181,33 +177,3 @@ def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
         yield
     finally:
         gate.min_capacity = wanted
-
-
-class CheckedGate(TopKGate):
-    """The gate of a layer that stays on DeepSpeed's path: where that would hang or stop one rank, all ranks raise."""
-
-    def forward(self, input: torch.Tensor, used_token: torch.Tensor | None = None, sparse_routes: bool = False,
-                use_tutel: bool = False) -> tuple:
-        # Layers ask for sparse routes. Who asks for dense ones looks at the gate alone, perhaps on one rank.
-        alone = self.ep_group is None or dist.get_world_size(group=self.ep_group) == 1
-        if alone or not sparse_routes:
-            return super().forward(input, used_token, sparse_routes, use_tutel)
-        tokens = self._on_every_rank(input.shape[0], input.device)
-        given = f"an unconverted MoE layer got {tokens} tokens on the ranks of its expert-parallel group"
-        if self.k == 1 and min(tokens) < self.min_capacity:
-            raise ValueError(f"{given}; DeepSpeed's top-1 gate needs at least min_capacity = {self.min_capacity} on "
-                             "every rank")
-        output = super().forward(input, used_token, sparse_routes, use_tutel)
-        capacities = self._on_every_rank(int(output[1]), input.device)
-        if len(set(capacities)) > 1:
-            raise ValueError(f"{given}, which makes expert capacities of {capacities}; DeepSpeed's all-to-all needs "
-                             "equal ones: give every rank equally many tokens, or let the layer be converted (the "
-                             "report at start-up says why it is not)")
-        return output
-
-    def _on_every_rank(self, value: int, device) -> list:
-        mine = torch.tensor([value], device=device)
-        values = [torch.empty_like(mine) for _ in range(dist.get_world_size(group=self.ep_group))]
-        with deadline_for(self.ep_group, device, "the gate of an unconverted MoE layer"):
-            dist.all_gather(values, mine, group=self.ep_group)
-        return torch.cat(values).tolist()

@@ -17,7 +17,6 @@ from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger
 
 from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
 
@@ -50,7 +49,7 @@ def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwa
     outcome = [None]
     if dist.get_rank() == 0:
         try:
-            _complete(state, skeleton)
+            _check_complete(state, skeleton)
             if os.path.isfile(directory):  # transformers would say so and write nothing
                 raise NotADirectoryError("expected a folder, or a path where none is yet; this is a file")
             skeleton.save_pretrained(directory, state_dict=state, **kwargs)
@@ -118,9 +117,8 @@ def _tensors(model, skeleton, specs: dict[str, MoELayerSpec]) -> Iterator[tuple[
 
 def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one AutoEP layer under the names that `source`, the layer in its place, has for them."""
-    bias_owner = getattr(spec, "e_score_correction_bias_path", None)
-    renamed = {"router.gate.": f"{spec.router_name}.",
-               f"router.{CORRECTION_BIAS}": ".".join(filter(None, [bias_owner, CORRECTION_BIAS])),
+    correction_bias = ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))
+    renamed = {"router.gate.": f"{spec.router_name}.", f"router.{CORRECTION_BIAS}": correction_bias,
                "shared_experts.": f"{spec.shared_experts_name}.",
                "shared_experts_gate.": f"{spec.shared_experts_gate_name}."}
     for key, value in own.items():
@@ -180,16 +178,9 @@ def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | 
     return torch.cat([part.cpu() for part in parts]) if parts else None
 
 
-def _complete(state: dict, skeleton) -> None:
-    """Checks that these are the model's tensors, all of them.
-
-    AutoEP of 0.19.6 drops the router's correction bias where it is a buffer and routes without it: as with zeros.
-    """
+def _check_complete(state: dict, skeleton) -> None:
+    """Raises RuntimeError unless these are the model's tensors, all of them."""
     wanted = skeleton.state_dict()
-    for name, tensor in wanted.items():
-        if name.endswith(CORRECTION_BIAS) and name not in state:
-            logger.warning(f"AutoEP of DeepSpeed {deepspeed.__version__} trained without {name}: saved as zeros")
-            state[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
     differing = [name for name in {**wanted, **state}
                  if name not in wanted or name not in state or wanted[name].shape != state[name].shape]
     if differing:

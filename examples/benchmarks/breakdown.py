@@ -87,7 +87,7 @@ def marked(model: nn.Module) -> Iterator[None]:
             elif isinstance(module, (AutoEPMoELayer, MOELayer)):
                 router = module.router if isinstance(module, AutoEPMoELayer) else module.gate
                 around(router, ranges.enter("router"), ranges.leave)
-                ours = hasattr(module, "mxfp8")
+                ours = hasattr(module, "mxfp8_settings")
                 around(module, ranges.enter("experts" if ours else "dispatch"), ranges.leave)
                 if not ours:
                     around(module.experts, ranges.next("experts"), ranges.next("combine"))

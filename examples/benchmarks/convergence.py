@@ -238,14 +238,14 @@ class Caught(contextlib.AbstractContextManager):
 def in_bf16(layers: list[MXFP8MOELayer]) -> Iterator[None]:
     """Computes them in the bf16 recipe within, with the weights that they have."""
     recipe = resolve(MXFP8MoEConfig(recipe=BF16), *current_device())
-    settings = [layer.mxfp8 for layer in layers]
+    settings = [layer.mxfp8_settings for layer in layers]
     try:
         for layer, own in zip(layers, settings, strict=True):
-            layer.mxfp8 = replace(own, recipe=recipe)
+            layer.mxfp8_settings = replace(own, recipe=recipe, min_tokens_per_expert=0)
         yield
     finally:
         for layer, own in zip(layers, settings, strict=True):
-            layer.mxfp8 = own
+            layer.mxfp8_settings = own
 
 
 def sqnr(layer: MXFP8MOELayer, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, float]:
@@ -262,7 +262,7 @@ def sqnr(layer: MXFP8MOELayer, x: torch.Tensor, gradient: torch.Tensor) -> dict[
         dx, *dw = torch.autograd.grad(y, [leaf, *weights], gradient)  # leaves the optimizer's gradients alone
         return {"output": y, "input_gradient": dx, "weight_gradient": torch.cat([w.flatten() for w in dw])}
 
-    recipe = layer.mxfp8.recipe
+    recipe = layer.mxfp8_settings.recipe
     x_TH = x.reshape(-1, x.shape[-1])
     rounded_TH = kernels.dequantize(kernels.quantize(x_TH, recipe.block_size, recipe.scaling_mode), x.dtype)
     actual = {"tokens": rounded_TH} | outcome()
@@ -288,7 +288,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
     layers = train.moe_layers(engine)
     probed = layers[len(layers) // 2].deepspeed_moe
     converted = [layer.deepspeed_moe for layer in layers if isinstance(layer.deepspeed_moe, MXFP8MOELayer)]
-    quantised = [layer for layer in converted if layer.mxfp8.recipe.quantize_gemm]
+    quantised = [layer for layer in converted if layer.mxfp8_settings.recipe.quantize_gemm]
     first, seconds = 0, 0.0
     if checkpoints.exists():
         _, state = engine.load_checkpoint(checkpoints)

@@ -82,8 +82,8 @@ class Layer(NamedTuple):
 
     def staging_bytes(self) -> int:
         """Of the peer memory that its transport shares with all others."""
-        settings = getattr(self.inner, "mxfp8", None)
-        memory = getattr(settings and settings.exchange_over(self.inner.ep_group), "memory", None)
+        settings = getattr(self.inner, "mxfp8_settings", None)
+        memory = getattr(settings and settings.choose_transport(self.inner.ep_group), "memory", None)
         return 0 if memory is None else 2 * memory.half_bytes
 
 

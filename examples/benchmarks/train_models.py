@@ -161,18 +161,18 @@ def router_of(layer: nn.Module) -> nn.Module:
 def staging_bytes(engine: nn.Module) -> int:
     """Peer memory of the exchanges, which is not the allocator's."""
     layer = moe_layers(engine)[0]
-    settings = getattr(layer, "mxfp8", None)
-    memory = getattr(settings and settings.exchange_over(layer.ep_group), "memory", None)
+    settings = getattr(layer, "mxfp8_settings", None)
+    memory = getattr(settings and settings.choose_transport(layer.ep_group), "memory", None)
     return 0 if memory is None else 2 * memory.half_bytes
 
 
 def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
     """What our layers multiply in with so many tokens: few of them run the bf16 recipe. Nothing of plain DeepSpeed."""
     layer = moe_layers(engine)[0]
-    settings = getattr(layer, "mxfp8", None)
+    settings = getattr(layer, "mxfp8_settings", None)
     if settings is None:
         return {}
-    enough = tokens_per_expert >= settings.fewest_tokens(layer.num_local_experts, device())
+    enough = tokens_per_expert >= settings.min_tokens_per_expert
     return {"experts_in": "MXFP8" if settings.recipe.quantize_gemm and enough else "bf16"}
 
 

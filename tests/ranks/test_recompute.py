@@ -46,10 +46,9 @@ WAYS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
     "non-reentrant-to-the-end": without_early_stop,
+    "deepspeed": deepspeed.checkpointing.checkpoint,
+    "deepspeed-non-reentrant": non_reentrant_checkpoint,
 }
-if deepspeed.__version__ != "0.19.6":  # which wants a stream for it, on a CPU too
-    WAYS["deepspeed"] = deepspeed.checkpointing.checkpoint
-    WAYS["deepspeed-non-reentrant"] = non_reentrant_checkpoint
 # Tokens of each rank, and whether the router sends all of them to rank 0's experts.
 CASES = {
     "even": ((64, 64), False),

@@ -10,17 +10,12 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from autoep_models import autoep_layers, batch, ds_config, model
-from deepspeed.runtime import engine as deepspeed_engine
 from rank_pool import RankPool
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import ConfigError, save_pretrained
+from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-
-# The Trainer hands over lists of parameters made before AutoEP replaces some of them. 0.19.8 follows the replacement;
-# with 0.19.6 AutoEP trains under the Trainer neither with nor without this package. See also test_engine.py.
-FOLLOWS = hasattr(deepspeed_engine, "_remap_client_optimizer_after_module_replacement")
 
 
 @pytest.fixture(scope="module")
@@ -84,29 +79,20 @@ def trained(section, stage, ep_size, dtype, directory, as_file):
             trainer.evaluate()["eval_loss"])
 
 
-def trained_or_refused(*args):
-    if FOLLOWS:
-        return trained(*args)
-    with pytest.raises(ConfigError, match="DeepSpeed 0.19.8"):
-        trained(*args)
-    return None
-
-
 @pytest.mark.parametrize("ranks, ep_size, stage, dtype, as_file", [
     ("ranks1", 1, 2, "fp32", True), ("ranks2", 2, 2, "bf16", False), ("ranks2", 2, 3, "fp32", True),
     ("ranks2", 1, 3, "bf16", False)])
 def test_the_trainer_trains_in_mxfp8(request, tmp_path, ranks, ep_size, stage, dtype, as_file):
     pool = request.getfixturevalue(ranks)
-    results = pool.run(trained_or_refused, {"enabled": True}, stage, ep_size, dtype, tmp_path, as_file)
-    for converted, moved, losses, eval_loss in filter(None, results):
+    results = pool.run(trained, {"enabled": True}, stage, ep_size, dtype, tmp_path, as_file)
+    for converted, moved, losses, eval_loss in results:
         assert converted == 2 and moved
         assert all(map(math.isfinite, [*losses, eval_loss]))
         assert losses[-1] < losses[0] - 0.5
     assert results[0] == results[-1]
-    assert not FOLLOWS or transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").num_parameters() > 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").num_parameters() > 0
 
 
-@pytest.mark.skipif(not FOLLOWS, reason="plain AutoEP of this DeepSpeed does not start under the Trainer")
 def test_without_the_section_the_trainer_is_plain(ranks2, tmp_path):
     for converted, moved, losses, _ in ranks2.run(trained, {"enabled": False}, 2, 2, "fp32", tmp_path, False):
         assert converted == 0 and moved

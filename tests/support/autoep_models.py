@@ -4,16 +4,12 @@
 import re
 
 import deepspeed
-import pytest
 import torch
 import transformers
-from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from packaging.version import Version
 
 import ds_mxfp8_moe
 
-OLD = Version(deepspeed.__version__) < Version("0.19.8")
 VOCABULARY = 128
 _COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                num_key_value_heads=4, max_position_embeddings=64, num_experts_per_tok=2, bos_token_id=1,
@@ -60,7 +56,7 @@ def ds_config(section: dict | None, stage: int = 0, ep_size: int = 2, expert_par
     """A DeepSpeed config of ZeRO `stage` with AutoEP and the section "mxfp8_moe" (None: left out).
 
     SGD, since Adam turns the noise of vanishing gradients into whole steps. ZeRO-3 would keep parameters as small as
-    these gathered; here it partitions every one. (0.19.6 reads those that it keeps before gloo has gathered them.)
+    these gathered; here it partitions every one.
     """
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
     config = {
@@ -92,9 +88,3 @@ def batch(step: int, rank: int | None = None, size: int = 2, length: int = 16) -
 
 def autoep_layers(module: torch.nn.Module) -> list:
     return [layer for layer in module.modules() if isinstance(layer, AutoEPMoELayer)]
-
-
-def skip_unknown(family: str) -> None:
-    """Skips a family that AutoEP of 0.19.8 knows and that of 0.19.6 does not."""
-    if family not in (*PRESET_MODELS, "qwen2_moe"):  # which goes by qwen3_moe's preset
-        pytest.skip(f"AutoEP of this DeepSpeed has no preset for {family}")

@@ -6,13 +6,16 @@ import copy
 import peft
 import pytest
 import torch
+from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.layer import MoE as PlainMoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, kernels
-from ds_mxfp8_moe.layer import CheckedGate, MXFP8MOELayer
+from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, crossover
+from ds_mxfp8_moe.convert import AUTOEP_ACTIVATIONS
+from ds_mxfp8_moe.experts import ExpertFormula, evaluate
+from ds_mxfp8_moe.layer import MXFP8MOELayer
 
 HIDDEN = 64
 
@@ -68,10 +71,10 @@ def test_says_what_finds_no_layer(capsys, tmp_path):
 def test_says_below_how_many_tokens_a_layer_runs_bf16(monkeypatch):
     assert "bf16 below" not in convert(Model()).layers[0].detail  # CPUs have no threshold
     assert ", bf16 below 7 tokens per expert," in convert(Model(), {"min_tokens_per_expert": 7}).layers[0].detail
-    monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "memory_slowness", lambda device: 1)
+    monkeypatch.setattr(crossover, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(crossover, "_memory_slowness", lambda device: 1)
     section = {"scale_block_size": 128}
-    assert ", bf16 whatever the batch," in convert(Model(), section).layers[0].detail  # such narrow experts
+    assert ", bf16 for batches of any size," in convert(Model(), section).layers[0].detail  # such narrow experts
     assert "bf16" not in convert(Model(), section | {"min_tokens_per_expert": 0}).layers[0].detail
 
 
@@ -154,7 +157,7 @@ def test_users_subclasses_fall_back():
 def test_hooks_that_would_not_be_called_fall_back():
     model = Model(Block())
     model.blocks[0].moe.deepspeed_moe.experts.register_forward_hook(lambda *_: None)
-    assert "Experts has hooks (1) that this path would not call" in reason(model)
+    assert "Experts has a forward hook, which this path would ignore" in reason(model)
     model = Model(Block())
     model.blocks[0].moe.deepspeed_moe.experts.deepspeed_experts[2][0].register_forward_hook(lambda *_: None)
     assert "expert 2" in reason(model)
@@ -171,6 +174,19 @@ def test_tied_weights_fall_back():
     assert report.converted == 0 and all("is shared with" in layer.detail for layer in report.layers)
 
 
+@pytest.mark.parametrize("activation", AUTOEP_ACTIVATIONS)
+def test_deepspeed_s_grouped_experts_compute_what_convert_says_of_them(activation):
+    formula = ExpertFormula("gated", AUTOEP_ACTIVATIONS[activation], 32, 64, gate="w1", up="w3", down="w2")
+    experts = GroupedExperts(32, 64, 2, use_grouped_mm=False, activation=activation)
+    x = torch.randn(12, 32)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.25)
+        expected = torch.cat([evaluate(formula, rows, {name: p[e] for name, p in experts.named_parameters()})
+                              for e, rows in enumerate(x.split([5, 7]))])
+        torch.testing.assert_close(experts(x, torch.tensor([5, 7])), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_peft_falls_back():
     model = peft.get_peft_model(Model(Block()), peft.LoraConfig(target_modules=r".*deepspeed_experts\.\d\.[02]", r=4))
     assert convert(model).converted == 0
@@ -181,9 +197,8 @@ def test_sizes_and_dtypes_fall_back():
         Model(Block(nn.Sequential(nn.Linear(HIDDEN, 80), nn.GELU(), nn.Linear(80, HIDDEN)))))
     model = Model(Block(mlp().double()))
     assert "torch.float64" in reason(model)
-    # A fallback layer is DeepSpeed's own, behind a gate that watches for what would hang.
-    assert type(model.blocks[0].moe.deepspeed_moe.gate) is CheckedGate
-    assert type(model.blocks[0].moe) is PlainMoE
+    inner = model.blocks[0].moe.deepspeed_moe
+    assert [type(model.blocks[0].moe), type(inner), type(inner.gate)] == [PlainMoE, MOELayer, TopKGate]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
@@ -249,8 +264,8 @@ def test_two_models_with_different_sections():
     first, second = Model(), Model()
     convert(first, {"recipe": "bf16"})
     convert(second, {"recipe": "mxfp8"})
-    assert not first.blocks[0].moe.deepspeed_moe.mxfp8.recipe.quantize_gemm
-    assert second.blocks[0].moe.deepspeed_moe.mxfp8.recipe.wgrad == "mxfp8"
+    assert not first.blocks[0].moe.deepspeed_moe.mxfp8_settings.recipe.quantize_gemm
+    assert second.blocks[0].moe.deepspeed_moe.mxfp8_settings.recipe.wgrad == "mxfp8"
 
 
 def test_functional_call_computes_with_the_given_parameters():

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by their structure: what is recognised, each reason to refuse, and what is registered."""
+"""Experts by their structure: what is recognised, each reason to refuse, what is registered, and what a converted
+layer notices."""
 
+import copy
+import pickle
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
+from ds_mxfp8_moe import convert
 from ds_mxfp8_moe import recognise as recognise_file
 from ds_mxfp8_moe.experts import NotRecognised, expert_weights
 from ds_mxfp8_moe.recognise import recognise, register_expert
@@ -202,10 +209,8 @@ def test_old_weight_norm_and_pruning():
 
 @pytest.mark.parametrize("rank", [8, H])
 def test_peft_lora(rank):
-    from peft import LoraConfig, inject_adapter_in_model
-
     def adapted(experts, *names):
-        return inject_adapter_in_model(LoraConfig(r=rank, target_modules=list(names)), experts)
+        return peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=list(names)), experts)
 
     assert "has 4 nn.Linear modules (up.base_layer, up.lora_A.default," in refused(
         adapted(local_experts(Mlp(lambda m, x: m.down(F.relu(m.up(x))))), "up"))
@@ -235,7 +240,7 @@ def test_hooks(kind, register):
 def test_forward_replaced_on_an_instance():
     experts = local_experts(mlp())
     experts[1][0].forward = lambda x: x
-    assert refused(experts) == "expert 1, module 0, has its forward method replaced on the instance"
+    assert refused(experts) == "expert 1, module 0, has a replaced forward method"
 
 
 def test_tied_weights():
@@ -268,13 +273,9 @@ def test_experts_unlike_each_other(other, reason):
     assert refused(nn.ModuleList([mlp(), other])).startswith(reason)
 
 
-def test_experts_of_one_structure_but_unlike_state():
-    experts = nn.ModuleList([mlp(nn.GELU()), mlp(nn.GELU()), mlp(nn.GELU(approximate="tanh"))])
-    assert refused(experts).startswith("expert 2 differs from expert 0: the output differs")
-    experts = nn.ModuleList([Gated(), Gated(act=torch.tanh)])
-    assert refused(experts).startswith("expert 1 differs from expert 0: the output differs")
-    experts = nn.ModuleList([Gated(), Gated(act=lambda x: F.silu(x))])  # other code, same function
-    assert recognise(experts, H).activation == "silu"
+def test_experts_of_different_activations():
+    gelu, tanh = mlp(nn.GELU()), mlp(nn.GELU(approximate="tanh"))
+    assert refused(nn.ModuleList([gelu, tanh])).startswith("expert 1 differs from expert 0 in its modules")
 
 
 # ---- register_expert ----------------------------------------------------------------------------------------------
@@ -345,3 +346,122 @@ def test_registration_that_makes_no_sense(registry, error, changes):
     with pytest.raises(error, match="register_expert: "):
         register_expert(keys.pop("cls"), **keys)
     assert not recognise_file._registered
+
+
+# ---- after conversion ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(H, H)
+        self.moe = MoE(H, nn.Sequential(nn.Linear(H, FFN), nn.GELU(), nn.Linear(FFN, H)), num_experts=4, k=2)
+
+    def forward(self, x):
+        return self.moe(self.first(x))[0]
+
+    @property
+    def container(self):
+        return self.moe.deepspeed_moe.experts
+
+    @property
+    def experts(self):
+        return self.container.deepspeed_experts
+
+
+def converted() -> Model:
+    model = Model()
+    assert convert(model).converted == 1
+    return model
+
+
+def step(model):
+    model(torch.randn(2, 8, H)).sum().backward()
+
+
+def nothing(*args):
+    return None
+
+
+CHANGES = {
+    "forward hook": (lambda m: m.experts[2].register_forward_hook(nothing),
+                     r"experts\.deepspeed_experts\.2 \(Sequential\) was given a forward hook"),
+    "forward pre-hook": (lambda m: m.experts[3][1].register_forward_pre_hook(nothing), r"3\.1 .*forward pre hook"),
+    "backward hook": (lambda m: m.experts[0][0].register_full_backward_hook(nothing), r"0\.0 .*a backward hook"),
+    "backward pre-hook": (lambda m: m.experts[0].register_full_backward_pre_hook(nothing), "backward pre hook"),
+    "hook on all experts": (lambda m: m.container.register_forward_hook(nothing), r"experts \(Experts\) was given"),
+    "forward": (lambda m: setattr(m.experts[1], "forward", nothing), r"\.1 .* was given a replaced forward method"),
+    "activation": (lambda m: m.experts[1].__setitem__(1, nn.ReLU()), r"a module in experts\.deepspeed_experts\.1 "),
+    "another module": (lambda m: m.experts[1].append(nn.ReLU()), r"a module in experts\.deepspeed_experts\.1 "),
+    "expert": (lambda m: m.experts.__setitem__(1, mlp()), r"a module in experts\.deepspeed_experts \(ModuleList\)"),
+    "all experts": (lambda m: setattr(m.moe.deepspeed_moe, "experts", copy.deepcopy(m.container)),
+                    "its experts were replaced"),
+    "parametrisation": (lambda m: parametrizations.weight_norm(m.experts[1][0]), r"a module in .*\.1\.0 "),
+    "adapter": (lambda m: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*experts\.\d\.2"), m),
+                r"a module in .*\.0 "),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_conversion_raises_and_converting_again_takes_it(change):
+    model = converted()
+    step(model)
+    do, message = CHANGES[change]
+    do(model)
+    with pytest.raises(RuntimeError, match=rf"^moe: .*{message}.* after conversion.*'exclude'"):
+        step(model)
+    convert(model)
+    if change != "forward":  # which does not compute
+        step(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_changes_that_a_converted_layer_allows():
+    model = converted()
+    model.experts[0].register_forward_hook(nothing).remove()
+    model.first.register_forward_hook(nothing)
+    model.moe.deepspeed_moe.register_forward_hook(nothing)
+    model.eval().requires_grad_(False)
+    model.train().requires_grad_(True)
+    model.experts[0][0].weight = nn.Parameter(torch.zeros(FFN, H))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.bfloat16().float()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["first"]), model)
+    step(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_deepspeed_s_own_hooks_are_allowed():
+    model = converted()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    assert model.experts[0]._forward_hooks
+    step(model)
+    profiler.end_profile()
+    step(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+                         ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_converted_model_notices_its_own_changes(copied):
+    model = converted()
+    with torch.no_grad():  # an auxiliary loss with a graph cannot be copied
+        model(torch.randn(2, 8, H))
+    twin = copied(model)
+    step(twin)
+    twin.experts[0].register_forward_hook(nothing)
+    step(model)
+    with pytest.raises(RuntimeError, match="forward hook"):
+        step(twin)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_compiled_model_notices_changes():
+    model = converted()
+    compiled = torch.compile(model, backend="eager")
+    step(compiled)
+    model.experts[0].register_forward_hook(nothing)
+    with pytest.raises(RuntimeError, match="forward hook"):
+        step(compiled)
