@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources, compiled once for Hopper and Blackwell as users' machines compile them: what the compiler made."""
+"""What nvcc makes of the CUDA sources, compiled for Hopper and Blackwell as users' machines compile them."""
 
 import re
 
@@ -9,15 +9,16 @@ from ds_mxfp8_moe.ops.op_builder import nvlink
 from ds_mxfp8_moe.ops.op_builder.nvlink import BOTH, CSRC, NVLinkBuilder
 
 KERNEL_FILES = sorted(path.name for path in CSRC.glob("*.cu"))
-# Of one kernel, stored or loaded: some registers saved around a wait are no loss, a loop that spills is one.
+# Most bytes that a kernel may spill to or load from memory. Saving some registers around a wait costs nothing, but a
+# loop that spills does.
 SPILL_BYTES = 128
 
-pytestmark = pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
-                                reason=str(NVLinkBuilder(capabilities=BOTH)._obstacle()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
+                                                   reason=str(NVLinkBuilder(capabilities=BOTH)._obstacle()))]
 
 
 class TalkativeBuilder(NVLinkBuilder):
-    """Also has ptxas tell what every kernel uses, and keeps the PTX in `folder`."""
+    """Also makes ptxas say what every kernel uses, and keeps the PTX in `folder`."""
 
     def __init__(self, folder):
         super().__init__(capabilities=BOTH)
@@ -29,7 +30,7 @@ class TalkativeBuilder(NVLinkBuilder):
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """The module; what nvcc said of each source, by file name; the folder with the PTX."""
+    """(the module, what nvcc said of each source by file name, the folder with the PTX)."""
     run, said, folder = nvlink._run, {}, tmp_path_factory.mktemp("ptx")
 
     def record(*args):
@@ -70,7 +71,7 @@ def test_kernels_keep_to_their_registers(build, name):
 
 @pytest.mark.parametrize("name", KERNEL_FILES)
 def test_no_read_through_the_read_only_cache(build, name):
-    """Peers write into staging while kernels run, which ld.global.nc must not meet."""
+    """Peers write to staging while kernels run, so no kernel may read through ld.global.nc."""
     files = [path for path in build[2].glob("*.ptx") if path.name.startswith(name.removesuffix(".cu"))]
     assert len(files) == len(BOTH), sorted(path.name for path in build[2].iterdir())
     for path in files:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVLink transport on ranks without GPUs, over the emulator of CUDA: the collective transport's bits, and what is
-said of peers that fail."""
+"""The NVLink transport on ranks without GPUs, over the emulator of CUDA: it gives the collective transport's bits, and
+its errors name peers that fail."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ from ds_mxfp8_moe.transport.nvlink import LEAST_CHUNK, NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
-DEADLINE = timedelta(seconds=4)  # of which the kernels take three quarters
+DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
 SPARE_SECONDS = 15  # for a busy machine
 NAME = "block.3.moe"
 
@@ -43,12 +43,12 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs 
 
 @pytest.fixture(scope="module", autouse=True)
 def built():
-    """Once, before ranks look for it with a deadline in their backs."""
+    """Builds the emulator once, before ranks load it while a deadline runs."""
     emulator.build()
 
 
 class Watched(PeerMemory):
-    """Staging of which every byte that no exchange may use is known."""
+    """Staging that knows which bytes no exchange may write, to check them."""
 
     def __init__(self, group, first_epoch: int = 1):
         with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
@@ -83,7 +83,7 @@ def memory_of_all_cases() -> Watched:
 
 
 def nvlink(memory: PeerMemory, **keys) -> NVLink:
-    """Few blocks, for few cores: of one multiprocessor, or two."""
+    """Exchanges on one or two multiprocessors, since the machine has few cores."""
     return NVLink(memory, NAME, **{"sms": 1 + memory.epoch // 4 % 2} | keys)
 
 
@@ -135,7 +135,7 @@ def check_tokens(exchange: NVLink) -> None:
 
 
 def test_more_tokens_than_places_holds(ranks2):
-    """Refused before the exchange, by every rank, which can go on."""
+    """Every rank refuses the call before the exchange, and can go on."""
     ranks2.run(in_case, check_tokens)
 
 
@@ -151,7 +151,7 @@ def test_plans_in_flight(ranks2, reverse):
 
 
 def check_waits(wanted: list, exchange: NVLink) -> None:
-    """How often the host had waited when the plan's `meanwhile` was called, and after the plan."""
+    """`wanted`: how often the host has waited when the plan's `meanwhile` is called, and after the plan."""
     case, memory, seen = Case(tokens=(25, 25)), exchange.memory, []
     expert_TK = case.inputs(dist.get_world_size())[dist.get_rank()][0]
     before = memory.host_waits
@@ -169,7 +169,7 @@ def check_interleaved(reverse: bool, exchange: NVLink) -> None:
 
 
 def many_chunks(exchange: NVLink) -> int:
-    """More chunks than blocks, and more rows than the staging had room for."""
+    """There are more chunks than blocks, and more rows than the staging has room for."""
     before = exchange.memory.half_bytes
     cases.check(Case(tokens=(530, 390, 0, 0), hidden=512, wire=PLAIN, dtype=torch.float32), exchange)
     grown = exchange.memory.half_bytes
@@ -183,7 +183,7 @@ def test_many_chunks_and_a_staging_that_grows(ranks2):
 
 
 def most_chunks(exchange: NVLink) -> None:
-    """As many as there are flags for."""
+    """There are as many chunks as flags."""
     tokens = LEAST_CHUNK * exchange.memory.extension.MAX_CHUNKS
     cases.check(Case(tokens=(tokens, 2100, 0, 0), hidden=32, wire=MX32), exchange)
 
@@ -198,7 +198,7 @@ SMALL = Case(tokens=(40, 40), wire=MX32)
 
 
 def planned(**keys) -> tuple:
-    """SMALL over a staging of its own: the transport, its plan, the rest of dispatch's arguments, what is expected."""
+    """SMALL with its own staging: (the transport, its plan, the rest of dispatch's arguments, what is expected)."""
     memory = new_memory()
     exchange, want = nvlink(memory, **keys), expected(SMALL, memory.group)
     expert_TK, x_TH, weight_TK = want["inputs"]
@@ -206,7 +206,7 @@ def planned(**keys) -> tuple:
 
 
 def check_late_dispatch(exchange: NVLink, plan, rest: tuple, want: dict) -> None:
-    """Rank 1 is late, and its rows are waited for."""
+    """Rank 1 is late, and rank 0 waits for its rows."""
     time.sleep(exchange.memory.rank / 2)
     x_PH, weight_P = exchange.dispatch(plan, *rest)
     same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
@@ -255,7 +255,7 @@ class Refusing(emulator.Shared):
 
 
 def refused() -> None:
-    """Every rank raises alike, and what was set up before goes on."""
+    """Every rank raises the same error, and exchanges over the old staging go on."""
     memory, text = new_memory(), r"rank 1: MemoryError: none is left"
     with mock.patch.object(memory, "_provider", Refusing):
         for _ in range(2):
@@ -267,7 +267,7 @@ def refused() -> None:
 
 
 class Unreachable(emulator.Shared):
-    """Rank 1 has memory, and does not get at the others'."""
+    """Rank 1 has memory, but cannot reach that of the others."""
 
     @staticmethod
     def addresses(staging, group):
@@ -294,7 +294,7 @@ def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
 
 
 def nothing_to_move() -> None:
-    """An exchange of no rows, which needs no room in a half, yet the flags before them."""
+    """An exchange of no rows needs no room in a half, but it needs the flags."""
     case, memory = Case(tokens=(0, ) * 8, wire=MX32), new_memory()
     exchange, want = nvlink(memory), expected(case, memory.group)
     expert_TK, x_TH, weight_TK = want["inputs"]
@@ -309,8 +309,9 @@ def test_an_exchange_of_nothing_after_memory_that_one_rank_lacks(ranks2):
     ranks2.run(nothing_to_move)
 
 
-def counted_in_vain() -> None:
-    """Memory runs out twice on every rank between a dispatch's count and its launch; then the staging grows."""
+def never_launched() -> None:
+    """Memory runs out twice on every rank after a dispatch was counted and before it is launched. Then the staging
+    grows."""
     exchange, plan, rest, want = planned()
     memory = exchange.memory
     for _ in range(2):
@@ -322,10 +323,10 @@ def counted_in_vain() -> None:
 
 
 def test_exchanges_that_were_never_launched(ranks2):
-    ranks2.run(counted_in_vain)
+    ranks2.run(never_launched)
 
 
-def ever_other_batches(exchange: NVLink) -> None:
+def batches_of_many_sizes(exchange: NVLink) -> None:
     with mock.patch.object(peer_memory, "SIGNATURES", 8):
         for T in range(1, 13):
             cases.check_static(Case(tokens=(T, T)), exchange)
@@ -333,7 +334,7 @@ def ever_other_batches(exchange: NVLink) -> None:
 
 
 def test_what_is_kept_does_not_grow_with_the_number_of_other_batches(ranks2):
-    ranks2.run(in_case, ever_other_batches, capacity_factor=8.0)
+    ranks2.run(in_case, batches_of_many_sizes, capacity_factor=8.0)
 
 
 class FakeStream:
@@ -346,7 +347,7 @@ class FakeStream:
 
 
 def on_streams(calls: list) -> list:
-    """Which stream waits for which, where an exchange begins on each of these; negative: in a capture."""
+    """Which stream waits for which if exchanges begin on the streams `calls`. A negative stream is being captured."""
     memory, seen, current = new_memory(), [], 0
     memory.device = torch.device("cuda", 0)
     with (mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: abs(current), create=True),
@@ -361,7 +362,7 @@ def on_streams(calls: list) -> list:
 @pytest.mark.parametrize("calls, wanted", [([1, 1], []), ([1, 2, 2, 1], [(2, 1), (1, 2)]), ([1, -2, -3, 1], []),
                                            ([-2, 1, 2], [(2, 1)])], ids=str)
 def test_exchanges_on_several_streams_come_one_after_the_other(ranks2, calls, wanted):
-    """As they are launched: the emulator has one stream."""
+    """In the order of their launches. The emulator itself has one stream."""
     assert ranks2.run(on_streams, calls) == [wanted, wanted]
 
 
@@ -389,14 +390,14 @@ def test_a_combine_beside_other_work(ranks2):
 
 
 def new_memory() -> Watched:
-    """Over a new group with DEADLINE."""
+    """Staging of a new group with DEADLINE."""
     group = torch.distributed.new_group()
     c10d._set_pg_timeout(DEADLINE, group)
     return Watched(group)
 
 
 def failing(phase: str, late: int = 1) -> tuple | None:
-    """All ranks but `late` come to `phase`: what they raise, after how long, and in which epoch."""
+    """All ranks but `late` come to `phase`. Returns what they miss and raise, after how long, and in which epoch."""
     rank, memory = dist.get_rank(), new_memory()
     exchange, case, told = nvlink(memory), Case(tokens=(20, ) * 4), None
     expert_TK, x_TH, _ = case.inputs(dist.get_world_size())[rank]
@@ -433,8 +434,8 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
 
 
 def gone_on() -> None:
-    """Rank 0 gives rank 1 up in a dispatch, and makes its next plan before its host looks: what rank 1 has yet to read
-    is left alone."""
+    """In a dispatch, rank 0's wait for rank 1 ends at the deadline. It makes its next plan before its host looks, and
+    does not overwrite what rank 1 has yet to read."""
     exchange, plan, rest, want = planned(capacity_factor=2.0)
     memory = exchange.memory
     if memory.rank == 0:
@@ -465,7 +466,7 @@ def patient(seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", [float("inf"), timedelta.max.total_seconds()])
 def test_a_deadline_beyond_what_kernels_count(ranks2, seconds):
-    """Of backends that keep their own rules there is none."""
+    """There is no deadline where a backend has its own rules."""
     ranks2.run(patient, seconds)
 
 
@@ -481,7 +482,7 @@ def test_ranks_in_different_calls_raise(ranks3, how):
 
 
 def mixed_up(keys: tuple) -> str:
-    """Plans of equal shapes: of another layer, or for tokens of another dtype, on rank 0."""
+    """Plans of equal shapes, but rank 0's is of another layer, or for tokens of another dtype."""
     memory = new_memory()
     name, rows = keys if memory.rank == 0 else (NAME, "tokens of 64 torch.bfloat16")
     exchange = NVLink(memory, name, 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of the NVLink transport against the collective transport's plain path, on whatever device it runs.
+"""Checks of the NVLink transport against the collective transport's plain path, on any device.
 
-Every function here runs on a rank. Each makes the whole exchange by both transports and compares their bits.
+Every function here runs on a rank, makes the whole exchange by both transports and compares their bits.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ TOKENS = (37, 13, 0, 50, 5, 64, 1, 70)  # of up to eight ranks
 
 @dataclasses.dataclass(frozen=True)
 class Case(Problem):
-    """An exchange of rows of all magnitudes, some of them zero, subnormal or not finite."""
+    """An exchange of rows of all magnitudes. Some values are zero, subnormal or not finite."""
 
     tokens: tuple = TOKENS
     y_dtype: torch.dtype | None = None
@@ -93,8 +93,8 @@ CASES |= {f"every {y_dtype} as {dtype}, hidden {hidden}":
 
 
 def answers(case: Case, plan) -> tuple:
-    """What this rank's experts answer over the collective transport's plan, with some -0, which a sum turns into 0; a
-    number beside each row; NaN in the padding."""
+    """What this rank's experts answer, given the collective transport's plan: rows, and a number for each row. Some
+    values are -0, which a sum turns into 0. Padding is NaN."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     y_PH = torch.randn(plan.num_rows, case.hidden, generator=generator)
     y_PH *= torch.exp2(torch.randint(-9, 9, (plan.num_rows, 1), generator=generator))
@@ -124,7 +124,7 @@ def expected(case: Case, group) -> dict:
 
 
 def bits(x) -> torch.Tensor:
-    """As permute_cases.bits; strides of empty tensors are anything, which view(dtype) refuses."""
+    """As permute_cases.bits, also for empty tensors, whose strides view(dtype) may refuse."""
     return bits_of_rows(x) if x.numel() else torch.empty(0, dtype=torch.uint8)
 
 
@@ -171,7 +171,7 @@ def check(case: Case, exchange: NVLink, times: int = 1) -> None:
 
 
 def check_static(case: Case, exchange: NVLink) -> None:
-    """With a capacity: the same rows in front, weights of 0 in all others, and no wait on the host."""
+    """With a capacity, the same rows come first, all others have weights of 0, and the host does not wait."""
     device, want, waits = exchange.memory.device, expected(case, exchange.memory.group), exchange.memory.host_waits
     (expert_TK, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
     P = want["plan"].num_rows
@@ -194,7 +194,7 @@ def check_static(case: Case, exchange: NVLink) -> None:
 
 
 def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
-    """Plans in flight together, as of layers whose backward recomputes."""
+    """Several plans are in use at once, as with layers whose backward recomputes."""
     device, group = exchange.memory.device, exchange.memory.group
     wanted = [expected(case, group) for case in cases]
     inputs, outputs = ([on_device(want[key], device) for want in wanted] for key in ("inputs", "answers"))
@@ -214,7 +214,7 @@ CONFUSIONS = ("order", "width", "dtype", "dtype as wide", "weights", "another pl
 
 
 def confused(how: str, case: Case, exchange: NVLink) -> str | None:
-    """What this rank raises where rank 0 makes another call than the others."""
+    """Returns what this rank raises if rank 0 makes another call than the others."""
     rank, memory = dist.get_rank(), exchange.memory
     expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[rank], memory.device)
     plan = exchange.plan(expert_TK, case.local_experts)
@@ -243,7 +243,7 @@ def confused(how: str, case: Case, exchange: NVLink) -> str | None:
 
 
 def all_noticed(texts: list) -> None:
-    """What `confused` returned on every rank."""
+    """texts: what `confused` returned on every rank."""
     for rank, text in enumerate(texts):
         assert text is not None, f"rank {rank} noticed nothing: {texts}"
         assert f"rank {rank}" in text and "block.3.moe" in text

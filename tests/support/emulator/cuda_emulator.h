@@ -2,9 +2,9 @@
 // CUDA's execution model on the CPU, as far as ops/csrc/nvlink uses it.
 //
 // Each block of a launch is an operating system thread. A random number of blocks runs at a time, since a device may
-// have room for few or for many. The threads of a block are fibers of its operating system thread. They are switched in
-// random order at barriers, at a warp's collectives and, now and then, at accesses to memory. Shared memory is filled
-// with 0xA5 before a block begins.
+// have room for few or for many. The threads of a block are fibers of its operating system thread. They are switched
+// in random order at barriers, at a warp's collectives and, now and then, at accesses to memory. Shared memory is
+// filled with 0xA5 before a block begins.
 //
 // Three things that CUDA leaves undefined end the launch with an exception that says where each thread was: barriers
 // and collectives in which not all threads take part, misaligned accesses, and writes outside of shared memory.
