@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVLink transport gives the collective transport's bits: ranks that share one GPU, and one rank to a GPU.
+"""The NVLink transport gives the collective transport's bits, where ranks share one GPU and where each has its own.
 
-The oracle is the collective transport's plain path, on the CPU, over gloo. What a stalled or confused peer does to the
-others ends in an error that names it, and in a GPU that still works.
+The oracle is the collective transport's plain path on the CPU over gloo. If a peer stalls or makes another call, the
+others raise an error that names it, and their GPU still works.
 
-Clean under both tools (AllToAll's tests, test_all_to_all_gpu.py -k "2-sharing and not compile", under memcheck; in
-layers, racecheck takes the flags by which Triton's warp-specialised GEMMs start their warps for races):
+Memcheck and racecheck report nothing for the tests below, and memcheck nothing for AllToAll's tests
+(test_all_to_all_gpu.py -k "2-sharing and not compile"). Tests of whole layers are left out: racecheck takes the flags
+by which Triton's warp-specialised GEMMs start their warps for races.
 
     compute-sanitizer --tool memcheck|racecheck --target-processes all \
         python -m pytest -o addopts= tests/gpu/test_nvlink_gpu.py -k "2-sharing and test_same_bits"
@@ -59,7 +60,7 @@ CASES |= {f"{dtype}, {'plain' if not wire.mxfp8 else wire.block_size}": Case(dty
 
 @cache
 def memory() -> PeerMemory:
-    """The staging of all cases of this process, over a group of its own."""
+    """The staging of all cases of this process. It has a group of its own."""
     return new_memory(torch.distributed.new_group(), FIRST_EPOCH)
 
 
@@ -86,7 +87,7 @@ def check_case(case: Case, times: int = 2, mine: PeerMemory | None = None) -> No
 
 
 def check_by(check: str, *args, **keys) -> None:
-    """One of nvlink_cases' checks, over these options of the transport."""
+    """Runs one of nvlink_cases' checks with these options of the transport."""
     getattr(cases, check)(*args, dataclasses.replace(nvlink(), **keys))
 
 
@@ -170,7 +171,7 @@ STRESSED = [Case(wire=MX128, top_k=4), Case(), Case(routing="skewed", wire=MX32,
 
 
 def stress(repetitions: int) -> None:
-    """Forward, then backward's exchanges (unquantised out, quantised back) over the same plan, in any order of cases.
+    """Forward's exchanges, then backward's (unquantised out, quantised back) over the same plan, in any order of cases.
 
     Differences are counted on the device, so that the host runs ahead and phases of repetitions meet.
     """
@@ -218,7 +219,7 @@ def test_random_delays(pool, request):
 
 
 def under_load(repetitions: int) -> None:
-    """Exchanges beside products that fill the GPU, on another stream."""
+    """Exchanges run while matrix products fill the GPU on another stream."""
     a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     for _ in range(repetitions):
@@ -235,7 +236,7 @@ def test_beside_products_that_fill_the_gpu(pool):
 
 
 def on_two_streams() -> None:
-    """Rank 0 is late on the first stream; both exchanges are launched before that ends."""
+    """Rank 0 is late on the first stream. It launches both exchanges before the first one ends."""
     case, exchange = Case(), nvlink()
     expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
     plan = exchange.plan(expert_TK, case.local_experts)
@@ -262,7 +263,8 @@ def test_exchanges_on_several_streams_come_one_after_the_other(pool):
 
 
 def failing(phase: str, late: int = 1) -> tuple | None:
-    """All ranks but `late` come to `phase`: what they raise, after how long, in which epoch; and work goes on."""
+    """All ranks but `late` come to `phase`. Returns what they miss and raise, after how long, and in which epoch. The
+    GPU still works afterwards."""
     rank, group = dist.get_rank(), group_with_deadline()
     mine = new_memory(group)
     exchange, case = NVLink(mine, "block.3.moe"), Case(tokens=(40, ) * 8)
@@ -338,8 +340,8 @@ class OnHost(Collective):
 
 
 def layer(transport, recipe, name="swiglu", calls: int = 1, recompute: bool = False, **kwargs) -> dict:
-    """A layer's output and every gradient of this rank; `calls` forwards, of which the last is differentiated; with
-    `recompute`, once more in backward."""
+    """A layer's output and every gradient of this rank. Runs `calls` forwards and differentiates the last one.
+    recompute: whether backward runs the forward once more."""
     world, rank = dist.get_world_size(), dist.get_rank()
     experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
                                              **{"tokens": TOKENS} | kwargs)
@@ -392,7 +394,7 @@ def test_random_delays_around_layers(pool, request):
 
 
 def waits(recipe) -> tuple:
-    """Host waits of one forward and backward, counted, with CUDA's own check for any that is not."""
+    """(host waits of one forward, host waits of forward and backward). CUDA itself raises at any other wait."""
     exchange = nvlink()
     layer(exchange, recipe)  # sets up what is set up once
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -499,7 +501,7 @@ def test_what_does_not_fit_raises_on_every_rank(pool):
 
 
 def overflow_in_a_replay() -> str:
-    """Replays run no code on the host: what does not fit is found all the same, before the step."""
+    """Replays run no code on the host, but the check before the step finds rows that do not fit."""
     mine, case = new_memory(torch.distributed.new_group()), Case(tokens=(600, ) * 8, top_k=1, local_experts=1)
     exchange, world = NVLink(mine, "block.3.moe", capacity_factor=1.0), dist.get_world_size()
     expert_TK = torch.arange(600, device="cuda").view(600, 1) % world
@@ -531,8 +533,8 @@ def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
 
 
 def replayed(recipe, kind: type) -> int:
-    """A layer's forward and backward in a graph, replayed over other tokens, weights and routes, among them dropped
-    ones; and the same eagerly. How often the host waited."""
+    """Replays a graph of a layer's forward and backward with other tokens, weights and routes, some of them dropped.
+    Compares it with eager runs. Returns how often the host waited."""
     world, rank = dist.get_world_size(), dist.get_rank()
     ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), "block.3.moe", capacity_factor=3.0), 2)
     experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
@@ -598,7 +600,7 @@ def test_chosen_where_the_gpus_reach_each_other(pool):
 
 
 def over_nccl(recipe) -> None:
-    """As users have it: NCCL for everything else, and the transport that is chosen."""
+    """The usual setup: NCCL for everything else, and the transport that is chosen."""
     group = torch.distributed.new_group()
     want, got = (layer(choose(group, "moe", requested), recipe) for requested in ("collective", "nvlink"))
     for key, value in want.items():
@@ -611,7 +613,7 @@ def test_the_same_bits_as_nccl(gpu_ranks, recipe_name):
 
 
 def beside_nccl(recipe, repetitions: int) -> None:
-    """As ZeRO's overlap_comm has it: gradients are reduced while layers exchange."""
+    """Gradients are reduced while layers exchange, as with ZeRO's overlap_comm."""
     group = torch.distributed.new_group()
     collective, exchange = (choose(group, "moe", requested) for requested in ("collective", "nvlink"))
     want = layer(collective, recipe, tokens=(300, ) * 8)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The builder of the CUDA extension, on an extension of a few lines: when it builds, where from, and what it says."""
+"""When the builder of the CUDA extension builds, from which sources, and what it reports. The extension built here is
+tiny."""
 
 import builtins
 import multiprocessing
@@ -30,13 +31,18 @@ PyMODINIT_FUNC JOIN(PyInit_, TORCH_EXTENSION_NAME)() {
 }
 """
 
-needs_nvcc = pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
-                                reason=str(ALL_OPS[NVLinkBuilder.NAME]._obstacle()))
+
+
+def needs_nvcc(test):
+    can_build = pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
+                                   reason=str(ALL_OPS[NVLinkBuilder.NAME]._obstacle()))
+    return pytest.mark.slow(can_build(test))
+
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The sources of a tiny extension; builds go to a folder of the test's own."""
+    """The sources of a tiny extension. Each test builds in a folder of its own."""
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "kernel.cu").write_text(KERNEL)
@@ -50,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Every call of nvcc, as it happens."""
+    """The arguments of every call of nvcc so far."""
     run, calls = nvlink._run, []
 
     def record(*args):
@@ -125,7 +131,7 @@ def test_builds_once_and_anew_after_an_edit(folder, commands):
 
 
 @needs_nvcc
-def test_what_is_built_is_loaded_where_nothing_can_be_written(folder, monkeypatch):
+def test_a_build_is_loaded_where_nothing_can_be_written(folder, monkeypatch):
     assert NVLinkBuilder(folder).jit_load().answer == 42
 
     def refuse(*args):
@@ -145,7 +151,7 @@ def test_a_failed_build_is_a_reason(folder, monkeypatch):
     assert reason.startswith("the extension cannot be built:")
     assert "kernel.cu" in reason and "not_declared" in reason and len(reason.splitlines()) < 25
     assert nvlink.try_load() == (None, reason)
-    # What is mended is built, also where an attempt to build it failed before.
+    # Corrected sources are built, although an earlier attempt failed.
     (folder / "kernel.cu").write_text(KERNEL)
     assert NVLinkBuilder(folder).jit_load().answer == 42
 
@@ -159,11 +165,11 @@ def test_no_error_leaves_try_load(folder, monkeypatch):
 
 @needs_nvcc
 def test_ranks_take_turns(folder, commands):
-    """Threads stand in for ranks: the lock belongs to an open file, whoever opened it."""
+    """Threads stand for ranks, since the lock belongs to an open file and not to a process."""
     with ThreadPoolExecutor(3) as ranks:
         modules = [rank.result() for rank in [ranks.submit(NVLinkBuilder(folder).jit_load) for _ in range(3)]]
     assert [module.answer for module in modules] == [42] * 3
-    assert len(commands) == 3  # of the one that built
+    assert len(commands) == 3  # of the one rank that built
 
 
 @needs_nvcc
@@ -202,7 +208,7 @@ def test_a_killed_build_leaves_no_lock(folder):
 
 @needs_nvcc
 def test_another_build_s_compiler_writes_elsewhere(folder, commands, monkeypatch):
-    """It may outlive its rank, which was killed, or run on another host whose locks do not reach this one."""
+    """Another build's compiler may outlive its killed rank, or run on a host whose locks do not reach this one."""
     NVLinkBuilder(folder).jit_load()
     others = [Path(args[args.index("-o") + 1]) for args in commands if "-c" in args]
     NVLinkBuilder(folder)._library().unlink()

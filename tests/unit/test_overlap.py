@@ -18,7 +18,7 @@ from ds_mxfp8_moe.transport.nvlink import NVLink
     (8192, False, 15.5, 10240, range(8, 13)), (8192, False, 10.5, 10240, range(12, 13)),
     (8192, True, 10.5, 10240, range(16, 17))])
 def test_multiprocessors_beside_a_gemm_are_the_best_of_those_measured(hidden, quantises, gemm_ms, tiles, best):
-    """131072 rows between 2 ranks beside the weight gradients of the pipeline's 8 experts, on H200s."""
+    """A combine of 131072 rows between 2 H200s, beside the weight gradients of the pipeline benchmark's 8 experts."""
     row = 131072 * hidden
     wire = row if quantises else 2 * row
     assert overlap.sms_beside(132, wire // 2, 4 * row + 2 * wire, quantises, 1, gemm_ms / 1e3, tiles) in best
@@ -27,8 +27,8 @@ def test_multiprocessors_beside_a_gemm_are_the_best_of_those_measured(hidden, qu
 @pytest.mark.parametrize("quantises, gemm_ms, best", [(False, 3.1, range(16, 21)), (False, 2.1, range(22, 29)),
                                                       (True, 2.1, (0, 28, 30, 32))])
 def test_multiprocessors_beside_a_gemm_where_rows_are_sums(quantises, gemm_ms, best):
-    """A layer of 64 experts of 4096 x 1024, 16384 tokens, top 8, between 2 H200s: four rows of y for one that
-    travels. 0, one by one, where that is within 2 %."""
+    """A layer of 64 experts of 4096 x 1024, with 16384 tokens and 8 choices, between 2 H200s. Each row that travels is
+    the sum of four. 0 is right too where one after the other is within 2 % of the best."""
     y, row = 131072 * 4096 * 2, 4096 * (1 if quantises else 2)
     moved = y + 16384 * 4096 * 2 + 2 * 32640 * row
     assert overlap.sms_beside(132, 32640 * row // 2, moved, quantises, 32640 / 131072, gemm_ms / 1e3, 8192) in best
@@ -42,7 +42,7 @@ def test_multiprocessors_beside_a_gemm_have_limits(total, most, gemm_ms, sms):
 
 
 def test_a_transport_knows_what_its_combine_moves():
-    """As in the first case above; none where the overlap is off, or there is no stream for it."""
+    """It gives what the tests above give. 0 where the overlap is off, or there is no stream for it."""
     memory = SimpleNamespace(side="a stream", multiprocessors=132, world_size=2)
     exchange, plan = NVLink(memory), SimpleNamespace(num_tokens=131072, num_rows=131072, received=131072)
     given = plan, 2048, torch.bfloat16
