@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU by default, so that the suite runs alike on every machine; tests/gpu opts out. Rank pools live for one file."""
+"""CPU by default, so that the suite runs alike on every machine; tests/gpu opts out. Pools of ranks and the process of
+Triton's interpreter start with the first test that uses them and live until the session ends."""
 
 import os
 
@@ -8,6 +9,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from interpreter import interpreter_process  # noqa: E402
 from rank_pool import RankPool, free_port  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -41,21 +43,27 @@ def one_rank():
         deepspeed.comm.comm.cdb = None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks2():
     yield from _pool(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks3():
     yield from _pool(3)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks4():
     yield from _pool(4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks8():
     yield from _pool(8)
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """Runs a function in the process of Triton's interpreter."""
+    yield from interpreter_process()

@@ -7,18 +7,13 @@ import pytest
 import torch
 from activation_cases import problem, run_biases, run_case, run_no_rows, same_bytes
 from aot import launches_for
-from interpreter import first_programs, interpreter_process
+from interpreter import first_programs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import activation as kernels
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    yield from interpreter_process()
 
 
 @pytest.mark.parametrize("layout", ["mlp", "gate_up", "up_gate"])
@@ -90,6 +85,7 @@ def every_launch(F, dtype, block, activation, layout):
     return h, kept, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("dtype, block, activation, layout", [
     (BF16, 32, "silu", "gate_up"), (BF16, 128, "silu", "gate_up"), (BF16, 128, "gelu", "mlp"),

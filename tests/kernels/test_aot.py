@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe.ops.mx_format import MXParts
 
+pytestmark = pytest.mark.slow
 PACKAGE = "ds_mxfp8_moe.ops.triton_kernels"
 HOPPER, BLACKWELL = 90, 100
 BOTH = (HOPPER, BLACKWELL)

@@ -53,6 +53,7 @@ def test_what_tma_cannot_read():
     assert len(_placed(many[:-1], len(many) - 1).places) == MOST_MATRICES and _placed(many, len(many)) is None
 
 
+@pytest.mark.slow
 def test_compiles_once_wherever_the_matrices_lie():
     lying = torch.empty(64, N, K, dtype=torch.bfloat16)
     rows, ends = torch.empty(128 * E, K, dtype=torch.bfloat16), torch.empty(E, dtype=torch.int32)

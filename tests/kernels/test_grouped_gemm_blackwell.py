@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreter import interpreter_process
 
 from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles
 
@@ -151,11 +150,6 @@ def check_operators():
     torch.library.opcheck(gemm._grouped_mm_mxfp8_blackwell, forward, test_utils=utils)
     torch.library.opcheck(gemm._wgrad_mxfp8_blackwell, (*columns, torch.bfloat16), test_utils=utils)
     torch.library.opcheck(gemm._wgrad_mxfp8_blackwell_, (torch.randn(2, 96, 64), *columns), test_utils=utils)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    yield from interpreter_process()
 
 
 @pytest.mark.parametrize("sizes, past", SIZES)

@@ -2,13 +2,7 @@
 """The permute kernels in Triton's interpreter."""
 
 import pytest
-from interpreter import interpreter_process
 from permute_cases import MESSAGES, MX32, PLAIN, PROBLEMS, Problem, check_exchange, check_fakes, check_message
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    yield from interpreter_process()
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from aot import launches_for
-from interpreter import first_programs, interpreter_process
+from interpreter import first_programs
 from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights, same, same_values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,11 +14,6 @@ from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    yield from interpreter_process()
 
 
 @pytest.mark.parametrize("dtype, mode", [(BF16, "rceil"), (BF16, "floor"), (F16, "rceil"), (F32, "floor")], ids=str)
@@ -158,6 +153,7 @@ def every_launch(dtype, block):
         kernels.quantize_weights(parts, block, "rceil", False, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

@@ -5,7 +5,7 @@
         from ... import kernel       # may import them for the interpreter
         return kernel(x)
 
-    def test_case(interpreter):      # a module's fixture: `yield from interpreter_process()`
+    def test_case(interpreter):      # conftest.py's fixture
         interpreter(case, x)
 """
 
@@ -47,8 +47,9 @@ def _patch_language_once() -> None:
     language.tensor.__index__ = lambda self: self.handle.data.item()
 
 
-def _start(threads: int) -> None:
-    torch.set_num_threads(threads)
+def _start() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    torch.set_num_threads(1)
     _round_as_gpus_do()
     _patch_language_once()
 
@@ -67,7 +68,12 @@ def first_programs() -> Iterator[None]:
         yield
 
 
+def _run(case: Callable, *args):
+    torch.manual_seed(1234)
+    torch.use_deterministic_algorithms(False)  # a case before may have set it
+    return case(*args)
+
+
 def interpreter_process() -> Iterator[Callable]:
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"), \
-            ProcessPoolExecutor(1, get_context("spawn"), _start, (1, )) as pool:
-        yield lambda case, *args: pool.submit(case, *args).result()
+    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
+        yield lambda case, *args: pool.submit(_run, case, *args).result()
