@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | lint | finetune | report. Each sets up what it needs in $(VENV) first.
+# make setup | test | test-slow | lint | finetune | report. Each sets up what it needs in $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
-#   DEEPSPEED   the release to install, in a VENV of its own: make test VENV=.venv196 DEEPSPEED=0.19.6
+#   VENV        the virtual environment that is made
+#   DEEPSPEED   the release to install
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup test lint finetune report
+.PHONY: setup test test-slow lint finetune report
 
 PYTHON ?= python3
+# Its path is looked up here, before the new environment's python3 comes first on PATH.
+override PYTHON := $(or $(shell command -v $(PYTHON)),$(error there is no $(PYTHON): name an interpreter by PYTHON=))
 VENV ?= .venv
 DEEPSPEED ?= 0.19.8
 CPU_TORCH ?= 2.13.0
@@ -26,12 +29,12 @@ setup: $(VENV)/ready
 INSTALL := DS_BUILD_OPS=0 $(RUN) -m pip install -q --no-build-isolation
 
 $(VENV)/ready: Makefile setup.py pyproject.toml
-	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+	@ask='import pathlib, torch; torch.cuda.is_available() or exit(1); print(pathlib.Path(torch.__file__).parents[1])'
+	if kept=$$($(PYTHON) -c "$$ask" 2>/dev/null); then
 	  echo "setup: keeping the torch of $(PYTHON), which sees a GPU"
 	  $(PYTHON) -m venv --clear --system-site-packages $(VENV)
 	  # Where $(PYTHON) is itself a virtual environment, its packages are not the system's: name their folder.
-	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
-	    > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept.pth"
+	  echo "$$kept" > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept.pth"
 	  $(RUN) -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/constraints.txt
 	else
 	  $(PYTHON) -m venv --clear $(VENV)
@@ -54,7 +57,11 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	touch $@
 
 test: $(VENV)/ready
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -m 'not slow'
+
+# Packaging, compilation ahead of time, launchers, benchmarks and long examples.
+test-slow: $(VENV)/ready
+	@$(RUN) -m pytest -m slow
 
 report: $(VENV)/ready
 	@$(RUN) examples/benchmarks/report.py

@@ -38,12 +38,10 @@ setup(
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; sys_platform == 'linux'",
-        "deepspeed>=0.19.6,<0.20",
+        "deepspeed>=0.19.8,<0.20",
         "numpy",
         "packaging",
         "pydantic>=2",
-        # DeepSpeed 0.19.6 imports distutils, which setuptools alone provides from Python 3.12 on.
-        "setuptools; python_version >= '3.12'",
     ],
     extras_require={"mpi": MPI, "examples": EXAMPLES, "test": TEST},
     entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main"]},

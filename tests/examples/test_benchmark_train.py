@@ -27,6 +27,7 @@ _spec = importlib.util.spec_from_file_location("benchmark_train", ROOT / "exampl
 train = sys.modules["benchmark_train"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(train)
 
+pytestmark = pytest.mark.slow
 NO_END = float("inf")
 
 

@@ -37,6 +37,8 @@ BF16 = torch.bfloat16
 EVEN, PADDED, SKEWED = (Case(160, 96, 4, 128, "even"), Case(160, 96, 4, 64, "even"), Case(160, 96, 4, 256, "skewed"))
 TINY = (EVEN, PADDED, SKEWED)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def seeded():

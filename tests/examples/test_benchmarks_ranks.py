@@ -32,6 +32,7 @@ from today import Today  # noqa: E402
 from world import Contender  # noqa: E402
 
 BF16 = torch.bfloat16
+pytestmark = pytest.mark.slow
 NO_END = float("inf")
 
 

@@ -19,6 +19,7 @@ import show  # noqa: E402
 import show_convergence  # noqa: E402
 from convergence import Run  # noqa: E402
 
+pytestmark = pytest.mark.slow
 MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
 NEVER = float("inf")
 

@@ -21,8 +21,8 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory  # noqa: E402
 from latency import Size  # noqa: E402
 from show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED  # noqa: E402
 
-pytestmark = pytest.mark.skipif(emulator.obstacle() is not None,
-                                reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(emulator.obstacle() is not None,
+                                                   reason=f"the emulator needs nvcc: {emulator.obstacle()}")]
 SIZES = [Size(8, 2, 256, 1), Size(8, 2, 256, 4)]
 
 

@@ -88,6 +88,7 @@ def test_autoep_finds_its_layers_in_a_small_model_of_every_family(kind):
 
 # An auxiliary loss and plain softmax routing; sigmoid scores, a correction bias, shared experts, a dense layer, and no
 # auxiliary loss; linear attention beside full; a formula of experts that is not converted.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "minimax_m3_vl_text"])
 def test_finetuned_in_bf16_and_mxfp8_and_read_back(folder, ranks2, kind):
     if kind not in presets.families() or presets.why_not(kind):
@@ -102,6 +103,7 @@ def test_finetuned_in_bf16_and_mxfp8_and_read_back(folder, ranks2, kind):
 
 # The experts of one layer; all that is no expert; all experts; all but the head, so that no layer has a backward.
 # Without a trained expert, DeepSpeed refuses to train in ZeRO-1 and 2, and to write checkpoints in ZeRO-3.
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, pattern, frozen", [(1, r".*layers\.0\..*experts.*", 2), (2, r"(?!.*experts).*", 21),
                                                     (0, r".*\.experts\..*", 4), (0, r"(?!lm_head).*", 24)])
 def test_training_goes_around_what_is_frozen(folder, ranks2, stage, pattern, frozen):

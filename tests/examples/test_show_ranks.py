@@ -15,6 +15,8 @@ import results_file  # noqa: E402
 import show  # noqa: E402
 import show_ranks  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def shown(benchmark, rows, path, capsys, expected=True) -> dict[str, str]:
     """How the lines end that a stored file prints, by their beginnings; its plot is drawn."""

@@ -272,12 +272,14 @@ def run_example(ranks, *arguments):
                           capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, arguments", ((2, ["--block-size", "128"]), (4, ["--dp", "2", "--style", "own"])))
 def test_example(ranks, arguments):
     done = run_example(ranks, "--tokens", "128", *arguments)
     assert done.returncode == 0 and done.stdout.count(" dB   bar ") == 6, done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_nan_in_the_example_is_below_its_bars():
     done = run_example(1, "--tokens", "0")
     assert done.returncode and "nan dB" in done.stdout and "below the bar" in done.stderr

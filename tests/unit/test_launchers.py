@@ -17,6 +17,7 @@ MODEL = """
 {hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}
 """
 
+pytestmark = pytest.mark.slow
 LAUNCHERS = {
     "deepspeed": lambda: [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
     "torchrun": lambda: [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",

@@ -75,6 +75,7 @@ def dist(copy, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
     wheel, = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -93,6 +94,7 @@ def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
     assert found.split() == modules()
 
 
+@pytest.mark.slow
 def test_editable_install_imports_completely(copy, tmp_path):
     site = tmp_path / "site"
     run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target", site, "-e", ".",
@@ -107,6 +109,7 @@ def test_editable_install_imports_completely(copy, tmp_path):
         assert found.split() == modules()
 
 
+@pytest.mark.slow
 def test_metadata(dist):
     wheel, = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -115,7 +118,7 @@ def test_metadata(dist):
         assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
     requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
     assert set(requires["Python"].split(",")) == {">=3.10", "<3.14"}
-    assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.6", "<0.20"}
+    assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8", "<0.20"}
     assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "test"}
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
