@@ -350,7 +350,7 @@ def small_groups_run_bf16():
 
 def test_min_tokens_per_expert(ranks2):
     first, second = ranks2.run(small_groups_run_bf16)
-    assert len(first) == 1 and "fewer than 61 tokens per expert" in first[0] and not second
+    assert len(first) == 1 and "fewer than 61 tokens each" in first[0] and not second
 
 
 def frozen():
