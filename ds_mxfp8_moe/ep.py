@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism as four differentiable functions, under torchao's names and with its semantics.
+"""Expert parallelism as four differentiable functions, with torchao's names and semantics.
 
     forward    a2a_dispatch (MXFP8) -> permute (MXFP8) -> grouped GEMMs -> unpermute (hp) -> a2a_combine (hp)
     backward   a2a_dispatch (hp)    <- permute (hp)    <- grouped GEMMs <- unpermute (MXFP8) <- a2a_combine (MXFP8)
 
 "hp" is high precision, the dtype of the input. A name says what each direction carries: `mxfp8_fwd_hp_bwd` is MXFP8 in
-forward and hp in backward. Between the MXFP8 steps the tokens (forward) and gradients (backward) are MXTensors; no op
-that does arithmetic may stand between a2a_combine, unpermute and the last GEMM, or it gets a dequantised gradient.
+forward and hp in backward. Between the MXFP8 steps, tokens (forward) and gradients (backward) are MXTensors. Put no
+arithmetic between the last GEMM, unpermute and a2a_combine: in backward it would dequantise the gradient.
 
-Data and scales travel as one uint8 message. The functions read nothing from the device: the splits are the caller's
-lists of ints. Under torch.compile each function breaks the graph and runs eagerly, with the same bits.
+Data and scales travel as one uint8 message. The host never waits for a GPU here: the caller passes the splits as lists
+of ints. Under torch.compile each function breaks the graph and runs eagerly, with the same bits.
 
 T: rows of this rank, R: rows that arrive, D: columns, E: local experts, P: rows sorted by expert with their padding.
 """
@@ -35,7 +35,7 @@ def _hp(x: torch.Tensor) -> torch.Tensor:
 
 
 def _group(group_name) -> dist.ProcessGroup:
-    """The process group of that name; None is the whole world; a group is itself."""
+    """The process group with this name. None means all ranks. A group is returned as it is."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     if group_name is None:
@@ -44,15 +44,17 @@ def _group(group_name) -> dist.ProcessGroup:
 
 
 def check_rows(name: str, x: torch.Tensor) -> None:
-    """Raises a TypeError for what an exchange does not take."""
+    """Raises a TypeError unless x is a plain 2-D tensor that an exchange can send."""
     if x.dim() != 2 or x.dtype not in HP_DTYPES or isinstance(x, MXTensor):
         raise TypeError(f"{name}: expected a plain 2-D tensor of bfloat16, float16 or float32, got "
                         f"{type(x).__name__} of {x.dtype} and shape {tuple(x.shape)}")
 
 
 def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str) -> None:
-    """Raises a ValueError unless num_tokens_per_expert are integers [size]; none negative, where they lie on the CPU:
-    looking would stop another device."""
+    """Raises a ValueError unless num_tokens_per_expert are integers [size].
+
+    Their values are checked only on the CPU: on a GPU the host would have to wait for them.
+    """
     plain = isinstance(counts, torch.Tensor)
     if not plain or counts.shape != (size, ) or counts.dtype not in INTEGERS:
         given = f"{counts.dtype} {list(counts.shape)}" if plain else f"the {type(counts).__name__} {counts}"
@@ -63,7 +65,7 @@ def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str) -> No
 
 
 def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> tuple:
-    """Both lists as tuples of ints, checked against the group and the rows."""
+    """Checks both lists against the group and the rows. Returns them as tuples of ints."""
     check_rows(name, x)
     splits = []
     for label, given in (("output_splits", output_splits), ("input_splits", input_splits)):
@@ -82,7 +84,7 @@ def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group
 
 
 def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, phase: str) -> torch.Tensor:
-    """All-to-all of rows."""
+    """Sends rows to each rank and returns the rows that arrive."""
     out = x.new_empty((sum(output_splits), x.shape[1]))
     all_to_all(out, x.contiguous(), output_splits, input_splits, group, phase)
     return out
@@ -90,7 +92,7 @@ def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group,
 
 def _exchange_mxfp8(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, phase: str, scaling_mode: str,
                     block_size: int) -> MXTensor:
-    """Quantises rows and sends data and scales in one message: gloo has no float8, and one collective beats two."""
+    """Quantises rows, sends data and scales in one uint8 message: gloo has no float8, and one collective is faster."""
     mx = quantize(x, block_size, scaling_mode)
     message = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
     arrived = _exchange(message, output_splits, input_splits, group, phase)
@@ -99,7 +101,7 @@ def _exchange_mxfp8(x: torch.Tensor, output_splits: tuple, input_splits: tuple, 
 
 
 def _gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
-    """x[index_P]; a negative index reads a row of zeros (scale byte 0)."""
+    """x[index_P]. A negative index gives a row of zeros, with scale byte 0."""
     if isinstance(x, MXTensor):
         return x.with_parts(_gather_rows(x.qdata.view(torch.uint8), index_P).view(torch.float8_e4m3fn),
                             _gather_rows(x.scale.view(torch.uint8), index_P).view(torch.float8_e8m0fnu))
@@ -110,26 +112,27 @@ def _gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter_rows(x_PN: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The inverse of _gather_rows: row index_P[i] of the result is x_PN[i]; rows that nothing names are zeros."""
+    """The inverse of _gather_rows: row index_P[i] of the result is x_PN[i]. All other rows are zeros."""
     out = x_PN.new_zeros((num_rows + 1, x_PN.shape[1]))
-    # All padding goes to one row more, which is cut off: no order among it can be seen.
+    # All padding goes to one extra row, which is cut off.
     out.index_copy_(0, torch.where(index_P < 0, num_rows, index_P).long(), x_PN)
     return out[:num_rows]
 
 
 def generate_permute_indices(tokens_per_expert_group: torch.Tensor, experts_per_rank: int, num_ranks: int,
                              max_len: int, alignment: int) -> tuple:
-    """Where each row of the expert-sorted, padded layout comes from; on the device, without a host sync.
+    """Finds where each row of the expert-sorted, padded layout comes from. Runs on the device; the host never waits.
 
     Args:
         tokens_per_expert_group: int [num_ranks * experts_per_rank], rank-major: rows that rank r sent to local expert
             e, in the order in which they arrived.
-        max_len: P, rows of the layout; at least the padded sum.
-        alignment: each expert's rows are padded up to a multiple of it, and to one multiple if there are none.
+        max_len: P, the rows of the layout. At least the sum of the padded groups.
+        alignment: each expert's rows are padded to a multiple of it. An expert without rows gets one multiple.
 
     Returns:
-        permuted_indices, int32 [P]: the arrived row that stands at each place, -1 for padding;
-        m_sizes, int32 [E]: padded rows of each expert; m_offsets, int32 [E]: where each expert's rows end.
+        permuted_indices, int32 [P]: the arrived row at each place, -1 for padding.
+        m_sizes, int32 [E]: padded rows of each expert.
+        m_offsets, int32 [E]: where each expert's rows end.
     """
     arrived = tokens_per_expert_group.long()
     starts = arrived.cumsum(0) - arrived
@@ -142,7 +145,7 @@ def generate_permute_indices(tokens_per_expert_group: torch.Tensor, experts_per_
     place_P = torch.arange(max_len, device=arrived.device)
     expert_P = torch.searchsorted(ends_E, place_P, right=True).clamp_max(experts_per_rank - 1)
     within_P = place_P - (ends_E - padded_E)[expert_P]
-    # The same rows counted without padding, ascending by (expert, rank): which (expert, rank) does this one fall in?
+    # Counts the rows without padding, ascending by (expert, rank), to find the (expert, rank) of each.
     unpadded_P = (sizes_E.cumsum(0) - sizes_E)[expert_P] + within_P
     segment_ends = sizes_ER.reshape(-1).cumsum(0)
     segment_P = torch.searchsorted(segment_ends, unpadded_P, right=True).clamp_max(segment_ends.shape[0] - 1)
@@ -215,21 +218,21 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
                                   group_name: str | None = None,
                                   scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
                                   block_size: int = 32) -> MXTensor:
-    """Quantises rows along the last axis and sends them to the ranks of their experts. Backward: hp rows go back.
+    """Quantises rows along the last axis and sends them to the ranks of their experts. Backward sends hp rows back.
 
     Args:
-        input: [T, D] bf16, fp16 or fp32, D a multiple of 32, rows sorted by destination rank; any strides.
-        output_splits: rows that arrive from each rank of the group, in rank order; R in all.
-        input_splits: rows that go to each rank; T in all.
-        group_name: name of the process group (`group.group_name`), or a group; None is the whole world.
+        input: [T, D] bf16, fp16 or fp32, rows sorted by destination rank, any strides. D is a multiple of 32.
+        output_splits: how many rows arrive from each rank of the group, in rank order. Their sum is R.
+        input_splits: how many rows go to each rank. Their sum is T.
+        group_name: name of the process group (`group.group_name`), or a group. None means all ranks.
         scaling_mode: RCEIL or FLOOR, the rounding of scales.
-        block_size: 32 or 128 values to a scale.
+        block_size: how many values share a scale, 32 or 128.
 
     Returns:
-        MXTensor [R, D] of input's outward dtype: the rows by sending rank.
+        MXTensor [R, D] that reads as input's dtype. Rows are in the order of the sending ranks.
 
     Raises:
-        TypeError, ValueError: before any collective.
+        TypeError, ValueError: for bad arguments, before any collective.
     """
     group = _group(group_name)
     output_splits, input_splits = _check_splits("a2a_dispatch", input, output_splits, input_splits, group)
@@ -241,27 +244,26 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
 def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.Tensor, ep_degree: int,
                              num_local_experts: int, group_size_multiple_of: int = 32, use_mxfp8: bool = True,
                              use_triton_for_bwd: bool = True) -> tuple:
-    """Sorts arrived rows by local expert and pads each group with zero rows, still in MXFP8. Backward: hp.
+    """Sorts arrived rows by local expert and pads each group with zero rows, still in MXFP8. Backward is in hp.
 
     Args:
-        mx_tensor: [R, D] rows as they arrived from dispatch.
-        num_tokens_per_expert: int [ep_degree * num_local_experts], rank-major: rows from rank r for local expert e;
-            R at most in all, and rows behind them are in no group.
-        group_size_multiple_of: each group is padded to a multiple of it; an empty one to one multiple.
-        use_mxfp8: False takes plain rows too and gives plain rows, the high-precision twin for comparisons.
-        use_triton_for_bwd: accepted for torchao's sake; backward is the same one scatter of rows either way.
+        mx_tensor: [R, D] rows in the order in which dispatch returned them.
+        num_tokens_per_expert: int [ep_degree * num_local_experts], rank-major: rows from rank r for local expert e.
+            Their sum is at most R. Rows past the sum are in no group.
+        group_size_multiple_of: each group is padded to a multiple of it. An empty group gets one multiple.
+        use_mxfp8: False gives plain rows, and takes plain rows too: the same step in high precision, to compare with.
+        use_triton_for_bwd: accepted for compatibility with torchao. Backward is the same scatter of rows either way.
 
     Returns:
-        padded_shape: torch.Size (R + 1, D), what unpermute wants;
-        the rows, MXTensor [P, D] with P = R + num_local_experts * group_size_multiple_of rounded up to a multiple,
-            a static bound, so that nothing is read from the device; rows that no group uses are zeros;
-        permuted_indices: int32 [P], the arrived row that stands at each place, -1 for padding;
-        num_tokens_per_expert_padded: int32 [num_local_experts];
+        padded_shape: torch.Size (R + 1, D), an argument of unpermute.
+        rows: MXTensor [P, D]. P is R + num_local_experts * group_size_multiple_of, rounded up to a multiple: a static
+            bound, so that the host need not wait. Rows that no group uses are zeros.
+        permuted_indices: int32 [P], the arrived row at each place, -1 for padding.
+        num_tokens_per_expert_padded: int32 [num_local_experts].
         group_offsets: int32 [num_local_experts], where each group ends.
 
     Raises:
-        TypeError, ValueError: rows or counts of the wrong kind or shape; counts that the rows do not have, where the
-            counts lie on the CPU.
+        TypeError, ValueError: rows or counts have the wrong type or shape, or counts on the CPU exceed the rows.
     """
     if mx_tensor.dim() != 2 or use_mxfp8 and not isinstance(mx_tensor, MXTensor):
         raise TypeError(f"permute: expected a 2-D MXTensor, got {type(mx_tensor).__name__} of shape "
@@ -294,19 +296,18 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
                                padded_shape: torch.Size) -> torch.Tensor:
     """Puts expert-sorted rows back into the order in which they arrived, and drops the padding.
 
-    Backward gathers the same way, in MXFP8 if the gradient comes as an MXTensor (as from a2a_combine), else in hp.
+    Backward gathers the gradient's rows: in MXFP8 if the gradient is an MXTensor, as from a2a_combine, else in hp.
 
     Args:
-        input: [P, N] plain; N may differ from the dispatched D.
-        permuted_indices: int32 (or int64) [P], from permute.
-        padded_shape: from permute; only its rows, R + 1, matter.
+        input: [P, N] plain. N may differ from the dispatched D.
+        permuted_indices: int32 or int64 [P], from permute.
+        padded_shape: from permute. Only its number of rows, R + 1, is used.
 
     Returns:
         [R, N] of input's dtype.
 
     Raises:
-        ValueError: rows, indices or a shape that do not fit together; the indices are looked at where they lie on the
-            CPU.
+        ValueError: rows, indices and shape do not fit together. The values of indices are checked only on the CPU.
     """
     num_rows = padded_shape[0] - 1
     if (input.dim() != 2 or isinstance(input, MXTensor) or permuted_indices.shape != input.shape[:1]
@@ -327,20 +328,20 @@ def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], 
                                  group_name: str | None = None,
                                  scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
                                  block_size: int = 32, mxfp8_bwd: bool = True) -> torch.Tensor:
-    """Sends hp rows back to the ranks of their tokens (no weighting, no sums). Backward: quantised rows come back.
+    """Sends hp rows back to the ranks of their tokens, without weights or sums. Backward sends quantised rows.
 
     Args:
-        input: [R, N] bf16, fp16 or fp32; N a multiple of 32 unless mxfp8_bwd is False.
-        output_splits, input_splits: rows from and to each rank: dispatch's, swapped.
-        group_name: name of the process group, or a group; None is the whole world.
-        scaling_mode, block_size: of the gradient's cast.
-        mxfp8_bwd: True gives the gradient as an MXTensor, False in hp.
+        input: [R, N] bf16, fp16 or fp32. N is a multiple of 32 unless mxfp8_bwd is False.
+        output_splits, input_splits: dispatch's input_splits and output_splits.
+        group_name: name of the process group, or a group. None means all ranks.
+        scaling_mode, block_size: how the gradient is quantised.
+        mxfp8_bwd: True quantises the gradient, which arrives as an MXTensor. False sends it in hp.
 
     Returns:
         [T, N] of input's dtype.
 
     Raises:
-        TypeError, ValueError: before any collective.
+        TypeError, ValueError: for bad arguments, before any collective.
     """
     group = _group(group_name)
     output_splits, input_splits = _check_splits("a2a_combine", input, output_splits, input_splits, group)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism as a ParallelStyle, for modules that hold all experts' weights as 3-D parameters.
+"""Expert parallelism as a ParallelStyle, for modules that hold the weights of all experts in 3-D parameters.
 
     parallelize_module(moe.experts, ep_mesh, MXFP8ExpertParallel())
     y_TN = moe.experts(x_TD, num_tokens_per_expert)
 
-The module's forward takes rows sorted by expert and how many rows each expert has, and stays as it is written: inside,
-it sees the rows of its own experts, as an MXTensor, with groups padded, and only its own shard of the weights.
+The module's forward takes rows sorted by expert and the number of rows of each expert. Its code does not change. Under
+the style it sees only the experts of its rank: their rows as an MXTensor with padded groups, and their weights.
 """
 
 import torch
@@ -27,21 +27,22 @@ from .transport.deadline import all_to_all
 
 
 class MXFP8ExpertParallel(ParallelStyle):
-    """Shards every parameter over dim 0 (experts) and brings rows to their experts and back, in MXFP8.
+    """Shards every parameter over dim 0 (experts), and sends rows to their experts and back in MXFP8.
 
-    The module's class is replaced by a subclass whose forward does the three steps, so that what belongs to one call
-    lives in that call: a layer may run any number of times before backward, and under recomputation. Its hooks and
-    `fully_shard` (applied afterwards, on another axis of the same mesh) see the rows of this rank, before dispatch.
+    The module's class becomes a subclass whose forward dispatches, runs the module's own forward and combines. Nothing
+    is kept on the module between calls: a layer may run any number of times before backward, and under recomputation.
+    Hooks of the module and `fully_shard` see the rows of this rank before dispatch. Apply `fully_shard` afterwards, on
+    another axis of the same mesh.
 
     Args:
-        group_size_multiple_of: rows to which each expert's group is padded.
-        block_size: 32 or 128 values to a scale.
-        scaling_mode: RCEIL or FLOOR.
-        mxfp8_bwd: whether the gradient of combine travels in MXFP8.
+        group_size_multiple_of: each expert's group is padded to a multiple of this number of rows.
+        block_size: how many values share a scale, 32 or 128.
+        scaling_mode: RCEIL or FLOOR, the rounding of scales.
+        mxfp8_bwd: True sends the gradient of combine in MXFP8. False sends it unquantised.
 
     Raises:
-        ValueError: a block size, scaling mode or multiple that there is not; and from the module's forward, before
-            any collective, rows or counts that do not fit (counts are looked at where they lie on the CPU).
+        ValueError: the block size, scaling mode or multiple is not valid. The module's forward raises it, before any
+            collective, for rows or counts that do not fit. The values of counts are checked only on the CPU.
     """
 
     def __init__(self, group_size_multiple_of: int = 32, block_size: int = 32,
@@ -70,14 +71,14 @@ class MXFP8ExpertParallel(ParallelStyle):
 
     @staticmethod
     def _check(module: nn.Module, device_mesh: DeviceMesh) -> int:
-        """Raises what would go wrong later; returns the number of experts."""
+        """Raises an error if the style cannot be applied. Returns the number of experts."""
         name = type(module).__name__
         if device_mesh.ndim != 1:
-            raise ValueError(f"MXFP8ExpertParallel takes the mesh of expert parallelism alone, got one with axes "
+            raise ValueError(f"MXFP8ExpertParallel takes a mesh with one axis, for expert parallelism; got the axes "
                              f"{device_mesh.mesh_dim_names or device_mesh.ndim}: pass mesh['ep']")
         if "forward" in vars(module):
-            raise ValueError(f"this {name} has a forward of its own, set on the object: the rows would not be "
-                             "dispatched; apply MXFP8ExpertParallel before whatever set it")
+            raise ValueError(f"this {name} has a forward that was set on the object, which would replace dispatch and "
+                             "combine: apply MXFP8ExpertParallel before you set it")
         shapes = {key: parameter.shape for key, parameter in module.named_parameters()}
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(f"{name} is distributed already: apply MXFP8ExpertParallel once, before fully_shard")
@@ -89,9 +90,9 @@ class MXFP8ExpertParallel(ParallelStyle):
                              f"multiple of the {device_mesh.size()} ranks; got {given or 'none'}")
         return num_experts
 
-    @torch.compiler.disable(reason="looks at counts")
+    @torch.compiler.disable(reason="reads the counts")
     def _check_call(self, x_TD: torch.Tensor, counts: torch.Tensor, num_experts: int) -> None:
-        """Raises what would leave the other ranks in a collective."""
+        """Raises an error before the other ranks wait for this one in a collective."""
         check_rows("MXFP8ExpertParallel", x_TD)
         check_quantizable(x_TD, **self.cast)
         check_counts("MXFP8ExpertParallel", counts, num_experts, "the rows of each expert")
@@ -121,11 +122,13 @@ class MXFP8ExpertParallel(ParallelStyle):
     @torch.compiler.disable(reason="reads the splits on the host")
     @torch.no_grad()
     def _exchange_counts(counts: torch.Tensor, group, ranks: int) -> tuple:
-        """output_splits, input_splits (lists of ints) and what arrives, int [ranks * local experts], rank-major.
+        """Exchanges the counts of rows. Here the host waits for the GPU, once a call.
 
-        The one device-to-host read of a call.
+        Returns:
+            output_splits and input_splits, lists of ints.
+            The rows that arrive from each rank for each local expert: int [ranks * local experts], rank-major.
         """
-        counts = counts.long()  # of one size on all ranks, whatever each was given
+        counts = counts.long()  # ranks may have been given different integer dtypes
         arriving = torch.empty_like(counts)
         ones = (1, ) * ranks
         all_to_all(arriving.view(ranks, -1), counts.contiguous().view(ranks, -1), ones, ones, group, "counts")
