@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as it is installed: a wheel, an sdist and an editable install import completely from anywhere."""
+"""The package as it is installed: a wheel, an sdist and an editable install import completely from anywhere. The
+Makefile sets up an environment around the torch of a GPU machine."""
 
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -152,3 +154,36 @@ def test_no_path_of_one_machine():
     found = subprocess.run(["git", "grep", "-nE", r"(^|[^A-Za-z0-9_.])/(work|root|home)/[A-Za-z]", "--", ".",
                             ":!tests/unit/test_packaging.py"], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout == ""
+
+
+TORCH = """
+__version__ = "2.13.0+cu130"
+class cuda:
+    is_available = staticmethod(lambda: True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+@pytest.mark.parametrize("stale", [False, True])
+def test_setup_keeps_the_torch_of_a_virtual_environment_that_sees_a_gpu(tmp_path, stale):
+    """Where PYTHON is found on PATH; `stale`: an environment without that torch was made before."""
+    for name in ("Makefile", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("given", ".venv") if stale else ("given", ):
+        run("-m", "venv", "--without-pip", tmp_path / name, cwd=tmp_path)
+    packages, = (tmp_path / "given/lib").glob("python3*/site-packages")
+    for name in ("torch", "deepspeed/comm"):
+        (packages / name).mkdir(parents=True)
+    (packages / "torch/__init__.py").write_text(TORCH)
+    (packages / "deepspeed/comm/torch.py").write_text("build_shm_op = print")
+    (tmp_path / ".whl").mkdir()
+    (tmp_path / ".whl/some.whl").touch()  # a machine without a package index
+    environment = os.environ | {"PATH": f"{tmp_path / 'given/bin'}{os.pathsep}{os.environ['PATH']}", "MAKEFLAGS": ""}
+    done = subprocess.run(["make", "INSTALL=true", "PYTHON=python3", "VENV=.venv"], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"keeping the torch of {tmp_path / 'given/bin/python3'}, which sees a GPU" in done.stdout
+    assert (tmp_path / ".venv/constraints.txt").read_text().startswith("torch==2.13.0+cu130\n")
+    kept, = (tmp_path / ".venv/lib").glob("python3*/site-packages/kept.pth")
+    assert kept.read_text() == f"{packages}\n"

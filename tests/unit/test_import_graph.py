@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of ds_mxfp8_moe and ops import downwards only, and never in a circle. Imports inside functions count."""
+
+import ast
+import shutil
+from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "ds_mxfp8_moe"
+# From low to high. A module imports modules of its own layer and of those below.
+LAYERS = [
+    ["ops", "ops.mx_format", "ops.device"],
+    ["ops.triton_kernels*", "ops.op_builder*"],
+    ["mx"],
+    ["casts"],
+    ["routing", "experts", "config"],
+    ["activation", "grouped_gemm"],
+    ["crossover"],
+    ["transport*"],
+    ["expert_math"],
+    ["expert_ffn"],
+    ["ep", "scaled_grouped_mm", "parallel_style", "all_to_all"],
+    ["recognise", "proof"],
+    ["layer", "autoep"],
+    ["convert"],
+    ["engine", "pretrained"],
+    ["report", "__init__"],
+]
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """The file of each module, by its name within the package; "__init__" is the package itself."""
+    found = {}
+    for folder, prefix in ((root / PACKAGE, ()), (root / "ops", ("ops", ))):
+        for path in folder.rglob("*.py"):
+            inner = path.relative_to(folder)
+            if inner.parts[0] != "ops":  # the link to the folder that is read anyway
+                parts = [*prefix, *inner.with_suffix("").parts]
+                found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+def imports(path: Path, module: str) -> set[str]:
+    """Absolute names of all that a file imports, as far down as they are written."""
+    package = [PACKAGE, *(part for part in module.split(".") if part != "__init__")]
+    if path.name != "__init__.py":
+        package.pop()
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[:len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """For each module the modules of the package that it imports."""
+    files, found = sources(root), {}
+    for module, path in files.items():
+        inside = [name.removeprefix(PACKAGE).lstrip(".") for name in imports(path, module)
+                  if f"{name}.".startswith(f"{PACKAGE}.")]
+        # What is imported from a module need not be a module itself.
+        targets = {name if name in files else name.rpartition(".")[0] or "__init__" for name in inside}
+        found[module] = targets - {module}
+    return found
+
+
+def layer_of(module: str) -> int:
+    found = [i for i, patterns in enumerate(LAYERS) if any(fnmatch(module, pattern) for pattern in patterns)]
+    assert len(found) == 1, f"{module} is in {len(found)} layers of LAYERS, expected one"
+    return found[0]
+
+
+def circle(found: dict[str, set[str]]) -> str:
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        return " imports ".join(reversed(error.args[1]))
+    return ""
+
+
+def check(root: Path) -> None:
+    found = graph(root)
+    upward = [f"{module} imports {target}" for module, targets in found.items() for target in targets
+              if layer_of(target) > layer_of(module)]
+    assert not upward
+    assert not circle(found)
+    knows_deepspeed = [module for module, path in sources(root).items() if module.split(".")[0] == "ops"
+                       and not module.startswith("ops.op_builder")
+                       and any(name.split(".")[0] == "deepspeed" for name in imports(path, module))]
+    assert not knows_deepspeed
+
+
+def test_imports_go_down():
+    found = graph(ROOT)
+    assert "casts" in found["grouped_gemm"] and "ops.triton_kernels.quantize" in found["casts"]  # inside a function
+    check(ROOT)
+
+
+@pytest.mark.parametrize("module, line, told", [
+    ("ops/triton_kernels/quantize", "from ...transport.nvlink import NVLink", "quantize imports transport.nvlink"),
+    ("ops/device", "from ds_mxfp8_moe import mx", "ops.device imports mx"),
+    ("ds_mxfp8_moe/mx", "import ds_mxfp8_moe", "mx imports __init__"),
+    ("ds_mxfp8_moe/transport/collective", "from .. import layer", "transport.collective imports layer"),
+    ("ds_mxfp8_moe/transport/deadline", "from .collective import Collective",
+     "transport.deadline imports transport.collective"),
+    ("ops/triton_kernels/launch", "import deepspeed.comm as dist", "ops.triton_kernels.launch")])
+def test_an_import_inside_a_function_counts(tmp_path, module, line, told):
+    for folder in (PACKAGE, "ops"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
+    with (tmp_path / f"{module}.py").open("a") as file:
+        file.write(f"\n\ndef planted():\n    {line}\n")
+    with pytest.raises(AssertionError, match=told):
+        check(tmp_path)
