@@ -16,7 +16,7 @@ from .transport.deadline import tell_peers_on_error
 class MXFP8GroupedExperts(GroupedExperts):
     """AutoEP's stacked experts w1, w2, w3, called with tokens and routes.
 
-    The whole exchange happens inside this module's forward: ZeRO-3 gathers its parameters around that call.
+    The whole exchange happens in this module's forward, because ZeRO-3 gathers the parameters around that call.
     """
 
     def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN | None = None) -> torch.Tensor:
@@ -26,14 +26,13 @@ class MXFP8GroupedExperts(GroupedExperts):
 
 
 class MXFP8AutoEPMoELayer(AutoEPMoELayer):
-    """`AutoEPMoELayer` with the same router, parameters and results; ranks may bring different numbers of tokens."""
+    """`AutoEPMoELayer` with the same router, parameters and results. Ranks may bring different numbers of tokens."""
 
     mxfp8_settings: LayerSettings
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """[B, S, H] -> as AutoEPMoELayer: [B, S, H] or [T, H], beside the router's logits where the model wants them.
-
-        Collective over the expert-parallel group.
+        """Takes [B, S, H] and returns what AutoEPMoELayer does: [B, S, H] or [T, H], with the router's logits if the
+        model asks for them. Collective over the expert-parallel group.
         """
         settings = vars(self).get("mxfp8_settings")
         if settings is None:  # the layer is back on DeepSpeed's path, but compile.autoep_non_moe holds this forward

@@ -69,8 +69,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor AutoEP's. Models of Hugging "
-                    'Face need DeepSpeed\'s section "expert_parallel": {"enabled": true, "autoep_size": ...} too')
+            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor AutoEP's. Hugging Face "
+                    'models also need DeepSpeed\'s section "expert_parallel": {"enabled": true, "autoep_size": ...}')
         lines = [str(layer) for layer in self.layers]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
@@ -186,9 +186,9 @@ def _section(config) -> MXFP8MoEConfig:
             return parse({SECTION: config})
         name = "the config"
     else:
-        settings, name = parse(config), config
-        if settings.model_fields_set:
-            return settings
+        section, name = parse(config), config
+        if section.model_fields_set:
+            return section
     raise ConfigError(f'{name} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or give '
                       "no config to convert in the default recipe")
 
@@ -199,12 +199,12 @@ def _describe(settings: LayerSettings) -> str:
         return f"recipe bf16 (no quantisation), {settings.formula}"
     name = "mxfp8" if recipe.wgrad == "mxfp8" else "mxfp8_wgrad_with_hp"
     if fewest_tokens == 0:
-        few = ""
+        threshold = ""
     elif math.isinf(fewest_tokens):
-        few = ", bf16 for batches of any size"
+        threshold = ", bf16 for batches of any size"
     else:
-        few = f", bf16 below {fewest_tokens:.0f} tokens per expert"
-    return f"recipe {name}{few}, blocks of {recipe.block_size}, {settings.formula}"
+        threshold = f", bf16 below {fewest_tokens:.0f} tokens per expert"
+    return f"recipe {name}{threshold}, blocks of {recipe.block_size}, {settings.formula}"
 
 
 def restore(model_or_engine: torch.nn.Module) -> None:
@@ -225,7 +225,7 @@ def _restore_layer(module: torch.nn.Module) -> None:
 
 
 def _shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """Parameters that more than one place of the model holds, with one of the places."""
+    """Parameters that the model holds in more than one place, with the name of the first place."""
     places: dict = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():

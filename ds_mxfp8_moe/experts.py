@@ -7,7 +7,7 @@ A user's expert is any nn.Module. It may take the MXFP8 path only if it computes
     mlp      y = act(x W1^T + b1) W2^T + b2
     gated    y = (act(x Wg^T + bg) * (x Wu^T + bu)) W2^T + b2       Wg and Wu apart, or packed into one [2F, H] weight
 
-with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py finds out which one.
+with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class NotRecognised(Exception):
-    """This layer's experts stay on DeepSpeed's own path; the message is the reason, one sentence."""
+    """The experts of a layer compute none of the formulas. The message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ExpertFormula:
     """What each expert of a layer computes, and which of its parameters plays which role.
 
     Attributes:
-        kind: "linear", "mlp" or "gated"; the formulas stand at the top of this file.
+        kind: "linear", "mlp" or "gated". The formulas are at the top of this file.
         activation: "relu", "gelu", "gelu_tanh", "silu", or None for kind linear.
         hidden_size: H, width of input and output.
         ffn_size: F, width between the projections; H for kind linear.
@@ -108,9 +108,9 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
 
 
 def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula) -> dict[str, list[torch.Tensor] | None]:
-    """The experts' weights of this moment: for each of ROLES one per expert, in the experts' order, or None if absent.
+    """The experts' current weights: for each of ROLES one tensor per expert, in their order, or None if absent.
 
-    Parameters, or what torch.func.functional_call has put into their places.
+    They are parameters, or the tensors that torch.func.functional_call has put in their places.
     """
     names = formula.names()
     return {role: list(map(attrgetter(names[role]), experts)) if role in names else None for role in ROLES}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves a model that AutoEP trains as transformers would save it: all experts, under Hugging Face's names.
 
-AutoEP leaves each rank its own experts, stacked as w1, w2, w3 behind a router of its own. The model class, built anew
-without memory, says where each of them belongs; DeepSpeed's own detection of MoE layers runs on it once more.
+AutoEP gives each rank its own experts, stacked as w1, w2, w3, and a router of its own. To find their names in the
+original model, this file builds the model once more on the meta device and runs DeepSpeed's detection of MoE layers on
+it.
 """
 
 import copy
@@ -27,14 +28,14 @@ CORRECTION_BIAS = "e_score_correction_bias"
 def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwargs) -> None:
     """Writes config and weights to `directory`, for `AutoModelForCausalLM.from_pretrained(directory)`.
 
-    Collective: every rank calls it. Rank 0 gathers the model one MoE layer, else one tensor, at a time into its host
-    memory, and writes it. The weights are those that the model computes with, in its own dtype. Works in every ZeRO
+    Collective: every rank calls it. Rank 0 gathers the model in its host memory, one MoE layer or one other tensor at
+    a time, and writes it. The weights are those that the model computes with, in its own dtype. Works in every ZeRO
     stage, with converted layers, with DeepSpeed's own, and without MoE layers.
 
     Args:
         engine: from initialize, over a transformers model.
-        directory: a folder; only rank 0 writes to it.
-        kwargs: for transformers' `save_pretrained`, such as max_shard_size.
+        directory: a folder. Only rank 0 writes to it.
+        kwargs: arguments of transformers' `save_pretrained`, for example max_shard_size.
 
     Raises:
         TypeError, ValueError: the engine has no transformers model, or splits it by tensor parallelism.
@@ -50,10 +51,10 @@ def save_pretrained(engine: DeepSpeedEngine, directory: str | os.PathLike, **kwa
     if dist.get_rank() == 0:
         try:
             _check_complete(state, skeleton)
-            if os.path.isfile(directory):  # transformers would say so and write nothing
-                raise NotADirectoryError("expected a folder, or a path where none is yet; this is a file")
+            if os.path.isfile(directory):  # transformers would log an error and write nothing
+                raise NotADirectoryError("expected a folder, or a path that does not exist yet; this is a file")
             skeleton.save_pretrained(directory, state_dict=state, **kwargs)
-        except Exception as error:  # the others wait for rank 0, so all of them have to hear of it
+        except Exception as error:  # the other ranks wait for rank 0, so they need its error
             outcome = [f"{type(error).__name__}: {error}"]
     with deadline_for(dist.get_world_group(), engine.device, "save_pretrained, while rank 0 writes"):
         dist.broadcast_object_list(outcome, src=0)
@@ -75,7 +76,7 @@ def _model_of(engine):
 
 
 def _skeleton(model):
-    """The model as transformers makes it from its config, on the meta device."""
+    """The model as transformers builds it from its config, on the meta device."""
     with torch.device("meta"):
         skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype)
     if hasattr(model, "generation_config"):  # classifiers have none
@@ -86,7 +87,7 @@ def _skeleton(model):
 
 
 def _specs(engine, skeleton) -> dict[str, MoELayerSpec]:
-    """What AutoEP finds in the place of each of its layers, by the layer's name."""
+    """AutoEP's description of each of its layers in the original model, by the layer's name."""
     names = [name for name, module in engine.module.named_modules() if isinstance(module, AutoEPMoELayer)]
     if not names:
         return {}
@@ -116,7 +117,7 @@ def _tensors(model, skeleton, specs: dict[str, MoELayerSpec]) -> Iterator[tuple[
 
 
 def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one AutoEP layer under the names that `source`, the layer in its place, has for them."""
+    """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced."""
     correction_bias = ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))
     renamed = {"router.gate.": f"{spec.router_name}.", f"router.{CORRECTION_BIAS}": correction_bias,
                "shared_experts.": f"{spec.shared_experts_name}.",
@@ -161,7 +162,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _at_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:
-    """In host memory on rank 0, None elsewhere: devices keep nothing of what was gathered."""
+    """In host memory on rank 0, None elsewhere. Devices keep no gathered tensors."""
     return tensor.cpu() if dist.get_rank() == 0 else None
 
 
@@ -170,7 +171,7 @@ def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor) -> torch.Tensor | 
     local = _whole(weight).contiguous()
     if layer.ep_size == 1:
         return _at_rank_0(local)
-    if 0 not in ranks_of(layer.ep_group):  # a replica
+    if 0 not in ranks_of(layer.ep_group):  # these experts are copies of others
         return None
     parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if dist.get_rank() == 0 else None
     with deadline_for(layer.ep_group, local.device, "save_pretrained, where rank 0 gathers experts"):
@@ -186,4 +187,4 @@ def _check_complete(state: dict, skeleton) -> None:
     if differing:
         given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
         raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
-                           "(None: missing). Merge or remove what was added to the model, such as adapters of PEFT")
+                           "(None: missing). Merge or remove what was added to the model, for example PEFT adapters")

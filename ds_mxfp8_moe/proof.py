@@ -44,8 +44,8 @@ def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormu
                 raise
             except Exception as error:
                 failure = error
-    text = str(failure).strip().splitlines()
-    raise NotRecognised(": ".join(["running a copy of the expert raised " + type(failure).__name__, *text[:1]]))
+    message = ": ".join([type(failure).__name__, *str(failure).strip().splitlines()[:1]])
+    raise NotRecognised(f"running a copy of the expert raised {message}") from failure
 
 
 @contextmanager

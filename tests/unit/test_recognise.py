@@ -13,7 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
@@ -76,55 +76,38 @@ def test_square_weights_need_the_proof_to_tell_roles_apart():
     assert recognise(local_experts(backwards), H).names()["up"] == "down.weight"
 
 
-def test_half_width():
-    for ffn in (H // 2, 2 * H):
-        assert recognise(local_experts(Gated(ffn=ffn)), H).ffn_size == ffn
+class TakesDeepSpeedsShape(Mlp):
+    def forward(self, x):
+        g, one, c, h = x.shape
+        assert one == 1
+        return self.compute(self, x.reshape(g * c, h)).view(g, 1, c, h)
 
 
-def test_some_biases():
-    template = Gated()
-    template.b = nn.Linear(H, FFN, bias=True)
-    assert recognise(local_experts(template), H).names().keys() == {"gate", "up", "down", "up_bias"}
-
-
-@pytest.mark.parametrize("extra", [nn.Dropout(0.0), nn.Identity()])
-def test_modules_that_do_nothing(extra):
-    template = nn.Sequential(nn.Linear(H, FFN), nn.GELU(), extra, nn.Linear(FFN, H))
-    assert recognise(local_experts(template), H).down == "3.weight"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtypes(dtype):
-    assert recognise(local_experts(Gated().to(dtype)), H).kind == "gated"
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputing_expert(reentrant):
+def recomputing(reentrant):
     def compute(m, x):
         return m.down(checkpoint(lambda x: F.relu(m.up(x)), x, use_reentrant=reentrant))
 
-    assert recognise(local_experts(Mlp(compute)), H).kind == "mlp"
+    return Mlp(compute)
 
 
-def test_expert_that_only_takes_deepspeeds_shape():
-    def compute(m, x):
-        g, one, c, h = x.shape
-        assert one == 1
-        return m.down(F.relu(m.up(x.reshape(g * c, h)))).view(g, 1, c, h)
-
-    assert recognise(local_experts(Mlp(compute)), H).kind == "mlp"
+def with_one_bias():
+    template = Gated()
+    template.b = nn.Linear(H, FFN, bias=True)
+    return template
 
 
-def test_frozen_parameters():
-    template = mlp()
-    template[0].requires_grad_(False)
-    assert recognise(local_experts(template), H).kind == "mlp"
-
-
-def test_activation_in_float32():
-    compute = lambda m, x: m.down(F.silu(m.up(x).float()).to(x.dtype))  # noqa: E731
-    assert recognise(local_experts(Mlp(compute).bfloat16()), H).activation == "silu"
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("template", [
+    Gated(ffn=H // 2), Gated(ffn=2 * H), Gated().bfloat16(), Gated().half(), with_one_bias(),
+    mlp().requires_grad_(False),
+    nn.Sequential(nn.Linear(H, FFN), nn.GELU(), nn.Dropout(0.0), nn.Identity(), nn.Linear(FFN, H)),
+    Mlp(lambda m, x: m.down(F.silu(m.up(x).float()).to(x.dtype))).bfloat16(),
+    TakesDeepSpeedsShape(lambda m, x: m.down(F.relu(m.up(x)))), recomputing(True), recomputing(False),
+], ids=["F = H / 2", "F = 2 H", "bfloat16", "float16", "one bias", "frozen", "no-ops", "activation in float32",
+        "DeepSpeed's shape", "reentrant checkpoint", "checkpoint"])
+def test_other_experts_that_are_recognised(template):
+    formula = recognise(local_experts(template), H)
+    assert set(formula.names().values()) == {name for name, _ in template.named_parameters()}
 
 
 # ---- refused ------------------------------------------------------------------------------------------------------
@@ -166,6 +149,12 @@ def with_weight(data):
     return linear
 
 
+def with_unused_parameter():
+    linear = nn.Linear(H, H)
+    linear.extra = nn.Parameter(torch.ones(3))
+    return linear
+
+
 class WithBuffer(nn.Linear):
     def __init__(self):
         super().__init__(H, H)
@@ -191,20 +180,10 @@ class WithBuffer(nn.Linear):
     (lambda: nn.LazyLinear(H), "has a forward pre hook"),
     (lambda: with_weight(torch.ones(H, H).as_subclass(TensorSubclass)), "is a TensorSubclass, not a plain"),
     (lambda: with_weight(torch.ones(0)), "is empty here"),
+    (with_unused_parameter, "gradient of extra differs"),
 ])
 def test_structures_refused(make, reason):
     assert reason in refused(nn.ModuleList([make()]))  # not all can be deep-copied
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_old_weight_norm_and_pruning():
-    experts = nn.ModuleList([nn.utils.weight_norm(nn.Linear(H, H)) for _ in range(2)])
-    assert "forward pre hook" in refused(experts)
-    for expert in experts:
-        expert._forward_pre_hooks.clear()
-    assert "weight_g" in refused(experts)
-    pruned = prune.l1_unstructured(nn.Linear(H, H), "weight", 0.5)
-    assert "forward pre hook" in refused(nn.ModuleList([pruned]))
 
 
 @pytest.mark.parametrize("rank", [8, H])
