@@ -27,7 +27,7 @@ from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap
 from .peer_memory import KINDS, PeerMemory
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
-CHUNKS = 1024  # most chunks of a rank's tokens
+CHUNKS = 1024  # most chunks of a rank's tokens; kernels.h, MAX_CHUNKS
 LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes to which the regions of a half are aligned
 

@@ -109,7 +109,7 @@ def check_in_flight(both: tuple, reverse: bool) -> None:
 def grow() -> tuple:
     mine = new_memory(torch.distributed.new_group())
     small, hidden = mine.half_bytes, 2048
-    tokens = small // (4 * hidden) + 1  # at least so many rows, of float32, reach some rank
+    tokens = small // (4 * hidden) + 1  # some rank receives at least this many float32 rows
     check_case(Case(tokens=(tokens, ) * 8, hidden=hidden, dtype=FP32, top_k=1), 1, mine)
     big = mine.half_bytes
     check_case(Case(), 1, mine)
@@ -171,7 +171,7 @@ STRESSED = [Case(wire=MX128, top_k=4), Case(), Case(routing="skewed", wire=MX32,
 
 
 def stress(repetitions: int) -> None:
-    """Forward's exchanges, then backward's (unquantised out, quantised back) over the same plan, in any order of cases.
+    """Forward's exchanges, then backward's (unquantised out, quantised back) over the same plan; any order of cases.
 
     Differences are counted on the device, so that the host runs ahead and phases of repetitions meet.
     """

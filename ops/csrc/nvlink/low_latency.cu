@@ -45,6 +45,7 @@ struct View {
   __device__ int *counts(int w, int source) const { // its tokens, then its choices for each of w's experts
     return at<int>(x.half(w), a.count_at) + source * (1 + a.local_experts);
   }
+  // What dispatch keeps of the routes for combine: the places of a token's choices, and each rank's tokens.
   __device__ int *kept(int source, int t) const {
     return at<int>(a.routes) + (int64_t(source) * a.max_tokens + t) * a.K;
   }
