@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 4 compare.py --dp 2             # and fully_shard over the other axis of a 2 x 2 mesh
     torchrun --nproc-per-node 2 compare.py --style own        # the same with a ParallelStyle written here
 
-Runs on GPUs over NCCL where there is one for each rank, else on CPU over gloo. Every rank has its own tokens; both
-layers start from the same weights. Prints the SQNR of output and gradients and fails below the bars.
+Runs over NCCL if there is a GPU for each rank, else on CPUs over gloo. Every rank has its own tokens. Both layers
+start from the same weights. Prints the SQNR of output and gradients, and fails if one is below its bar.
 
-T tokens of a rank, D model size, R = T * top_k routed rows.
+T: tokens of a rank, D: model size, R = T * top_k: routed rows.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from ds_mxfp8_moe.ep import (
 from ds_mxfp8_moe.parallel_style import MXFP8ExpertParallel
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
-OWN_BLOCK_SIZE = 32  # of the building blocks, unless they are told otherwise
-# dB of a SwiGLU layer in MXFP8 against bf16 on normal inputs. The router's gradient is made of differences between
-# experts' outputs, each with the noise of a whole one.
+OWN_BLOCK_SIZE = 32  # the default of the building blocks
+# dB of a SwiGLU layer in MXFP8 against bf16 on normal inputs. The router's bar is lower: its gradient comes from
+# differences between experts' outputs, and each output has its own noise.
 BARS = {"output": 23.0, "input gradient": 22.5, "router": 20.0, "w1": 22.5, "w2": 22.5, "w3": 22.5}
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts in three 3-D weights; takes rows sorted by expert and the number of rows of each."""
+    """SwiGLU experts in three 3-D weights. Takes rows sorted by expert, and the number of rows of each expert."""
 
     def __init__(self, experts: int, dim: int, hidden: int):
         super().__init__()
@@ -75,7 +75,7 @@ class LoopExperts(GroupedExperts):
 
 
 class MoE(nn.Module):
-    """Top-k routing around the experts; weights act after combine."""
+    """Top-k routing around the experts. Routing weights are applied after combine."""
 
     def __init__(self, experts: GroupedExperts, num_experts: int, dim: int, top_k: int):
         super().__init__()
@@ -93,10 +93,10 @@ class MoE(nn.Module):
 
 
 class OwnExpertParallel(ParallelStyle):
-    """The four building blocks in a ParallelStyle of one's own, as hooks around the module's forward.
+    """The four building blocks in a ParallelStyle written here, as hooks around the module's forward.
 
-    Between dispatch and combine the plan waits in a stack on the module: good for calls that nest or follow each
-    other, not for a forward that fails halfway. MXFP8ExpertParallel keeps it in the call instead.
+    Between dispatch and combine, the plan is on a stack on the module. This works for calls that nest or follow each
+    other, but not after a forward that failed halfway. MXFP8ExpertParallel keeps the plan in the call instead.
     """
 
     def _apply(self, module, device_mesh):
@@ -125,7 +125,7 @@ class OwnExpertParallel(ParallelStyle):
 
 
 def step(model: nn.Module, x_TD: torch.Tensor, grad_TD: torch.Tensor) -> dict:
-    """One forward and backward: output, input gradient, and each weight's gradient averaged over all ranks' losses."""
+    """One forward and backward. Returns the output, the input gradient and the gradients of the weights."""
     x_TD = x_TD.clone().requires_grad_()
     y_TD = model(x_TD)
     y_TD.backward(grad_TD)
@@ -151,7 +151,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--block-size", type=int, choices=(32, 128), default=32, help="of --style package")
+    parser.add_argument("--block-size", type=int, choices=(32, 128), default=32, help="for --style package")
     args = parser.parse_args()
 
     if "WORLD_SIZE" not in os.environ:
@@ -182,7 +182,7 @@ def main():
         fully_shard(model.experts, mesh=mesh["dp"])
         fully_shard(model, mesh=init_device_mesh(device, (ranks, )))
 
-    torch.manual_seed(1 + dist.get_rank())  # tokens of each rank's own
+    torch.manual_seed(1 + dist.get_rank())  # other tokens on every rank
     x_TD = torch.randn(args.tokens, args.dim, device=device, dtype=torch.bfloat16)
     grad_TD = torch.randn_like(x_TD)
     expected, actual = step(loop, x_TD, grad_TD), step(model, x_TD, grad_TD)
@@ -193,8 +193,8 @@ def main():
     for name, bar in BARS.items():
         reference, ours = expected[name], actual[name]
         if name in ("router", "w1", "w2", "w3"):
-            # Every rank's loss counts once: expert parallelism sums the gradient over ep, fully_shard takes the mean
-            # over its mesh, a router that nobody shards has that of its own rank's loss.
+            # Expert parallelism sums a gradient over ep. fully_shard takes the mean over its mesh. A router that is
+            # not sharded has the gradient of its own rank's loss.
             sharded = isinstance(ours, DTensor)
             ours = ours.full_tensor() if sharded else ours
             if sharded:
@@ -202,10 +202,10 @@ def main():
                 dist.all_reduce(reference)
                 reference /= ranks if name == "router" else args.dp
         value = db(reference, ours)
-        failed |= not value >= bar  # NaN is below it as well
+        failed |= not value >= bar  # also true for NaN
         if dist.get_rank() == 0:
             print(f"{name:15s} {value:5.1f} dB   bar {bar}")
-    time.sleep(0.2)  # gloo's threads let go of the last tensors: one that does so while Python exits aborts it
+    time.sleep(0.2)  # gloo's threads release the last tensors; one that does so while Python exits aborts the process
     dist.destroy_process_group()
     if failed:
         raise SystemExit("below the bar")

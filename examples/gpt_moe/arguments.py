@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of command-line arguments, of the examples beside this one too."""
+"""Types of command-line arguments, also for the other examples."""
 
 import argparse
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that every machine has, as tokens: byte-level unless a Hugging Face tokenizer is given.
+"""Text that every machine has, as tokens. A token is a byte unless a Hugging Face tokenizer is given.
 
-The order of the data is a function of (seed, step, rank) alone: nothing has to be saved to resume.
+The order of the data depends only on (seed, step, rank), so a resumed run needs no saved state of it.
 """
 
 import pydoc_data.topics
@@ -23,15 +23,15 @@ Encode = Callable[[bytes], np.ndarray]
 
 
 def python_sources(root: Path, without: tuple[str, ...] = ()) -> Iterator[bytes]:
-    """The contents of all Python files under `root`, in the order of their names, but for folders in `without`."""
+    """The contents of all Python files under `root`, sorted by name. Folders named in `without` are left out."""
     for path in sorted(root.rglob("*.py")):
-        # Not a folder of such a name, nor a link into nowhere.
+        # A folder may be named like a Python file, and a link may lead nowhere.
         if path.is_file() and not set(path.relative_to(root).parts).intersection(without):
             yield path.read_bytes()
 
 
 def check(source: str, option: str = "--data") -> None:
-    """Raises FileNotFoundError, with the option that named it, for a source that there is not."""
+    """Raises FileNotFoundError, naming the command-line option, if the source does not exist."""
     if source not in SOURCES and not Path(source).exists():
         raise FileNotFoundError(f"{option} {source!r}: expected {', '.join(SOURCES)}, or an existing file or folder")
 
@@ -39,8 +39,8 @@ def check(source: str, option: str = "--data") -> None:
 def documents(source: str) -> Iterator[bytes]:
     """The texts of a source.
 
-    "stdlib": the sources of Python's standard library without pydoc_data; "pydoc": the English text of
-    pydoc_data.topics; "installed": the sources of all installed packages; else a file, or a folder of files.
+    source: "stdlib", the sources of Python's standard library without pydoc_data. "pydoc", the English text of
+        pydoc_data.topics. "installed", the sources of all installed packages. Else a file or a folder of files.
     """
     check(source)
     if source == "pydoc":
@@ -57,17 +57,17 @@ def documents(source: str) -> Iterator[bytes]:
 
 
 def encode_bytes(text: bytes) -> np.ndarray:
-    """One token a byte, after a separator: int16 [len(text) + 1]."""
+    """A separator, then one token for each byte: int16 [len(text) + 1]."""
     return np.concatenate(([SEPARATOR], np.frombuffer(text, np.uint8))).astype(np.int16)
 
 
 def hf_encoder(tokenizer) -> Encode:
-    """Encodes with a Hugging Face tokenizer: int32."""
+    """A function that encodes with a Hugging Face tokenizer, to int32."""
     return lambda text: np.asarray(tokenizer(text.decode(errors="replace"))["input_ids"], np.int32)
 
 
 def split(texts: Iterator[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Cuts texts into pieces and holds out a fixed random twentieth of them. Returns (training, held out)."""
+    """Cuts texts into pieces and holds out one in twenty, always the same. Returns (training, held out)."""
     pieces = [text[i:i + PIECE_BYTES] for text in texts for i in range(0, len(text), PIECE_BYTES)]
     if len(pieces) < 2:
         raise ValueError(f"the data has {sum(map(len, pieces))} bytes; at least {PIECE_BYTES + 1} are needed")
@@ -76,10 +76,10 @@ def split(texts: Iterator[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 class Windows:
-    """Windows of seq_len + 1 tokens over one stream: inputs are the first seq_len of each, labels the last seq_len.
+    """Windows of seq_len + 1 tokens over one stream. The first seq_len are inputs, the last seq_len are labels.
 
     Args:
-        pieces: of text, encoded here; or the whole stream, encoded already (a memory-map, for one).
+        pieces: texts, which are encoded here. Or the whole stream, encoded, for example as a memory-map.
     """
 
     def __init__(self, pieces: list[bytes] | np.ndarray, seq_len: int, encode: Encode = encode_bytes):
@@ -102,7 +102,7 @@ class Windows:
         return self._order[1]
 
     def training_batch(self, seed: int, index: int, batch_size: int, rank: int, world_size: int) -> torch.Tensor:
-        """The `index`-th batch of `rank`: int64 [batch_size, seq_len + 1]. Ranks share out one order of windows."""
+        """Batch number `index` of `rank`: int64 [batch_size, seq_len + 1]. The ranks divide one order of windows."""
         first = (index * world_size + rank) * batch_size
         rows = []
         for position in range(first, first + batch_size):
@@ -111,8 +111,10 @@ class Windows:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def heldout_batches(self, batch_size: int, limit: int, rank: int, world_size: int) -> Iterator[torch.Tensor]:
-        """Up to `limit` windows spread evenly over the stream, shared out so that all ranks get equally many batches
-        of equal size; where the text is too short for that, windows repeat."""
+        """Up to `limit` windows, spread evenly over the stream.
+
+        Every rank gets the same number of batches of the same size. If the text is too short, windows repeat.
+        """
         batches = max(1, min(limit, self.count) // (batch_size * world_size))
         total = batches * batch_size * world_size
         for batch in range(batches):

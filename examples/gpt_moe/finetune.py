@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a base model with plain DeepSpeed, finetunes it twice, without and with MXFP8, and compares the two.
 
-Every run is examples/gpt_moe/train.py through the `deepspeed` launcher: on all GPUs, or on two CPU ranks over gloo.
-The two finetunings differ in the section "mxfp8_moe" of their DeepSpeed config and in nothing else.
+Every run is examples/gpt_moe/train.py, started by the `deepspeed` launcher on all GPUs, or on two CPU ranks over gloo.
+The two finetunings differ only in the section "mxfp8_moe" of their DeepSpeed config.
 """
 
 import argparse
@@ -46,13 +46,13 @@ def free_port() -> int:
 
 
 def ranks() -> int:
-    """How many processes a run has."""
+    """The number of processes of a run."""
     return CPU_RANKS if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
 
 
 @contextlib.contextmanager
 def train_command(config: Path, save_dir: Path, *arguments: str) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The command that runs train.py on all ranks, and its environment; to be run within."""
+    """The command that runs train.py on all ranks, and its environment. Run it inside the `with` block."""
     programs = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}  # ninja is beside python
     if get_accelerator().device_name() == "cpu":
@@ -65,14 +65,14 @@ def train_command(config: Path, save_dir: Path, *arguments: str) -> Iterator[tup
     try:
         yield command, environment
     finally:
-        # DeepSpeed's CPU all-reduce leaves 66 MiB of shared memory behind for every rank, and the next run, on another
-        # port, as much again.
+        # DeepSpeed's CPU all-reduce leaves 66 MiB of shared memory behind for every rank. Each run uses another port,
+        # so this would add up.
         for leftover in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
             leftover.unlink()
 
 
 def launch(name: str, config: str, args, *arguments: str) -> dict:
-    """Runs train.py on all ranks into args.out / name; returns its summary with the run's wall time in seconds."""
+    """Runs train.py on all ranks into args.out / name. Returns its summary and the run's wall time in seconds."""
     on_cpu = get_accelerator().device_name() == "cpu"
     model = args.model or CONFIGS / "models" / ("gpt_tiny.yaml" if on_cpu else "gpt_small.yaml")
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def launch(name: str, config: str, args, *arguments: str) -> dict:
 
 
 def table(runs: dict[str, dict]) -> str:
-    """One row a run: its losses (nats a token), the held-out loss against the base's, times, and layers converted."""
+    """One row for each run: losses (nats per token), held-out loss against the base's, times, layers converted."""
     base = runs["base"]["heldout"]
     rows = [[name, run["loss"], run["heldout"], f"{run['heldout'] / base - 1:+.1%}", f"{run['train_seconds']:.0f}",
              f"{run['seconds']:.0f}", f"{run['layers_converted']} of {run['moe_layers']}"]
@@ -105,7 +105,7 @@ def main() -> None:
     runs["plain"] = launch("plain", "zero2.json", args, *finetune)
     runs["mxfp8"] = launch("mxfp8", "zero2_mxfp8.json", args, *finetune)
     plot = plot_losses({name: args.out / name for name in runs}, args.out / "loss.png")
-    print(f"\nHeld-out loss: nats a token on the finetuning text, none of which any run was trained on\n{table(runs)}")
+    print(f"\nHeld-out loss: nats per token, on finetuning text that no run was trained on\n{table(runs)}")
     print(f"plot: {plot}")
 
 

@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the GPT; `moe` goes to deepspeed.moe.layer.MoE as it stands (num_experts, k, capacity_factor, ...)."""
+    """Sizes of the GPT. `moe` holds arguments of deepspeed.moe.layer.MoE (num_experts, k, capacity_factor, ...)."""
 
     hidden_size: int
     ffn_size: int
@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer over tokens [B, S]; every block's feed-forward layer is a mixture of SwiGLU experts."""
+    """Decoder-only transformer over tokens [B, S]. Every block's feed-forward layer is an MoE of SwiGLU experts."""
 
     def __init__(self, config: GPTConfig, ep_size: int, activation_checkpointing: bool = False):
         super().__init__()
@@ -130,11 +130,10 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize_weights(model: GPT, seed: int, rank: int) -> None:
-    """Normal weights, smaller for the layers that write into the residual stream.
+    """Draws normal weights, smaller for layers that write into the residual stream.
 
-    DeepSpeed copies one template into all local experts. Here each expert draws its own weights: shared parameters
-    from `seed` alone, experts from `seed` and `rank`. DeepSpeed then spreads them over the ranks that hold the same
-    experts.
+    DeepSpeed copies one template into all local experts. Here each expert gets its own weights. Shared parameters
+    depend on `seed`, experts on `seed` and `rank`. DeepSpeed then copies them to the ranks that hold the same experts.
     """
     shared = torch.Generator().manual_seed(seed)
     local = torch.Generator().manual_seed(seed + 7919 * (rank + 1))
@@ -160,8 +159,10 @@ def expert_parallel_size(num_experts: int) -> int:
 
 def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointing: bool,
               seq_len: int | None = None) -> GPT:
-    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`, and positions for `seq_len` if
-    the file has fewer. Exits for sizes that it has not."""
+    """The GPT of a YAML file of sizes (configs/models), with weights drawn from `seed`.
+
+    It has positions for `seq_len` tokens if the file has fewer. Exits with a message if sizes are missing or wrong.
+    """
     try:
         config = GPTConfig(**yaml.safe_load(path.read_text()))
         experts = config.moe["num_experts"]
@@ -183,8 +184,8 @@ def build_gpt(path: Path, ep_size: int | None, seed: int, activation_checkpointi
 def build_hf(name_or_path: str, seed: int, activation_checkpointing: bool) -> nn.Module:
     """A Hugging Face causal language model for AutoEP.
 
-    `name_or_path` is a YAML file with the arguments of its transformers config, `model_type` among them (random
-    weights), a directory with only a config.json (random weights), or whatever `from_pretrained` takes.
+    name_or_path: a YAML file with the arguments of its transformers config and `model_type`, or a directory with only
+        a config.json: the weights are random. Or anything that `from_pretrained` takes.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     path = Path(name_or_path)

@@ -12,8 +12,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 
 def plot_losses(runs: dict[str, Path], target: Path) -> Path:
-    """Draws the training loss of each run folder over its steps, and its held-out loss before and after as points:
-    before is where the run began or was last resumed."""
+    """Draws the training loss of each run folder over its steps.
+
+    Points show the held-out loss at the beginning of the run, or where it was last resumed, and at its end.
+    """
     figure, axes = plt.subplots(figsize=(8, 5))
     styles = itertools.cycle(("-", "-", "--"))  # the curves of a plain and an MXFP8 run may coincide
     for (name, folder), style in zip(runs.items(), styles, strict=False):

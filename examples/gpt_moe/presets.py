@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finetunes a Hugging Face checkpoint of every family that AutoEP has a preset for, in bf16 and in MXFP8.
 
-Every run is examples/gpt_moe/train.py through the `deepspeed` launcher: on all GPUs, or on two CPU ranks over gloo,
-where train.py puts float32 for bf16 if the CPU has no instructions for that. Both finetunings of a family start from
-the same checkpoint and see the same data in the same order. What the MXFP8 run has saved is then resumed by plain
-DeepSpeed, and read by transformers alone. Checkpoints that --checkpoints does not hold are built from the family's
-config, with random weights: a smaller model of the same parts.
+Every run is examples/gpt_moe/train.py, started by the `deepspeed` launcher on all GPUs, or on two CPU ranks over gloo.
+There, train.py uses float32 instead of bf16 if the CPU has no bf16 instructions. Both finetunings of a family start
+from the same checkpoint and see the same data in the same order. Plain DeepSpeed then resumes the checkpoint of the
+MXFP8 run, and transformers reads what it saved. A family without a folder in --checkpoints gets a small model with
+random weights, built from its config.
 """
 
 import argparse
@@ -33,8 +33,9 @@ import train
 from arguments import one_or_more
 from finetune import CONFIGS, ranks, train_command
 
-# How far two losses of the same weights and text may be apart, as a share of the loss. Both in bf16: the rounding of
-# one number, though a loss is the mean over thousands of tokens. One of them in MXFP8: that and e4m3's three bits.
+# How far two losses of the same weights and text may be apart, as a share of the loss. If both are in bf16: the
+# rounding of one number, though a loss is the mean over thousands of tokens. If one is in MXFP8: also the three bits
+# of e4m3.
 BF16_ROUNDING = 2**-9
 MXFP8_ROUNDING = 0.01
 
@@ -52,11 +53,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="of models built here")
     parser.add_argument("--layers", type=one_or_more, default=2 if on_cpu else 4, help="of models built here")
     parser.add_argument("--experts", type=one_or_more, default=8 if on_cpu else 16, help="of models built here")
-    parser.add_argument("--seq_len", type=one_or_more, default=64 if on_cpu else 512, help="tokens a sequence")
-    parser.add_argument("--data", default="pydoc", help="the text, as train.py takes it")
-    parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained, as train.py takes it")
+    parser.add_argument("--seq_len", type=one_or_more, default=64 if on_cpu else 512, help="tokens per sequence")
+    parser.add_argument("--data", default="pydoc", help="the text, as in train.py")
+    parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained, as in train.py")
     parser.add_argument("--deepspeed_config", type=Path, default=CONFIGS / "ds/autoep_zero2.json", help="of all runs; "
-                        'with a section "mxfp8_moe", that is the MXFP8 run\'s')
+                        'a section "mxfp8_moe" is used for the MXFP8 run')
     parser.add_argument("--zero_stage", type=int, choices=range(4), help="instead of the config's")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(arguments)
@@ -71,14 +72,14 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def families() -> dict[str, str]:
-    """The presets by the model types that they are for."""
+    """Model type -> the preset for it."""
     return {kind: name for name, preset in PRESET_MODELS.items() for kind in preset.hf_model_types}
 
 
 def why_not(model_type: str) -> str | None:
-    """Why the installed transformers cannot finetune such models through AutoEP; None if it can."""
+    """Why the installed transformers cannot finetune models of this type through AutoEP. None if it can."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "the installed transformers has no such language model"
+        return "the installed transformers has no language model of this type"
     try:
         resolve_preset_candidates(AutoEPConfig(), AutoConfig.for_model(model_type))
     except ValueError as reason:
@@ -87,7 +88,7 @@ def why_not(model_type: str) -> str | None:
 
 
 def small_config(model_type: str, hidden_size: int, layers: int, experts: int):
-    """The family's own config with these sizes; what else scales with them is set where the family knows it."""
+    """The family's own config with these sizes. Sizes that depend on them are set if the family has them."""
     known = AutoConfig.for_model(model_type)
     preset = PRESET_MODELS[families()[model_type]]
     heads = hidden_size // 32
@@ -104,28 +105,28 @@ def small_config(model_type: str, hidden_size: int, layers: int, experts: int):
               "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
               "initializer_range": hidden_size**-0.5}  # large enough for the experts to matter to the loss
     kinds = [*dict.fromkeys(getattr(known, "layer_types", None) or ())]
-    if kinds:  # of attention: one after the other
+    if kinds:  # of attention, in turn
         sizes["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
     return AutoConfig.for_model(model_type, **{name: size for name, size in sizes.items() if hasattr(known, name)})
 
 
 def build_checkpoint(model_type: str, folder: Path, args) -> None:
-    """A model of random weights, saved as transformers does."""
+    """Saves a model of random weights in transformers' format."""
     torch.manual_seed(args.seed)
     config = small_config(model_type, args.hidden_size, args.layers, args.experts)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # zeros here, but not in a trained model
+        if name.endswith("e_score_correction_bias"):  # zeros in a new model, but not in a trained one
             buffer.normal_(std=0.1)
     model.save_pretrained(folder)
 
 
 def ds_configs(args) -> dict[str, Path]:
-    """The DeepSpeed configs of the runs, which differ in the section "mxfp8_moe" and in nothing else."""
+    """The DeepSpeed configs of the runs. They differ only in the section "mxfp8_moe"."""
     plain = json.loads(args.deepspeed_config.read_text())
     if args.zero_stage is not None:
         plain["zero_optimization"] = plain.get("zero_optimization", {}) | {"stage": args.zero_stage}
-    # MXFP8 in every layer, however few tokens an expert gets from batches as small as these.
+    # 0: MXFP8 in every layer, although experts get few tokens from these small batches.
     section = plain.pop("mxfp8_moe", {"enabled": True, "min_tokens_per_expert": 0})
     args.out.mkdir(parents=True, exist_ok=True)
     paths = {}
@@ -136,10 +137,10 @@ def ds_configs(args) -> dict[str, Path]:
 
 
 def launch(config: Path, save_dir: Path, bar: tqdm, *arguments: str) -> dict:
-    """Runs train.py with its output in save_dir / output.txt, while `bar` counts its steps; returns its summary.
+    """Runs train.py with its output in save_dir / output.txt, and advances `bar` by its steps. Returns its summary.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the run failed.
     """
     shutil.rmtree(save_dir, ignore_errors=True)
     save_dir.mkdir(parents=True)
@@ -162,7 +163,7 @@ def launch(config: Path, save_dir: Path, bar: tqdm, *arguments: str) -> dict:
 
 @torch.no_grad()
 def transformers_loss(folder: Path, run: argparse.Namespace, batch_size: int, world_size: int) -> float:
-    """The held-out loss that `world_size` ranks of train.py find, from transformers alone: mean cross-entropy."""
+    """The held-out loss as `world_size` ranks of train.py compute it, with transformers alone: mean cross-entropy."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     model.to(get_accelerator().current_device_name())
     heldout = train.load_data(run, run.seq_len)[1]
@@ -175,8 +176,9 @@ def finetune(model_type: str, configs: dict[str, Path], bar: tqdm, args, launch=
     """Finetunes one family and reads back what was saved.
 
     Returns:
-        held-out losses in nats a token: "before"; after "bf16" and "mxfp8"; of the latter's weights when "resumed" by
-        plain DeepSpeed and in "transformers"; tokens per second; how many layers there are, and how many converted.
+        Held-out losses in nats per token: "before"; after "bf16" and "mxfp8"; and of the MXFP8 run's weights when
+        "resumed" by plain DeepSpeed and in "transformers". Tokens per second. The numbers of layers and of converted
+        layers.
     """
     out = args.out / model_type
     base = args.checkpoints and args.checkpoints / model_type
@@ -198,10 +200,10 @@ def finetune(model_type: str, configs: dict[str, Path], bar: tqdm, args, launch=
 
 
 def verdict(row: dict) -> str:
-    """What is wrong with a result of `finetune`, or "ok"."""
+    """"ok", or what is wrong with a result of `finetune`."""
 
     def apart(a: str, b: str, share: float) -> bool:
-        return not abs(row[a] / row[b] - 1) <= share  # NaN is apart from everything
+        return not abs(row[a] / row[b] - 1) <= share  # true for NaN
 
     if not (row["bf16"] < row["before"] and row["mxfp8"] < row["before"]):
         return "does not learn"
@@ -215,7 +217,7 @@ def verdict(row: dict) -> str:
 
 
 def table(rows: dict[str, dict | str]) -> str:
-    """One line a family; a family without a result has its reason instead."""
+    """One line for each family. A family without a result shows the reason."""
     lines = []
     for kind, row in rows.items():
         name = [families()[kind], kind]
@@ -235,7 +237,7 @@ def main() -> None:
     chosen = [kind for kind, preset in families().items() if {kind, preset} & set(args.presets)]
     configs = ds_configs(args)
     rows: dict[str, dict | str] = {}
-    disable_progress_bar()  # transformers' own, inside ours
+    disable_progress_bar()  # of transformers, inside ours
     with tqdm(total=len(chosen) * (2 * args.steps + 1), unit="step",
               mininterval=1 if sys.stderr.isatty() else 30) as bar:
         for i, kind in enumerate(chosen):
@@ -245,10 +247,10 @@ def main() -> None:
             else:
                 try:
                     rows[kind] = finetune(kind, configs, bar, args)
-                except Exception as error:  # the other families go on
+                except Exception as error:  # the other families still run
                     rows[kind] = f"{type(error).__name__}: {error}"
             bar.update((i + 1) * (2 * args.steps + 1) - bar.n)
-    print(f"\nHeld-out losses in nats a token, {args.steps} steps on {ranks()} ranks\n{table(rows)}")
+    print(f"\nHeld-out losses in nats per token, {args.steps} steps on {ranks()} ranks\n{table(rows)}")
     sys.exit(any(not row.startswith("left out") if isinstance(row, str) else not verdict(row).startswith("ok")
                  for row in rows.values()))
 

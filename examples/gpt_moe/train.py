@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2.json
     mpirun -np 2 python examples/gpt_moe/train.py --deepspeed_config configs/ds/zero2.json
 
-Whether it trains in MXFP8 is decided by the section "mxfp8_moe" of the DeepSpeed config alone. On a CPU without bf16
-instructions --float32 is the default, and a line says so.
+The section "mxfp8_moe" of the DeepSpeed config decides whether it trains in MXFP8. On a CPU without bf16 instructions,
+--float32 is the default, and a line says so.
 """
 
 import argparse
@@ -48,23 +48,23 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     kind.add_argument("--model", type=Path, default=ROOT / "configs/models/gpt_tiny.yaml", help="sizes of the GPT")
     kind.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
     parser.add_argument("--ep_size", type=one_or_more,
-                        help="expert-parallel size of the GPT (default: as large as it can be)")
+                        help="expert-parallel size of the GPT (default: the largest possible)")
     parser.add_argument("--seq_len", type=one_or_more,
-                        help="tokens a sequence (default: the GPT's; 256 with --hf_model)")
+                        help="tokens per sequence (default: the GPT's; 256 with --hf_model)")
     parser.add_argument("--data", default="stdlib", help="stdlib, pydoc, installed, or a file or folder")
     parser.add_argument("--heldout_data", help="the text whose held-out part is evaluated (default: --data)")
     parser.add_argument("--heldout_windows", type=one_or_more, default=64, help="sequences evaluated, over all ranks")
     parser.add_argument("--steps", type=one_or_more, default=200,
-                        help="optimizer steps, those before a resume included")
+                        help="optimizer steps, including those before a resume")
     parser.add_argument("--warmup_steps", type=none_or_more, default=20)
     parser.add_argument("--moe_loss_coeff", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--activation_checkpointing", action="store_true")
     parser.add_argument("--freeze", metavar="PATTERN", help="parameters that are not trained: a regular expression "
-                        r"for their whole names, such as '.*layers\.0\..*experts.*' (of experts: in ZeRO-0 or 1) or "
-                        r"'.*\.experts\..*' (of all experts: in ZeRO-0; DeepSpeed refuses more)")
-    parser.add_argument("--float32", action="store_true", help='whatever the config says under "bf16"; so by itself '
-                        "on a CPU without bf16 instructions, which would emulate them")
+                        r"for their whole names, such as '.*layers\.0\..*experts.*' (some experts: ZeRO-0 or 1) or "
+                        r"'.*\.experts\..*' (all experts: ZeRO-0)")
+    parser.add_argument("--float32", action="store_true", help='ignores "bf16" in the config; the default on a CPU '
+                        "without bf16 instructions")
     parser.add_argument("--compile", action="store_true", help="torch.compile through DeepSpeed's engine")
     parser.add_argument("--save_dir", type=Path, help="checkpoints, log.jsonl, summary.json and loss.png go here")
     parser.add_argument("--save_every", type=none_or_more, default=0,
@@ -77,7 +77,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log_every", type=one_or_more, default=10)
     args = deepspeed.add_config_arguments(parser).parse_args(arguments)
     if args.save_pretrained and not args.hf_model:
-        parser.error("--save_pretrained needs --hf_model: the GPT is no Hugging Face model")
+        parser.error("--save_pretrained needs --hf_model: the GPT is not a Hugging Face model")
     if not args.hf_model and not args.model.is_file():
         parser.error(f"--model: there is no file {args.model}")
     if models.is_yaml(args.hf_model or "") and not Path(args.hf_model).is_file():
@@ -85,7 +85,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     for option, folder in (("--save_dir", args.save_dir), ("--save_pretrained", args.save_pretrained)):
         if folder and folder.exists() and not folder.is_dir():
             parser.error(f"{option} {folder} is no folder")
-    # DeepSpeed's autotuner hands over the config itself, encoded.
+    # DeepSpeed's autotuner passes the encoded config itself, not a file.
     if Path(args.deepspeed_config or "").suffix and not Path(args.deepspeed_config).is_file():
         parser.error(f"--deepspeed_config: there is no file {args.deepspeed_config}")
     if (args.load_tag or args.finetune) and not args.load_dir:
@@ -102,13 +102,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def checkpoint(args: argparse.Namespace) -> Path:
-    """The folder in args.load_dir that is to be loaded, whether or not it is there."""
+    """The folder in args.load_dir to load. It need not exist."""
     latest = args.load_dir / "latest"
     return args.load_dir / (args.load_tag or (latest.read_text().strip() if latest.is_file() else latest.name))
 
 
 def cosine_with_warmup(warmup_steps: int, total_steps: int):
-    """A function from an optimizer to its schedule: linear warm-up, then a cosine down to a tenth."""
+    """Makes a function from an optimizer to its schedule: linear warm-up, then a cosine down to a tenth."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -120,7 +120,7 @@ def cosine_with_warmup(warmup_steps: int, total_steps: int):
 
 
 def losses(engine, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of the next token, and the MoE layers' auxiliary loss (0 if there is none): float32 scalars."""
+    """Cross-entropy of the next token, and the MoE layers' auxiliary loss or 0: float32 scalars."""
     tokens_BS = tokens_BS.to(engine.device)
     output = engine(input_ids=tokens_BS[:, :-1])
     cross_entropy = F.cross_entropy(output.logits.float().flatten(0, 1), tokens_BS[:, 1:].flatten())
@@ -128,12 +128,12 @@ def losses(engine, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def moe_layers(engine) -> list[torch.nn.Module]:
-    """The MoE layers of either kind; DeepSpeed's AutoEP layers count the tokens of their experts in a buffer."""
+    """The MoE layers, classic or AutoEP's. AutoEP's have a buffer that counts the tokens of their experts."""
     return [m for m in engine.module.modules() if isinstance(m, MoE) or hasattr(m, "tokens_per_expert")]
 
 
 def number_of_parameters(engine) -> int:
-    """Of the whole model: of experts a rank holds a part, and in ZeRO-3 of every parameter."""
+    """The parameters of the whole model. A rank holds some of the experts, and in ZeRO-3 a part of each parameter."""
     ep_sizes = {id(p): layer.ep_size for layer in moe_layers(engine) for p in layer.parameters() if is_moe_param(p)}
     return sum(getattr(p, "ds_numel", p.numel()) * ep_sizes.get(id(p), 1) for p in engine.module.parameters())
 
@@ -145,12 +145,11 @@ def mean_over_ranks(values: list[float], device) -> list[float]:
 
 
 class ExpertLoad:
-    """How unevenly the tokens since the last reading, or since this was made, went to the experts: max / mean,
-    averaged over the layers."""
+    """How unevenly tokens went to the experts since the last reading: max / mean, averaged over the layers."""
 
     def __init__(self, layers):
         self.layers = layers
-        # What was evaluated before, and the steps before a resume, are in the running sums as well.
+        # The running sums also hold what was evaluated before, and the steps before a resume.
         self.seen = [0 if isinstance(layer, MoE) else layer.tokens_per_expert.clone() for layer in layers]
 
     def read(self) -> float:
@@ -181,7 +180,7 @@ def heldout_loss(engine, windows: data.Windows, args) -> float:
 def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
     """(training windows of --data, held-out windows of --heldout_data)"""
     encode, path = data.encode_bytes, Path(args.hf_model or "")
-    # What is no path is a name, whose tokenizer transformers finds as it finds the weights.
+    # If it is not a path, it is the name of a model, and transformers finds its tokenizer.
     if args.hf_model and (not path.exists() or (path / "tokenizer_config.json").is_file()):
         from transformers import AutoTokenizer
         encode = data.hf_encoder(AutoTokenizer.from_pretrained(args.hf_model))
@@ -190,12 +189,12 @@ def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
         if args.heldout_data and args.heldout_data != args.data:
             heldout = data.split(data.documents(args.heldout_data))[1]
         return data.Windows(train, seq_len, encode), data.Windows(heldout, seq_len, encode)
-    except ValueError as error:  # there is too little
+    except ValueError as error:  # the text is too short
         sys.exit(f"--data {args.data}, --heldout_data {args.heldout_data or args.data}: {error}")
 
 
 def freeze(model: torch.nn.Module, pattern: str) -> None:
-    """Leaves out of training every parameter whose whole name matches the regular expression."""
+    """Freezes every parameter whose whole name matches the regular expression."""
     names = [name for name, _ in model.named_parameters()]
     chosen = [name for name in names if re.fullmatch(pattern, name)]
     if not chosen:
@@ -205,11 +204,15 @@ def freeze(model: torch.nn.Module, pattern: str) -> None:
 
 
 def check_frozen(engine) -> None:
-    """Of frozen experts, DeepSpeed 0.19.8 saves rank 0's in ZeRO-2 and loads them into every rank; ZeRO-3 refuses."""
+    """Refuses frozen experts in ZeRO-2 and 3.
+
+    In ZeRO-2, DeepSpeed 0.19.8 saves the frozen experts of rank 0 and loads them into every rank. In ZeRO-3 it refuses
+    to save them.
+    """
     stage = engine.zero_optimization_stage()
     if stage < 2:
         return
-    held = "rank 0's alone" if stage == 2 else "no frozen experts"
+    held = "only those of rank 0" if stage == 2 else "no frozen experts"
     for name, p in engine.module.named_parameters():
         if is_moe_param(p) and not p.requires_grad:
             raise ValueError(f"--freeze takes {name}, of which each rank has another part, but checkpoints of "
@@ -217,7 +220,7 @@ def check_frozen(engine) -> None:
 
 
 def would_emulate_bf16(args) -> bool:
-    """Whether the config asks for bf16 on a CPU that has no instructions for it."""
+    """Whether the config asks for bf16 on a CPU without bf16 instructions."""
     device = torch.device(get_accelerator().device_name())
     return (not args.float32 and load_ds_config(args.deepspeed_config).get("bf16", {}).get("enabled", False)
             and emulated(device, torch.bfloat16))
@@ -235,19 +238,18 @@ def initialize(args):
         model = models.build_gpt(args.model, args.ep_size, args.seed, args.activation_checkpointing, args.seq_len)
         seq_len = args.seq_len or model.config.seq_len
     if args.float32:
-        model.float()  # those of Hugging Face are built in bf16
+        model.float()  # Hugging Face models are built in bf16
         args.deepspeed_config = {k: v for k, v in load_ds_config(args.deepspeed_config).items() if k != "bf16"}
     if args.freeze:
         freeze(model, args.freeze)
-    # A generator, since AutoEP replaces parameters before DeepSpeed reads it. Of trained ones alone, since ZeRO-1 and
-    # 2 fail on a group of parameters that is frozen as a whole, such as all that are no experts.
+    # A generator, since AutoEP replaces parameters before DeepSpeed reads them. It leaves out frozen parameters, since
+    # ZeRO-1 and 2 fail on a group in which all parameters are frozen.
     trained = (p for p in model.parameters() if p.requires_grad)
     engine, *_ = ds_mxfp8_moe.initialize(args=args, model=model, model_parameters=trained,
                                          lr_scheduler=cosine_with_warmup(args.warmup_steps, args.steps))
     if not moe_layers(engine):
-        raise ValueError(f'--hf_model {args.hf_model} has no MoE layers of DeepSpeed: it makes them out of those of a '
-                         'Hugging Face model where its config has the section '
-                         '"expert_parallel": {"enabled": true, "autoep_size": N}')
+        raise ValueError(f'--hf_model {args.hf_model} has no MoE layers of DeepSpeed. AutoEP makes them: write '
+                         '"expert_parallel": {"enabled": true, "autoep_size": N} into the DeepSpeed config')
     if args.save_dir:
         check_frozen(engine)
     if args.compile:
@@ -256,8 +258,10 @@ def initialize(args):
 
 
 def open_log(folder: Path, step: int) -> TextIO:
-    """The log.jsonl of a run that goes on after `step`, open for more: without the steps that it makes once again, and
-    without a line that was cut short."""
+    """Opens the log.jsonl of a run that continues after `step`, to append to it.
+
+    Removes later steps, which the run repeats, and a line that was cut short.
+    """
     path = folder / "log.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
@@ -266,7 +270,7 @@ def open_log(folder: Path, step: int) -> TextIO:
 
 
 def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step: int, args) -> dict:
-    """Trains from `first_step` to args.steps. Writes one line a logged step to log.jsonl, and returns a summary."""
+    """Trains from `first_step` to args.steps. Writes a line to log.jsonl for each logged step. Returns a summary."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     tokens_per_step = batch_size * accumulation * world_size * train_windows.seq_len
@@ -278,7 +282,7 @@ def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step
     start = logged_at = time.perf_counter()
     logged_step = first_step
     for step in range(first_step, args.steps):
-        # What a step draws at random depends on seed, step and rank alone, so that a resumed run repeats it.
+        # Random numbers of a step depend only on seed, step and rank, so a resumed run repeats them.
         torch.manual_seed((args.seed * 1_000_003 + step) * world_size + rank)
         totals = [0.0, 0.0]
         for micro in range(accumulation):
@@ -310,7 +314,7 @@ def train(engine, train_windows: data.Windows, heldout: data.Windows, first_step
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Builds, loads, trains and evaluates as the arguments say; returns the summary. Every rank calls it."""
+    """Builds, loads, trains and evaluates as the arguments say. Returns the summary. Every rank calls it."""
     if args.save_dir:
         args.save_dir.mkdir(parents=True, exist_ok=True)
     engine, seq_len = initialize(args)
@@ -344,14 +348,14 @@ def main() -> None:
         sys.exit("--deepspeed_config: name a file such as configs/ds/zero2.json")
     if "LOCAL_RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None:
         sys.exit(f"this runs on ranks that a launcher starts: deepspeed {shlex.join(sys.argv)}")
-    deepspeed.init_distributed()  # also finds its rank through mpi4py where a launcher set none
+    deepspeed.init_distributed()  # finds the rank through mpi4py if the launcher did not set it
     args.local_rank = int(os.environ["LOCAL_RANK"])
     get_accelerator().set_device(args.local_rank)
     if would_emulate_bf16(args):
         args.float32 = True
         if dist.get_rank() == 0:
-            print("train.py: in float32 instead of bf16, for which this CPU has no instructions: emulated it would "
-                  "take ten times as long", flush=True)
+            print("train.py: trains in float32 instead of bf16: this CPU has no bf16 instructions and would take ten "
+                  "times as long", flush=True)
     summary = run(args)
     if dist.get_rank() == 0:
         print(json.dumps(summary))
