@@ -251,7 +251,7 @@ def test_bad_input_raises_before_the_collective(ranks2):
 
 
 def splits_that_disagree() -> list:
-    """Rank 0 sends what rank 1 does not expect; then rank 1 is elsewhere, and at last does not come."""
+    """Rank 0 sends more than rank 1 expects. Then rank 1 makes another call, and at last it makes none."""
     rank, group, texts = dist.get_rank(), dist.new_group(), []
     c10d._set_pg_timeout(timedelta(seconds=2), group)
     x = torch.ones(4, 32)
