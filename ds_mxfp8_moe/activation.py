@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens between an expert's two GEMMs: activation, routing weight and quantisation, forward and backward.
 
-In kernels where the device has them (ops/triton_kernels/activation.py), else in plain torch: the functions here, which
-are the kernels' reference. P: rows, G: width of the first GEMM, F: FFN size, E: experts.
+Where the device runs Triton kernels, these functions call them (ops/triton_kernels/activation.py). Elsewhere they
+compute in plain torch, which is the kernels' reference. P: rows, G: width of the first GEMM, F: FFN size, E: experts.
 """
 
 import math
@@ -41,7 +41,7 @@ SLOPES: dict[str, Callable] = {
 
 
 class Gradients(NamedTuple):
-    """What `activate_backward` returns; forms of dpre that were not asked for are None.
+    """What `activate_backward` returns. A form of dpre that was not asked for is None.
 
     Attributes:
         dweight_P: float32, <t, act(pre)>.
@@ -57,13 +57,14 @@ class Gradients(NamedTuple):
 
 
 def bias_rows(bias_EN: torch.Tensor, ends_E: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Each row's bias [P, N]; rows past the last group get the last one's."""
+    """The bias of each row's expert, [P, N]. Rows past the last group get the last expert's."""
     row_P = torch.arange(num_rows, device=bias_EN.device, dtype=torch.int32)
     group_P = torch.searchsorted(ends_E, row_P, right=True).clamp_max(bias_EN.shape[0] - 1)
     return bias_EN.index_select(0, group_P)
 
 
 def _halves(pre_PG: torch.Tensor, layout: str) -> tuple:
+    """Gate and up, float32."""
     one, other = pre_PG.float().chunk(2, dim=-1)
     return (other, one) if layout == "up_gate" else (one, other)
 
@@ -79,19 +80,19 @@ def _activated(pre_PG: torch.Tensor, activation: str, layout: str) -> torch.Tens
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int,
              scaling_mode: str, *, quantized: bool, keep: bool, bias_EG: torch.Tensor | None = None,
              ends_E: torch.Tensor | None = None) -> tuple:
-    """weight * act(pre + bias), and the pre-activation kept for backward.
+    """h = weight * act(pre + bias), and the pre-activation kept for backward.
 
     Args:
-        pre_PG: bf16, fp16 or fp32: what the first grouped GEMM left.
-        weight_P: float32 routing weights; 0 in padding rows.
+        pre_PG: bf16, fp16 or fp32: the result of the first grouped GEMM.
+        weight_P: float32 routing weights, 0 in padding rows.
         activation: a key of ACTIVATIONS.
-        layout: "mlp", "gate_up" or "up_gate": what stands in pre's columns.
-        quantized: h as MXFP8; else in pre's dtype.
-        keep: also return pre + bias in MXFP8, gate and up quantised apart.
-        bias_EG, ends_E: each expert's bias, and int32 ends of the groups; pre + bias is rounded to pre's dtype.
+        layout: "mlp", "gate_up" or "up_gate": the order of pre's columns.
+        quantized: return h as an MXTensor. Without it h is a plain tensor of pre's dtype.
+        keep: also return pre + bias in MXFP8, with no block across gate and up.
+        bias_EG, ends_E: each expert's bias, and int32 ends of the groups. pre + bias is rounded to pre's dtype.
 
     Returns:
-        h [P, F], and MXTensor [P, G / F, F] or None.
+        h [P, F], and what is kept: an MXTensor [P, G / F, F], or None.
     """
     if runs_triton(pre_PG):
         from .ops.triton_kernels import activation as kernels
@@ -106,7 +107,7 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
         h_PF = h_PF.to(pre_PG.dtype)
     if not keep:
         return h_PF, None
-    # No block lies in both halves.
+    # No block lies across gate and up.
     return h_PF, quantize(pre_PG.unflatten(-1, (1 if layout == "mlp" else 2, -1)), block_size, scaling_mode)
 
 
@@ -117,6 +118,7 @@ def _with_bias(pre_PG, bias_EG, ends_E) -> torch.Tensor:
 
 
 def _outwardly(mx: MXTensor, dtype: torch.dtype) -> MXTensor:
+    """The same values in a tensor that looks like one of `dtype`."""
     return MXTensor(mx.qdata, mx.scale, mx.block_size, dtype)
 
 
@@ -127,9 +129,9 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     """The gradients of `activate`: of the routing weights, and of pre in the forms that are asked for.
 
     Args:
-        t_PF: the gradient of h / weight: bf16, fp16 or fp32.
-        kept: what `activate` kept, in which the bias is; or pre_PG as given to it, beside bias_EG and ends_E.
-        plain, rows, columns: the forms of dpre wanted; see Gradients.
+        t_PF: the gradient of h: bf16, fp16 or fp32.
+        kept: what `activate` kept, which includes the bias. Or pre_PG itself, together with bias_EG and ends_E.
+        plain, rows, columns: the forms of dpre to return, see Gradients.
     """
     if runs_triton(t_PF):
         from .ops.triton_kernels import activation as kernels
@@ -158,9 +160,10 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
 
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None,
                ends: tuple | None = None) -> torch.Tensor:
-    """[E, N] float32: sums over each group's rows (multiples of 128), times weight_P if given, in a fixed order.
+    """Sums the rows of each group, times weight_P if given: [E, N] float32. The order of additions is fixed.
 
-    `ends`: the same as `ends_E`, on the host; without it plain torch reads them from the device.
+    Groups are multiples of 128 rows. `ends`: the values of `ends_E` on the host. Without them plain torch reads them
+    from the device, which waits for it.
     """
     if runs_triton(x_PN):
         from .ops.triton_kernels import activation as kernels
@@ -172,7 +175,7 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
 
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor
                       ) -> torch.Tensor:
-    """y + weight * bias of each row's expert, float32."""
+    """y + weight * bias of each row's expert, in float32."""
     if runs_triton(y_PN):
         from .ops.triton_kernels import activation as kernels
         return kernels.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E, torch.float32)

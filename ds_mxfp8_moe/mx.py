@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MXFP8 format in plain PyTorch: casts, the tensor that carries data and scales, and the oracle of every kernel.
+"""The MXFP8 format in plain PyTorch: casts, which are the oracle of the kernels, and a tensor of data and scales.
 
-MXFP8 (OCP Microscaling Formats v1.0) is e4m3 data with one E8M0 scale, a power of two kept as a byte of bias 127, for
-each block of neighbours along the last axis. A block holds 32 values; with `block_size` 128 four neighbouring blocks
-share one scale, and a weight can share one scale per 128x128 tile. The last block of an axis that is a multiple of 32
-but not of 128 is shorter.
+MXFP8 (OCP Microscaling Formats v1.0) stores values as e4m3 data. Each block of 32 neighbours along the last axis has
+one E8M0 scale: a power of two, stored as a byte with bias 127. With `block_size` 128, four neighbouring blocks share
+one scale. A `tiled` weight has one scale for each tile of 128x128 values. If an axis is a multiple of 32 but not of
+128, its last block of 128 is shorter.
 
     scale, rceil   the smallest power of two with amax / scale <= 448
-    scale, floor   2^(exponent of amax - 8); data beyond +-448 saturates
+    scale, floor   2^(exponent of amax - 8). Data beyond +-448 saturates
     data           x / scale, computed exactly in float32, rounded to nearest even
     zero block     scale byte 0, data 0 with its signs
-    NaN, Inf       anywhere in a block: scale byte 255 and every data byte 0x7F, so either half reads back as NaN
+    NaN, Inf       anywhere in a block give scale byte 255 and data bytes 0x7F, so data or scale alone reads as NaN
 
-Dequantised values are exact in bfloat16 (4 significant bits times a power of two), apart from those below bfloat16's
-2^-133 and those that rounding lifts to 2^128, which is Inf there and in float32.
+Dequantised values are exact in bfloat16, since they are 4 significant bits times a power of two. Exceptions are values
+below 2^-133, bfloat16's smallest, and values that rounding lifts to 2^128, which is Inf in bfloat16 and in float32.
 """
 
 from enum import Enum
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class ScaleCalculationMode(str, Enum):
-    """torchao's names for the rounding of scales; a member equals its string, and either may be given."""
+    """torchao's names for the rounding of scales. A member equals its string, and callers may give either."""
 
     RCEIL = "rceil"
     FLOOR = "floor"
@@ -37,23 +37,23 @@ SCALING_MODES = tuple(mode.value for mode in ScaleCalculationMode)
 
 
 class MXTensor(torch.Tensor):
-    """A tensor held as MXFP8: looks like one of `orig_dtype`, stores e4m3 data and E8M0 scales.
+    """A tensor in MXFP8. It looks like a tensor of `orig_dtype`, and stores e4m3 data and E8M0 scales.
 
     Attributes:
         qdata: float8_e4m3fn, the tensor's own shape [..., R, K].
         scale: float8_e8m0fnu, [..., R, ceil(K / block_size)], or [..., ceil(R / 128), ceil(K / 128)] with `tiled`.
         block_size: values along the last axis that share a scale: 32 or 128.
-        orig_dtype: the dtype it had, has outwardly, and is dequantised to.
-        tiled: one scale per 128x128 tile (weights).
+        orig_dtype: the dtype before the cast. The tensor shows it as its dtype, and is dequantised to it.
+        tiled: whether each tile of 128x128 values has one scale (weights).
 
-    Moves of whole rows (slices, selects, index, cat, views that keep the last axis, clone, detach, to) move data and
-    scales; every other op dequantises its operands first. Writing into one is an error, but for `add_`, with which
-    autograd accumulates: it re-quantises the sum, with rceil. Autograd accepts an MXTensor as the gradient of a
-    tensor of its outward dtype.
+    Ops that move whole rows move data and scales: slices, selects, index, cat, views that keep the last axis, clone,
+    detach and to. Every other op dequantises its operands first. Writing into an MXTensor is an error, except for
+    `add_`, which autograd uses to accumulate: it quantises the sum again, with rceil. Autograd accepts an MXTensor as
+    the gradient of a tensor of `orig_dtype`.
     """
 
     qdata: torch.Tensor
-    scale_bytes: torch.Tensor  # uint8: inductor knows no float8_e8m0fnu
+    scale_bytes: torch.Tensor  # `scale` as uint8, since inductor does not support float8_e8m0fnu
     block_size: int
     orig_dtype: torch.dtype
     tiled: bool
@@ -71,12 +71,12 @@ class MXTensor(torch.Tensor):
 
     @staticmethod
     def of(parts: MXParts, dtype: torch.dtype) -> "MXTensor":
-        """The tensor around what a kernel returned, outwardly of `dtype`."""
+        """An MXTensor of what a kernel returned. It looks like a tensor of `dtype`."""
         return MXTensor(parts.qdata, parts.scale_bytes, parts.block_size, dtype, parts.tiled)
 
     @property
     def parts(self) -> MXParts:
-        """What kernels take."""
+        """The plain struct that kernels take."""
         return MXParts(self.qdata, self.scale_bytes, self.block_size, self.tiled)
 
     @property
@@ -84,13 +84,13 @@ class MXTensor(torch.Tensor):
         return self.scale_bytes.view(torch.float8_e8m0fnu)
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `output_dtype` (default: `orig_dtype`), same shape. Differentiable."""
+        """The values as a plain tensor of `output_dtype` (default: `orig_dtype`). Differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Dequantize.apply(self, output_dtype)
         return dequantize(self, output_dtype)
 
     def with_parts(self, qdata, scale) -> "MXTensor":
-        """The same kind of tensor around other data and scales."""
+        """An MXTensor of other data and scales, with this one's block size, dtype and tiling."""
         return MXTensor(qdata, scale, self.block_size, self.orig_dtype, self.tiled)
 
     def __repr__(self):
@@ -105,7 +105,7 @@ class MXTensor(torch.Tensor):
         return cls(parts["qdata"], parts["scale_bytes"], *meta)
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata, expected_type=None):
-        # A compiled backward was traced for plain gradients: hand it one.
+        # A compiled backward that was traced with plain gradients needs a plain one.
         return self.dequantize() if expected_type is torch.Tensor else None
 
     @classmethod
@@ -123,13 +123,13 @@ class MXTensor(torch.Tensor):
                             "the plain tensor that it returns")
 
         def plain(x):
-            return dequantize(x) if isinstance(x, MXTensor) else x  # autograd is above this
+            return dequantize(x) if isinstance(x, MXTensor) else x  # autograd has already run at this level
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
 class _Dequantize(torch.autograd.Function):
-    """A change of dtype, as far as gradients go."""
+    """Dequantises. Its gradient is that of a change of dtype."""
 
     @staticmethod
     def forward(ctx, mx, output_dtype):
@@ -142,14 +142,13 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _on_parts(func, args, kwargs):
-    """Applies a copy or view that leaves the shape alone to both halves."""
+    """Applies an op that keeps the shape to data and scales."""
     mx = args[0]
-    # Memory formats speak of the data's shape: the scales follow their own.
     return mx.with_parts(func(mx.qdata, *args[1:], **kwargs), func(mx.scale, *args[1:], **kwargs))
 
 
 def _on_rows(func, args, kwargs):
-    """slice, select, index_select and the like along an axis that no block spans."""
+    """Applies slice, select, index_select and the like to data and scales, along an axis that blocks do not span."""
     mx, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     whole_axes = mx.dim() - (2 if mx.tiled else 1)
     if not isinstance(dim, int) or dim % mx.dim() >= whole_axes:
@@ -162,10 +161,10 @@ def _index(func, args, kwargs):
     if not isinstance(mx, MXTensor):
         return NotImplemented
     whole_axes = mx.dim() - (2 if mx.tiled else 1)
-    # A mask indexes as many axes as it has.
+    # A mask indexes as many axes as it has itself.
     if sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices) > whole_axes:
         return NotImplemented
-    # Advanced indexing has no float8 kernels on every device: move bytes.
+    # Not every device has float8 kernels for advanced indexing, so this moves bytes.
     qdata = func(mx.qdata.view(torch.uint8), indices).view(torch.float8_e4m3fn)
     return mx.with_parts(qdata, func(mx.scale.view(torch.uint8), indices).view(torch.float8_e8m0fnu))
 
@@ -194,7 +193,7 @@ def _accumulate(func, args, kwargs):
         return NotImplemented
     other = other.dequantize(torch.float32) if isinstance(other, MXTensor) else other
     total = quantize(mx.dequantize(torch.float32).add_(other, **kwargs), mx.block_size)
-    # In place: mx may be rows of another, which has to see them.
+    # In place, since mx may be a view of another MXTensor.
     mx.qdata.view(torch.uint8).copy_(total.qdata.view(torch.uint8))
     mx.scale_bytes.copy_(total.scale_bytes)
     return mx
@@ -228,7 +227,7 @@ _ROW_OPS = {
 def check_quantizable(x: torch.Tensor, block_size: int, scaling_mode: str) -> None:
     """Raises the TypeError or ValueError that `quantize` would."""
     if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
-        raise ValueError(f"block_size {block_size!r} and scaling_mode {scaling_mode!r} were given; MXFP8 here knows "
+        raise ValueError(f"block_size {block_size!r} and scaling_mode {scaling_mode!r} were given; supported are "
                          f"block sizes {BLOCK_SIZES} and scaling modes {SCALING_MODES}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"cannot quantise a tensor of {x.dtype}; expected bfloat16, float16 or float32")
@@ -238,24 +237,24 @@ def check_quantizable(x: torch.Tensor, block_size: int, scaling_mode: str) -> No
 
 
 def _scale_bytes(amax: torch.Tensor, scaling_mode: str) -> torch.Tensor:
-    """E8M0 bytes (int32, 0..255) for block maxima in float32, from the bits of the float: exact for every input."""
-    # The sign bit off: torch's vectorised maximum of NaN was seen to set it.
+    """E8M0 bytes (int32, 0 to 255) for block maxima in float32. Computed from the bits, so exact for every input."""
+    # Clear the sign bit: torch's vectorised maximum sets it for some NaNs.
     bits = amax.contiguous().view(torch.int32) & 0x7FFFFFFF
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # 448 = 1.75 * 2^8: amax / 2^(exponent - 8) exceeds it when the mantissa exceeds 1.75.
+    # 448 = 1.75 * 2^8, so amax / 2^(exponent - 8) exceeds 448 if the mantissa exceeds 1.75.
     scale = exponent - 8 + (mantissa > 0x600000).int() if scaling_mode == "rceil" else exponent - 8
     return torch.where(exponent == 255, NAN_SCALE_BYTE, scale.clamp_min(0))
 
 
 def _power_of_two(exponent_byte: torch.Tensor) -> torch.Tensor:
-    """float32 2^(byte - 127) for int32 bytes 0..254, and NaN for 255."""
+    """float32 2^(byte - 127) for int32 bytes 0 to 254, and NaN for 255."""
     bits = exponent_byte << 23
     bits = torch.where(exponent_byte == 0, 0x00400000, bits)  # 2^-127 is subnormal in float32
     return torch.where(exponent_byte == NAN_SCALE_BYTE, 0x7FC00000, bits).view(torch.float32)
 
 
 def _quantize_blocks(blocks: torch.Tensor, dims: tuple, scaling_mode: str) -> tuple:
-    """Casts float32 blocks that share scales over `dims`; returns data and scale bytes, both uint8."""
+    """Casts float32 blocks. The axes `dims` share a scale. Returns data and scale bytes, both uint8."""
     amax = blocks.abs().amax(dim=dims, keepdim=True)
     scale = _scale_bytes(amax, scaling_mode)
     finite = scale != NAN_SCALE_BYTE
@@ -265,7 +264,7 @@ def _quantize_blocks(blocks: torch.Tensor, dims: tuple, scaling_mode: str) -> tu
 
 
 def _pad_to(x: torch.Tensor, multiples: tuple) -> torch.Tensor:
-    """Zero-pads the last len(multiples) axes up to the multiples."""
+    """Pads the last len(multiples) axes with zeros to multiples of the given sizes."""
     pad = []
     for size, multiple in zip(reversed(x.shape), reversed(multiples), strict=False):
         pad += [0, -size % multiple]
@@ -273,10 +272,14 @@ def _pad_to(x: torch.Tensor, multiples: tuple) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil") -> MXTensor:
-    """Casts `x` [..., K] (bf16, fp16 or fp32; any strides; K a multiple of 32) to MXFP8 in blocks along the last axis.
+    """Casts `x` to MXFP8 in blocks along the last axis.
+
+    Args:
+        x: [..., K], bf16, fp16 or fp32, any strides. K is a multiple of 32.
 
     Raises:
-        TypeError, ValueError: dtype, shape, block size or scaling mode that MXFP8 does not know.
+        TypeError: x has another dtype.
+        ValueError: K is not a multiple of 32, or the block size or the scaling mode is not supported.
     """
     check_quantizable(x, block_size, scaling_mode)
     size = x.shape[-1]
@@ -287,10 +290,10 @@ def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil")
 
 
 def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
-    """Casts weights [..., N, K] with one scale per 128x128 tile, so that one rounding serves W and its transpose."""
+    """Casts weights [..., N, K] with one scale for each tile of 128x128 values, so that W and W^T round alike."""
     check_quantizable(w, TILE, scaling_mode)
     if w.dim() < 2:
-        raise ValueError(f"cannot cut shape {tuple(w.shape)} into tiles: expected at least two axes")
+        raise ValueError(f"cannot divide shape {tuple(w.shape)} into tiles: expected at least two axes")
     rows, columns = w.shape[-2:]
     tiles = _pad_to(w.detach().float(), (TILE, TILE)).unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     data, scale = _quantize_blocks(tiles, (-3, -1), scaling_mode)
@@ -300,8 +303,10 @@ def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
 
 
 def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """data * scale, in float32, then cast to `output_dtype` (default: the tensor's own). Carries no gradient, as all
-    functions here; MXTensor.dequantize does."""
+    """data * scale in float32, cast to `output_dtype` (default: the tensor's own).
+
+    Gradients do not flow through this function, nor through the other casts here. They do through MXTensor.dequantize.
+    """
     scale = _power_of_two(mx.scale.contiguous().view(torch.uint8).int())
     if mx.tiled:
         scale = scale.repeat_interleave(TILE, dim=-2)[..., :mx.shape[-2], :]
@@ -311,10 +316,10 @@ def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.T
 
 
 def transpose_rescale(mx: MXTensor, block_size: int | None = None, scaling_mode: str = "rceil") -> MXTensor:
-    """Re-scales [..., R, K] along R: quantize(dequantize(mx)^T), an MXTensor [..., K, R] with blocks along R.
+    """quantize(dequantize(mx)^T): turns [..., R, K] into [..., K, R] with blocks along R, a multiple of 32.
 
-    Powers of two make it near-lossless: only values that fall among e4m3's subnormals change. R must be a multiple
-    of 32. Used where a GEMM contracts over the rows (weight gradients).
+    A GEMM that contracts over the rows (a weight gradient) needs this form. Since scales are powers of two, only
+    values that become subnormal in e4m3 change.
     """
     values = dequantize(mx, torch.float32).transpose(-1, -2)
     out = quantize(values, block_size or mx.block_size, scaling_mode)
@@ -322,10 +327,10 @@ def transpose_rescale(mx: MXTensor, block_size: int | None = None, scaling_mode:
 
 
 def sqnr_db(reference: torch.Tensor, actual: torch.Tensor) -> float:
-    """Signal to quantisation noise ratio of `actual` against `reference` in dB, computed in float32; inf if equal."""
+    """Signal to quantisation noise ratio of `actual` against `reference`, in dB. inf if they are equal."""
     reference, actual = reference.detach().float(), actual.detach().float()
     noise = (reference - actual).norm()
     return float("inf") if noise == 0 else (20 * torch.log10(reference.norm() / noise)).item()
 
 
-torch.serialization.add_safe_globals([MXTensor])  # torch.load reads one without being told to trust the file
+torch.serialization.add_safe_globals([MXTensor])  # torch.load(weights_only=True) then accepts one

@@ -239,7 +239,7 @@ class Collective(Transport):
             message_S = permute.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0],
                                           plan.top_k)
             message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
-            data, scale, weight = message.split_rows(message_R, *sizes)
+            data, scale, weight = message.unpack_rows(message_R, *sizes)
         x_PH, scale_BP, weight_P = permute.expand_rows(data, scale, weight, row_R, plan.slot_RK, plan.source_P)
         x_PH = _mx(x_PH, scale_BP.t(), wire, x_TH.dtype) if wire.mxfp8 else x_PH.view(x_TH.dtype)
         return x_PH, None if weight_TK is None else weight_P

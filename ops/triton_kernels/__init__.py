@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels; each has its plain PyTorch reference in the package."""
+"""Triton and Gluon kernels with the host functions that launch them.
+
+Each kernel has a reference in plain PyTorch, which its file names.
+"""

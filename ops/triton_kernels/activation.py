@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between the two grouped GEMMs of an expert FFN: activation, routing weight, MXFP8 casts, biases.
+"""The kernels between the two grouped GEMMs of an expert FFN: activation, routing weight, MXFP8 casts and biases.
 
 Letters: P rows (a multiple of 128, as is every group), F FFN size (a multiple of 32), G width of the first GEMM, E
 experts. `layout` says what the G columns of pre_PG are: "mlp" (G = F), "gate_up" or "up_gate" (G = 2F).
 
-    forward    h_PF = w_P * act(pre_PG), pre_PG kept in MXFP8
-    backward   dw_P = <t_PF, act(pre_PG)>, dpre_PG = t_PF w_P act'(pre_PG) in up to three forms
+    forward    h_PF = w_P * act(pre_PG). Also keeps pre_PG in MXFP8 for backward
+    backward   dw_P = <t_PF, act(pre_PG)>, and dpre_PG = t_PF w_P act'(pre_PG) in up to three forms
 
-The oracle is ds_mxfp8_moe/activation.py, with the same roundings. exp and erf differ from torch's in the last
-bits of float32, so a byte differs now and then by one step.
+The oracle is ds_mxfp8_moe/activation.py, with the same roundings. exp and erf differ from torch's in the last bits of
+float32, so a byte may differ by one step of rounding.
 
-A program has a tile of rows and columns of F, with gate and up in it: every byte is read and written once. Scales of
-rows are stored block by block, [F / block, P]: a program's lie together, and the GEMMs read them so.
+A program has a tile of rows and of columns of F, with the gate and up of each. Every byte is read and written once.
+Scales of rows are stored as [F / block, P]. A program's scales then lie together, and the GEMMs read that order.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,9 @@ import triton.language as tl
 from ..mx_format import MXParts
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
-from .library import cdiv, far, next_power_of_2, operator
+from .library import cdiv, needs_int64, next_power_of_2, operator
 from .quantize import Tile, quantize_rows
-from .transpose import counted, in_order, loaded_row, store_columns
+from .transpose import as_index, in_order, loaded_row, store_columns
 
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
@@ -34,7 +34,7 @@ BACKWARD_COLUMNS = {32: Tile(64, 64, 4, vector=8, registers=128), 128: Tile(128,
 
 @triton.jit
 def _inverse(y):
-    """1 / y for y >= 1 to 2 ulp: two instructions, where a division guards itself against subnormals with six more."""
+    """1 / y for y >= 1, to 2 ulp, in two instructions. A division takes six more to handle subnormals."""
     root = tl.rsqrt(y)
     return root * root
 
@@ -46,7 +46,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _value_and_slope(x, ACT: tl.constexpr):
-    """act(x) and act'(x), NaN and Inf as in torch."""
+    """act(x) and act'(x). NaN and Inf are treated as in torch."""
     if ACT == "relu":
         value = tl.where(x <= 0.0, 0.0, x)
         slope = tl.where(x > 0.0, 1.0, 0.0)
@@ -55,8 +55,8 @@ def _value_and_slope(x, ACT: tl.constexpr):
         value = x * share
         slope = share * (1.0 + x * (1.0 - share))
     elif ACT == "gelu":
-        # The normal distribution at -|x|, exp(-x^2 / 2) t P(t): P minimises the error, which is below 2e-7, and small
-        # beside the value itself for x > -5, where 1 + erf(x) is not.
+        # The normal distribution at -|x| is exp(-x^2 / 2) t P(t). The polynomial P minimises the error, which is below
+        # 2e-7. For x > -5 it is also small relative to the value, which 1 + erf(x) in float32 is not.
         exp = tl.exp2(x * x * -0.7213475204444817)
         t = _inverse(1.0 + 0.2545584440231323 * tl.abs(x))
         tail = -0.08221585303544998 * t + 0.2836698591709137
@@ -78,30 +78,31 @@ def _value_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def _expert_of(row, ends_ptr, E, E_PAD: tl.constexpr):
-    """The group that holds `row`: how many end at or before it; the last one for rows past all of them."""
+    """The group that holds `row`: the number of groups that end at or before it. The last one for rows past all."""
     e = tl.arange(0, E_PAD)
     ends = tl.load(ends_ptr + e, e < E, other=0x7FFFFFFF)
     return tl.minimum(tl.sum((ends <= row).to(tl.int32), 0), E - 1).to(tl.int64)
 
 
-# The rest speaks of tiles: rows `row + r` by columns `first + c` of a half, which is WIDTH columns wide and begins at
-# column AT of a matrix [P, N]. Only a tile's origin needs int64, unless N is in the millions.
+# A tile has the rows `row + r` and the columns `first + c` of a half. A half is gate or up: WIDTH columns of a matrix
+# [P, N], from column AT on. Only the tile's origin needs int64, unless N is in the millions.
 
 
 @triton.jit
 def _origin(row, first, N: tl.constexpr, AT: tl.constexpr):
+    """The offset of the tile's first value, int64."""
     return row.to(tl.int64) * N + (AT + first)
 
 
 @triton.jit
 def _offset(r, c, N: tl.constexpr):
-    """[R, C]: from the tile's origin."""
-    return counted(r, r.shape[0] * N > 0x7FFFFFFF)[:, None] * N + c[None, :]
+    """The offsets [R, C] of the tile's values from its origin."""
+    return as_index(r, r.shape[0] * N > 0x7FFFFFFF)[:, None] * N + c[None, :]
 
 
 @triton.jit
 def _load(ptr, bias_ptr, expert, row, first, r, c, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr):
-    """The tile in float32, its bias added and rounded to the matrix' dtype; zeros outside."""
+    """Loads the tile as float32, with zeros outside. With a bias, the sum is rounded to the matrix's dtype."""
     inside = c < WIDTH - first
     x = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), inside[None, :], other=0.0)
     if bias_ptr is not None:
@@ -118,7 +119,7 @@ def _store(x, ptr, row, first, r, c, N: tl.constexpr, AT: tl.constexpr, WIDTH: t
 
 @triton.jit
 def _scale_places(row, first, r, P, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """Offsets [R, C / B] of a tile's scales among [halves * ceil(WIDTH / B), P], and which of them exist."""
+    """The offsets [R, C / B] of a tile's scales in [halves * ceil(WIDTH / B), P], and which of them exist."""
     block = first // B + tl.arange(0, C // B)
     first_block: tl.constexpr = AT // WIDTH * ((WIDTH + B - 1) // B)
     return (first_block + block)[None, :].to(tl.int64) * P + (row + r)[:, None], (block * B < WIDTH)[None, :]
@@ -127,7 +128,7 @@ def _scale_places(row, first, r, P, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl
 @triton.jit
 def _load_rows(ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
                B: tl.constexpr):
-    """What `_store_rows` stored, as float32; zeros outside."""
+    """Loads what `_store_rows` stored as float32, with zeros outside."""
     R: tl.constexpr = r.shape[0]
     C: tl.constexpr = c.shape[0]
     data = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), (c < WIDTH - first)[None, :], other=0)
@@ -140,7 +141,7 @@ def _load_rows(ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.cons
 @triton.jit
 def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
                 B: tl.constexpr, FLOOR: tl.constexpr):
-    """As MXFP8 in blocks along the columns of its half: data [P, N], scales [halves * ceil(WIDTH / B), P]."""
+    """Stores the tile as MXFP8 in blocks along its rows: data [P, N], scales [halves * ceil(WIDTH / B), P]."""
     data, byte = quantized_rows(x, B, FLOOR)
     _store(data, ptr, row, first, r, c, N, AT, WIDTH)
     at, exists = _scale_places(row, first, r, P, AT, WIDTH, B, c.shape[0])
@@ -152,7 +153,10 @@ def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.
 def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr, kept_ptr, kept_scale_ptr, P, E,
                     F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr,
                     FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Grid [P / R * ceil(F / C)]. A null pointer stands for what is not wanted; UP_AT is None without gating."""
+    """Computes h, and keeps pre. Grid [P / R * ceil(F / C)].
+
+    A pointer is None if its input does not exist or its output is not asked for. UP_AT is None without gating.
+    """
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
     row, first = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles * C
@@ -182,7 +186,8 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
 def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, row, first, r, c, P,
                     N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                     LANES: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
-                    FAR: tl.constexpr):
+                    INT64: tl.constexpr):
+    """Stores a tile of dpre in the forms that are asked for."""
     if rows_ptr is not None:
         _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, N, AT, WIDTH, B, FLOOR)
     if plain_ptr is not None:
@@ -191,7 +196,7 @@ def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns
         columns_ptr += (AT + first).to(tl.int64) * P + row
         columns_scale_ptr += (row // B).to(tl.int64) * N + (AT + first)
         store_columns(in_order(d, LANES, WARPS), columns_ptr, columns_scale_ptr, c, d.shape[0], WIDTH - first, P, N,
-                       B, FLOOR, VECTOR, WHOLE, FAR)
+                       B, FLOOR, VECTOR, WHOLE, INT64)
 
 
 @Launched
@@ -200,8 +205,11 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
                      rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
                      UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                      E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
-                     WARPS: tl.constexpr, FAR: tl.constexpr):
-    """Grid [P / R * ceil(F / C)]; dweight [ceil(F / C), P]: each tile's share."""
+                     WARPS: tl.constexpr, INT64: tl.constexpr):
+    """Computes dpre, and each column tile's share of dweight: [ceil(F / C), P]. Grid [P / R * ceil(F / C)].
+
+    A pointer is None if its input does not exist or its output is not asked for.
+    """
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
     row, tile = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles
@@ -229,19 +237,19 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
         tl.store(dweight_at, tl.sum(t * (value * up), 1))
         _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, FAR)
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, INT64)
         _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, FAR)
+                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, INT64)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
         _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, FAR)
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, INT64)
 
 
 @Launched
 @triton.jit
 def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr):
-    """Grid [P / R]: out [P] from shares [N, P], in the order of N."""
+    """Sums shares [N, P] over N, in order, to out [P]. Grid [P / R]."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     total = tl.zeros([R], tl.float32)
     for i in tl.range(N, loop_unroll_factor=8):
@@ -252,7 +260,7 @@ def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr)
 @Launched
 @triton.jit
 def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Grid [P / R * ceil(N / C)]: out [P / R, N], the sums over R rows, times their weights where given."""
+    """Sums each R rows of x, times their weights if given, to out [P / R, N]. Grid [P / R * ceil(N / C)]."""
     tiles: tl.constexpr = (N + C - 1) // C
     block, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C
     r, c = tl.arange(0, R), tl.arange(0, C)
@@ -266,7 +274,7 @@ def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.conste
 @triton.jit
 def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
                        C: tl.constexpr):
-    """Grid [E * ceil(N / C)]: out [E, N] from the sums over R rows each that `_block_sums_kernel` left."""
+    """Sums the results of `_block_sums_kernel` over each group, to out [E, N]. Grid [E * ceil(N / C)]."""
     tiles: tl.constexpr = (N + C - 1) // C
     expert, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * C
     b, c = tl.arange(0, BLOCKS), tl.arange(0, C)
@@ -284,7 +292,7 @@ def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.const
 @triton.jit
 def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: tl.constexpr, E_PAD: tl.constexpr,
                           R: tl.constexpr, C: tl.constexpr):
-    """Grid [P / R * ceil(N / C)]: out = y + weight * bias of the row's expert."""
+    """out = y + weight * bias of the row's expert. Grid [P / R * ceil(N / C)]."""
     tiles: tl.constexpr = (N + C - 1) // C
     row, first = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles * C
     r, c = tl.arange(0, R), tl.arange(0, C)
@@ -296,12 +304,13 @@ def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: 
 
 
 class Gradients(NamedTuple):
-    """What `activate_backward` returns: dweight_P float32; the forms of dpre that were asked for, else None.
+    """What `activate_backward` returns. A form of dpre that was not asked for is None.
 
     Attributes:
-        plain: [P, G], t's dtype.
-        rows: [P, G], blocks along G.
-        columns: [G, P], blocks along P.
+        dweight_P: float32.
+        plain: dpre [P, G] in t's dtype.
+        rows: dpre [P, G], blocks along G.
+        columns: dpre [G, P], blocks along P.
     """
 
     dweight_P: torch.Tensor
@@ -311,7 +320,7 @@ class Gradients(NamedTuple):
 
 
 def _places(layout: str, F: int) -> tuple:
-    """G, and the columns where gate (the one that is activated) and up begin."""
+    """G, and the columns at which gate and up begin. The activation applies to gate. An MLP has no up: None."""
     return {"mlp": (F, 0, None), "gate_up": (2 * F, 0, F), "up_gate": (2 * F, F, 0)}[layout]
 
 
@@ -345,7 +354,7 @@ def _activate_fake(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block,
 def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
               ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
               keep: bool) -> list[torch.Tensor]:
-    """h_PF, its scales, kept_PG, its scales; empty where not wanted."""
+    """Returns h_PF, its scales, kept_PG, and its scales. A tensor that is not asked for is empty."""
     out = h_PF, h_scale, kept_PG, kept_scale = _forward_outputs(pre_PG, layout, block, quantize, keep)
     tile, (P, F) = FORWARD, h_PF.shape
     if P == 0:
@@ -365,19 +374,19 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int = 32,
              scaling_mode: str = "rceil", *, quantize: bool = True, keep: bool = False,
              bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None) -> tuple:
-    """weight * act(pre + bias), and the pre-activation kept for backward.
+    """h = weight * act(pre + bias), and the pre-activation kept for backward.
 
     Args:
-        pre_PG: [P, G] bf16, fp16 or fp32, contiguous: what the first grouped GEMM left.
-        weight_P: [P] float32 routing weights; 0 in padding rows.
+        pre_PG: [P, G] bf16, fp16 or fp32, contiguous: the result of the first grouped GEMM.
+        weight_P: [P] float32 routing weights, 0 in padding rows.
         activation: "silu", "gelu" (erf), "gelu_tanh" or "relu".
         layout: "mlp", "gate_up" or "up_gate".
-        quantize: h as MXFP8; else in pre's dtype.
-        keep: also return pre + bias in MXFP8, gate and up quantised apart.
-        bias_EG, ends_E: each expert's bias, and int32 ends of the experts' rows; pre + bias is rounded to pre's dtype.
+        quantize: return h in MXFP8. Without it h has pre's dtype.
+        keep: also return pre + bias in MXFP8, with no block across gate and up.
+        bias_EG, ends_E: each expert's bias, and int32 ends of the experts' rows. pre + bias is rounded to pre's dtype.
 
     Returns:
-        h: [P, F], MXParts with scales stored [F / block, P], or plain; and kept: MXParts [P, G / F, F], or None.
+        h [P, F], in MXFP8 with scales stored as [F / block, P]; and what is kept, MXParts [P, G / F, F], or None.
     """
     h_PF, h_scale, kept_PG, kept_scale = _activate(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block_size,
                                                    scaling_mode == "floor", quantize, keep)
@@ -392,7 +401,7 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
 def _backward_outputs(t_PF, pre_PG, block, plain, rows, columns) -> list[torch.Tensor]:
     P, F = t_PF.shape
     G = pre_PG.shape[1]
-    # MXFP8 rows whose blocks lie across gate and up are cast from the plain form, which is not rounded then.
+    # If a block lies across gate and up, MXFP8 rows are cast from the plain form, which is float32 then.
     across = rows and F != G and F % block != 0
     rows = rows and not across
     return [t_PF.new_empty(P, dtype=torch.float32),
@@ -411,7 +420,10 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
                        weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
                        activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
                        columns: bool) -> list[torch.Tensor]:
-    """dweight_P, plain_PG, rows_PG, its scales, columns_GP, its scales; empty where not wanted."""
+    """Returns dweight_P, plain_PG, rows_PG, its scales, columns_GP, and its scales.
+
+    A tensor that is not asked for is empty.
+    """
     out = _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
     tile, (P, F) = BACKWARD_COLUMNS[block] if columns else BACKWARD, t_PF.shape
     if P == 0:
@@ -423,7 +435,7 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
     _backward_kernel[(P // tile.rows * tiles, )](
         t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
         **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, FAR=far(tile.columns * P),
+        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, INT64=needs_int64(tile.columns * P),
         num_warps=tile.warps, maxnreg=tile.registers)
     if tiles > 1:
         _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
@@ -438,14 +450,14 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
 
     Args:
         t_PF: [P, F] bf16, fp16 or fp32, contiguous: the gradient of h.
-        kept: what `activate` kept, with the same block size; or pre_PG itself, with the bias if there was one.
-        plain, rows, columns: which forms of dpre to write; see Gradients.
+        kept: what `activate` kept, with the same block size. Or pre_PG itself, together with the bias if there is one.
+        plain, rows, columns: the forms of dpre to return, see Gradients.
     """
     pre_PG, pre_scale = kept, None
     if isinstance(kept, MXParts):
         pre_PG = kept.qdata.view(torch.uint8).flatten(1)
         pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()
-        bias_EG = ends_E = None  # it is in what was kept
+        bias_EG = ends_E = None  # what was kept includes the bias
     dtype = t_PF.dtype
     dweight_P, dpre, rows_PG, rows_scale, columns_GP, columns_scale = _activate_backward(
         t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block_size, scaling_mode == "floor",
@@ -465,9 +477,9 @@ def _group_sums_fake(x_PN, ends_E, weight_P=None):
 
 @operator(_group_sums_fake)
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
-    """[E, N] float32: the sums over each group's rows of x_PN (bf16, fp16, fp32; contiguous), times weight_P if given.
+    """Sums the rows of each group, times weight_P if given: [E, N] float32.
 
-    Always in the same order; 0 for an empty group.
+    x_PN: bf16, fp16 or fp32, contiguous. The order of additions is fixed. An empty group gives 0.
     """
     (P, N), E = x_PN.shape, ends_E.shape[0]
     R, C = 128, 128
@@ -486,7 +498,7 @@ def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E, out_dtype):
 @operator(_add_weighted_bias_fake)
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor,
                       out_dtype: torch.dtype) -> torch.Tensor:
-    """y + weight * bias of each row's expert, in float32, rounded to `out_dtype`; y_PN contiguous."""
+    """y + weight * bias of each row's expert, computed in float32 and rounded to `out_dtype`. y_PN is contiguous."""
     P, N = y_PN.shape
     out = torch.empty_like(y_PN, dtype=out_dtype)
     if P:

@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two warps beside a Hopper GEMM's own that bring MXFP8 rows into the form its product takes, in Gluon.
+"""Two more warps in a Hopper GEMM, which convert MXFP8 rows while the others multiply. In Gluon.
 
-A weight gradient contracts over rows: bf16 wgmma takes rows as they lie, dequantised; FP8 wgmma takes columns, with
-scales for blocks along them. A pass of its own, bound by memory, costs a fifth to a quarter of the GEMM's time, which
-leaves memory idle; here that pass runs below the GEMM. The form is written to global memory as by the pass, once: to
-convert where the tensor cores read would do it again for every tile, and shared memory has no bandwidth left for it.
+A weight gradient contracts over rows. bf16 tensor cores take rows as they lie, but dequantised. FP8 tensor cores take
+columns, with scales for blocks along them. A pass before the GEMM could convert rows, but it is bound by memory, which
+idles during the GEMM. So these warps do the work of that pass during the GEMM. They write the converted values to
+global memory, once. Converting where the tensor cores read would convert a value again for every tile that uses it,
+and shared memory has no bandwidth left for it.
 
-The warps draw tiles of 128 x 128 values, some at a time, bring them by TMA two ahead, have them written by TMA, and
-count in `done` how many tiles of a block of 128 rows are there: a tile after the next one's conversion, so that none
-waits for memory. The GEMM's producer waits for the rows that it brings next. No program waits for one that has not
-started: a tile that is drawn gets written. The order is that of the rows; dequantising, first those of the expert
-whose gradient the program computes, then those of its next ones.
+The warps draw tiles of 128 x 128 values from a counter, a few at a time, until none is left. They load by TMA, two
+tiles ahead, and store by TMA. `done` counts the converted tiles of each block of 128 rows. A tile is counted only
+after the next one is converted, so that the warps do not wait for its stores. The GEMM's producer waits until the rows
+that it brings next are converted. No program waits for one that has not started, since a program that draws a tile
+also writes it.
 
-Measured on an H200, 8 groups of 16384 rows, N x K 1408 x 2048, 2048 x 7168, 5120 x 8192. In bf16, over
-torch._grouped_mm of bf16: 0.91, 0.97, 0.99 (a pass before the GEMM: 0.79, 0.85, 0.87). In MXFP8, over that: 1.35,
-1.50, 1.55. Loading to registers instead of by TMA was slower, with however many loads ahead; so were more registers
-for these warps and fewer for the others. What is left of the difference is traffic: where products are small, 1536 x
-2048 and 2048 x 768, bf16 takes 1007 and 513 us, dequantising one operand 1069 and 540, both 1185 and 719. Counting a
-tile after the next one's conversion, and the order by experts, took 2 to 9 % off the latter.
+Tiles are drawn in the order of the rows. To dequantise, a program first draws rows of the expert whose gradient it
+computes, then rows of the experts that it computes next.
 
-An operand is a tuple (scale uint8, its strides along rows and columns, the output's scales uint8, tiles in a row: 0 if
-there is nothing to convert; words in a row). Beside it go the TMA descriptors of its words [P, K / 4] and of the
-output's, [P, K / 2] or transposed [K, P / 4], which Triton does not take inside tuples.
+An operand is a tuple `g` or `a`:
+
+    0  scale        uint8
+    1  step_p       the scale's stride along rows
+    2  step_k       the scale's stride along columns
+    3  out_scale    uint8, scales of the converted form. Used only when transposing
+    4  tiles        tiles in a block of 128 rows. 0 if the operand needs no conversion
+    5  words        4-byte words in a row
+
+Two TMA descriptors belong to each operand, which Triton does not take inside tuples: one of its words [P, K / 4], and
+one of the converted words, [P, K / 2] if dequantised and [K, P / 4] if transposed.
+
+examples/guides/measurements.md has what this gains.
 """
 
 import torch
@@ -35,50 +42,52 @@ from .library import cdiv
 
 
 @gluon.jit
-def count_up(done, block, amount, pending: gl.constexpr):
-    """Adds to `done[block]`, if there is a block, once all but the last `pending` boxes are in memory."""
+def _count_tile(done, block, pending: gl.constexpr):
+    """Adds 1 to `done[block]` once all stores but the last `pending` boxes are in memory. Nothing if block is -1."""
     gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
                               [], gl.int32, False, 1)
     gl.thread_barrier()
-    gl.atomic_add(done + block, amount, block >= 0, sem="release")
+    gl.atomic_add(done + block, 1, block >= 0, sem="release")
 
 
 @gluon.jit
 def rows_of(expert, ends):
-    """First row and end of an expert's group."""
+    """The first row of an expert's group, and its end."""
     first = gl.load(ends + gl.maximum(expert - 1, 0))
     return gl.where(expert == 0, 0, first), gl.load(ends + expert)
 
 
 @gluon.jit
 def power_of_two(byte):
-    """float32 2^(byte - 127); NaN for 255."""
+    """float32 2^(byte - 127). Byte 255 gives NaN."""
     bits = gl.maximum(byte.to(gl.int32) << 23, 0x00400000)
     return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _fence():
-    """Orders plain accesses of global memory with those by TMA, and with other programs' around `done`."""
+    """Orders this program's plain and TMA reads after the stores that other programs announced by `done`."""
     gl.inline_asm_elementwise("fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], gl.int32, False,
                               1)
 
 
 @gluon.jit
-def tiles_of(g, a):
-    """Tiles in a block of 128 rows."""
+def tiles_in_block(g, a):
+    """Tiles of both operands in a block of 128 rows."""
     return g[4] + a[4]
 
 
 @gluon.jit
 def wait_for_rows(row, ready, done, blocks, tiles):
-    """Waits until the 128 rows that `row` is among are converted.
+    """Waits until the block of 128 rows that holds `row` is converted.
 
     Args:
-        ready: what this returned before; 0 at first.
+        ready: what the previous call returned. 0 at first.
+        blocks: blocks of 128 rows.
+        tiles: tiles in a block, see `tiles_in_block`.
 
     Returns:
-        The first block of 128 rows, of those from here on, that may not be.
+        A block. Those from row's block up to it, itself excluded, are converted.
     """
     block = row // 128
     if ready <= block:
@@ -91,23 +100,26 @@ def wait_for_rows(row, ready, done, blocks, tiles):
 
 
 @gluon.jit
-def _tile(index, g, a):
-    """Of one of all tiles: its block of rows, whether it is one of g, its place in the row, its operand."""
-    tile = index % tiles_of(g, a)
+def _locate(index, g, a):
+    """Where a tile belongs: its block of rows, whether it is g's, its number in the block, and its operand's tuple."""
+    tile = index % tiles_in_block(g, a)
     of_g = tile < g[4]
     scale, step_p, step_k, out_scale, words = g[0], g[1], g[2], g[3], g[5]
     if not of_g:
         tile -= g[4]
         scale, step_p, step_k, out_scale, words = a[0], a[1], a[2], a[3], a[5]
-    return index // tiles_of(g, a), of_g, tile, scale, step_p, step_k, out_scale, words
+    return index // tiles_in_block(g, a), of_g, tile, scale, step_p, step_k, out_scale, words
 
 
 @gluon.jit
-def _bring(index, there, slot, g_desc, g, a_desc, a, smem, landed, B: gl.constexpr):
-    """Has a tile, if it is there, brought into a slot; returns the bytes of its scales [128, 128 / B]."""
+def _load_tile(index, there, slot, g_desc, g, a_desc, a, smem, landed, B: gl.constexpr):
+    """Starts to load a tile into a slot, and returns the bytes of its scales [128, 128 / B].
+
+    Nothing is loaded if not `there`.
+    """
     BLOCKS: gl.constexpr = 128 // B
     layout: gl.constexpr = gl.BlockedLayout([2, BLOCKS], [32, 1], [2, 1], [1, 0])
-    block, of_g, tile, scale, step_p, step_k, out_scale, words = _tile(index, g, a)
+    block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
     bar = landed.index(slot)
     mbarrier.expect(bar, 128 * 128, pred=there)
     for i in gl.static_range(4):
@@ -122,7 +134,7 @@ def _bring(index, there, slot, g_desc, g, a_desc, a, smem, landed, B: gl.constex
 
 @gluon.jit
 def _dequantised(word, power):
-    """Four e4m3 in an int32 times a float32: bf16, two in an int32."""
+    """Multiplies four e4m3 values (in an int32) with a float32. Returns four bf16 values in two int32."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b, h<4>;
@@ -147,15 +159,15 @@ def _dequantised(word, power):
 
 
 @gluon.jit
-def _free(pending: gl.constexpr):
-    """Waits until what was written before the last `pending` boxes has left shared memory."""
+def _wait_for_boxes(pending: gl.constexpr):
+    """Waits until all stores but the last `pending` boxes have read their shared memory."""
     tma.store_wait(pending)
     gl.thread_barrier()
 
 
 @gluon.jit
 def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, width: gl.constexpr):
-    """Has boxes written by TMA, side by side."""
+    """Starts to store boxes by TMA, side by side along the columns."""
     fence_async_shared()
     for i in gl.static_range(boxes):
         if of_g:
@@ -166,10 +178,10 @@ def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_
 
 @gluon.jit
 def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B: gl.constexpr):
-    """Has bf16 [128, 128] written."""
+    """Dequantises a tile and starts to store it: bf16 [128, 128]."""
     BLOCKS: gl.constexpr = 128 // B
     SIDE: gl.constexpr = max(BLOCKS // 2, 1)
-    # A thread holds words of both halves of a row: TMA takes 128 bytes of a row at most.
+    # A thread holds words of both halves of a row, since a box of TMA takes at most 128 bytes of a row.
     read: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [2, 1], [1, 0])
     by_block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, SIDE, 8 // SIDE], [2, 1, 1], [2, 1, 0])
     written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
@@ -183,7 +195,7 @@ def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, bloc
         left, right = gl.split(pairs.reshape([32, 2, 32]).permute((0, 2, 1)))
         halves = (gl.convert_layout(left, written, assert_trivial=True),
                   gl.convert_layout(right, written, assert_trivial=True))
-        _free(2)
+        _wait_for_boxes(2)
         for half in gl.static_range(2):
             out_smem.index(i % 2 * 2 + half).store(halves[half])
         _write(out_smem, i % 2 * 2, 2, g_out, a_out, of_g, block * 128 + 32 * i, tile * 64, 32)
@@ -191,7 +203,7 @@ def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, bloc
 
 @gluon.jit
 def _rows_of_four(x, layout: gl.constexpr):
-    """Rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x, which a thread holds, in a layout of theirs."""
+    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x, each in `layout`. One thread holds the four."""
     x = x.reshape([x.shape[0] // 4, 2, 2, x.shape[1]]).permute((0, 3, 1, 2))
     even, odd = gl.split(x)
     x0, x2 = gl.split(even)
@@ -202,7 +214,11 @@ def _rows_of_four(x, layout: gl.constexpr):
 
 @gluon.jit
 def _transposed(w0, w1, w2, w3, f0, f1, f2, f3):
-    """Four e4m3 of each of four rows times the row's factor, float16 twice: four e4m3 of each of four columns."""
+    """Multiplies four e4m3 values of each of four rows with the row's factor, and transposes them.
+
+    w0 to w3: the rows' values. f0 to f3: their factors, each twice as float16. Returns four e4m3 values of each of the
+    four columns.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 a, b;
@@ -253,10 +269,10 @@ def _transposed(w0, w1, w2, w3, f0, f1, f2, f3):
 
 @gluon.jit
 def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile):
-    """Has e4m3 [128 columns, 128 rows] written, with one scale, the largest of the rows'.
+    """Transposes a tile and starts to store it: e4m3 [128 columns, 128 rows] with one scale.
 
-    Casting the tile anew could find half of that: where the largest value was rounded to 224. Factors are float16,
-    exact down to where every e4m3 times them rounds to 0.
+    The scale is the largest of the rows' scales. A new cast could choose half of it, if the largest value had been
+    rounded to 224. Factors are float16. They are exact, down to a factor with which every e4m3 value rounds to 0.
     """
     read: gl.constexpr = gl.BlockedLayout([4, 4], [8, 4], [1, 2], [1, 0])
     four: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, 2], [1, 0])
@@ -272,80 +288,89 @@ def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_s
                                 four)
         c0, c1, c2, c3 = _transposed(*rows, *factors)
         columns = gl.join(gl.join(c0, c2), gl.join(c1, c3)).permute((1, 2, 3, 0)).reshape([128, 8])
-        _free(3)
+        _wait_for_boxes(3)
         out_smem.index(i).store(columns)
         _write(out_smem, i, 1, g_out, a_out, of_g, tile * 128, block * 32 + 8 * i, 0)
 
 
 @gluon.jit
-def _next(at, index, left, ends, tickets, E, tiles_of_one, tiles, BY_EXPERT: gl.constexpr):
+def _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles, BY_EXPERT: gl.constexpr):
     """Draws the next tile to convert.
 
     Args:
-        at: of the gradient's tiles, which the GEMM computes, one of this program's: rows of its expert are drawn.
-        left: tiles of values drawn and not yet taken, beginning behind `index`.
+        out_tile: one of the gradient's tiles, which the GEMM computes. BY_EXPERT draws rows of its expert.
+        index: the tile that was taken last.
+        left: tiles behind `index` that are drawn and not yet taken.
+        tiles_per_expert: tiles of one expert's gradient.
+        tiles: tiles to convert in a block of 128 rows.
 
     Returns:
-        at, from E * tiles_of_one on when nothing is left to convert; the tile of values; left, below 0 then.
+        out_tile, at least E * tiles_per_expert if nothing is left to convert; the tile to convert; and left.
     """
-    DRAWN: gl.constexpr = 4  # at a time: a draw is a round trip to L2
+    DRAWN: gl.constexpr = 4  # tiles at a time, since a draw is a round trip to L2
     index += 1
-    while (left == 0) & (at < E * tiles_of_one):
+    while (left == 0) & (out_tile < E * tiles_per_expert):
         if BY_EXPERT:
-            expert = at // tiles_of_one
+            expert = out_tile // tiles_per_expert
             first, end = rows_of(expert, ends)
             index = first // 128 * tiles + gl.atomic_add(tickets + expert, DRAWN, sem="relaxed")
-            behind = at + gl.num_programs(0)
+            next_out_tile = out_tile + gl.num_programs(0)
         else:
             end = gl.load(ends + E - 1)
             index = gl.atomic_add(tickets, DRAWN, sem="relaxed")
-            behind = E * tiles_of_one
+            next_out_tile = E * tiles_per_expert
         left = gl.minimum(gl.maximum(end // 128 * tiles - index, 0), DRAWN)
         if left == 0:
-            at = behind
-    return at, index, left - 1
+            out_tile = next_out_tile
+    return out_tile, index, left - 1
 
 
 @gluon.jit
-def convert(g_desc, g_out, g, a_desc, a_out, a, ends, E, tiles_of_one, smem, out_smem, scale_smem, landed,
+def convert(g_desc, g_out, g, a_desc, a_out, a, ends, E, tiles_per_expert, smem, out_smem, scale_smem, landed,
             tickets, done, B: gl.constexpr, TRANSPOSE: gl.constexpr):
-    """The two warps: dequantise rows up to the last group's end to bf16, or TRANSPOSE them with a scale a tile."""
+    """The two warps: convert the rows up to the last group's end.
+
+    TRANSPOSE re-scales and transposes them, with one scale for each tile. Without it they are dequantised to bf16.
+    """
     BOXES: gl.constexpr = 4 if TRANSPOSE else 8
     BUFFERS: gl.constexpr = landed.shape[0]
-    tiles = tiles_of(g, a)
+    tiles = tiles_in_block(g, a)
     none = gl.to_tensor(0)
-    at, index, left = _next(gl.program_id(0), none, none, ends, tickets, E, tiles_of_one, tiles, not TRANSPOSE)
-    there = at < E * tiles_of_one
-    byte = _bring(index, there, 0, g_desc, g, a_desc, a, smem, landed, B)
-    at, following, left = _next(at, index, left, ends, tickets, E, tiles_of_one, tiles, not TRANSPOSE)
-    next_there = at < E * tiles_of_one
-    next_byte = _bring(following, next_there, 1, g_desc, g, a_desc, a, smem, landed, B)
+    out_tile, index, left = _draw_tile(gl.program_id(0), none, none, ends, tickets, E, tiles_per_expert, tiles,
+                                       not TRANSPOSE)
+    there = out_tile < E * tiles_per_expert
+    byte = _load_tile(index, there, 0, g_desc, g, a_desc, a, smem, landed, B)
+    out_tile, following, left = _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
+                                           not TRANSPOSE)
+    next_there = out_tile < E * tiles_per_expert
+    next_byte = _load_tile(following, next_there, 1, g_desc, g, a_desc, a, smem, landed, B)
     step = 0
     before = -1
     while there:
-        at, after, left = _next(at, following, left, ends, tickets, E, tiles_of_one, tiles, not TRANSPOSE)
+        out_tile, after, left = _draw_tile(out_tile, following, left, ends, tickets, E, tiles_per_expert, tiles,
+                                           not TRANSPOSE)
         slot = step % BUFFERS
-        block, of_g, tile, scale, step_p, step_k, out_scale, words = _tile(index, g, a)
+        block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
         mbarrier.wait(landed.index(slot), step // BUFFERS & 1)
         if TRANSPOSE:
             _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile)
         else:
             _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B)
-        count_up(done, before, 1, BOXES)  # and every thread has read the slot
+        _count_tile(done, before, BOXES)  # its barrier also ensures that every thread has read the slot
         byte = next_byte
         there = next_there
-        next_there = at < E * tiles_of_one
-        next_byte = _bring(after, next_there, slot, g_desc, g, a_desc, a, smem, landed, B)
+        next_there = out_tile < E * tiles_per_expert
+        next_byte = _load_tile(after, next_there, slot, g_desc, g, a_desc, a, smem, landed, B)
         before = block
         index = following
         following = after
         step += 1
-    count_up(done, before, 1, 0)
+    _count_tile(done, before, 0)
 
 
 @gluon.jit
 def allocate(desc, out, B: gl.constexpr):
-    """Shared memory and barriers of the two warps."""
+    """Allocates the shared memory and the barriers of the two warps."""
     BUFFERS: gl.constexpr = 2
     box: gl.constexpr = out.block_shape
     smem = gl.allocate_shared_memory(gl.int32, [BUFFERS * 4, 32, 32], desc.layout)
@@ -358,15 +383,19 @@ def allocate(desc, out, B: gl.constexpr):
 
 
 def counters(E: int, P: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The counters `tickets` and `done`."""
+    """The counters, at 0: `tickets` for drawn tiles of each expert, and `done` for converted tiles of each block."""
     both = torch.zeros(E + P // 128, dtype=torch.int32, device=device)
     return both[:E], both[E:]
 
 
-def convertible(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
+def conversion_of(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
                 out_scale: torch.Tensor | None = None) -> tuple[TensorDescriptor, TensorDescriptor, tuple]:
-    """What `convert` takes, to bring MXFP8 rows with scales [P, K / block size] into `out`: dequantised, or, with
-    `out_scale`, transposed."""
+    """The descriptors and the tuple with which `convert` converts MXFP8 rows into `out`.
+
+    Args:
+        scale: [P, K / block size].
+        out_scale: scales of the transposed form. With None the rows are dequantised.
+    """
     words = data_PK.view(torch.int32)
     out_box = [32, 32] if out_scale is None else [128, 8]
     return descriptor(words, [32, 32]), descriptor(out.view(torch.int32), out_box), (
@@ -374,7 +403,7 @@ def convertible(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
         words.shape[1])
 
 
-def not_converted(other: tuple) -> tuple:
-    """What stands for an operand that is taken as it is, beside one that is not."""
+def no_conversion(other: tuple) -> tuple:
+    """What `convert` takes for an operand that needs no conversion. `other`: what it takes for the other operand."""
     desc, out, values = other
     return desc, out, (*values[:4], 0, values[5])

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8's arithmetic inside kernels: the same bits as `ds_mxfp8_moe.mx`, for every input.
+"""MXFP8's arithmetic inside kernels. The oracle is ds_mxfp8_moe/mx.py: the bits are the same for every input.
 
-    data, byte = quantized_rows(x, B, FLOOR)  # uint8; byte 255 makes every value of its block 0x7F
+    data, byte = quantized_rows(x, B, FLOOR)   # e4m3 data and E8M0 scales, both as uint8
     x = from_e4m3(data) * power_of_two(byte)
+
+B is the block size. FLOOR selects the scaling mode: "floor" if true, else "rceil". A block with NaN or Inf gets scale
+byte 255, and 0x7F for each of its values.
 """
 
 import triton
@@ -11,15 +14,18 @@ import triton.language as tl
 
 @triton.jit
 def larger(x, y):
-    """The larger of |x| and |y| in float32, or NaN."""
+    """The larger of |x| and |y| in float32. NaN if either is NaN."""
     return tl.maximum(tl.abs(x), tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def new_scale(largest, FLOOR: tl.constexpr):
-    """E8M0 byte and float32 1 / scale of a block; `largest`: the int32 bits of its largest |x|."""
+    """The E8M0 scale byte of a block, and 1 / scale in float32.
+
+    `largest`: the int32 bits of the largest |x| in the block.
+    """
     finite = largest < 0x7F800000
-    # 448 = 1.75 * 2^8: for rceil, what lies above 1.75 * 2^e carries into the exponent.
+    # The largest e4m3 value is 448 = 1.75 * 2^8. For rceil, a mantissa above 1.75 carries into the exponent.
     exponent = tl.maximum((largest if FLOOR else largest + 0x1FFFFF) >> 23, 8)
     byte = tl.where(finite, exponent - 8, 255)
     inverse = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
@@ -28,9 +34,10 @@ def new_scale(largest, FLOOR: tl.constexpr):
 
 @triton.jit
 def largest_in_rows(x, B: tl.constexpr):
-    """Bits of the largest |x| in each block of B neighbours in a row of float32 x [M, N]: int32 [M, N / B].
+    """The largest |x| of each block of B neighbours in a row of float32 x [M, N], as int32 bits [M, N / B].
 
-    Four neighbours by floats, which cost no instruction for the sign; the rest by bits, which know NaN everywhere.
+    Groups of four neighbours are compared as floats, where taking |x| costs no instruction. What remains is compared
+    as integers: the bits of NaN are larger than those of any number, so NaN needs no extra care.
     """
     M: tl.constexpr = x.shape[0]
     x0, x1 = tl.split(tl.reshape(x, [M, x.shape[1] // 2, 2]))
@@ -41,7 +48,7 @@ def largest_in_rows(x, B: tl.constexpr):
 
 @triton.jit
 def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
-    """Blocks along the columns of float32 x [M, N]: data [M, N] and scales [M, N / B], uint8."""
+    """Quantises float32 x [M, N] in blocks of B neighbours in a row: data [M, N] and scales [M, N / B], uint8."""
     byte, inverse = new_scale(largest_in_rows(x, B), FLOOR)
     blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
     data = to_e4m3(blocks, inverse[:, :, None])
@@ -50,7 +57,7 @@ def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def power_of_two(byte):
-    """float32 2^(byte - 127) for integers 0..254, and NaN for 255."""
+    """float32 2^(byte - 127) for bytes 0 to 254, and NaN for 255."""
     byte = byte.to(tl.int32)
     bits = tl.maximum(byte << 23, 0x00400000)  # 2^-127 is subnormal in float32
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -58,11 +65,11 @@ def power_of_two(byte):
 
 @triton.jit
 def to_e4m3(x, inverse):
-    """x * inverse as e4m3 bytes (uint8): to nearest even, saturated at +-448, 0x7F for NaN."""
+    """x * inverse as e4m3 bytes (uint8), rounded to nearest even and saturated at +-448. NaN gives 0x7F."""
     return (x * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def from_e4m3(data):
-    """float32 values of e4m3 bytes (uint8)."""
+    """The float32 values of e4m3 bytes (uint8)."""
     return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped GEMMs in MXFP8 on Blackwell's tensor cores, which apply the scales of blocks of 32 themselves.
+"""Grouped GEMMs in MXFP8 on Blackwell's tensor cores, which apply the scales of blocks of 32 themselves. In Triton.
 
     grouped_mm_mxfp8         out[rows of e] = a[rows of e] b[e]^T             forward and input gradient
     grouped_mm_wgrad_mxfp8   out[e] = g[:, rows of e] a[:, rows of e]^T       weight gradient, operands in column form
 
-Scale bytes are first packed as the tensor cores read them, a scale of 128 values as four of 32: only scales that reach
-tensor memory by TMA and past the registers let one product start before the last is done. Then each program computes
-one tile of the output. For K values a GEMM of N columns takes 2 N K FLOP a row, and packing K / 16 bytes.
+A first kernel packs the scale bytes in the order in which the tensor cores read them. A scale of 128 values becomes
+four scales of 32. TMA then brings scales to tensor memory without going through registers. Only so can one product
+start before the last one is done. Then each program of the GEMM computes one tile of the output. A GEMM of N columns
+takes 2 N K FLOP a row, and packing moves K / 16 bytes a row.
 
-On sm_90 the same source dequantises to bf16 in registers: right, but slow. There, unlike on sm_100, Triton reads scale
-byte 0 as 0 instead of 2^-127.
+On sm_90 the same source dequantises to bf16 in registers, which is correct but slow. There Triton reads scale byte 0
+as 0, on sm_100 as 2^-127.
 """
 
 import math
@@ -23,9 +24,9 @@ from ..mx_format import TILE, MXParts
 from .launch import Launched
 from .library import cdiv, next_power_of_2, nothing, operator, rows_flops
 
-STRIP = 16  # tiles of rows that run at a time and share their columns in L2
-CHUNKS = 8  # of 128 values, whose scales one program packs
-MOST_TILES = 65535  # of rows, whose scales one launch packs: CUDA's limit for the second axis of a grid
+STRIP = 16  # row tiles of a strip, see _tile_of
+CHUNKS = 8  # chunks of 128 values whose scales one program packs
+MOST_TILES = 65535  # row tiles whose scales one launch packs: CUDA's limit for the second axis of a grid
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
 
 
@@ -33,10 +34,10 @@ GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
 @triton.jit
 def _pack_scales_kernel(packed, scale, rows, blocks, chunks, group_stride, row_stride, block_stride,
                         BLOCK: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, CHUNKS: tl.constexpr):
-    """packed [E, ceil(rows / 128), chunks, 32, 4, 4] from scale [E, rows, blocks], zeros beyond either end.
+    """Packs scale [E, rows, blocks] to packed [E, ceil(rows / 128), chunks, 32, 4, 4], with zeros in the padding.
 
-    Byte (i, j, l) of a chunk belongs to row 32 j + i of its 128 and to values 32 l on of its 128. Grid
-    (ceil(chunks / CHUNKS), ceil(rows / 128), E).
+    A chunk has the scales of 128 rows and 128 values of each. Its byte (i, j, l) belongs to row 32 j + i and to the
+    values from 32 l on. Grid (ceil(chunks / CHUNKS), ceil(rows / 128), E).
     """
     group = tl.program_id(2).to(tl.int64)
     i = tl.arange(0, 512 * CHUNKS)
@@ -51,16 +52,20 @@ def _pack_scales_kernel(packed, scale, rows, blocks, chunks, group_stride, row_s
 
 @triton.jit
 def _tile_of(index, row_tiles, column_tiles, STRIP: tl.constexpr):
-    """Tiles in strips of STRIP rows of tiles, column by column: what runs at a time shares its operands in L2."""
+    """The row tile and the column tile of an index.
+
+    Tiles run in strips of STRIP row tiles, and within a strip column by column. Those that run at the same time then
+    share operands in L2.
+    """
     first = index // (STRIP * column_tiles) * STRIP
-    height = min(row_tiles - first, STRIP)
+    rows = min(row_tiles - first, STRIP)
     within = index % (STRIP * column_tiles)
-    return first + within % height, within // height
+    return first + within % rows, within // rows
 
 
 @triton.jit
 def _scales(desc, tile, k):
-    """Scale bytes [rows, 4] of the 128 values from k on."""
+    """The scale bytes [rows, 4] of the 128 values from k on."""
     TILES: tl.constexpr = desc.block_shape[0]
     packed = desc.load([tile, k // 128, 0, 0]).reshape(TILES, 1, 32, 4, 4)
     return packed.trans(0, 3, 2, 1, 4).reshape(TILES * 128, 4)
@@ -68,7 +73,10 @@ def _scales(desc, tile, k):
 
 @triton.jit
 def _product(a_desc, a_scale_desc, a_row, a_tile, b_desc, b_scale_desc, b_row, b_tile, first, last):
-    """a[a_row on, first to last] b[b_row on, first to last]^T, float32; *_tile: the rows' tile of 128 scales."""
+    """a[from a_row, first to last] b[from b_row, first to last]^T in float32.
+
+    a_tile, b_tile: where the rows' scales are, in tiles of 128 rows.
+    """
     ROWS: tl.constexpr = a_desc.block_shape[0]
     COLUMNS: tl.constexpr = b_desc.block_shape[0]
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -82,13 +90,13 @@ def _product(a_desc, a_scale_desc, a_row, a_tile, b_desc, b_scale_desc, b_row, b
 @triton.jit
 def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, ends, E, P, N, K, E_PAD: tl.constexpr,
                        STRIP: tl.constexpr):
-    """One tile of out [P, N] from a [P, K], b [E * N, K]; grid: tiles."""
+    """One tile of out [P, N] from a [P, K] and b [E * N, K]. Grid: tiles."""
     ROWS: tl.constexpr = out_desc.block_shape[0]
     COLUMNS: tl.constexpr = out_desc.block_shape[1]
     row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(P, ROWS), tl.cdiv(N, COLUMNS), STRIP)
     row, column = row_tile * ROWS, column_tile * COLUMNS
     e = tl.arange(0, E_PAD)
-    # The row's group: how many ends lie at or before it. Past the last end nothing is contracted, which gives zeros.
+    # The row's group is the number of ends at or before it. Past the last end the sum is empty, which gives zeros.
     group = tl.sum((tl.load(ends + e, e < E, other=0x7FFFFFFF) <= row).to(tl.int32))
     acc = _product(a_desc, a_scale_desc, row, row_tile, b_desc, b_scale_desc, group * N + column,
                    group * tl.cdiv(N, 128) + column // 128, 0, tl.where(group < E, K, 0))
@@ -99,7 +107,7 @@ def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, end
 @triton.jit
 def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_desc, ends, N, K,
                              ACCUMULATE: tl.constexpr, STRIP: tl.constexpr):
-    """One tile of out [E, N, K] from g [N, P], a [K, P]; grid: (tiles, E)."""
+    """One tile of out [E, N, K] from g [N, P] and a [K, P]. Grid: (tiles, E)."""
     ROWS: tl.constexpr = out_desc.block_shape[1]
     COLUMNS: tl.constexpr = out_desc.block_shape[2]
     row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS), STRIP)
@@ -113,11 +121,11 @@ def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_des
 
 
 def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_per_scale: int = 1) -> torch.Tensor:
-    """Scales [(E,) rows / rows_per_scale, ceil(depth / block)] of any strides in the tensor cores' order."""
+    """Packs scales [(E,) rows / rows_per_scale, ceil(depth / block)] of any strides as the tensor cores read them."""
     scale = scale if scale.dim() == 3 else scale.unsqueeze(0)
     groups, tiles, chunks = scale.shape[0], cdiv(rows, TILE), cdiv(depth, TILE)
     packed = scale.new_empty((groups * tiles, chunks, 2, 256))
-    step = tiles if groups > 1 else MOST_TILES  # no expert's weights have so many rows
+    step = tiles if groups > 1 else MOST_TILES  # an expert's weights have fewer row tiles than that
     for tile in range(0, tiles, step):
         first = tile * TILE
         _pack_scales_kernel[(cdiv(chunks, CHUNKS), min(step, tiles - tile), groups)](
@@ -127,12 +135,14 @@ def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_pe
 
 
 def _descriptors(data: torch.Tensor, packed_scales: torch.Tensor, rows: int) -> tuple:
+    """TMA descriptors of an operand and its packed scales, for boxes of `rows` rows by 128 values."""
     return (TensorDescriptor.from_tensor(data, [rows, TILE]),
             TensorDescriptor.from_tensor(packed_scales, [rows // TILE, 1, 2, 256]))
 
 
 def _columns(size: int) -> int:
-    """Columns of a tile: 256 need the least shared memory traffic, where not too many of them are cut off."""
+    """Columns of a tile. 256 need the least traffic in shared memory, unless too many of them lie outside the matrix.
+    """
     return 256 if size % 256 == 0 or size > 1024 else 128
 
 
@@ -194,10 +204,14 @@ def _wgrad_mxfp8_blackwell_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.T
 
 
 def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (bf16, fp16, fp32).
+    """Multiplies the rows of group e with b_ENK[e]^T: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
-    Data contiguous; scales of any strides, blocks of 32 or 128, b's in tiles of 128x128 or not. `ends_E`: int32 ends
-    of the groups' rows, multiples of 128. Rows at and past ends_E[-1] come back as zeros.
+    Args:
+        a_PK: contiguous data, scales of any strides, blocks of 32 or 128.
+        b_ENK: the same. It may be tiled.
+        ends_E: int32 ends of the groups' rows on the device, multiples of 128.
+
+    Rows at and past ends_E[-1] come back as zeros.
     """
     return _grouped_mm_mxfp8_blackwell(a_PK.qdata, a_PK.scale_bytes, a_PK.block_size, b_ENK.qdata, b_ENK.scale_bytes,
                                        b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
@@ -205,10 +219,15 @@ def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dt
 
 def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
                            accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
-    """Contracts over each group's rows: out[e] = g_NP[:, rows of e] a_KP[:, rows of e]^T; zeros for an empty group.
+    """Contracts over each group's rows: out[e] = g_NP[:, rows of e] a_KP[:, rows of e]^T. An empty group gives zeros.
 
-    Both operands in column form, blocks along the rows; `ends_E` as in `grouped_mm_mxfp8`. Returns [E, N, K] in
-    `out_dtype`, or `accumulate_into` (float32 [E, N, K]) with the products added.
+    Args:
+        g_NP, a_KP: column forms, with blocks along the rows; otherwise as in `grouped_mm_mxfp8`.
+        ends_E: as in `grouped_mm_mxfp8`.
+        accumulate_into: float32 [E, N, K], to which the products are added.
+
+    Returns:
+        [E, N, K] in `out_dtype`, or `accumulate_into` if it is given.
     """
     operands = (g_NP.qdata, g_NP.scale_bytes, g_NP.block_size, a_KP.qdata, a_KP.scale_bytes, a_KP.block_size, ends_E)
     if accumulate_into is None:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MXFP8 grouped GEMM on Hopper's tensor cores, in Gluon: out[rows of e] = a[rows of e] b[e]^T.
 
-a has one scale for each row and 128 values along K, b one for each 128x128 tile. A persistent program on each SM
-walks over tiles of 128 rows by 128 HALVES columns. One warp, the producer, brings operands by TMA through a ring of
-STAGES, and beside them the exponents of the scales' products; two warpgroups, 64 rows each, multiply. Hopper's FP8
-accumulator is short, so every product over 128 values is scaled and added to a float32 accumulator. The warpgroups
-multiply and add side by side; taking turns at the tensor cores measured slower, and so did products of 64 columns, a
-from registers, each added while the next one runs (0.95). More than 216 registers a consumer thread is slower: ptxas
-then starts the second product before the first is added up, and spills. L2 is not what bounds it: it asks for 6 TB/s,
-where the bf16 weight gradient gets 9.
+a has one scale for 128 values along K of each row. b has one scale for each tile of 128 x 128 values. A GEMM of N
+columns takes 2 N K FLOP a row.
 
-Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows: a tile never straddles two.
+A persistent program on each multiprocessor computes tiles of 128 rows by TILE_BLOCKS (1 or 2) blocks of 128 columns.
+One warp, the producer, brings operands by TMA through a ring of STAGES in shared memory. For each stage it also writes
+the exponents of the scales' products. Two warpgroups multiply, 64 rows each. Hopper's FP8 accumulator has few bits, so
+each product over 128 values is scaled and added to a float32 accumulator. Consumer threads have at most 216 registers:
+with more, ptxas starts the second product before it adds the first, and spills.
+
+Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows, so each tile lies in
+one group.
 """
 
 from functools import lru_cache
@@ -35,56 +36,64 @@ from .library import cdiv, next_power_of_2, operator, rows_flops
 
 @gluon.jit
 def add_exponents(a, b):
-    """The byte of 2^(a - 127) 2^(b - 127): 255, NaN, where either is; else clamped to 0 (here: nothing) and 254."""
+    """The scale byte of 2^(a - 127) * 2^(b - 127).
+
+    255 (NaN) if either byte is 255. Else clamped to 0 and 254. `_power_of_two` reads byte 0 as the number 0.
+    """
     total = gl.minimum(gl.maximum(a.to(gl.int32) + b.to(gl.int32) - 127, 0), 254)
     return gl.where((a == 255) | (b == 255), 255, total).to(gl.uint8)
 
 
 @gluon.jit
 def _power_of_two(byte):
-    """float32 2^(byte - 127); 0 for 0, NaN for 255."""
+    """float32 2^(byte - 127). Byte 0 gives 0, and 255 gives NaN."""
     return gl.where(byte == 255, 0x7FC00000, byte.to(gl.int32) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def tile_of(index, row_tiles, column_tiles, GROUP: gl.constexpr):
-    """Tiles in strips of GROUP rows of tiles, column by column: what runs at a time shares its operands in L2."""
-    strip = index // (GROUP * column_tiles)
-    first = strip * GROUP
-    height = gl.minimum(row_tiles - first, GROUP)
-    within = index % (GROUP * column_tiles)
-    return first + within % height, within // height
+def tile_of(index, row_tiles, column_tiles, STRIP: gl.constexpr):
+    """The row tile and the column tile of an index.
+
+    Tiles run in strips of STRIP row tiles, and within a strip column by column. Those that run at the same time then
+    share operands in L2.
+    """
+    strip = index // (STRIP * column_tiles)
+    first = strip * STRIP
+    rows = gl.minimum(row_tiles - first, STRIP)
+    within = index % (STRIP * column_tiles)
+    return first + within % rows, within // rows
 
 
 @gluon.jit
 def group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
-    """The group that holds `row`: how many ends lie at or before it; E for rows past the last."""
+    """The group that holds `row`: the number of ends at or before it. E for rows past the last group."""
     e = gl.arange(0, E_PAD, layout)
     end = gl.load(ends + e, e < E, other=0x7FFFFFFF)
     return gl.sum((end <= row).to(gl.int32), 0)
 
 
 @gluon.jit
-def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
-          column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr):
-    """The producer: operands by TMA, and for each row and half the exponent of its product."""
+def _produce(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
+             column_tiles, E_PAD: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
+             TILE_BLOCKS: gl.constexpr):
+    """The producer warp: brings operands by TMA, and the exponent of the product for each row and block of columns."""
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [1], [0])
     row_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     k_blocks = gl.cdiv(K, 128)
     n_blocks = gl.cdiv(N, 128)
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = tile_of(index, row_tiles, column_tiles, STRIP)
         row = row_tile * 128
         group = group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
-            n_block = column_tile * HALVES
-            halves = gl.minimum(n_blocks - n_block, HALVES)
+            n_block = column_tile * TILE_BLOCKS
+            inside = gl.minimum(n_blocks - n_block, TILE_BLOCKS)
             column = group * N + n_block * 128
             a_at = a_scale + row + row_128
             b_at = b_scale + (group * n_blocks + n_block) * k_blocks
-            b1_at = b_at + (halves - 1) * k_blocks
-            # Loaded a step ahead: these come from memory, not through the ring of stages.
+            b1_at = b_at + (inside - 1) * k_blocks
+            # Loaded one step ahead, since these do not come through the ring of stages.
             a_byte = gl.load(a_at)
             b_byte = gl.load(b_at)
             b1_byte = gl.load(b1_at)
@@ -92,17 +101,17 @@ def _feed(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale,
                 stage = step % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(bar, (128 + HALVES * 128) * 128, pred=halves == HALVES)
-                mbarrier.expect(bar, (128 + 128) * 128, pred=halves < HALVES)
-                for part in gl.static_range(2):
-                    tma.async_copy_global_to_shared(a_desc, [row + 64 * part, k * 128], bar,
-                                                    a_smem.index(stage * 2 + part))
-                for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(b_desc, [column + 128 * half, k * 128], bar,
-                                                    b_smem.index(stage * HALVES + half), pred=half < halves)
-                s_smem.index(stage * HALVES).store(add_exponents(a_byte, b_byte))
-                if HALVES == 2:
-                    s_smem.index(stage * HALVES + 1).store(add_exponents(a_byte, b1_byte))
+                mbarrier.expect(bar, (128 + TILE_BLOCKS * 128) * 128, pred=inside == TILE_BLOCKS)
+                mbarrier.expect(bar, (128 + 128) * 128, pred=inside < TILE_BLOCKS)
+                for warpgroup in gl.static_range(2):
+                    tma.async_copy_global_to_shared(a_desc, [row + 64 * warpgroup, k * 128], bar,
+                                                    a_smem.index(stage * 2 + warpgroup))
+                for block in gl.static_range(TILE_BLOCKS):
+                    tma.async_copy_global_to_shared(b_desc, [column + 128 * block, k * 128], bar,
+                                                    b_smem.index(stage * TILE_BLOCKS + block), pred=block < inside)
+                s_smem.index(stage * TILE_BLOCKS).store(add_exponents(a_byte, b_byte))
+                if TILE_BLOCKS == 2:
+                    s_smem.index(stage * TILE_BLOCKS + 1).store(add_exponents(a_byte, b1_byte))
                 mbarrier.arrive(bar)
                 step += 1
                 following = gl.minimum(k + 1, k_blocks - 1)
@@ -119,21 +128,24 @@ def multiply(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(part: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
-               STAGES: gl.constexpr, HALVES: gl.constexpr, TWO: gl.constexpr, layout: gl.constexpr):
-    """Adds the products of all blocks along K, each scaled as it comes: TWO halves of 128 columns, or the first."""
+def accumulate(warpgroup: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
+               STAGES: gl.constexpr, TILE_BLOCKS: gl.constexpr, TWO: gl.constexpr, layout: gl.constexpr):
+    """Adds the scaled products of all blocks along K.
+
+    acc0 and acc1 are the tile's two blocks of 128 columns. Without TWO only acc0 is computed.
+    """
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     for _ in range(k_blocks):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        a = a_smem.index(stage * 2 + part)
-        scale0 = s_smem.index(stage * HALVES).slice(part * 64, 64).load(rows)
+        a = a_smem.index(stage * 2 + warpgroup)
+        scale0 = s_smem.index(stage * TILE_BLOCKS).slice(warpgroup * 64, 64).load(rows)
         if TWO:
-            scale1 = s_smem.index(stage * HALVES + 1).slice(part * 64, 64).load(rows)
-        product = multiply(a, b_smem.index(stage * HALVES), layout)
+            scale1 = s_smem.index(stage * TILE_BLOCKS + 1).slice(warpgroup * 64, 64).load(rows)
+        product = multiply(a, b_smem.index(stage * TILE_BLOCKS), layout)
         if TWO:
             acc0 += product * gl.expand_dims(_power_of_two(scale0), 1)
-            product = multiply(a, b_smem.index(stage * HALVES + 1), layout)
+            product = multiply(a, b_smem.index(stage * TILE_BLOCKS + 1), layout)
             mbarrier.arrive(empty.index(stage))
             acc1 += product * gl.expand_dims(_power_of_two(scale1), 1)
         else:
@@ -144,64 +156,72 @@ def accumulate(part: gl.constexpr, acc0, acc1, step, k_blocks, a_smem, b_smem, s
 
 
 @gluon.jit
-def _consume(part: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles,
-             column_tiles, E_PAD: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+def _consume(warpgroup: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles,
+             column_tiles, E_PAD: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr, TILE_BLOCKS: gl.constexpr,
              BUFFERS: gl.constexpr):
-    """Rows [64 part, 64 part + 64) of each tile."""
+    """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     ends_layout: gl.constexpr = gl.BlockedLayout([E_PAD // 32], [32], [gl.num_warps()], [0])
     k_blocks = gl.cdiv(K, 128)
     n_blocks = gl.cdiv(N, 128)
     step = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = tile_of(index, row_tiles, column_tiles, GROUP)
-        n_block = column_tile * HALVES
+        row_tile, column_tile = tile_of(index, row_tiles, column_tiles, STRIP)
+        n_block = column_tile * TILE_BLOCKS
         row = row_tile * 128
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
         if group_of(row, ends, E, E_PAD, ends_layout) < E:
-            if HALVES == 1 or n_block + HALVES > n_blocks:
-                acc0, acc1, step = accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
-                                              STAGES, HALVES, False, layout)
+            if TILE_BLOCKS == 1 or n_block + TILE_BLOCKS > n_blocks:
+                acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full,
+                                              empty, STAGES, TILE_BLOCKS, False, layout)
             else:
-                acc0, acc1, step = accumulate(part, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full, empty,
-                                              STAGES, HALVES, True, layout)
-        for half in gl.static_range(HALVES):
+                acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, k_blocks, a_smem, b_smem, s_smem, full,
+                                              empty, STAGES, TILE_BLOCKS, True, layout)
+        for block in gl.static_range(TILE_BLOCKS):
             tma.store_wait(BUFFERS - 1)
-            c_buffer = c_smem.index(part * BUFFERS + half % BUFFERS)
-            c_buffer.store((acc0 if half == 0 else acc1).to(c_desc.dtype))
+            c_buffer = c_smem.index(warpgroup * BUFFERS + block % BUFFERS)
+            c_buffer.store((acc0 if block == 0 else acc1).to(c_desc.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(c_desc, [row + part * 64, (n_block + half) * 128], c_buffer)
+            tma.async_copy_shared_to_global(c_desc, [row + warpgroup * 64, (n_block + block) * 128], c_buffer)
     tma.store_wait(0)
 
 
 @Launched
 @gluon.jit
 def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K, E_PAD: gl.constexpr,
-                      GROUP: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, BUFFERS: gl.constexpr):
+                      STRIP: gl.constexpr, STAGES: gl.constexpr, TILE_BLOCKS: gl.constexpr, BUFFERS: gl.constexpr):
+    """All tiles of out [P, N] from a [P, K] and b [E * N, K]. Grid: programs that run at the same time.
+
+    Args:
+        STRIP: row tiles of a strip, see tile_of.
+        BUFFERS: blocks of columns that a warpgroup has room for in shared memory before they are stored.
+    """
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * TILE_BLOCKS, 128, 128], b_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
-    s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * HALVES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * TILE_BLOCKS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=2)
-    row_tiles = P // 128  # from P: Triton compiles anew for counts of tiles that are 1, or multiples of 16
-    column_tiles = gl.cdiv(N, 128 * HALVES)
+    # Computed here: as an argument, a number of tiles that is 1 or a multiple of 16 would compile the kernel anew.
+    row_tiles = P // 128
+    column_tiles = gl.cdiv(N, 128 * TILE_BLOCKS)
     gl.warp_specialize([
         (_consume, (0, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
-                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
+                    E_PAD, STRIP, STAGES, TILE_BLOCKS, BUFFERS)),
         (_consume, (1, c_desc, a_smem, b_smem, s_smem, c_smem, full, empty, ends, E, N, K, row_tiles, column_tiles,
-                    E_PAD, GROUP, STAGES, HALVES, BUFFERS)),
-        (_feed, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
-                 column_tiles, E_PAD, GROUP, STAGES, HALVES)),
+                    E_PAD, STRIP, STAGES, TILE_BLOCKS, BUFFERS)),
+        (_produce, (a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_scale, ends, E, P, N, K, row_tiles,
+                    column_tiles, E_PAD, STRIP, STAGES, TILE_BLOCKS)),
     ], [4, 1], [216, 72])
 
 
-@lru_cache  # to build one takes longer than to launch a kernel
+@lru_cache  # building one takes longer than launching a kernel
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout in shared memory of a box of TMA."""
     names = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16,
              torch.float32: gl.float32, torch.int32: gl.int32}
     return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
@@ -210,14 +230,16 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 class _Descriptor(TensorDescriptor):
 
     def __post_init__(self):
-        """Without Triton's checks, which take as long as its launch, and hold for whatever our kernels read."""
-        self.fact = (self.base.dtype, *self.block_shape)  # launch.py: what the kernel is compiled for
+        """Leaves out Triton's checks, which take as long as a launch. `descriptor`'s arguments always pass them."""
+        self.specialization = (self.base.dtype, *self.block_shape)  # for launch.py
 
 
 def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None,
                strides: list[int] | None = None) -> TensorDescriptor:
-    """A TMA descriptor of x, or of what lies there in another shape, for boxes of `block`, swizzled as far as their
-    rows are long, which is how wgmma reads them."""
+    """A TMA descriptor of x for boxes of the shape `block`, swizzled as wgmma reads them.
+
+    `shape` and `strides`: those of the tensor that TMA sees at x's address. They default to x's own.
+    """
     assert x.data_ptr() % 16 == 0, "TMA reads and writes at multiples of 16 bytes"
     return _Descriptor(x, shape or list(x.shape), strides or list(x.stride()), block, _layout(tuple(block), x.dtype))
 
@@ -233,13 +255,14 @@ def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK
     out_PN = torch.empty(P, N, dtype=out_dtype, device=a_PK.device)
     if out_PN.numel() == 0:
         return out_PN
-    # The wide tile moves a quarter fewer bytes for a product; the narrow one fills the GPU when there is little to do.
-    halves = 2 if P // 128 * cdiv(N, 256) >= sms else 1
-    tiles = P // 128 * cdiv(N, 128 * halves)
+    # The wide tile moves a quarter fewer bytes for a product. Narrow tiles are more, so that they occupy all
+    # multiprocessors when there is little to do.
+    tile_blocks = 2 if P // 128 * cdiv(N, 256) >= sms else 1
+    tiles = P // 128 * cdiv(N, 128 * tile_blocks)
     grouped_mm_kernel[(min(sms, tiles), )](
         descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
-        a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, next_power_of_2(E)), GROUP=16, STAGES=3,
-        HALVES=halves, BUFFERS=halves if out_PN.element_size() == 2 else 1, num_warps=4)
+        a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, next_power_of_2(E)), STRIP=16, STAGES=3,
+        TILE_BLOCKS=tile_blocks, BUFFERS=tile_blocks if out_PN.element_size() == 2 else 1, num_warps=4)
     return out_PN
 
 
@@ -247,12 +270,13 @@ def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dt
     """Multiplies each group's rows with its own matrix: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
     Args:
-        a_PK: blocks of 128, contiguous data, P a multiple of 128. Scales are best K-block-major (strides (1, P)).
+        a_PK: blocks of 128, contiguous data, P a multiple of 128. Scales in K-block-major memory (strides (1, P)) are
+            read as they are, others are copied.
         b_ENK: tiled, contiguous data.
         ends_E: int32 ends of the groups on the device, multiples of 128.
 
-    A product of scales of 2^-127 or less counts as zero; above 2^127 it is clamped; 255 gives NaN.
+    A product of two scales counts as 0 if it is 2^-127 or less. Above 2^127 it is clamped. A scale byte of 255 gives
+    NaN.
     """
-    # Where a row-major scale becomes the GEMM's own: a copy unless it is already.
     return _grouped_mm_mxfp8_hopper(a_PK.qdata, a_PK.scale_bytes.t().contiguous(), b_ENK.qdata,
                                     b_ENK.scale_bytes.contiguous(), ends_E, out_dtype)

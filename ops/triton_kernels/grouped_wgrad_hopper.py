@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients on Hopper's tensor cores, in Gluon: out[e] = g[rows of e]^T a[rows of e], summed in float32.
 
-    grouped_mm_wgrad_mxfp8    operands in column form [N, P] and [K, P]: FP8 wgmma reads along the contraction only;
-                              scales for each column and 128 rows, a product of 128 rows scaled and added at a time
-    grouped_mm_wgrad_bf16     operands [P, N] and [P, K] as they lie, accumulated by the tensor cores; MXFP8 ones are
-                              dequantised by two more warps, while the others multiply (convert_rows_hopper.py)
+    grouped_mm_wgrad_mxfp8    takes column forms [N, P] and [K, P], since FP8 wgmma reads along the contraction only.
+                              Each column has a scale for 128 rows: a product over 128 rows is scaled, then added
+    grouped_mm_wgrad_bf16     takes rows [P, N] and [P, K] as they lie. The tensor cores accumulate. Two more warps
+                              dequantise MXFP8 operands while the others multiply (convert_rows_hopper.py)
 
-The design is that of grouped_gemm_hopper.py: a persistent program on each SM, tiles of 128 by 256, one warp that
-brings operands by TMA, two warpgroups that multiply 64 rows each. An empty group's gradient is zero.
+The design is that of grouped_gemm_hopper.py. A persistent program on each multiprocessor computes tiles of 128 by 256
+values of one expert's gradient. One warp, the producer, brings operands by TMA. Two warpgroups multiply, 64 rows of
+the tile each. A row of the operands takes 2 N K FLOP. An empty group's gradient is zero.
 
-16-bit results leave through shared memory by TMA, which cuts off what lies beyond N and K. float32 ones, which may be
-added to what is there, go from registers.
+16-bit results go through shared memory and TMA, which leaves out what lies beyond N and K. float32 results go from
+registers to memory, since they may have to be added to what is there.
+
+`splits` cuts N into pieces of split_n rows, each with a gradient of its own: out is [splits * E, split_n, K].
 """
 
 import math
@@ -30,13 +33,13 @@ from ..device import multiprocessors
 from ..mx_format import MXParts
 from .convert_rows_hopper import (
     allocate,
+    conversion_of,
     convert,
-    convertible,
     counters,
-    not_converted,
+    no_conversion,
     power_of_two,
     rows_of,
-    tiles_of,
+    tiles_in_block,
     wait_for_rows,
 )
 from .grouped_gemm_hopper import descriptor, multiply, tile_of
@@ -45,29 +48,29 @@ from .library import cdiv, nothing, operator
 
 
 @gluon.jit
-def expert_and_tile(index, n_tiles, k_tiles, GROUP: gl.constexpr):
-    """Expert and tile of its gradient: experts in turn."""
-    n_tile, k_tile = tile_of(index % (n_tiles * k_tiles), n_tiles, k_tiles, GROUP)
+def expert_and_tile(index, n_tiles, k_tiles, STRIP: gl.constexpr):
+    """The expert of an index, and the tile of its gradient. Experts come one after the other."""
+    n_tile, k_tile = tile_of(index % (n_tiles * k_tiles), n_tiles, k_tiles, STRIP)
     return index // (n_tiles * k_tiles), n_tile, k_tile
 
 
 @gluon.jit
-def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
-                n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """The producer: operands by TMA, and the scales of both."""
+def _produce_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
+                   n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr):
+    """The producer warp: brings operands by TMA, and the scales of both."""
     n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     k_256 = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         n = n_tile * 128
         k = k_tile * 256
-        # Columns beyond the last are never stored: their scale may be any.
+        # Columns beyond the last are never stored, so their scales do not matter.
         g_at = g_scale + gl.minimum(n + n_128, N - 1)
         a_at = a_scale + gl.minimum(k + k_256, K - 1)
         last = gl.maximum(end - 128, 0)
-        # Loaded a step ahead: these come from memory, not through the ring of stages.
+        # Loaded one step ahead, since these do not come through the ring of stages.
         g_byte = gl.load(g_at + (gl.minimum(first, last) // 128).to(gl.int64) * N)
         a_byte = gl.load(a_at + (gl.minimum(first, last) // 128).to(gl.int64) * K)
         for row in range(first, end, 128):
@@ -89,22 +92,24 @@ def _feed_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g
 
 
 @gluon.jit
-def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E,
-                   N, K, height, n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
-                   ADD: gl.constexpr):
+def _consume_mxfp8(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out,
+                   ends, E, N, K, split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr,
+                   BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
         for _ in range(first, end, 128):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            g = g_smem.index(stage * 2 + part)
-            row_scale = gl.expand_dims(gs_smem.index(stage).slice(part * 64, 64).load(gl.SliceLayout(1, layout)), 1)
+            g = g_smem.index(stage * 2 + warpgroup)
+            row_scale = gs_smem.index(stage).slice(warpgroup * 64, 64).load(gl.SliceLayout(1, layout))
+            row_scale = gl.expand_dims(row_scale, 1)
             product = multiply(g, a_smem.index(stage * 2), layout)
             column_scale = as_smem.index(stage).slice(0, 128).load(columns)
             acc0 += product * gl.expand_dims(column_scale, 0) * row_scale
@@ -113,22 +118,24 @@ def _consume_mxfp8(part: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_sme
             mbarrier.arrive(empty.index(stage))
             acc1 += product * gl.expand_dims(column_scale, 0) * row_scale
             step += 1
-        n = n_tile * 128 + part * 64
+        n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
-        write(part, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA, ADD, layout)
-        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, height, BY_TMA, ADD, layout)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, ADD, layout)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, ADD, layout)
     tma.store_wait(0)
 
 
 @gluon.jit
-def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA: gl.constexpr,
+def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA: gl.constexpr,
           ADD: gl.constexpr, layout: gl.constexpr):
-    """Stores [64, 128] of an expert's gradient [N, K], or adds to what is there. Each part of N, `height` rows, lies
-    by itself: [E, height, K]."""
-    expert += n // height * E
-    n %= height
+    """Stores [64, 128] of an expert's gradient [N, K], or adds it to what is there.
+
+    n, k: the first row and column. n counts across the splits.
+    """
+    expert += n // split_n * E
+    n %= split_n
     if BY_TMA:
-        buffer = out_smem.index(part)
+        buffer = out_smem.index(warpgroup)
         tma.store_wait(0)
         buffer.reshape([64, 128]).store(acc.to(out_desc.dtype))
         fence_async_shared()
@@ -136,9 +143,9 @@ def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, 
     else:
         n_64 = n + gl.arange(0, 64, gl.SliceLayout(1, layout))
         k_128 = k + gl.arange(0, 128, gl.SliceLayout(0, layout))
-        at = out + expert.to(gl.int64) * height * K
+        at = out + expert.to(gl.int64) * split_n * K
         at += gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_128, 0)
-        inside = gl.expand_dims((n_64 < height) & (expert < N // height * E), 1) & gl.expand_dims(k_128 < K, 0)
+        inside = gl.expand_dims((n_64 < split_n) & (expert < N // split_n * E), 1) & gl.expand_dims(k_128 < K, 0)
         if ADD:
             acc += gl.load(at, inside, other=0)
         gl.store(at, acc, inside)
@@ -146,8 +153,9 @@ def write(part: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, 
 
 @Launched
 @gluon.jit
-def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, height, GROUP: gl.constexpr,
+def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, split_n, STRIP: gl.constexpr,
                        STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    """All tiles of out. Grid: programs that run at the same time."""
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
@@ -162,21 +170,22 @@ def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E,
     k_tiles = gl.cdiv(K, 256)
     gl.warp_specialize([
         (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          height, n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+                          split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, ADD)),
         (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          height, n_tiles, k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-        (_feed_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
-                       n_tiles, k_tiles, GROUP, STAGES)),
+                          split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+        (_produce_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N,
+                          K, n_tiles, k_tiles, STRIP, STAGES)),
     ], [4, 1], [216, 72])
 
 
 @gluon.jit
-def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, tiles,
-               GROUP: gl.constexpr, STAGES: gl.constexpr, B: gl.constexpr):
+def _produce_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, tiles,
+                  STRIP: gl.constexpr, STAGES: gl.constexpr, B: gl.constexpr):
+    """The producer warp: brings operands by TMA. With B it first waits until the rows are dequantised."""
     step = 0
     ready = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         for row in range(first, end, 64):
             if B:
@@ -193,22 +202,24 @@ def _feed_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles,
 
 
 @gluon.jit
-def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height,
-                  n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+def _consume_bf16(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K,
+                  split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
                   ADD: gl.constexpr):
+    """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
-    half: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
+                                                          instr_shape=[16, 128, 16])
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         acc = gl.zeros([64, 256], gl.float32, layout)
         for row in range(first, end, 64):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            acc = warpgroup_mma(g_smem.index(stage * 2 + part).permute((1, 0)), a_smem.index(stage), acc,
+            acc = warpgroup_mma(g_smem.index(stage * 2 + warpgroup).permute((1, 0)), a_smem.index(stage), acc,
                                 is_async=True)
-            # The product before this one is done: its operands may be overwritten.
+            # The product before this one is done, so its operands may be overwritten.
             acc = warpgroup_mma_wait(1, [acc])
             if row > first:
                 mbarrier.arrive(empty.index((step - 1) % STAGES))
@@ -216,22 +227,26 @@ def _consume_bf16(part: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
         acc = warpgroup_mma_wait(0, [acc])
         if first < end:
             mbarrier.arrive(empty.index((step - 1) % STAGES))
-        n = n_tile * 128 + part * 64
+        n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
         acc0, acc1 = gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
-        acc0 = gl.convert_layout(acc0, half, assert_trivial=True)
-        acc1 = gl.convert_layout(acc1, half, assert_trivial=True)
-        write(part, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA, ADD, half)
-        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, height, BY_TMA, ADD, half)
+        acc0 = gl.convert_layout(acc0, half_layout, assert_trivial=True)
+        acc1 = gl.convert_layout(acc1, half_layout, assert_trivial=True)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, ADD, half_layout)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, ADD, half_layout)
     tma.store_wait(0)
 
 
 @Launched
 @gluon.jit
-def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, mx_g_desc, mx_g_out, mx_g, mx_a_desc,
-                      mx_a_out, mx_a, tickets, done, B: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, mx_g_desc, mx_g_out, mx_g, mx_a_desc,
+                      mx_a_out, mx_a, tickets, done, B: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
                       BY_TMA: gl.constexpr, ADD: gl.constexpr):
-    """B: block size of the MXFP8 operands, which g_desc and a_desc are the dequantised ones of; 0: there are none."""
+    """All tiles of out. Grid: programs that run at the same time.
+
+    B: block size of the MXFP8 operands. g_desc and a_desc then describe the memory that gets their bf16 values. With 0
+    no operand is MXFP8, and the eight arguments after split_n are None.
+    """
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, 256], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
@@ -245,23 +260,23 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, m
     if B:
         smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, B)
         gl.warp_specialize([
-            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
-                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
-                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
+                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
+                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
             (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                        smem, converted, scale_smem, landed, tickets, done, B, False)),
-            (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
-                          tiles_of(mx_g, mx_a), GROUP, STAGES, B)),
+            (_produce_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
+                             tiles_in_block(mx_g, mx_a), STRIP, STAGES, B)),
         ], [4, 2, 1], [208, 88, 88])
     else:
         gl.warp_specialize([
-            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
-                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
-                             k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-            (_feed_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, 0, GROUP,
-                          STAGES, B)),
+            (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
+                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+            (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
+                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+            (_produce_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, 0, STRIP,
+                             STAGES, B)),
         ], [4, 1], [232, 40])
 
 
@@ -269,14 +284,14 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, height, m
           flops=lambda g_NP, g_scale_PN, a_KP, *args, out_shape: 2 * math.prod(g_NP) * a_KP[0])
 def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
                          ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
-    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
+    (E, N, K), split_n = sizes(ends_E, out_ENK), out_ENK.shape[1]
     if g_NP.shape[1] == 0:
-        return without_rows(out_ENK, add)
+        return gradient_of_no_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
-        out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, height, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+        out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, split_n, STRIP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
         num_warps=4)
 
 
@@ -285,15 +300,15 @@ def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: tor
 def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
                         a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
                         add: bool, sms: int) -> None:
-    """Operands with scales, of blocks of `block_size`, are MXFP8 rows."""
+    """Operands with scales are MXFP8 rows, in blocks of `block_size`."""
     P, K = a_PK.shape
     if P == 0:
-        return without_rows(out_ENK, add)
+        return gradient_of_no_rows(out_ENK, add)
     if (g_scale is not None or a_scale is None or out_ENK.dtype == torch.float32
             or out_ENK.numel() < 4 * a_PK.numel() or K < g_PN.shape[1]):
         return _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms)
-    # Of few and wide rows, the dequantised ones are what memory peaks with: one half of them after the other, at the
-    # price of reading g, which is narrower, twice.
+    # Few, wide rows: their bf16 copy decides the peak of memory. Handle one half of their columns after the other. The
+    # price is that g, which is narrower, is read twice.
     columns = 256 * cdiv(K, 512)
     for k in range(0, K, columns):
         scale = a_scale[:, k // block_size:(k + columns) // block_size]
@@ -302,21 +317,21 @@ def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: 
 
 
 def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms) -> None:
-    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
+    (E, N, K), split_n = sizes(ends_E, out_ENK), out_ENK.shape[1]
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     plain, mx = [], []
     for data, scale in ((g_PN, g_scale), (a_PK, a_scale)):
         plain.append(data if scale is None else torch.empty(data.shape, dtype=torch.bfloat16, device=data.device))
-        mx.append(None if scale is None else convertible(data, scale, plain[-1]))
+        mx.append(None if scale is None else conversion_of(data, scale, plain[-1]))
     if block_size:
-        mx = [one or not_converted(other) for one, other in zip(mx, reversed(mx), strict=True)]
+        mx = [one or no_conversion(other) for one, other in zip(mx, reversed(mx), strict=True)]
         conversion = (*mx[0], *mx[1], *counters(E, g_PN.shape[0], g_PN.device))
     else:
         conversion = (None, ) * 8
     wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
         descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
-        ends_E, E, g_PN.shape[0], N, K, height, *conversion, B=block_size, GROUP=16,
+        ends_E, E, g_PN.shape[0], N, K, split_n, *conversion, B=block_size, STRIP=16,
         STAGES=3 if by_tma or block_size else 4, BY_TMA=by_tma, ADD=add, num_warps=4)
 
 
@@ -326,13 +341,14 @@ def sizes(ends_E: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int]:
     return E, out.shape[0] // E * out.shape[1], out.shape[2]
 
 
-def without_rows(out_ENK: torch.Tensor, add: bool) -> None:
+def gradient_of_no_rows(out_ENK: torch.Tensor, add: bool) -> None:
+    """Writes the gradient of no rows at all: zeros, unless it is added to what is there."""
     if not add:
         out_ENK.zero_()
 
 
 def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
-    """The result's; one of no use, with a small box, where it is not written by TMA."""
+    """The result's TMA descriptor. Without `by_tma` nothing uses it, and its box is small to save shared memory."""
     return descriptor(out_ENK, [1, 64, 128 if by_tma else 32])
 
 
@@ -341,10 +357,12 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, o
     """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
     Args:
-        g_NP, a_KP: column forms, blocks of 128 rows, data contiguous; scales best in memory [P / 128, N].
+        g_NP, a_KP: column forms, blocks of 128 rows, contiguous data. Scales that lie in memory as [P / 128, N] are
+            read as they are, others are copied.
         ends_E: int32 ends of the groups on the device, multiples of 128.
 
-    A product is scaled by a's scale first: above 2^103 it may overflow where the result would not. 255 gives NaN.
+    A product is scaled by a's scale first. Above 2^103 it may overflow although the result would not. A scale byte of
+    255 gives NaN.
     """
     out = output(ends_E, g_NP.qdata.shape[0], a_KP.qdata.shape[0], out_dtype, accumulate_into)
     _wgrad_mxfp8_hopper_(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(),
@@ -355,14 +373,15 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, o
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXParts, ends_E: torch.Tensor,
                           out_dtype: torch.dtype, accumulate_into: torch.Tensor | None = None, sms: int = 0,
                           splits: int = 1) -> torch.Tensor:
-    """The same from rows [P, N] and [P, K], contiguous: both bf16 or both fp16, in groups of multiples of 64.
-
-    One or both may be MXFP8, with blocks of one size; a plain one is then bf16. They are dequantised to bf16 on the
-    way, and groups are multiples of 128.
+    """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
     Args:
-        sms: multiprocessors that the kernel takes at most. 0 is all of them.
-        splits: pieces into which N is cut, each a multiple of 64 and contiguous: [splits * E, N / splits, K].
+        g_PN, a_PK: rows, contiguous, both bf16 or both fp16. One or both may be MXFP8, with one block size; the other
+            is then bf16. MXFP8 rows are dequantised to bf16.
+        ends_E: int32 ends of the groups on the device, multiples of 64. With an MXFP8 operand, multiples of 128.
+        sms: the most multiprocessors that the kernel takes. 0 stands for all of them.
+        splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
+            piece contiguous.
     """
     N, K = (x.qdata.shape[1] if isinstance(x, MXParts) else x.shape[1] for x in (g_PN, a_PK))
     out = output(ends_E, N, K, out_dtype, accumulate_into, splits)
@@ -373,9 +392,10 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXP
 
 
 def output(ends_E, N, K, out_dtype, accumulate_into, splits: int = 1) -> torch.Tensor:
+    """`accumulate_into` if it is given, else an empty result [splits * E, N / splits, K]."""
     if accumulate_into is not None:
         if accumulate_into.dtype != torch.float32 or not accumulate_into.is_contiguous():
             raise ValueError(f"accumulate_into must be contiguous float32 [E, N, K]; got {accumulate_into.dtype}, "
-                             f"strides {accumulate_into.stride()}: add to it outside, or make it so")
+                             f"strides {accumulate_into.stride()}. Add the result to it yourself, or convert it")
         return accumulate_into
     return torch.empty(splits * ends_E.shape[0], N // splits, K, dtype=out_dtype, device=ends_E.device)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients in MXFP8 from rows, on Hopper in Gluon: out[e] = g[rows of e]^T a[rows of e].
 
-FP8 tensor cores read along the contraction alone, so rows are transposed and re-scaled along it, by two warps while
-the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale, so a product over 128 rows
-is scaled by its rows alone, as in the forward GEMM, whose loop this is. With a scale for each column of a, as in
-grouped_wgrad_hopper.py, scaling takes twice the instructions, and a GEMM of 1100 TFLOP/s is one of 850.
+FP8 tensor cores read along the contraction only, so rows have to be transposed and re-scaled along it. Two warps do
+that while the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale. A product over 128
+rows then has one scale for each row of out, as in the forward GEMM, and this kernel runs the forward GEMM's loop. With
+a scale for each column of a, as in grouped_wgrad_hopper.py, scaling takes twice the instructions.
+
+Tiles, programs, stores and `splits` are those of grouped_wgrad_hopper.py.
 """
 
 import math
@@ -18,98 +20,111 @@ from ..device import multiprocessors
 from ..mx_format import MXParts
 from .convert_rows_hopper import (
     allocate,
+    conversion_of,
     convert,
-    convertible,
     counters,
-    not_converted,
+    no_conversion,
     rows_of,
-    tiles_of,
+    tiles_in_block,
     wait_for_rows,
 )
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor
-from .grouped_wgrad_hopper import expert_and_tile, out_descriptor, output, sizes, without_rows, write
+from .grouped_wgrad_hopper import expert_and_tile, gradient_of_no_rows, out_descriptor, output, sizes, write
 from .launch import Launched
 from .library import cdiv, nothing, operator
 
 
 @gluon.jit
-def _scales(block, g_at, g_step, a_at, halves, k_blocks):
-    """Bytes for a block of 128 rows: of g's columns, and of a's one or two tiles. Past L1: others write them."""
+def _scales(block, g_at, g_step, a_at, inside, k_blocks):
+    """The scale bytes for a block of 128 rows: of g's columns, and of a's one or two tiles inside the matrix.
+
+    Loads bypass L1, since other programs write these bytes while this one runs.
+    """
     g_byte = gl.load(g_at + block.to(gl.int64) * g_step, cache_modifier=".cg")
     a_at += block.to(gl.int64) * k_blocks
-    return (g_byte, gl.load(a_at, cache_modifier=".cg"), gl.load(a_at + halves - 1, cache_modifier=".cg"))
+    return (g_byte, gl.load(a_at, cache_modifier=".cg"), gl.load(a_at + inside - 1, cache_modifier=".cg"))
 
 
 @gluon.jit
-def _feed(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K, n_tiles,
-          k_tiles, done, tiles, G_TILED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """The producer: operands by TMA, and for each column of g and half the exponent of its product."""
+def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K, n_tiles,
+             k_tiles, done, tiles, G_TILED: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr):
+    """The producer warp: brings operands by TMA, and the exponent of the product for each column of g and tile of a.
+
+    `tiles`: converted tiles in a block of 128 rows, see wait_for_rows. G_TILED: g has one scale for each tile.
+    """
     n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     k_blocks = gl.cdiv(K, 128)
     step = 0
     ready = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         n = n_tile * 128
         k_block = k_tile * 2
-        halves = gl.minimum(k_blocks - k_block, 2)
-        # Columns beyond the last are never stored: their scale may be any.
+        inside = gl.minimum(k_blocks - k_block, 2)
+        # Columns beyond the last are never stored, so their scales do not matter.
         g_at = g_scale + (n_128 * 0 + n_tile if G_TILED else gl.minimum(n + n_128, N - 1))
         a_at = a_scale + k_block
         if first < end:
             ready = wait_for_rows(first, ready, done, P // 128, tiles)
-            g_byte, a_byte, a1_byte = _scales(first // 128, g_at, g_step, a_at, halves, k_blocks)
+            g_byte, a_byte, a1_byte = _scales(first // 128, g_at, g_step, a_at, inside, k_blocks)
             for row in range(first, end, 128):
                 stage = step % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(bar, 3 * 128 * 128, pred=halves == 2)
-                mbarrier.expect(bar, 2 * 128 * 128, pred=halves < 2)
+                mbarrier.expect(bar, 3 * 128 * 128, pred=inside == 2)
+                mbarrier.expect(bar, 2 * 128 * 128, pred=inside < 2)
                 for half in gl.static_range(2):
                     tma.async_copy_global_to_shared(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
                 for half in gl.static_range(2):
                     tma.async_copy_global_to_shared(a_desc, [(k_block + half) * 128, row], bar,
-                                                    a_smem.index(stage * 2 + half), pred=half < halves)
+                                                    a_smem.index(stage * 2 + half), pred=half < inside)
                 s_smem.index(stage * 2).store(add_exponents(a_byte, g_byte))
                 s_smem.index(stage * 2 + 1).store(add_exponents(a1_byte, g_byte))
                 mbarrier.arrive(bar)
                 step += 1
-                # Loaded a step ahead: these come from memory, not through the ring of stages.
+                # Loaded one step ahead, since these do not come through the ring of stages.
                 following = gl.minimum(row + 128, end - 128)
                 ready = wait_for_rows(following, ready, done, P // 128, tiles)
-                g_byte, a_byte, a1_byte = _scales(following // 128, g_at, g_step, a_at, halves, k_blocks)
+                g_byte, a_byte, a1_byte = _scales(following // 128, g_at, g_step, a_at, inside, k_blocks)
 
 
 @gluon.jit
-def _consume(part: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height,
-             n_tiles, k_tiles, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K,
+             split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
+             ADD: gl.constexpr):
+    """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, GROUP)
+        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         steps = (end - first) // 128
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
         if k_tile * 2 + 2 > gl.cdiv(K, 128):
-            acc0, acc1, step = accumulate(part, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty, STAGES,
-                                          2, False, layout)
+            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty,
+                                          STAGES, 2, False, layout)
         else:
-            acc0, acc1, step = accumulate(part, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty, STAGES,
-                                          2, True, layout)
-        n = n_tile * 128 + part * 64
+            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty,
+                                          STAGES, 2, True, layout)
+        n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
-        write(part, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, height, BY_TMA, ADD, layout)
-        write(part, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, height, BY_TMA, ADD, layout)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, ADD, layout)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, ADD, layout)
     tma.store_wait(0)
 
 
 @Launched
 @gluon.jit
-def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, height, mx_g_desc,
+def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, mx_g_desc,
                       mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr,
-                      GROUP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+    """All tiles of out. Grid: programs that run at the same time.
+
+    g_desc and a_desc describe the column forms, which `convert` writes; g's may be given. The arguments from mx_g_desc
+    to mx_a are what `conversion_of` or `no_conversion` returned, and tickets and done what `counters` returned.
+    """
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
@@ -123,14 +138,14 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     k_tiles = gl.cdiv(K, 256)
     smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
-        (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
-                    k_tiles, GROUP, STAGES, BY_TMA, ADD)),
-        (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, height, n_tiles,
-                    k_tiles, GROUP, STAGES, BY_TMA, ADD)),
+        (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
+                    k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+        (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
+                    k_tiles, STRIP, STAGES, BY_TMA, ADD)),
         (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                    smem, converted, scale_smem, landed, tickets, done, 128, True)),
-        (_feed, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
-                 n_tiles, k_tiles, done, tiles_of(mx_g, mx_a), G_TILED, GROUP, STAGES)),
+        (_produce, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
+                    n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), G_TILED, STRIP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
 
 
@@ -139,27 +154,27 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
 def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
                         a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool,
                         sms: int) -> None:
-    (E, N, K), height = sizes(ends_E, out_ENK), out_ENK.shape[1]
+    (E, N, K), split_n = sizes(ends_E, out_ENK), out_ENK.shape[1]
     P = a_PK.shape[0]
     if P == 0:
-        return without_rows(out_ENK, add)
+        return gradient_of_no_rows(out_ENK, add)
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
-    g_NP, g_tile_scale, mx_g = (g, g_scale, not_converted(mx_a)) if g_columns else _transposed(g, g_scale)
+    g_NP, g_tile_scale, mx_g = (g, g_scale, no_conversion(mx_a)) if g_columns else _transposed(g, g_scale)
     wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
-        g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, height, *mx_g, *mx_a,
-        *counters(E, P, a_PK.device), G_TILED=not g_columns, GROUP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
+        g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, split_n, *mx_g, *mx_a,
+        *counters(E, P, a_PK.device), G_TILED=not g_columns, STRIP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
         num_warps=4)
 
 
 def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
-    """Where the column form comes to lie, [K, P], its scales [P / 128, ceil(K / 128)], and what `convert` takes."""
+    """Memory for the column form [K, P] and its scales [P / 128, ceil(K / 128)], and what `convert` takes."""
     P, K = data_PK.shape
     data_KP = torch.empty(K, P, dtype=data_PK.dtype, device=data_PK.device)
     tile_scale = torch.empty(P // 128, cdiv(K, 128), dtype=torch.uint8, device=data_PK.device)
-    return data_KP, tile_scale, convertible(data_PK, scale, data_KP, tile_scale)
+    return data_KP, tile_scale, conversion_of(data_PK, scale, data_KP, tile_scale)
 
 
 def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
@@ -168,14 +183,16 @@ def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor,
     """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
 
     Args:
-        g: rows [P, N] or, with `g_columns`, column form [N, P]; a_PK: rows. Blocks of 128, data contiguous.
+        g: rows [P, N], or the column form [N, P] with `g_columns`. Blocks of 128, contiguous data.
+        a_PK: rows. Blocks of 128, contiguous data.
         ends_E: int32 ends of the groups on the device, multiples of 128.
-        sms: multiprocessors that the kernel takes at most. 0 is all of them.
-        splits: pieces into which N is cut, each a multiple of 64 and contiguous: [splits * E, N / splits, K].
+        sms: the most multiprocessors that the kernel takes. 0 stands for all of them.
+        splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
+            piece contiguous.
 
-    Rows are re-scaled along the contraction: each tile of 128 x 128 values to the largest of its rows' scales, which
-    changes values that fall among e4m3's subnormals there. Scales whose product is 2^-127 or less count as nothing;
-    above 2^127 they are clamped; 255 gives NaN.
+    Rows are re-scaled along the contraction: each tile of 128 x 128 values gets the largest of its rows' scales. That
+    changes only values that become subnormal in e4m3. A product of two scales counts as 0 if it is 2^-127 or less.
+    Above 2^127 it is clamped. A scale byte of 255 gives NaN.
     """
     out = output(ends_E, g.qdata.shape[0 if g_columns else 1], a_PK.qdata.shape[1], out_dtype, accumulate_into, splits)
     g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of compiled kernels without most of what Triton's own take of the host.
+"""Launches compiled kernels with less work on the host than Triton's own launch.
 
     @Launched
     @triton.jit
@@ -7,9 +7,11 @@
 
     _double_kernel[(programs, )](x, N, BLOCK=128, num_warps=4)
 
-Triton asks at every launch what decides about the code that it compiled: types, constants, multiples of 16. So do
-these, of plain values, and go straight to what Triton compiled when they last met the same. Whatever else comes, and
-every first time, is Triton's own launch.
+Triton compiles a kernel anew for each specialization of its arguments: their types, the values of constants, and
+whether integers and addresses are 1 or multiples of 16. `Launched` computes that specialization itself. It remembers
+the kernel that Triton compiled for it, and launches that kernel directly the next time. The first launch of a
+specialization goes through Triton. So does every launch with an argument of a type unknown here, every launch while a
+profiler has set Triton's hooks, and every launch with another version of Triton.
 """
 
 from functools import partial
@@ -22,16 +24,20 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Those whose compiled kernels are launched as below.
+# Whether this version of Triton takes the launch at the end of this file.
 KNOWN = triton.__version__.startswith("3.6.")
 
 
 class _Unknown(Exception):
-    """An argument that Triton alone can tell."""
+    """An argument whose specialization only Triton knows."""
 
 
-def _fact(x: Any) -> Any:
-    """What of an argument decides about the code; told apart at least where Triton does."""
+def _specialization(x: Any) -> Any:
+    """What of an argument decides which code Triton compiles.
+
+    Arguments that Triton specializes differently get different results. Arguments that it treats alike may get
+    different ones too: that costs one more launch through Triton.
+    """
     kind = type(x)
     if kind is int:
         if x == 1:
@@ -46,17 +52,17 @@ def _fact(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, )
     if kind is tuple:
-        return tuple(map(_fact, x))
+        return tuple(map(_specialization, x))
     if kind is bool or kind is float:
         return kind
-    fact = getattr(x, "fact", None)  # of tensor descriptors
-    if fact is None:
+    specialization = getattr(x, "specialization", None)  # grouped_gemm_hopper.py's descriptors have it
+    if specialization is None:
         raise _Unknown
-    return fact
+    return specialization
 
 
 def _device(values: tuple) -> int:
-    """Index of the GPU on which the first tensor lies; -1: it lies on none, or there is none."""
+    """Index of the GPU that holds the first tensor among the values; -1 if no GPU holds it, or there is no tensor."""
     for x in values:
         x = getattr(x, "base", x)
         if isinstance(x, torch.Tensor):
@@ -65,12 +71,15 @@ def _device(values: tuple) -> int:
 
 
 class Launched:
-    """Decorates a kernel that the host launches, on the device of its first tensor; no parameter has a default."""
+    """Decorates a kernel that the host launches. It runs on the device of its first tensor.
+
+    The kernel's parameters must not have defaults.
+    """
 
     remembers = KNOWN
 
     def __init__(self, jitted: Any):
-        self.fn = jitted  # under Triton's name for what a wrapper wraps
+        self.fn = jitted  # Triton's own wrappers use this name
         self._compiled: dict = {}
         self._names: list = list(getattr(jitted, "arg_names", ()))
         self._constant: list = [param.is_constexpr for param in getattr(jitted, "params", ())]
@@ -91,7 +100,8 @@ class Launched:
         values = (*args, *[options.pop(name) for name in self._names[len(args):]])
         try:
             key = (device, *options.items(), *[
-                value if constant else _fact(value) for value, constant in zip(values, self._constant, strict=True)])
+                value if constant else _specialization(value)
+                for value, constant in zip(values, self._constant, strict=True)])
         except _Unknown:
             self.fn[grid](*args, **named)
             return None

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host functions of kernels as torch ops: opaque to torch.compile, dispatched at half the cost of
-torch.library.custom_op, which puts layers of Python (autograd, alias checks) between the caller and the function.
+"""Registers the host functions of kernels as torch ops, and holds small helpers of theirs.
+
+torch.compile sees an op as one opaque call. `operator` does what torch.library.custom_op does, but a call costs half
+the time: custom_op puts layers of Python (autograd, alias checks) between the caller and the function.
 
     def _double_fake(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    @operator(_double_fake)                      # ds_mxfp8_moe::double
+    @operator(_double_fake)                      # registers ds_mxfp8_moe::double
     def _double(x: torch.Tensor) -> torch.Tensor:
         ...                                      # launches the kernel
 
     y = _double(x)
 
-Ops know nothing of autograd: their outputs never require a gradient, in whatever mode they are called, so callers
-need no torch.no_grad. Outputs must not be inputs or views of them.
+The ops ignore autograd. Their outputs never require a gradient, so callers need no torch.no_grad. An output must not
+be an input or a view of one.
 """
 
 import math
@@ -27,19 +29,22 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 def operator(fake: Callable, mutates_args: Iterable[str] = (),
              flops: Callable | None = None) -> Callable[[Callable], torch._ops.OpOverload]:
-    """Registers a function, annotated as for custom_op, under its own name without leading underscores.
+    """Registers a function as an op under its own name, without leading underscores.
+
+    The function needs type annotations, from which its schema is made. It is registered for CUDA, and for the CPU,
+    where Triton's interpreter runs kernels in tests.
 
     Args:
-        fake: takes the same arguments; returns empty tensors like the function's outputs.
+        fake: takes the function's arguments and returns empty tensors like its outputs. torch.compile calls it.
         mutates_args: names of the arguments that the function writes into.
-        flops: takes the same arguments, shapes in place of tensors, and `out_shape`; what torch.utils.flop_counter
-            counts. None: nothing.
+        flops: returns the number of operations for torch.utils.flop_counter. It takes the function's arguments with
+            shapes in place of tensors, and `out_shape`. With None the op counts as 0.
     """
 
     def register(function: Callable) -> torch._ops.OpOverload:
         name = function.__name__.lstrip("_")
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates_args))
-        for device in ("CPU", "CUDA"):  # CPU: Triton's interpreter
+        for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, function, device)
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
@@ -52,32 +57,34 @@ def operator(fake: Callable, mutates_args: Iterable[str] = (),
 
 
 def nothing(*args) -> None:
-    """The fake of an op that only writes into its arguments."""
+    """The fake of an op that returns nothing and only writes into its arguments."""
 
 
 def rows_flops(a_PK: tuple, *args, out_shape: tuple) -> int:
-    """Of an op that multiplies each row of its first argument by one group's weights."""
+    """Operations of a GEMM that multiplies each row [K] of its first argument by one matrix [K, N]."""
     return 2 * math.prod(a_PK) * out_shape[1]
 
 
 def check_alike(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    """Raises TypeError unless all have this dtype: kernels read matrices by address, in the dtype of one of them."""
+    """Raises TypeError unless all weights have this dtype.
+
+    Kernels get the address of each matrix and the dtype of one of them.
+    """
     if any(w.dtype != dtype for w in weights):
         found = ", ".join(sorted({str(w.dtype) for w in weights}))
         raise TypeError(f"the experts' weights are {found}, expected all of them in {dtype}: cast them to one dtype")
 
 
-# Triton's own functions of these names go through its JIT, at some 10 us a call.
-
-
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. triton.cdiv goes through Triton's JIT and takes 10 us a call."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n. triton.next_power_of_2 takes 10 us a call."""
     return 1 << (n - 1).bit_length()
 
 
-def far(*offsets: int) -> bool:
-    """Whether int32, in which kernels count within a tile, does not hold one of them: they take int64 then."""
+def needs_int64(*offsets: int) -> bool:
+    """Whether an offset within a tile does not fit into int32, so that the kernel must compute in int64."""
     return max(offsets) > 0x7FFFFFFF

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of permute.py and unpermute.py share: the packed message in which rows travel, and reading of the
-tables that say where rows stand.
+"""What permute.py and unpermute.py share: the layout of messages, and the reading of the tables of a routing plan.
 
-A message row is [data | scale bytes | zeros to a multiple of 4 | float32 weights | zeros to a multiple of 32].
+A message holds the rows that travel between ranks. Each of its rows has three fields:
+
+    [data | scale bytes | zeros to a multiple of 4 | float32 weights | zeros to a multiple of 32]
 """
 
 from typing import NamedTuple
@@ -13,18 +14,23 @@ import triton.language as tl
 
 from .library import cdiv, next_power_of_2
 
-ROW_BYTES = 32  # a sector of L2: rows that share none cost no second access
+ROW_BYTES = 32  # a sector of L2: the width of a row is a multiple, so no two rows share a sector
 
 
-class Shape(NamedTuple):
-    """What a program takes at a time along its row, and its warps."""
+class RowTile(NamedTuple):
+    """The piece of a row that a program handles at a time, and the program's warps. A program loops over its row.
+
+    Attributes:
+        block: elements in the piece.
+        warps: warps of the program.
+    """
 
     block: int
     warps: int
 
 
 class Layout(NamedTuple):
-    """Where the parts of a message row begin, in bytes; its data begin at 0."""
+    """Where the fields of a message row begin, in bytes. The data begin at 0; `width` is the size of the row."""
 
     scales_at: int
     weights_at: int
@@ -32,7 +38,7 @@ class Layout(NamedTuple):
 
 
 def layout(data_bytes: int, scales: int, weights: int) -> Layout:
-    """Of message rows with so many bytes of data, scale bytes and float32 weights."""
+    """The layout of message rows with `data_bytes` bytes of data, `scales` scale bytes and `weights` float32."""
     end = data_bytes + scales
     if not weights:
         width = cdiv(end, ROW_BYTES) * ROW_BYTES
@@ -43,7 +49,10 @@ def layout(data_bytes: int, scales: int, weights: int) -> Layout:
 
 @triton.jit
 def _those_below(x, none, COUNT: tl.constexpr):
-    """The elements of x (int32) below `none`, in their order; COUNT scalars, `none` for those too few."""
+    """The elements of x (int32) below `none`, in their order, as a tuple of COUNT scalars (int64).
+
+    If x has fewer than COUNT such elements, the last scalars are `none`.
+    """
     place = tl.where(x < none, tl.cumsum((x < none).to(tl.int32), axis=0), 0)
     found = ()
     for i in tl.static_range(COUNT):
@@ -53,7 +62,7 @@ def _those_below(x, none, COUNT: tl.constexpr):
 
 @triton.jit
 def rows_of_token(sent_slot_ptr, t, T, S, W: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """The rows in which token t travels, ascending by rank; S for those short of ROWS."""
+    """The ROWS message rows in which token t travels, ascending by rank. S, which is no row, fills the rest."""
     rank = tl.arange(0, LANES)
     row = tl.load(sent_slot_ptr + rank.to(tl.int64) * T + t, mask=rank < W, other=S)
     return _those_below(row.to(tl.int32), S, ROWS)
@@ -61,7 +70,10 @@ def rows_of_token(sent_slot_ptr, t, T, S, W: tl.constexpr, LANES: tl.constexpr, 
 
 @triton.jit
 def places_of_row(slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
-    """Where the choices of row r that are served here stand among the P, in their order; P for those short of K."""
+    """The places among the P expert-sorted rows of row r's choices, in their order.
+
+    A choice that another rank serves has no place here. P, which is no place, fills the K results.
+    """
     k = tl.arange(0, LANES)
     slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
     return _those_below(slot.to(tl.int32), P, K)
@@ -69,30 +81,30 @@ def places_of_row(slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def fill_gap(scale_ptr, SCALES: tl.constexpr, ROOM: tl.constexpr, inside):
-    """Zeros behind a row's scales."""
+    """Writes zeros behind a row's scales."""
     if ROOM > SCALES:
         gap = SCALES + tl.arange(0, 32)
         tl.store(scale_ptr + gap, tl.zeros([32], tl.uint8), mask=(gap < ROOM) & inside)
 
 
 def lanes_for(count: int) -> int:
-    """Of the vector that holds so many."""
+    """Lanes of a Triton vector that holds `count` values: a power of two."""
     return next_power_of_2(max(count, 1))
 
 
 def contiguous_or(x: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
-    """What a kernel takes for x; `unused`, which it does not read, where there is none."""
+    """x, contiguous. `unused` where x is None: the kernel gets an address there, which it does not read."""
     return unused if x is None else x.contiguous()
 
 
-def parts_of(message: torch.Tensor, where: Layout, dtype: torch.dtype) -> tuple:
-    """Views of message rows: data in `dtype`; scale bytes and weights with the zeros behind them."""
+def fields_of(message: torch.Tensor, where: Layout, dtype: torch.dtype) -> tuple:
+    """Views of the three fields of message rows: data in `dtype`, and scale bytes and weights with their zeros."""
     data, scale, weight = message.split([where.scales_at, where.weights_at - where.scales_at,
                                          where.width - where.weights_at], dim=1)
     return data.view(dtype), scale, weight.view(torch.float32)
 
 
-def split_rows(message: torch.Tensor, data_bytes: int, scales: int, weights: int) -> tuple:
-    """Views of message rows: data and scales (uint8), weights (float32); None for parts of size 0."""
-    data, scale, weight = parts_of(message, layout(data_bytes, scales, weights), torch.uint8)
+def unpack_rows(message: torch.Tensor, data_bytes: int, scales: int, weights: int) -> tuple:
+    """Views of the data and scales (uint8) and the weights (float32) of message rows. An empty field is None."""
+    data, scale, weight = fields_of(message, layout(data_bytes, scales, weights), torch.uint8)
     return data, scale[:, :scales] if scales else None, weight[:, :weights] if weights else None

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows from tokens to experts: what the collective transport does in dispatch besides exchanging bytes.
+"""Moves rows from tokens to experts: what the collective transport does in dispatch before and after the exchange.
 
-    pack_rows       a token's data, scales and routing weights, once for each rank that wants it    T tokens -> S rows
-    expand_rows     received rows to expert-sorted, padded ones, and their scales K-block-major     R rows -> P rows
+    pack_rows       copies a token's data, scales and routing weights into a message row for each rank that serves one
+                    of its choices: T tokens -> S rows
+    expand_rows     copies received rows to their places in the expert-sorted, padded order, and their scales to
+                    K-block-major memory: R rows -> P rows
 
-The oracle is the plain path of ds_mxfp8_moe.transport.collective, bit for bit; the letters and the tables (sent_slot,
-slot, source) are those of ds_mxfp8_moe.transport. All kernels are memory-bound, with one program for each row of
-their origin, so that each byte is read once, even of a row that goes to several places, and written once. Hidden
-sizes are multiples of 32.
+The oracle is the plain path of ds_mxfp8_moe/transport/collective.py, bit for bit. Letters and tables (sent_slot, slot,
+source) are those of ds_mxfp8_moe/transport. Hidden sizes are multiples of 32.
+
+All kernels are bound by memory. There is one program for each source row, which reads each byte once, even if the row
+goes to several places. Each byte of the output is written once.
 """
 
 import torch
@@ -17,24 +20,25 @@ import triton.language as tl
 from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 from .message import (
-    Shape,
+    RowTile,
     contiguous_or,
+    fields_of,
     fill_gap,
     lanes_for,
     layout,
-    parts_of,
     places_of_row,
     rows_of_token,
 )
 
-TILE_ROWS = 128  # expert-sorted rows whose scales one program writes,
-TILE_WORDS = 256  # and the columns that it covers
+# What one program of _expand_tiles_kernel covers: expert-sorted rows, and 8-byte words of each.
+TILE_ROWS = 128
+TILE_WORDS = 256
 
 
-def copy_shape(words: int) -> Shape:
-    """For rows of 8-byte words that are only moved."""
+def copy_tile(words: int) -> RowTile:
+    """The tile for rows of 8-byte words that are only copied."""
     block = min(next_power_of_2(words), 1024)
-    return Shape(block, max(1, min(4, block // 256)))
+    return RowTile(block, max(1, min(4, block // 256)))
 
 
 @Launched
@@ -51,7 +55,7 @@ def _pack_kernel(
         SCALE_ROOM: tl.constexpr, SCALE_LANES: tl.constexpr, K: tl.constexpr, WEIGHT_ROOM: tl.constexpr,
         WEIGHT_LANES: tl.constexpr, W: tl.constexpr, RANK_LANES: tl.constexpr, ROWS: tl.constexpr,
         BLOCK: tl.constexpr):
-    """Grid (T, )."""
+    """Copies each token into its message rows. Grid (T, )."""
     t = tl.program_id(0).to(tl.int64)
     rows = rows_of_token(sent_slot_ptr, t, T, S, W, RANK_LANES, ROWS)
     for first in range(0, WORDS, BLOCK):
@@ -77,12 +81,12 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["P"])
 def _expand_kernel(
         data_ptr,  # [*, STRIDE] int64
-        row_ptr,  # [R] int64: where row r stands in data, if INDIRECT
+        row_ptr,  # [R] int64: the row of data that is row r, if INDIRECT
         slot_ptr,  # [R, K] int64
         out_ptr,  # [P, WORDS] int64
         P, STRIDE: tl.constexpr, WORDS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, INDIRECT: tl.constexpr,
         BLOCK: tl.constexpr):
-    """Grid (R, )."""
+    """Copies the data of each received row to its places. Grid (R, )."""
     r = tl.program_id(0).to(tl.int64)
     slots = places_of_row(slot_ptr, r, True, P, K, LANES)
     row = r
@@ -100,7 +104,7 @@ def _expand_kernel(
 def _expand_tiles_kernel(
         scale_ptr,  # [*, SCALE_STRIDE] uint8
         weight_ptr,  # [*, WEIGHT_STRIDE] float32
-        row_ptr,  # [R] int64: where row r stands in both, if INDIRECT
+        row_ptr,  # [R] int64: the row of scale and weight that is row r, if INDIRECT
         source_ptr,  # [P] int64
         out_ptr,  # [P, WORDS] int64
         out_scale_ptr,  # [SCALES, P] uint8
@@ -109,7 +113,10 @@ def _expand_tiles_kernel(
         P, SCALE_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
         WEIGHTS: tl.constexpr, K: tl.constexpr, INDIRECT: tl.constexpr, ROWS: tl.constexpr, SPAN_WORDS: tl.constexpr,
         SPAN_SCALES: tl.constexpr):
-    """Grid (P / ROWS, spans of columns): scales and weights of ROWS rows, and zeros in those that are padding."""
+    """Writes the scales and weights of ROWS expert-sorted rows, and zeros for the data of padding rows.
+
+    Grid (P / ROWS, spans), where a span is SPAN_WORDS words of data and SPAN_SCALES scales.
+    """
     p = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     span = tl.program_id(1)
     source = tl.load(source_ptr + p)
@@ -135,7 +142,7 @@ def _expand_tiles_kernel(
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Rows of int64, at any stride; a copy of those that 16-byte accesses cannot read where they lie."""
+    """x as rows of int64, at any stride. Copies x if its rows do not allow accesses of 16 bytes."""
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.int64)
@@ -146,7 +153,7 @@ def _width(x: torch.Tensor | None) -> int:
 
 
 def _rows(x: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
-    """Rows at any stride, without gaps in them."""
+    """x with dense rows, at any stride. `unused` where x is None: an address that the kernel does not read."""
     return unused if x is None else x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -164,11 +171,12 @@ def _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P):
 @operator(_pack_rows_fake)
 def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: torch.Tensor | None,
               sent_slot_WT: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
-    """Message rows, uint8 [S, width]: each token's parts in every row in which it travels.
+    """Packs tokens into message rows, uint8 [S, width].
 
     Args:
-        data_TD: of any dtype; a row takes a multiple of 32 bytes.
-        scale_TB, weight_TK: uint8 and float32.
+        data_TD: any dtype. A row takes a multiple of 32 bytes.
+        scale_TB: uint8. With None, rows carry no scales.
+        weight_TK: float32. With None, rows carry no weights.
         num_rows, top_k: the plan's S and K.
     """
     data, T, ranks = _words(data_TD), data_TD.shape[0], sent_slot_WT.shape[0]
@@ -177,12 +185,12 @@ def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: t
     out = data.new_empty((num_rows, where.width), dtype=torch.uint8)
     if num_rows == 0:
         return out
-    out_data, out_scale, out_weight = parts_of(out, where, torch.int64)
-    shape, weight_room = copy_shape(words), out_weight.shape[1]
+    out_data, out_scale, out_weight = fields_of(out, where, torch.int64)
+    tile, weight_room = copy_tile(words), out_weight.shape[1]
     _pack_kernel[(T, )](data, contiguous_or(scale_TB, out), contiguous_or(weight_TK, out), sent_slot_WT, out_data,
                         out_scale, out_weight, T, num_rows, data.stride(0), where.width, words, scales,
                         out_scale.shape[1], lanes_for(scales), weights, weight_room, lanes_for(weight_room), ranks,
-                        lanes_for(ranks), min(ranks, top_k), shape.block, num_warps=shape.warps)
+                        lanes_for(ranks), min(ranks, top_k), tile.block, num_warps=tile.warps)
     return out
 
 
@@ -190,27 +198,27 @@ def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: t
 def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK: torch.Tensor | None,
                 row_R: torch.Tensor | None, slot_RK: torch.Tensor,
                 source_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Received rows, expert-sorted, with zeros in the padding.
+    """Copies received rows to their places in the expert-sorted order. Padding rows are zeros.
 
     Args:
-        data_RD, scale_RB, weight_RK: of any dtype (a row takes a multiple of 32 bytes), uint8 and float32; rows at
-            any stride.
-        row_R: int64, where row r stands in these three, if it is not at r.
+        data_RD: any dtype, any stride between rows. A row takes a multiple of 32 bytes.
+        scale_RB, weight_RK: uint8 and float32, any stride between rows. None if rows have none.
+        row_R: int64, for each row r its row in the three tensors above. With None it is r itself.
 
     Returns:
-        data [P, D] in data_RD's dtype; scales as K-block-major memory, uint8 [B, P]; weights, float32 [P]. The latter
-        two are empty without scale_RB or weight_RK.
+        data [P, D] in data_RD's dtype; scales in K-block-major memory, uint8 [B, P]; weights, float32 [P]. Without
+        scale_RB the scales are empty, and without weight_RK the weights.
     """
     (R, K), P, data = slot_RK.shape, source_P.shape[0], _words(data_RD)
     words, scales = data.shape[1], _width(scale_RB)
     out, out_scale, out_weight = outs = _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P)
     if P == 0:
         return outs
-    shape, spans, row = copy_shape(words), cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
+    tile, spans, row = copy_tile(words), cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
     scale, weight = _rows(scale_RB, data), _rows(weight_RK, data)
     out_words, indirect = out.view(torch.int64), row_R is not None
     _expand_kernel[(R, )](data, row, slot_RK, out_words, P, data.stride(0), words, K, lanes_for(K), indirect,
-                          shape.block, num_warps=shape.warps)
+                          tile.block, num_warps=tile.warps)
     _expand_tiles_kernel[(P // TILE_ROWS, spans)](scale, weight, row, source_P, out_words, out_scale, out_weight,
                                                   R * K, P, scale.stride(0), weight.stride(0), words, scales,
                                                   weight_RK is not None, K, indirect, TILE_ROWS, TILE_WORDS,

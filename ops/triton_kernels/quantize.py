@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts to and from MXFP8. The oracle of each is the function of ds_mxfp8_moe.mx that it names, to the byte.
+"""Casts to and from MXFP8. Each function names its oracle in ds_mxfp8_moe/mx.py, which it equals to the byte.
 
-All are bound by memory: one read of the input, one write of each output, 16 bytes a thread and access, or 8 where a
-warp's then are a row of the tile. Programs next to each other work on neighbouring columns of the same rows, so that
-what is in flight lies together in memory.
+All kernels are bound by memory. They read the input once and write each output once. A thread moves 16 bytes at a
+time, or 8 where the threads of a warp then cover one row of the tile. Neighbouring programs handle neighbouring
+columns of the same rows, so that accesses at the same time lie together in memory.
 
-    kernel                     grid                                   bytes a value (bf16)
+    kernel                     grid                                   bytes read + written for each value (bf16)
     _quantize_rows_kernel      row tiles x column tiles               2 + 1
-    _pointers_kernel           1                                      where matrices lie that are not evenly spaced
     _quantize_matrix_kernel    (row tiles x column tiles, experts)    2 + 1 for each layout written
-    _rescale_kernel            row tiles x column tiles               1 + 1; rescale_tiles.py's has the same
+    _rescale_kernel            row tiles x column tiles               1 + 1 (also rescale_tiles.py's kernel)
     _dequantize_kernel         (row tiles x column tiles, experts)    1 + 2
+    _pointers_kernel           1                                      writes a table of addresses, no values
 
-Numbers: float32 throughout, never flushed to zero. Scales are powers of two, so every product but the last rounding
-is exact; 1 / scale is a normal number for every scale there is. Triton's cast to e4m3 is cvt.rn.satfinite: it rounds
-to nearest even, saturates (`floor` needs that) and makes NaN 0x7F.
+Numbers are float32 throughout, and subnormals are never flushed to zero. Scales are powers of two, so every product is
+exact, and only the last cast rounds. 1 / scale is a normal number for every scale. Triton's cast to e4m3 is
+cvt.rn.satfinite: it rounds to nearest even, saturates (scaling mode "floor" needs that) and turns NaN into 0x7F.
 
-FAR: what is counted within a tile, in int32 else, is counted in int64, since the product with some stride may be
-beyond int32: rows of millions of values, or so far apart; columns of tens of millions; scales beyond 2^31.
+INT64: whether offsets within a tile are computed in int64 instead of int32. This is needed if the product of an index
+with a stride may not fit into int32: for rows of millions of values, rows that lie millions of values apart, columns
+of tens of millions of values, or more than 2^31 scales.
 """
 
 from collections.abc import Sequence
@@ -32,28 +33,31 @@ from triton import knobs
 from ..mx_format import TILE, MXParts
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
-from .library import cdiv, check_alike, far, operator
+from .library import cdiv, check_alike, needs_int64, operator
 from .rescale_tiles import rescale_tiles_kernel
-from .transpose import below, by_column, counted, in_order, loaded_row, store_columns, store_transposed
+from .transpose import as_index, below, by_column, in_order, loaded_row, store_columns, store_transposed
 
-MAX_POINTERS = 64  # that one launch writes into a table
+MAX_POINTERS = 64  # pointers that one launch writes into a table
 
 
 class Tile(NamedTuple):
-    """What one program covers: rows and columns of its input, with how many warps.
+    """The part of a matrix that one program handles.
 
     Attributes:
-        group: row tiles that run side by side before the next column tile begins, so that the transposed output is
-            written in runs of group * rows bytes.
-        vector: most neighbours in a row that a thread holds. Fewer mean more rows, and cheaper maxima over rows.
-        registers: most that a thread may have. With 80, which is enough for all of 64 values a thread, 24 warps fit a
-            multiprocessor; ptxas would take more and leave room for 16.
+        rows, columns: size of the tile.
+        warps: warps of the program.
+        strip: row tiles that run one after the other before the next column tile begins. The transposed output is
+            then written in runs of strip * rows bytes.
+        vector: most neighbours in a row that a thread holds. With fewer, a thread holds more rows, and maxima over
+            rows cost less.
+        registers: most registers of a thread, or None for no limit. 80 suffice for 64 values a thread and let 24 warps
+            share a multiprocessor. Without the limit ptxas takes more, and only 16 warps fit.
     """
 
     rows: int
     columns: int
     warps: int
-    group: int = 1
+    strip: int = 1
     vector: int = 16
     registers: int | None = None
 
@@ -62,35 +66,35 @@ class Tile(NamedTuple):
 
 
 ROWS_TILE = Tile(32, 128, 8)
-COLUMNS_TILE = Tile(256, 64, 8, group=2, vector=8)
-BOTH_TILES = {32: Tile(128, 64, 8, group=4, vector=8), 128: Tile(128, 128, 8, group=4, vector=4, registers=80)}
-TILED_TILE = Tile(128, 128, 8, group=4, registers=80)
-RESCALE_TILES = {32: Tile(256, 128, 8, group=2), 128: Tile(256, 32, 2, group=2, vector=8)}
-WHOLE_TILE = Tile(256, 128, 8)  # rescale_tiles.py's
+COLUMNS_TILE = Tile(256, 64, 8, strip=2, vector=8)
+BOTH_TILES = {32: Tile(128, 64, 8, strip=4, vector=8), 128: Tile(128, 128, 8, strip=4, vector=4, registers=80)}
+TILED_TILE = Tile(128, 128, 8, strip=4, registers=80)
+RESCALE_TILES = {32: Tile(256, 128, 8, strip=2), 128: Tile(256, 32, 2, strip=2, vector=8)}
+WHOLE_TILE = Tile(256, 128, 8)  # for rescale_tiles.py
 DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
 @triton.jit
-def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, FAR: tl.constexpr):
-    """First row, int64, and column of this program's tile."""
+def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, INT64: tl.constexpr):
+    """The first row (int64) and the first column of this program's tile."""
     pid = tl.program_id(0)
-    per_group: tl.constexpr = (N + BN - 1) // BN * GROUP
-    return (pid // per_group * GROUP + pid % GROUP).to(tl.int64) * BM, counted(pid % per_group // GROUP * BN, FAR)
+    per_strip: tl.constexpr = (N + BN - 1) // BN * STRIP
+    return (pid // per_strip * STRIP + pid % STRIP).to(tl.int64) * BM, as_index(pid % per_strip // STRIP * BN, INT64)
 
 
 @Launched
 @triton.jit
 def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
                           B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-                          FAR: tl.constexpr):
-    r0, k0 = _tile_origin(K, BR, BK, 1, FAR)
-    r = counted(tl.arange(0, BR), FAR)[:, None]
+                          INT64: tl.constexpr):
+    r0, k0 = _tile_origin(K, BR, BK, 1, INT64)
+    r = as_index(tl.arange(0, BR), INT64)[:, None]
     k = tl.arange(0, BK)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     x = tl.load(x_ptr + (r0 * row_stride + k0) + (r * row_stride + k), mask, other=0.0).to(tl.float32)
     data, scale = quantized_rows(x, B, FLOOR)
     tl.store(data_ptr + (r0 * K + k0) + (r * K + k), data, mask)
-    block = counted(tl.arange(0, BK // B), FAR)[None, :]
+    block = as_index(tl.arange(0, BK // B), INT64)[None, :]
     scale_ptr += r0 * scale_stride_r + k0 // B * scale_stride_k
     tl.store(scale_ptr + (r * scale_stride_r + block * scale_stride_k), scale, (r < R - r0) & (block * B < K - k0))
 
@@ -98,9 +102,10 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 @Launched
 @triton.jit
 def _pointers_kernel(odd, table_ptr):
-    """Writes pointers: with their table, matrices that lie anywhere take one launch, and no copy from the host.
+    """Writes pointers into a table, from which one launch of the cast reads matrices that lie anywhere in memory.
 
-    `odd`: pointers p as 2 p + 1. Triton compiles anew for each pattern of arguments that are multiples of 16.
+    The pointers come as arguments, so that nothing is copied from the host. `odd`: 2 p + 1 for each pointer p. Triton
+    compiles anew for each pattern of arguments that are multiples of 16, and these never are.
     """
     for i in tl.static_range(len(odd)):
         tl.store(table_ptr + i, odd[i].to(tl.int64) >> 1)
@@ -108,7 +113,7 @@ def _pointers_kernel(odd, table_ptr):
 
 @triton.jit
 def _matrix(first, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
-    """The expert's matrix: so far from the first one, or the table's."""
+    """The address of the expert's matrix: from the table, or `expert * stride` behind the first if there is none."""
     if table_ptr is None:
         matrix = first + expert.to(tl.int64) * stride
     else:
@@ -121,23 +126,26 @@ def _matrix(first, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
 def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_table, second_table, rows_ptr,
                             rows_scale_ptr, rows_scale_stride_m, rows_scale_stride_n, columns_ptr, columns_scale_ptr,
                             M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
-                            TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-                            ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr):
-    """One matrix [M, N] for each expert: rows [0, M_FIRST) from `first`, the others, if any, from `second`. TILED: the
-    program's tile, then 128 x 128, has one scale."""
+                            TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, STACKS: tl.constexpr,
+                            ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
+                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, INT64: tl.constexpr):
+    """Quantises one matrix [M, N] for each expert along its rows, its columns, or both.
+
+    The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from `first`, the others from
+    `second`. With TILED the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
+    """
     LANES: tl.constexpr = 32 * VECTOR // BN
     expert = tl.program_id(1)
-    m0, n0 = _tile_origin(N, BM, BN, GROUP, FAR)
+    m0, n0 = _tile_origin(N, BM, BN, STRIP, INT64)
     if m0 >= M:
         return
     height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
-    m = counted(loaded_row(BM, LANES, WARPS), FAR)
+    m = as_index(loaded_row(BM, LANES, WARPS), INT64)
     n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     mask = below(m, height, WHOLE)[:, None] & below(n, width, WHOLE)[None, :]
     offset = m[:, None] * row_stride + n[None, :]
     pointer = _matrix(first, first_stride, first_table, expert, ALIGNMENT) + (m0 * row_stride + n0)
-    if PARTS == 2:
+    if STACKS == 2:
         lower = _matrix(second, second_stride, second_table, expert, ALIGNMENT)
         lower += (m0 - M_FIRST) * row_stride + n0
         x = tl.load(tl.where(m < M_FIRST - m0, pointer, lower)[:, None] + offset, mask, other=0.0).to(tl.float32)
@@ -159,66 +167,66 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
             tl.store(rows_ptr + row_offset, to_e4m3(x, 1.0), mask)
         if TO_COLUMNS:
             store_transposed(by_column(in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE,
-                             FAR)
+                             INT64)
     else:
         if TO_ROWS:
             data, scale = quantized_rows(x, B, FLOOR)
             tl.store(rows_ptr + row_offset, data, mask)
             blocks_n: tl.constexpr = (N + B - 1) // B
             rows_scale_ptr += expert * M * blocks_n + m0 * rows_scale_stride_m + n0 // B * rows_scale_stride_n
-            block = counted(tl.arange(0, BN // B), FAR)
+            block = as_index(tl.arange(0, BN // B), INT64)
             tl.store(rows_scale_ptr + (m[:, None] * rows_scale_stride_m + block[None, :] * rows_scale_stride_n),
                      scale, below(m, height, WHOLE)[:, None] & below(block * B, width, WHOLE)[None, :])
         if TO_COLUMNS:
             columns_scale_ptr += expert * tl.cdiv(M, B) * N + m0 // B * N + n0
             store_columns(in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
-                          FLOOR, VECTOR, WHOLE, FAR)
+                          FLOOR, VECTOR, WHOLE, INT64)
 
 
 @Launched
 @triton.jit
 def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr, out_scale_ptr, P, K: tl.constexpr,
                     B_IN: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-                    GROUP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
-                    FAR: tl.constexpr):
+                    STRIP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
+                    INT64: tl.constexpr):
     LANES: tl.constexpr = 32 * VECTOR // BK
     SHARED: tl.constexpr = min(B_IN, BK)
-    p0, k0 = _tile_origin(K, BP, BK, GROUP, FAR)
+    p0, k0 = _tile_origin(K, BP, BK, STRIP, INT64)
     if p0 >= P:
         return
     height, width = tl.minimum(P - p0, BP).to(tl.int32), K - k0
-    p = counted(loaded_row(BP, LANES, WARPS), FAR)
+    p = as_index(loaded_row(BP, LANES, WARPS), INT64)
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)
     data = tl.load(data_ptr + (p0 * K + k0) + (p[:, None] * K + k[None, :]),
                    below(p, height, WHOLE)[:, None] & below(k, width, WHOLE)[None, :], other=0)
-    block = counted(tl.arange(0, BK // SHARED), FAR)
+    block = as_index(tl.arange(0, BK // SHARED), INT64)
     scale_ptr += p0 * scale_stride_p + k0 // B_IN * scale_stride_k
     scale = tl.load(scale_ptr + (p[:, None] * scale_stride_p + block[None, :] * scale_stride_k),
                     below(p, height, WHOLE)[:, None] & below(block * SHARED, width, WHOLE)[None, :], other=0)
     x = tl.reshape(from_e4m3(data), [BP, BK // SHARED, SHARED])
-    # power_of_two, but for byte 255: Inf makes new scales 255 as NaN does.
+    # As power_of_two, except that byte 255 gives Inf instead of NaN. Both make the new scale 255.
     power = tl.maximum(scale.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
     x = tl.reshape(x * power[:, :, None], [BP, BK])
     out_ptr += k0.to(tl.int64) * P + p0
     out_scale_ptr += p0 // B * K + k0
     store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE,
-                  FAR)
+                  INT64)
 
 
 @Launched
 @triton.jit
 def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scale_stride_k, out_ptr, R,
                        K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
-                       BK: tl.constexpr, VECTOR: tl.constexpr, FAR: tl.constexpr):
+                       BK: tl.constexpr, VECTOR: tl.constexpr, INT64: tl.constexpr):
     expert = tl.program_id(1).to(tl.int64)
-    r0, k0 = _tile_origin(K, BR, BK, 1, FAR)
-    r = counted(tl.arange(0, BR), FAR)[:, None]
-    # As many values as a store of the wider type takes: a load as wide in bytes would deal them to other threads.
+    r0, k0 = _tile_origin(K, BR, BK, 1, INT64)
+    r = as_index(tl.arange(0, BR), INT64)[:, None]
+    # A thread loads as many values as it stores. Wider loads would need an exchange between threads.
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     origin = (expert * R + r0) * K + k0
     data = tl.load(data_ptr + origin + (r * K + k), mask, other=0)
-    block = counted(tl.arange(0, BK // B), FAR)[None, :]
+    block = as_index(tl.arange(0, BK // B), INT64)[None, :]
     if ROWS_PER_SCALE > 1:
         scale_ptr += r0 // ROWS_PER_SCALE * scale_stride_r
         scale_row = tl.zeros([BR, 1], tl.int32)
@@ -234,12 +242,12 @@ def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scal
 
 
 def _programs(rows: int, columns: int, tile: Tile) -> int:
-    """Programs for one matrix; those that fill up the last group of row tiles have nothing to do."""
-    return cdiv(cdiv(rows, tile.rows), tile.group) * tile.group * cdiv(columns, tile.columns)
+    """Programs for one matrix. Row tiles are padded to whole strips: the programs of the padding do nothing."""
+    return cdiv(cdiv(rows, tile.rows), tile.strip) * tile.strip * cdiv(columns, tile.columns)
 
 
 def _outputs(like: torch.Tensor, data_shape: tuple, scale_shape: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scales."""
+    """Empty data and scales."""
     return (torch.empty(data_shape, dtype=torch.float8_e4m3fn, device=like.device),
             torch.empty(scale_shape, dtype=torch.uint8, device=like.device))
 
@@ -249,7 +257,7 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _spans(scale: torch.Tensor) -> map:
-    """How far scales lie apart along each axis: those of a few rows as far as those of all rows."""
+    """The distance in memory that the scales span along each axis."""
     return map(mul, scale.shape, scale.stride())
 
 
@@ -271,13 +279,13 @@ def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
         _quantize_rows_kernel[(_programs(rows, columns, tile), )](
             x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
             scaling_mode == "floor", tile.rows, tile.columns,
-            far(tile.rows * max(columns, x_RK.stride(0)), scale.numel()), num_warps=tile.warps)
+            needs_int64(tile.rows * max(columns, x_RK.stride(0)), scale.numel()), num_warps=tile.warps)
     return data, scale
 
 
 def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major):
     like = x[0]
-    m = sum(part.shape[-2] for part in x[::1 if like.dim() == 3 else experts])
+    m = sum(w.shape[-2] for w in x[::1 if like.dim() == 3 else experts])
     n = like.shape[-1]
     blocks_m, blocks_n = cdiv(m, block_size), cdiv(n, block_size)
     rows_scale, columns_scale = (m, blocks_n), (blocks_m, n)
@@ -294,59 +302,68 @@ def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, 
 
 
 def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
-    """Elements from each matrix to the next in memory if they are the same for all, else None."""
+    """The number of elements from each matrix to the next in memory. None if it differs between matrices."""
     addresses = [x.data_ptr() for x in matrices]
     distances = {b - a for a, b in zip(addresses, addresses[1:], strict=False)}
     return None if len(distances) > 1 else (distances.pop() if distances else 0) // matrices[0].element_size()
 
 
-def _tables(parts: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
-    """Each part's pointers on the device, and the bytes of which all are multiples: 16 or 1."""
-    pointers = [x.data_ptr() for part in parts for x in part]
-    table = torch.empty(len(pointers), dtype=torch.int64, device=parts[0][0].device)
+def _tables(stacks: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
+    """A table of pointers on the device for each stack, and their alignment: 16 bytes if all have it, else 1."""
+    pointers = [x.data_ptr() for stack in stacks for x in stack]
+    table = torch.empty(len(pointers), dtype=torch.int64, device=stacks[0][0].device)
     for at in range(0, len(pointers), MAX_POINTERS):
         _pointers_kernel[(1, )](tuple(2 * p + 1 for p in pointers[at:at + MAX_POINTERS]), table[at:], num_warps=1)
     aligned = all(p % 16 == 0 for p in pointers)
-    return list(table.split(len(parts[0]))), 16 if aligned else 1
+    return list(table.split(len(stacks[0]))), 16 if aligned else 1
 
 
 @operator(_matrix_outputs)
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
                        rows: bool, columns: bool, scale_k_major: bool) -> list[torch.Tensor]:
-    """Parts of matrices, each [M_i, N] times `experts` or one [E, M_i, N]; data and scales along N, then along M, of
-    what is wanted. With `tiled` the first scales are the tiles', of columns alone transposed; there are no others."""
+    """Quantises each expert's matrix [M, N], where M = sum of M_i.
+
+    Args:
+        x: the stacks, one above the other along M: each one tensor [E, M_i, N], or `experts` matrices [M_i, N].
+        rows, columns: the forms to write: blocks along N, and blocks along M.
+
+    Returns:
+        Data and scales of the rows, then of the columns, as far as they are asked for. With `tiled` there is one set
+        of scales, which stands second. It is in the order of the rows, or of the columns if those alone are written.
+    """
     out = _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major)
-    # Of what is not wanted, tensors to which nothing is written.
+    # A form that is not asked for gets another one's tensors. The kernel does not write to them.
     rows_data, rows_scale, columns_data, columns_scale = out[0], out[1], out[2 if rows and columns else 0], out[-1]
     n, row_stride = x[0].shape[-1], x[0].stride(-2)
     if x[0].dim() == 3:
-        parts = [[part] for part in x]
-        strides = [part.stride(0) for part in x]
+        stacks = [[stack] for stack in x]
+        strides = [stack.stride(0) for stack in x]
     else:
-        parts = [x[i:i + experts] for i in range(0, len(x), experts)]
-        strides = [_even_distance(part) for part in parts]
-    heights = [part[0].shape[-2] for part in parts]
+        stacks = [x[i:i + experts] for i in range(0, len(x), experts)]
+        strides = [_even_distance(stack) for stack in stacks]
+    heights = [stack[0].shape[-2] for stack in stacks]
     m = sum(heights)
     if m * n * experts == 0:
         return out
     even = None not in strides
-    strides = strides if even else [0] * len(parts)
+    strides = strides if even else [0] * len(stacks)
     if tiled:
         scale_strides = (rows_scale.shape[2], 1) if rows else (1, rows_scale.shape[2])
     else:
         scale_strides = (1, m) if scale_k_major else (cdiv(n, block_size), 1)
     tile = TILED_TILE if tiled else BOTH_TILES[block_size] if rows else COLUMNS_TILE
-    # Triton deals values to threads alike for all accesses of one shape; stores of bytes are the widest.
+    # Triton gives all accesses of one shape the same layout. The widest are stores of bytes.
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
-    # Both layouts of float32 with scales of their own need more than others.
+    # float32 input in both layouts, each with its own scales, needs more registers than the limit.
     registers = tile.registers if tiled or x[0].element_size() == 2 else None
-    tables, alignment = ([None] * len(parts), 1) if even else _tables(parts)
-    whole, distant = tile.divides(m, n), far(tile.rows * max(n, row_stride), tile.columns * m, rows_scale.numel())
+    tables, alignment = ([None] * len(stacks), 1) if even else _tables(stacks)
+    whole = tile.divides(m, n)
+    int64 = needs_int64(tile.rows * max(n, row_stride), tile.columns * m, rows_scale.numel())
     _quantize_matrix_kernel[(_programs(m, n, tile), experts)](
-        parts[0][0], parts[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
+        stacks[0][0], stacks[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
         rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
-        block_size, scaling_mode == "floor", tiled, rows, columns, len(parts), alignment, tile.rows, tile.columns,
-        tile.group, vector, tile.warps, whole, distant, num_warps=tile.warps, maxnreg=registers)
+        block_size, scaling_mode == "floor", tiled, rows, columns, len(stacks), alignment, tile.rows, tile.columns,
+        tile.strip, vector, tile.warps, whole, int64, num_warps=tile.warps, maxnreg=registers)
     return out
 
 
@@ -360,7 +377,7 @@ def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_i
                         scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     p, k = data_PK.shape
     out, out_scale = _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode)
-    # Gluon has no interpreter.
+    # Triton's interpreter cannot run Gluon kernels.
     if p and k and block_size_in == block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
         rescale_tiles_kernel[(p // WHOLE_TILE.rows * (k // WHOLE_TILE.columns), )](
             data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
@@ -369,8 +386,8 @@ def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_i
         tile = RESCALE_TILES[block_size]
         _rescale_kernel[(_programs(p, k, tile), )](
             data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
-            block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.group,
-            tile.vector, tile.warps, tile.divides(p, k), far(tile.rows * k, tile.columns * p, *_spans(scale)),
+            block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.strip,
+            tile.vector, tile.warps, tile.divides(p, k), needs_int64(tile.rows * k, tile.columns * p, *_spans(scale)),
             num_warps=tile.warps, maxnreg=tile.registers)
     return out, out_scale
 
@@ -388,23 +405,27 @@ def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, ti
         tile = DEQUANTIZE_TILE
         _dequantize_kernel[(_programs(rows, k, tile), experts)](
             data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
-            tile.rows, tile.columns, 16 // out.element_size(), far(tile.rows * k, *_spans(scale)),
+            tile.rows, tile.columns, 16 // out.element_size(), needs_int64(tile.rows * k, *_spans(scale)),
             num_warps=tile.warps)
     return out
 
 
 def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool) -> MXParts:
-    """mx.quantize of rows [R, K] (bf16, fp16, fp32; K a multiple of 32; any distance between rows).
+    """mx.quantize of rows [R, K].
 
-    Scales are [R, ceil(K / block_size)], in memory as such or, with `scale_k_major`, transposed.
+    Args:
+        x_RK: bf16, fp16 or fp32, K a multiple of 32, any stride between rows.
+        scale_k_major: store the scales [R, ceil(K / block_size)] transposed in memory.
     """
     data, scale = _quantize_rows(x_RK, block_size, scaling_mode, scale_k_major)
     return MXParts(data, scale.t() if scale_k_major else scale, block_size)
 
 
 def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXParts:
-    """mx.quantize(x_PN.t()), [N, P], for GEMMs that contract over the rows; P a multiple of 32. Scales in memory:
-    [ceil(P / block_size), N]."""
+    """mx.quantize(x_PN.t()), [N, P], for GEMMs that contract over the rows. P is a multiple of 32.
+
+    The scales lie in memory as [ceil(P / block_size), N].
+    """
     x_PN = _dense_rows(x_PN)
     data, scale = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, False, True, False)
     return MXParts(data[0], scale[0].t(), block_size)
@@ -412,7 +433,7 @@ def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> 
 
 def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str,
                               scale_k_major: bool) -> tuple[MXParts, MXParts]:
-    """quantize_rows(x_PN) and quantize_columns(x_PN) out of one read; P and N multiples of 32."""
+    """quantize_rows(x_PN) and quantize_columns(x_PN) with one read of x. P and N are multiples of 32."""
     x_PN = _dense_rows(x_PN)
     data_PN, scale_PN, data_NP, scale_NP = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, True, True,
                                                               scale_k_major)
@@ -420,23 +441,27 @@ def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode:
     return MXParts(data_PN[0], scale_PN, block_size), MXParts(data_NP[0], scale_NP[0].t(), block_size)
 
 
-def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
+def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
                      rows: bool, columns: bool) -> tuple[MXParts | None, MXParts | None]:
-    """Expert weights, straight from their parameters, for the GEMMs that contract over K (`rows`) and N (`columns`).
+    """Quantises experts' weights, straight from their parameters.
 
     Args:
-        weights: one part, or two that lie one above the other (gate and up): each E matrices [N_i, K] with dense rows,
-            or one stacked [E, N_i, K]. One dtype; K, and with block size 32 also the sum N of N_i, multiples of 32.
+        stacks: one stack of weights, or two that lie one above the other along N (gate and up). A stack is one tensor
+            [E, N_i, K] or E matrices [N_i, K] with dense rows. All have one dtype. K is a multiple of 32, and so is
+            the sum N of N_i with block size 32.
+        rows: return [E, N, K], for GEMMs that contract over K.
+        columns: return [E, K, N], for GEMMs that contract over N.
 
     Returns:
-        [E, N, K] and [E, K, N], None where not asked for. With block size 128 mx.quantize_tiles of the parts, its
-        bytes also transposed, one set of scales for both, contiguous for one alone; with 32 mx.quantize of the parts
-        and of their transpose, the latter's scales in memory [E, N / 32, K].
+        The two forms. A form that is not asked for is None. With block size 128 they are mx.quantize_tiles of the
+        weights and its transpose, which share one tensor of scales if both are asked for. With 32 they are mx.quantize
+        of the weights and of their transpose, whose scales lie in memory as [E, N / 32, K].
     """
     tiled = block_size == TILE
-    experts = len(weights[0])
-    if not all(isinstance(part, torch.Tensor) for part in weights):
-        weights = [matrix for part in weights for matrix in part]
+    experts = len(stacks[0])
+    weights = stacks
+    if not all(isinstance(stack, torch.Tensor) for stack in stacks):
+        weights = [matrix for stack in stacks for matrix in stack]
     dtype, steps = weights[0].dtype, (weights[0].stride(-2), 1)
     check_alike(weights, dtype)
     if any(w.stride()[-2:] != steps for w in weights):
@@ -444,21 +469,24 @@ def quantize_weights(weights: Sequence[torch.Tensor | Sequence[torch.Tensor]], b
     out = _quantize_matrices(list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)
     of_columns = None
     if columns:
-        # The tiles' scales stand in the order of the rows' where there are rows.
+        # Scales of tiles are in the order of the rows, unless columns alone were written.
         scale = out[1] if tiled else out[-1]
         of_columns = MXParts(out[2 * rows], scale if tiled and not rows else scale.transpose(1, 2), block_size, tiled)
     return MXParts(out[0], out[1], block_size, tiled) if rows else None, of_columns
 
 
 def rescale_transposed(x_PK: MXParts, block_size: int, scaling_mode: str) -> MXParts:
-    """mx.transpose_rescale of rows [P, K]: [K, P] with blocks along P, scales in memory [ceil(P / block_size), K]."""
+    """mx.transpose_rescale of rows [P, K]: returns [K, P] with blocks along P.
+
+    The scales lie in memory as [ceil(P / block_size), K].
+    """
     data, scale = _rescale_transposed(x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size, block_size,
                                       scaling_mode)
     return MXParts(data, scale.t(), block_size)
 
 
 def dequantize(x: MXParts, dtype: torch.dtype) -> torch.Tensor:
-    """mx.dequantize of rows [R, K] or of each expert's matrix [E, R, K], tiled or not, to bf16, fp16 or fp32."""
+    """mx.dequantize of rows [R, K] or of experts' matrices [E, R, K], tiled or not, to bf16, fp16 or fp32."""
     data, scale = x.qdata.contiguous(), x.scale_bytes
     if data.dim() == 2:
         return _dequantize(data.unsqueeze(0), scale.unsqueeze(0), x.block_size, x.tiled, dtype)[0]

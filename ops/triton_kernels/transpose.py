@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8 along the rows of a tile, its bytes transposed: FP8 tensor cores read operands along the contraction only.
+"""Quantises the columns of a tile [M, N] and stores them transposed, as [N, M].
 
-Shared memory is written four bytes a lane when a thread holds four neighbours of one column, and they cost no packing
-where one cast makes them. `loaded_row` picks which rows a thread loads to that end, `_quads` takes its registers
-apart:
+FP8 tensor cores read operands along the contraction only, so a GEMM that contracts over M needs this form.
+
+Transposing goes through shared memory. A lane writes it four bytes at a time if it holds four neighbours of one
+column. `loaded_row` therefore chooses the rows that each thread loads. `_quads` splits a thread's registers into such
+quads, and two casts turn a quad into one register of four bytes:
 
     m = loaded_row(BM, LANES, WARPS)    # LANES = 32 * VECTOR / BN: lanes of a warp side by side along the rows
     x = load(ptr + m[:, None] * stride + n[None, :])    # a thread has VECTOR neighbours along n
     store_columns(in_order(x, LANES, WARPS), ...)
+
+INT64: whether offsets within the tile are computed in int64. WHOLE: whether the tiles divide the matrix, so that no
+access needs a mask.
 """
 
 import triton
@@ -17,15 +22,17 @@ from .format import larger, new_scale, to_e4m3
 
 
 @triton.jit
-def counted(i, FAR: tl.constexpr):
-    """i, to be multiplied by a stride: in int64 if the product may be FAR. int32 takes half the registers."""
-    return i.to(tl.int64) if FAR else i
+def as_index(i, INT64: tl.constexpr):
+    """i in the type in which it may be multiplied by a stride. int32 takes half the registers of int64."""
+    return i.to(tl.int64) if INT64 else i
 
 
 @triton.jit
 def loaded_row(ROWS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """[ROWS]: which row of the tile to load as the i-th, so that a warp has ROWS / WARPS neighbouring rows and a
-    thread of it quads of neighbours. Triton deals rows to LANES lane groups first, then to warps, then to registers.
+    """For each i, the row of the tile to load as the i-th: [ROWS].
+
+    A warp then has ROWS / WARPS neighbouring rows, and each of its threads quads of neighbouring rows. Triton deals
+    rows to LANES groups of lanes first, then to warps, then to registers.
     """
     i = tl.arange(0, ROWS)
     repeat = i // (LANES * WARPS)
@@ -35,7 +42,7 @@ def loaded_row(ROWS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def in_order(x, LANES: tl.constexpr, WARPS: tl.constexpr):
-    """Undoes loaded_row on a tile loaded by it. Costs nothing: registers get other names."""
+    """Undoes `loaded_row` on a tile that was loaded by it. It only renames registers, which costs nothing."""
     quads: tl.constexpr = x.shape[0] // (LANES * WARPS * 4)
     x5 = tl.reshape(x, [4, quads, WARPS, LANES, x.shape[1]])
     return tl.reshape(tl.permute(x5, (2, 1, 3, 0, 4)), x.shape)
@@ -43,13 +50,13 @@ def in_order(x, LANES: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def below(i, end, WHOLE: tl.constexpr):
-    """i < end; nothing to compare if the tiles divide the matrix."""
+    """i < end. True without a comparison if WHOLE."""
     return tl.full(i.shape, True, tl.int1) if WHOLE else i < end
 
 
 @triton.jit
 def _quads(x):
-    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x [M, N], which a thread holds, each as [N, M / 4]."""
+    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x [M, N], each as [N, M / 4]. One thread holds the four of a quad."""
     x = tl.permute(tl.reshape(x, [x.shape[0] // 4, 2, 2, x.shape[1]]), (3, 0, 1, 2))
     even, odd = tl.split(x)
     x0, x2 = tl.split(even)
@@ -59,32 +66,35 @@ def _quads(x):
 
 @triton.jit
 def _quad_bytes(x0, x1, x2, x3):
-    """e4m3 bytes of `_quads`, [N, M]: two casts make four neighbouring bytes in one register."""
+    """The e4m3 bytes [N, M] of what `_quads` returned. Two casts make four neighbouring bytes in one register."""
     data = to_e4m3(tl.join(tl.join(x0, x2), tl.join(x1, x3)), 1.0)
     return tl.reshape(data, [x0.shape[0], x0.shape[1] * 4])
 
 
 @triton.jit
 def by_column(x):
-    """e4m3 bytes of x [M, N] as [N, M]."""
+    """The e4m3 bytes of x [M, N], transposed: [N, M]."""
     x0, x1, x2, x3 = _quads(x)
     return _quad_bytes(x0, x1, x2, x3)
 
 
 @triton.jit
 def store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
-                     FAR: tl.constexpr):
-    """data [BN, BM] to memory [N, M]; `n`: the tile's columns, counted, like M and N, from the tile's first value.
-    FAR: BN * stride_n or more is beyond int32."""
+                     INT64: tl.constexpr):
+    """Stores data [BN, BM] to memory [N, M].
+
+    `n`: the tile's columns. n, M and N count from the tile's first value. INT64 is needed if BN * stride_n does not
+    fit into int32.
+    """
     m = tl.max_contiguous(tl.arange(0, data.shape[1]), VECTOR if data.shape[0] == data.shape[1] else 16)
-    tl.store(data_ptr + (counted(n, FAR)[:, None] * stride_n + m[None, :]), data,
+    tl.store(data_ptr + (as_index(n, INT64)[:, None] * stride_n + m[None, :]), data,
              below(n, N, WHOLE)[:, None] & below(m, M, WHOLE)[None, :])
 
 
 @triton.jit
 def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl.constexpr, FLOOR: tl.constexpr,
-                  VECTOR: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr):
-    """Quantises x [BM, BN] along M: data as above, scales memory [M / B, N]."""
+                  VECTOR: tl.constexpr, WHOLE: tl.constexpr, INT64: tl.constexpr):
+    """Quantises x [BM, BN] in blocks along M. Stores data as `store_transposed` does, and scales to [M / B, N]."""
     BM: tl.constexpr = x.shape[0]
     x0, x1, x2, x3 = _quads(x)
     largest = larger(larger(x0, x1), larger(x2, x3))
@@ -93,7 +103,7 @@ def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl
     inverse = tl.broadcast_to(inverse[:, :, None], [x.shape[1], BM // B, B // 4])
     inverse = tl.reshape(inverse, [x.shape[1], BM // 4])
     data = _quad_bytes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
-    store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE, FAR)
-    block = counted(tl.arange(0, BM // B), FAR)
+    store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE, INT64)
+    block = as_index(tl.arange(0, BM // B), INT64)
     tl.store(scale_ptr + (block[None, :] * scale_stride + n[:, None]), byte,
              below(block * B, M, WHOLE)[None, :] & below(n, N, WHOLE)[:, None])

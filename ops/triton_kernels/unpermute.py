@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows from experts back to tokens: what the collective transport does in combine besides exchanging bytes.
+"""Moves rows from experts back to tokens: what the collective transport does in combine before and after the exchange.
 
-    combine_rows    sums of the experts' answers to a row, rounded to the wire                      P rows -> R rows
-    sum_rows        sums of the rows that come back to a token                                      S rows -> T tokens
-    combine_local   the two in one, where one rank holds all experts and nothing travels            P rows -> T tokens
+    combine_rows    sums the experts' outputs of a row and rounds the sum to the wire format     P rows -> R rows
+    sum_rows        sums the rows that come back for a token                                     S rows -> T tokens
+    combine_local   does both at once, if one rank holds all experts and nothing travels         P rows -> T tokens
 
-Oracle, letters, tables and sizes as in permute.py; here too each byte is read once and written once.
+Oracle, letters, tables and sizes are those of permute.py. Here too each byte is read once and written once.
 """
 
 import torch
@@ -16,50 +16,52 @@ from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
 from .library import cdiv, next_power_of_2, operator
 from .message import (
-    Shape,
+    RowTile,
     contiguous_or,
+    fields_of,
     fill_gap,
     lanes_for,
     layout,
-    parts_of,
     places_of_row,
     rows_of_token,
 )
 
 
-def combine_shape(H: int, block_size: int) -> Shape:
-    """For sums at the expert's rank. MXFP8: one warp, so that no value of a block changes warps."""
+def combine_tile(H: int, block_size: int) -> RowTile:
+    """The tile for sums at the experts' rank. MXFP8 takes one warp, so that a block's maximum needs no other warp."""
     if block_size:
-        return Shape(512, 1)
+        return RowTile(512, 1)
     block = min(next_power_of_2(H), 2048)
-    return Shape(block, max(1, block // 512))
+    return RowTile(block, max(1, block // 512))
 
 
-def sum_shape(H: int, block_size: int) -> Shape:
-    """For sums at the owner, which have up to top_k rows in flight."""
+def sum_tile(H: int, block_size: int) -> RowTile:
+    """The tile for sums at the tokens' rank, which load up to top_k rows at a time."""
     if block_size:
-        return Shape(512, 1)
+        return RowTile(512, 1)
     block = min(next_power_of_2(H), 1024)
-    return Shape(block, max(1, block // 256))
+    return RowTile(block, max(1, block // 256))
 
 
 @triton.jit
 def _rounded(x, B: tl.constexpr, FLOOR: tl.constexpr):
-    """float32 [N] in blocks of B as MXFP8: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
+    """Quantises float32 [N] in blocks of B: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
     data, byte = quantized_rows(tl.reshape(x, [x.shape[0] // B, B]), B, FLOOR)
     return data, tl.reshape(byte, [x.shape[0] // B])
 
 
 @triton.jit
 def _values(data, byte):
-    """float32 [N, B] of e4m3 bytes [N, B] and scale bytes [N]."""
+    """Dequantises e4m3 bytes [N, B] with scale bytes [N] to float32 [N, B]."""
     return from_e4m3(data) * power_of_two(byte)[:, None]
 
 
 @triton.jit
 def _partial(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ONCE: tl.constexpr):
-    """float32 sums of the rows at `slots`, in their order. AT_ONCE rows are in flight together; no more are read
-    after one that is missing."""
+    """The float32 sum of the rows at `slots`, in their order.
+
+    AT_ONCE rows are loaded together. P in `slots` stands for no row, and only P follows it: loading stops there.
+    """
     total = tl.zeros(column.shape, tl.float32)
     for first in tl.static_range(0, K, AT_ONCE):
         if slots[first] < P:
@@ -71,7 +73,7 @@ def _partial(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ONCE:
 
 @triton.jit
 def _weights(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
-    """float32 [LANES]: what stands in weight_P for the choices of row r; 0 for those served elsewhere."""
+    """The values of weight_P for the choices of row r, float32 [LANES]. 0 for a choice that another rank serves."""
     k = tl.arange(0, LANES)
     slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
     return tl.load(weight_ptr + slot, mask=slot < P, other=0.0)
@@ -83,12 +85,12 @@ def _combine_kernel(
         y_ptr,  # [P, H]
         weight_ptr,  # [P] float32
         slot_ptr,  # [R, K] int64
-        out_ptr,  # [R, STRIDE] of the wire's dtype; MXFP8: uint8, with the scales at H
+        out_ptr,  # [R, STRIDE] in the wire's dtype. For MXFP8 uint8, with the scales from H on
         out_weight_ptr,  # [R, WEIGHT_STRIDE] float32, at its weights
         P, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr,
         SCALE_ROOM: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, WEIGHT_ROOM: tl.constexpr,
         WEIGHT_LANES: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (R, )."""
+    """Sums the outputs of each row's choices. Grid (R, )."""
     r = tl.program_id(0).to(tl.int64)
     slots = places_of_row(slot_ptr, r, True, P, K, LANES)
     for first in range(0, H, BLOCK):
@@ -112,7 +114,7 @@ def _combine_kernel(
 @Launched
 @triton.jit(do_not_specialize=["T", "S"])
 def _sum_kernel(
-        data_ptr,  # [S, STRIDE] of the wire's dtype; MXFP8: uint8, with the scales at H
+        data_ptr,  # [S, STRIDE] in the wire's dtype. For MXFP8 uint8, with the scales from H on
         weight_ptr,  # [S, WEIGHT_STRIDE] float32, at its weights
         sent_slot_ptr,  # [W, T] int64
         y_ptr,  # [T, H]
@@ -120,7 +122,7 @@ def _sum_kernel(
         T, S, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr,
         K: tl.constexpr, WEIGHT_LANES: tl.constexpr, W: tl.constexpr, RANK_LANES: tl.constexpr, ROWS: tl.constexpr,
         B: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (T, )."""
+    """Sums the rows that came back for each token. Grid (T, )."""
     t = tl.program_id(0).to(tl.int64)
     rows = rows_of_token(sent_slot_ptr, t, T, S, W, RANK_LANES, ROWS)
     for first in range(0, H, BLOCK):
@@ -155,7 +157,10 @@ def _combine_local_kernel(
         out_weight_ptr,  # [T, K] float32
         P, R, H: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, WEIGHTS: tl.constexpr, B: tl.constexpr,
         FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (T, ). With B, rounded to MXFP8 in between, as if it had travelled."""
+    """Sums the outputs of each token's choices. Grid (T, ).
+
+    B other than 0 rounds the sum to MXFP8 and back, as if it had travelled.
+    """
     t = tl.program_id(0).to(tl.int64)
     r = tl.load(sent_slot_ptr + t)
     slots = places_of_row(slot_ptr, r, r < R, P, K, LANES)
@@ -164,7 +169,7 @@ def _combine_local_kernel(
         total = _partial(y_ptr, slots, column, P, H, K, K)
         if B:
             data, byte = _rounded(total, B, FLOOR)
-            total = 0.0 + tl.reshape(_values(data, byte), [BLOCK])  # the owner's sum, whose zeros have no sign
+            total = 0.0 + tl.reshape(_values(data, byte), [BLOCK])  # as sum_rows adds to 0: -0 becomes 0
         tl.store(out_ptr + t * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if WEIGHTS:
         k = tl.arange(0, LANES)
@@ -173,7 +178,10 @@ def _combine_local_kernel(
 
 
 def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
-    """dtype and bytes of a row's data, and the number of its scales; block_size 0: not quantised."""
+    """The dtype and the bytes of a row's data on the wire, and the number of its scales.
+
+    block_size 0 stands for rows in `dtype`, without scales.
+    """
     wire = torch.uint8 if block_size else dtype
     return wire, H * wire.itemsize, cdiv(H, block_size) if block_size else 0
 
@@ -198,12 +206,12 @@ def _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_m
 @operator(_combine_rows_fake)
 def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, dtype: torch.dtype,
                  block_size: int, scaling_mode: str) -> torch.Tensor:
-    """Message rows, uint8 [R, width]: float32 sums of a row's choices, rounded once, and K numbers beside them.
+    """Message rows, uint8 [R, width]: the float32 sum of a row's choices, rounded once, and K weights beside it.
 
     Args:
-        y_PH: bf16, fp16 or fp32; padding rows are not read.
-        weight_P: float32.
-        dtype, block_size, scaling_mode: of the wire; block_size 0: rows of `dtype`, else MXFP8.
+        y_PH: bf16, fp16 or fp32. Padding rows are not read.
+        weight_P: float32. With None, message rows carry no weights.
+        block_size, scaling_mode: the sums travel as MXFP8 with these. With block_size 0 they travel in `dtype`.
     """
     (P, H), (R, K) = y_PH.shape, slot_RK.shape
     wire, data_bytes, scales = _wire(H, dtype, block_size)
@@ -211,24 +219,27 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: tor
     out = y_PH.new_empty((R, where.width), dtype=torch.uint8)
     if R == 0:
         return out
-    out_data, out_scale, out_weight = parts_of(out, where, wire)
-    shape, weight_room = combine_shape(H, block_size), out_weight.shape[1]
+    out_data, out_scale, out_weight = fields_of(out, where, wire)
+    tile, weight_room = combine_tile(H, block_size), out_weight.shape[1]
     _combine_kernel[(R, )](y_PH.contiguous(), contiguous_or(weight_P, out), slot_RK, out_data, out_weight, P,
                            where.width // wire.itemsize, where.width // 4, H, scales, out_scale.shape[1], K,
                            lanes_for(K), weight_room, lanes_for(weight_room), block_size, scaling_mode == "floor",
-                           shape.block, num_warps=shape.warps)
+                           tile.block, num_warps=tile.warps)
     return out
 
 
 @operator(_summed)
 def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, weights: int, top_k: int,
              dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """y_TH in `dtype`: float32 sums of the rows that came back for each token, in ascending rank; and weights [T, K].
+    """Sums the rows that came back for each token in float32, in the order of ranks.
 
     Args:
         message: rows of `combine_rows`, uint8 [S, width], in the order in which their tokens were sent.
-        weights: floats beside each row, top_k or 0; with 0, the second result has no columns.
-        dtype, block_size: of the wire, as for `combine_rows`.
+        weights: number of weights beside each row: top_k or 0.
+        dtype, block_size: the wire format, as for `combine_rows`.
+
+    Returns:
+        The sums [T, hidden] in `dtype`, and the sums of the weights [T, weights] in float32.
     """
     (S, _), (ranks, T) = message.shape, sent_slot_WT.shape
     wire, data_bytes, scales = _wire(hidden, dtype, block_size)
@@ -236,29 +247,29 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     if T == 0:
         return outs
     where = layout(data_bytes, scales, weights)
-    data, _, weight = parts_of(message, where, wire)
-    shape = sum_shape(hidden, block_size)
-    # Unfused: a product beyond float32's range is Inf before it is added.
+    data, _, weight = fields_of(message, where, wire)
+    tile = sum_tile(hidden, block_size)
+    # No fused multiply-add: a product beyond float32's range has to become Inf before it is added.
     _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
                        where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
-                       min(ranks, top_k), block_size, shape.block, num_warps=shape.warps, enable_fp_fusion=False)
+                       min(ranks, top_k), block_size, tile.block, num_warps=tile.warps, enable_fp_fusion=False)
     return outs
 
 
 @operator(_combined)
 def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, sent_slot_T: torch.Tensor,
                   dtype: torch.dtype, block_size: int, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `sum_rows` returns for the rows of `combine_rows` in a group of one rank; rounded in between all the same.
+    """What `sum_rows` returns for the rows of `combine_rows` in a group of one rank, with the same rounding.
 
     Args:
-        sent_slot_T: int64, the row r of each token; R for a token without experts.
+        sent_slot_T: int64, the row r of each token. R for a token without experts.
     """
     (P, H), (R, K), T = y_PH.shape, slot_RK.shape, sent_slot_T.shape[0]
     y_TH, weight_TK = outs = _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode)
     if T == 0:
         return outs
-    shape = combine_shape(H, block_size)
+    tile = combine_tile(H, block_size)
     _combine_local_kernel[(T, )](y_PH.contiguous(), contiguous_or(weight_P, y_TH), slot_RK, sent_slot_T, y_TH,
                                  weight_TK, P, R, H, K, lanes_for(K), weight_P is not None, block_size,
-                                 scaling_mode == "floor", shape.block, num_warps=shape.warps)
+                                 scaling_mode == "floor", tile.block, num_warps=tile.warps)
     return outs
