@@ -30,6 +30,7 @@ from models import (
     train_steps,
 )
 from rank_pool import reset_deepspeed_groups
+from slow import slow_except
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
@@ -173,7 +174,7 @@ def test_plain_and_ours_read_each_other(ranks2, tmp_path, name):
     check(ranks2.run(chain, layout, str(tmp_path)), layout, tmp_path)
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", slow_except(FOUR_RANKS, "half-zero1"))
 def test_plain_and_ours_read_each_other_on_four_ranks(ranks4, tmp_path, name):
     layout = replace(FOUR_RANKS[name], steps=2)
     check(ranks4.run(chain, layout, str(tmp_path)), layout, tmp_path)

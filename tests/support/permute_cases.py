@@ -231,7 +231,7 @@ def check_message(device: str, hidden: int, block_size: int, top_k: int, weights
         message = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
         again = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
     assert message.shape[1] % packed.ROW_BYTES == 0 and torch.equal(message, again)
-    data, scale, back = packed.split_rows(message, hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
+    data, scale, back = packed.unpack_rows(message, hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
     token = sent.nonzero()[:, 1]
     assert torch.equal(data, mx.qdata.view(torch.uint8)[token]) and torch.equal(scale, mx.scale_bytes[token])
     assert back is None if weight is None else torch.equal(back, weight[token])
@@ -257,7 +257,7 @@ def check_fakes() -> None:
         pack = (mx.qdata.view(torch.uint8), mx.scale_bytes, weight, plan.sent_slot_WT, plan.send_token_S.shape[0], 2)
         message = permute.pack_rows(*pack)
         message = transport._exchange(message, plan.send_splits, plan.recv_splits, "")
-        expand = (*packed.split_rows(message, 64, 2, 2), None, plan.slot_RK, plan.source_P)
+        expand = (*packed.unpack_rows(message, 64, 2, 2), None, plan.slot_RK, plan.source_P)
         y = torch.randn(plan.num_rows, 64)
         combine = (y, permute.expand_rows(*expand)[2], plan.slot_RK, torch.bfloat16, 32, "rceil")
         back = unpermute.combine_rows(*combine)
