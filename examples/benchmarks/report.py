@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import results_file
-import show
-from tables import read
+from lib import results_file
+from lib import show
+from lib.tables import read
 
 ROOT = Path(__file__).resolve().parents[2]
 README, PAGE = ROOT / "README.md", Path(__file__).with_name("RESULTS.md")

@@ -40,8 +40,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
 
 import data  # noqa: E402
-import results_file  # noqa: E402
-import show  # noqa: E402
+from lib import results_file  # noqa: E402
+from lib import show  # noqa: E402
 import train  # noqa: E402
 from arguments import none_or_more, one_or_more  # noqa: E402
 from ds_mxfp8_moe import MXFP8MoEConfig, kernels  # noqa: E402

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-import options
-import results_file
-import show
+from . import options
+from . import results_file
+from . import show
 from ds_mxfp8_moe.transport.choose import choose
-from timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu, spread_ms
+from .timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu, spread_ms
 
 BF16 = torch.bfloat16
 TIMEOUT = timedelta(minutes=1)

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-import results_file
-import world
+from lib import results_file
+from lib import world
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.transport import Wire
-from show_ranks import BIG, TODAY
-from timing import device, poisoned
-from today import Today
-from world import BF16, Contender
+from lib.show_ranks import BIG, TODAY
+from lib.timing import device, poisoned
+from lib.today import Today
+from lib.world import BF16, Contender
 
 TOKENS, HIDDEN, TOP_K, EXPERTS = (4096, 16384), (2048, 4096, 7168), (6, 8), (64, 256)
 ROUTINGS = ("random", "skewed")

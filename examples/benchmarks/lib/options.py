@@ -11,10 +11,10 @@ from pathlib import Path
 # At the end: it has a module called train as well.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt_moe"))
 
-import results_file  # noqa: E402
-import shapes  # noqa: E402
-import show  # noqa: E402
-import timing  # noqa: E402
+from . import results_file  # noqa: E402
+from . import shapes  # noqa: E402
+from . import show  # noqa: E402
+from . import timing  # noqa: E402
 from arguments import one_or_more  # noqa: E402
 
 BYTES_AT_MOST = 100e9  # cases that need more are left out

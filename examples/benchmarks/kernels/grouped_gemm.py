@@ -18,15 +18,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-import options
-import results_file
-import show
-import timing
+from lib import options
+from lib import results_file
+from lib import show
+from lib import timing
 from ds_mxfp8_moe import grouped_gemm as ours
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.mx import MXTensor
-from shapes import TILE, Case, ends, padded, padded_rows, starts
-from timing import device, on_gpu, poisoned
+from lib.shapes import TILE, Case, ends, padded, padded_rows, starts
+from lib.timing import device, on_gpu, poisoned
 
 BF16 = torch.bfloat16
 BLOCK, MODE = 128, "rceil"

@@ -24,16 +24,16 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_mxfp8_moe
-import options
-import results_file
-import world
+from lib import options
+from lib import results_file
+from lib import world
 from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport import collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC, IN_A_ROW
-from timing import device, on_gpu, poisoned
-from world import BF16, Contender
+from lib.show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC, IN_A_ROW
+from lib.timing import device, on_gpu, poisoned
+from lib.world import BF16, Contender
 
 RECIPES = {"bf16": {"recipe": "bf16"}, "mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"},
            "mxfp8": {"recipe": "mxfp8", **dict.fromkeys(WIRE_KEYS, "mxfp8")}}

@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-import options
-import results_file
-import shapes
-import world
+from lib import options
+from lib import results_file
+from lib import shapes
+from lib import world
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.config import WIRE_KEYS, MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.expert_ffn import _Layer, _wire
 from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_rows
 from ds_mxfp8_moe.mx import sqnr_db
-from show_ranks import HP, MXFP8, NCCL_BF16, NCCL_MXFP8_GEMM, OURS_BF16
-from timing import device, poisoned
-from today import Today
-from world import BF16, Contender
+from lib.show_ranks import HP, MXFP8, NCCL_BF16, NCCL_MXFP8_GEMM, OURS_BF16
+from lib.timing import device, poisoned
+from lib.today import Today
+from lib.world import BF16, Contender
 
 ROWS, TINY_ROWS, EXPERTS = 131072, 2048, 8  # of each rank
 SHAPES = {"tiny": ((256, 128), ), "short": shapes.SEED_SHAPES[:1], "full": shapes.SEED_SHAPES}

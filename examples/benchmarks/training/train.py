@@ -34,16 +34,16 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import breakdown
-import options
-import results_file
-import show
+from lib import options
+from lib import results_file
+from lib import show
 import train_models as models
-import world
+from lib import world
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from moe_layer import RECIPES
-from show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
-from tables import read
-from timing import device, on_gpu, spread_ms
+from lib.show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
+from lib.tables import read
+from lib.timing import device, on_gpu, spread_ms
 
 WARM_UP = 4  # micro-batches
 PROFILED = 2  # steps

@@ -13,10 +13,10 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
-import world
+from lib import world
 from moe_layer import SwiGLU
-from timing import device
-from world import BF16
+from lib.timing import device
+from lib.world import BF16
 
 HEAD = 128
 VOCABULARY = 32000

@@ -24,7 +24,7 @@ from torch import nn
 from ds_mxfp8_moe import expert_ffn
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.nvlink import NVLink
-from timing import on_gpu
+from lib.timing import on_gpu
 
 PARTS = ("attention", "router", "dispatch", "experts", "combine", "optimizer", "rest")
 PREFIX = "part: "  # of the ranges' names

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-import shapes
-import show_convergence
-import show_ranks
-import show_train
-from tables import Group, bar, bars, groups, legends, read, speedup
+from . import shapes
+from . import show_convergence
+from . import show_ranks
+from . import show_train
+from .tables import Group, bar, bars, groups, legends, read, speedup
 
 WGRAD_FROM_MXFP8 = "ours, bf16 from MXFP8"
 GEMMS = ("torch._grouped_mm", "cuBLAS loop", "torch rowwise fp8", "ours, bf16", WGRAD_FROM_MXFP8, "ours, MXFP8")

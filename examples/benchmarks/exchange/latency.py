@@ -17,15 +17,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import options
-import results_file
-import world
+from lib import options
+from lib import results_file
+from lib import world
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.mx import sqnr_db
-from show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED
-from timing import device, on_gpu
-from world import BF16, Contender
+from lib.show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED
+from lib.timing import device, on_gpu
+from lib.world import BF16, Contender
 
 CONFIGS = ((256, 8, 7168), (64, 6, 2048))  # experts, top-k, hidden
 TINY_CONFIGS = ((8, 2, 256), )

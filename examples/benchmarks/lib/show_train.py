@@ -3,7 +3,7 @@
 
 from tabulate import tabulate
 
-from tables import Group, bar, bars, groups, speedup
+from .tables import Group, bar, bars, groups, speedup
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"

@@ -3,7 +3,7 @@
 
 from tabulate import tabulate
 
-from tables import Group, bar, bars, groups, legends, speedup
+from .tables import Group, bar, bars, groups, legends, speedup
 
 
 def _on(case: dict) -> str:

@@ -25,10 +25,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-import options
-import results_file
-import show
-import timing
+from lib import options
+from lib import results_file
+from lib import show
+from lib import timing
 from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
@@ -36,8 +36,8 @@ from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
-from shapes import TILE, Case, ends, padded, padded_rows, starts
-from timing import device, on_gpu, poisoned
+from lib.shapes import TILE, Case, ends, padded, padded_rows, starts
+from lib.timing import device, on_gpu, poisoned
 
 BF16 = torch.bfloat16
 PLAIN = "plain torch"

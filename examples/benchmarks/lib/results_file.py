@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from timing import on_gpu
+from .timing import on_gpu
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

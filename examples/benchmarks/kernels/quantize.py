@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-import options
-import results_file
-import show
-import timing
+from lib import options
+from lib import results_file
+from lib import show
+from lib import timing
 from ds_mxfp8_moe import kernels, mx
 from ds_mxfp8_moe.activation import activate, activate_backward
 from ds_mxfp8_moe.mx import MXTensor
-from timing import device, poisoned
+from lib.timing import device, poisoned
 
 BF16, F32 = torch.bfloat16, torch.float32
 MODE = "rceil"

@@ -22,9 +22,9 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
-import options
-import results_file
-from tables import read
+from lib import options
+from lib import results_file
+from lib.tables import read
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples/gpt_moe/train.py"
