@@ -13,8 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lib import results_file
-from lib import show
+from lib import results_file, show
 from lib.tables import read
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,6 @@
 where time goes, tables and plot."""
 
 import contextlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,20 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-import breakdown  # noqa: E402
-import results_file  # noqa: E402
-import show  # noqa: E402
-import show_train  # noqa: E402
-import train_models  # noqa: E402
-from show_train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16  # noqa: E402
-
-# By a name of its own: examples/gpt_moe has a train.py too.
-_spec = importlib.util.spec_from_file_location("benchmark_train", ROOT / "examples/benchmarks/train.py")
-train = sys.modules["benchmark_train"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(train)
+from lib import results_file, show, show_train
+from lib.show_train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
+from training import breakdown, train, train_models
 
 pytestmark = pytest.mark.slow
 NO_END = float("inf")

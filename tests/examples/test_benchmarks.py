@@ -14,24 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-import expert_ffn  # noqa: E402
-import grouped_gemm  # noqa: E402
-import options  # noqa: E402
-import parity  # noqa: E402
-import quantize  # noqa: E402
-import report  # noqa: E402
-import results_file  # noqa: E402
-import shapes  # noqa: E402
-import show  # noqa: E402
-import timing  # noqa: E402
-from ds_mxfp8_moe import grouped_gemm as recipe  # noqa: E402
-from ds_mxfp8_moe import kernels, mx  # noqa: E402
-from ds_mxfp8_moe.mx import MXTensor, sqnr_db  # noqa: E402
-from ds_mxfp8_moe.transport import Wire  # noqa: E402
-from shapes import Case  # noqa: E402
+import report
+from ds_mxfp8_moe import casts, mx
+from ds_mxfp8_moe import grouped_gemm as recipe
+from ds_mxfp8_moe.mx import MXTensor, sqnr_db
+from ds_mxfp8_moe.transport import Wire
+from kernels import expert_ffn, grouped_gemm, quantize
+from lib import options, results_file, shapes, show, timing
+from lib.shapes import Case
+from training import parity
 
 BF16 = torch.bfloat16
 EVEN, PADDED, SKEWED = (Case(160, 96, 4, 128, "even"), Case(160, 96, 4, 64, "even"), Case(160, 96, 4, 256, "skewed"))
@@ -252,7 +245,7 @@ def test_wrong_casts_are_noticed(monkeypatch):
         return call
 
     for name in ("quantize_columns", "rescale_columns"):
-        monkeypatch.setattr(kernels, name, off(getattr(kernels, name)))
+        monkeypatch.setattr(casts, name, off(getattr(casts, name)))
     found = {kernel.case["kernel"]: quantize.check(kernel)["correct"] for kernel in quantize.of_rows(512, 160, 128)}
     assert [name for name, correct in found.items() if not correct] == [
         "columns", "rows and columns", "re-scale, transposed"]

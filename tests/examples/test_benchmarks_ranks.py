@@ -15,21 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-import dispatch_combine  # noqa: E402
-import ep_pipeline  # noqa: E402
-import latency  # noqa: E402
-import moe_layer  # noqa: E402
-import overlap  # noqa: E402
-import show_ranks  # noqa: E402
-import world  # noqa: E402
-from ds_mxfp8_moe.mx import MXTensor  # noqa: E402
-from ds_mxfp8_moe.transport import nvlink  # noqa: E402
-from ds_mxfp8_moe.transport.collective import Collective  # noqa: E402
-from today import Today  # noqa: E402
-from world import Contender  # noqa: E402
+
+from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.transport.collective import Collective
+from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
+from lib import show_ranks, world
+from lib.today import Today
+from lib.world import Contender
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.slow
@@ -37,20 +31,7 @@ NO_END = float("inf")
 
 
 class NVLink(Collective):
-    """The collective transport with what NVLink has besides: plans without deduplication."""
-
-    def plan(self, expert_TK, num_local_experts, dedup=True):
-        plan = super().plan(expert_TK if dedup else expert_TK.view(-1, 1), num_local_experts)
-        object.__setattr__(plan, "copies", 1 if dedup else expert_TK.shape[1])
-        return plan
-
-    def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
-        weight_TK = weight_TK if plan.copies == 1 else weight_TK.view(-1, 1)
-        return super().dispatch(plan, x_TH.repeat_interleave(plan.copies, 0), wire, weight_TK, phase)
-
-    def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
-        y_TH, weight_TK = super().combine(plan, y_PH, wire, dtype, weight_P, phase)
-        return y_TH.view(-1, plan.copies, y_TH.shape[1]).sum(1), weight_TK
+    """The collective transport under the name of NVLink's."""
 
 
 def nvlink_played(spoilt=None):
@@ -281,7 +262,7 @@ def test_exchanges_are_correct_by_their_own_check(ranks2, routing):
     assert sorted(names) == sorted(show_ranks.EXCHANGES)
     assert [row["contender"] for row in rows if row["case"]["operation"] == "plan"] == list(show_ranks.PLANS)
     moved = {row["contender"]: row["bytes"] for row in rows if row["case"]["operation"] == "combine"}
-    assert moved[show_ranks.TODAY] == moved["nvlink, bf16, no dedup"] > moved["nvlink, bf16"]
+    assert moved[show_ranks.TODAY] > moved["nvlink, bf16"]
     assert moved["nvlink, bf16"] * (128 + 4) == moved["nvlink, mxfp8"] * 256
 
 
@@ -297,7 +278,7 @@ class Rounded(NVLink):
 def test_an_exchange_that_rounds_otherwise_is_noticed(ranks2):
     rows = ranks2.run(_exchanges, dispatch_combine.Case(96, 128, 2, 8, "random"), Rounded)[0]
     wrong = {row["contender"] for row in rows if not row["correct"]}
-    assert wrong == {"nvlink, mxfp8", "nvlink, mxfp8, no dedup"}
+    assert wrong == {"nvlink, mxfp8"}
 
 
 def test_the_cases_are_what_was_asked_for():
@@ -367,41 +348,6 @@ def test_layers_that_all_fail_have_rows_that_say_so(ranks2):
     for rows, failures in ranks2.run(_no_layers):
         assert failures and rows and not any(row["correct"] for row in rows)
         assert all("spoilt" in row["failure"] for row in rows)
-
-
-def _overlaps(top_k):
-    case = overlap.Case(64, 64, 96, 2, top_k, "all MXFP8", "fed" if top_k == 1 else "ahead")
-    with mock.patch.object(overlap, "SHARES", (16, )):
-        return flat([overlap.measure(case, 0.001)])
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_overlaps_are_correct_by_their_own_check(ranks2, top_k):
-    rows = correct(ranks2.run(_overlaps, top_k))
-    shares = {row["contender"]: row["share"] for row in rows if row["case"]["operation"] == "backward"}
-    names = show_ranks.ONE_BY_ONE, show_ranks.MODELS_SHARE, "16"
-    assert shares == dict.fromkeys(names, {"forward": 0, "backward": 0})
-
-
-def test_other_bits_beside_a_gemm_are_noticed():
-    one, other = ({"only": lambda value=value: (torch.tensor([value]), )} for value in (1.0, 2.0))
-    assert overlap.check(one, one) == {"correct": True} and overlap.check(other, one) == {"correct": False}
-
-
-def test_a_share_is_given_or_the_model_s_is_told(monkeypatch):
-    transport = nvlink.NVLink(memory=mock.Mock(), name="a layer", sms=64)
-    given = overlap.with_share(transport, 12)
-    assert given.sms_beside() == 12 and given.picked == {"forward": 0, "backward": 12}
-    monkeypatch.setattr(nvlink.NVLink, "sms_beside", lambda *args, **keys: 20)
-    model = overlap.with_share(transport, None)
-    assert model.sms_beside() == 20 and model.picked == {"forward": 0, "backward": 20}
-    assert model.sms_beside(steps=2) == 20 and model.picked == {"forward": 20, "backward": 20}
-    monkeypatch.setattr(nvlink.NVLink, "sms_ahead", lambda *args, shares=(24, ), **keys: (shares[0], 0.5))
-    assert overlap.with_share(transport, 12).sms_ahead() == (12, 0.5)
-    for alone in (overlap.with_share(transport, 0), overlap.with_share(transport, 12, "fed")):
-        assert alone.sms_ahead() == (0, 0)
-    assert model.sms_ahead() == (24, 0.5) and model.picked == {"forward": 24, "backward": 20}
-    assert (model.name, model.sms) == ("a layer", 64)
 
 
 def test_only_what_begins_within_the_step_counts_as_a_wait():

@@ -10,14 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-import convergence  # noqa: E402
-import results_file  # noqa: E402
-import show  # noqa: E402
-import show_convergence  # noqa: E402
-from convergence import Run  # noqa: E402
+from lib import results_file, show, show_convergence
+from training import convergence
+from training.convergence import Run
 
 pytestmark = pytest.mark.slow
 MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
@@ -143,7 +140,7 @@ def test_the_most_important_runs_come_first(tmp_path):
 
 def test_the_state_lies_outside_of_the_repository():
     with pytest.raises(SystemExit):
-        arguments(ROOT / "runs")
+        arguments(convergence.ROOT / "runs")
 
 
 def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, capsys):

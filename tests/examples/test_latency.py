@@ -10,16 +10,14 @@ import deepspeed.comm as dist
 import emulator
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-import latency  # noqa: E402
-import results_file  # noqa: E402
-import show  # noqa: E402
-from ds_mxfp8_moe.all_to_all import AllToAll  # noqa: E402
-from ds_mxfp8_moe.transport.peer_memory import PeerMemory  # noqa: E402
-from latency import Size  # noqa: E402
-from show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED  # noqa: E402
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from exchange import latency
+from exchange.latency import Size
+from lib import results_file, show
+from lib.show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(emulator.obstacle() is not None,
                                                    reason=f"the emulator needs nvcc: {emulator.obstacle()}")]
@@ -42,7 +40,7 @@ def measured(kind: type, sizes: list[Size]) -> list[dict]:
     memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), provider=emulator.Shared)
 
     def intranode(rank, world_size, dp_size, group, **sizes):
-        return kind(memory, **sizes, sms=3)
+        return kind(memory, **sizes)
 
     with mock.patch.object(latency.AllToAll, "intranode", intranode), mock.patch.object(latency, "GEMM", 32), \
             mock.patch.object(latency, "available", lambda: True):

@@ -3,17 +3,14 @@
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-import overlap  # noqa: E402
-import results_file  # noqa: E402
-import show  # noqa: E402
-import show_ranks  # noqa: E402
+
+from lib import results_file, show, show_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -66,12 +63,11 @@ def test_tables_of_latencies(tmp_path, capsys):
 
 def test_tables_of_exchanges(tmp_path, capsys):
     rows = [row(part, name, 6.6 if name == show_ranks.TODAY else 2.0, show_ranks.BIG,
-                bytes=int(0.65e9 if "no dedup" in name else 0.4e9))
+                bytes=int(0.4e9))
             for part in ("dispatch", "combine") for name in show_ranks.EXCHANGES]
     rows += [row("plan", name, 0.1, show_ranks.BIG) for name in show_ranks.PLANS]
     lines = shown("dispatch_combine", rows, tmp_path / "dispatch_combine.json", capsys)
     assert lines["dispatch, nvlink MXFP8 over today's NCCL bf16"] == "bar"
-    assert lines["link-real GB/s without deduplication"] == "bar"
 
 
 def test_tables_of_layers(tmp_path, capsys):
@@ -86,26 +82,3 @@ def test_tables_of_layers(tmp_path, capsys):
     assert lines["the same over dropless classic bf16"] == "bar"
     assert lines["host waits, exact"] == lines["host waits, static"] == "aim"
     assert lines["synchronising CUDA calls of both"] == "aim"
-
-
-def test_tables_of_overlaps(tmp_path, capsys):
-    case = asdict(overlap.Case(131072, 2048, 1408, 8, 1, "mxfp8")) | {"ranks": 2}
-    shares = {show_ranks.ONE_BY_ONE: (0, 3.0), show_ranks.MODELS_SHARE: (30, 2.5), "28": (28, 2.4), "40": (40, 2.6)}
-    rows = [{"case": case | {"operation": operation}, "contender": name, "median_ms": ms * times, "correct": True,
-             "share": {"forward": share // 2, "backward": share}}
-            for name, (share, ms) in shares.items() for operation, times in (("forward", 0.5), ("backward", 1))]
-    rows += [row | {"case": row["case"] | {"forward": "fed"}, "median_ms": row["median_ms"] * 2} for row in rows]
-    path = tmp_path / "overlap.json"
-    results_file.write("overlap", rows, path)
-    assert show.show(path) and path.with_suffix(".png").stat().st_size > 5000
-    out = capsys.readouterr().out
-    lines = {line.split("131072")[0].strip(): line.split()[-8:] for line in out.splitlines() if " 131072 " in line}
-    backward = ["mxfp8", "3.000", "30", "2.500", "1.20x", "28", "2.400", "1.25x"]
-    assert lines == {"backward": backward,
-                     "forward, ahead": ["mxfp8", "1.500", "15", "1.250", "1.20x", "14", "1.200", "1.25x"],
-                     "forward, fed": ["mxfp8", "3.000", "15", "2.500", "1.20x", "14", "2.400", "1.25x"]}
-    assert "0.96" in out
-    # Without the contenders that failed, or that the run was cut short before.
-    for kept in (rows[:1], [{**row, "correct": row["contender"] != show_ranks.MODELS_SHARE} for row in rows]):
-        tables = show_ranks.overlap_tables({"rows": kept})
-        assert "1.500" in tables[0] and "not measured" in tables[1]

@@ -4,25 +4,28 @@
 Beside ours over every transport, in bf16 and MXFP8, stands what one writes in PyTorch today (today.py). Plans are
 timed apart. GB/s are link-real: bytes that leave or reach the busiest rank, over the whole call's time.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/dispatch_combine.py    # run, write a result file, print its table
-    python examples/benchmarks/dispatch_combine.py --show FILE             # table and plot of a result file
+    torchrun --nproc-per-node 8 examples/benchmarks/exchange/dispatch_combine.py    # run, store, show
+    python examples/benchmarks/exchange/dispatch_combine.py --show FILE             # table and plot of a result file
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from lib import results_file
-from lib import world
-from ds_mxfp8_moe import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.transport import Wire
+from lib import results_file, world
 from lib.show_ranks import BIG, TODAY
 from lib.timing import device, poisoned
 from lib.today import Today
@@ -59,7 +62,8 @@ class Batch:
 
     Attributes:
         y_PH: the bf16 rows as they are dispatched, which combine takes: a token comes back times top_k.
-        rows_WW: for deduplication on and off, rows that go from each rank to each.
+        rows_WW: rows that go from each rank to each: one for each choice of a token (today's), and one for each rank
+            that a token goes to (ours).
     """
 
     def __init__(self, case: Case):
@@ -69,20 +73,20 @@ class Batch:
         self.today = Today(world.group())
         self.y_PH, _ = self.today.dispatch(self.today.plan(self.expert_TK, self.local), self.x_TH)
         chosen_TW = torch.nn.functional.one_hot(self.expert_TK // self.local, world.size()).sum(1)
-        self.rows_WW = {True: world.gathered((chosen_TW > 0).sum(0)), False: world.gathered(chosen_TW.sum(0))}
+        self.rows_WW = {"today": world.gathered(chosen_TW.sum(0)), "ours": world.gathered((chosen_TW > 0).sum(0))}
         recipe = resolve(MXFP8MoEConfig(enabled=True), *current_device())
         self.wires = {"bf16": Wire(False), "mxfp8": Wire(True, recipe.block_size, recipe.scaling_mode)}
 
-    def bytes_on_links(self, wire: Wire, dedup: bool) -> int:
+    def bytes_on_links(self, wire: Wire, whose: str) -> int:
         """Off-rank, of the rank that sends or receives the most."""
-        off_WW = self.rows_WW[dedup].clone().fill_diagonal_(0)
+        off_WW = self.rows_WW[whose].clone().fill_diagonal_(0)
         rows = max(off_WW.sum(0).max().item(), off_WW.sum(1).max().item())
         return rows * (self.case.hidden + self.case.hidden // wire.block_size if wire.mxfp8 else 2 * self.case.hidden)
 
     def right_rows(self, x_PH: torch.Tensor, wire: Wire) -> bool:
         if not wire.mxfp8:
             return torch.equal(x_PH, self.y_PH)
-        wanted = kernels.quantize(self.y_PH, wire.block_size, wire.scaling_mode)
+        wanted = casts.quantize(self.y_PH, wire.block_size, wire.scaling_mode)
         return isinstance(x_PH, MXTensor) and torch.equal(_bytes(x_PH), _bytes(wanted)) and torch.equal(
             x_PH.scale_bytes, wanted.scale_bytes)
 
@@ -115,19 +119,15 @@ def measure(case: Case, budget_s: float) -> list[dict]:
     planners: dict = {TODAY: plan_of}
     calls = stages(batch, batch.today, plan_of(), batch.wires["bf16"])
     exchanges = {TODAY: Contender(calls, partial(check, batch, calls, batch.wires["bf16"], None),
-                                  {"bytes": batch.bytes_on_links(batch.wires["bf16"], dedup=False)})}
+                                  {"bytes": batch.bytes_on_links(batch.wires["bf16"], "today")})}
     for name, transport in transports.items():
-        for dedup in (True, False) if name == "nvlink" else (True, ):
-            keys = {} if dedup else {"dedup": False}
-            planner = partial(transport.plan, batch.expert_TK, batch.local, **keys)
-            if dedup:
-                planners[name] = planner
-            plan = planner()
-            for dtype, wire in batch.wires.items():
-                calls = stages(batch, transport, plan, wire)
-                same = exchanges[f"collective, {dtype}"].stages["combine"] if name != "collective" and dedup else None
-                exchanges[f"{name}, {dtype}" + ("" if dedup else ", no dedup")] = Contender(
-                    calls, partial(check, batch, calls, wire, same), {"bytes": batch.bytes_on_links(wire, dedup)})
+        planners[name] = partial(transport.plan, batch.expert_TK, batch.local)
+        plan = planners[name]()
+        for dtype, wire in batch.wires.items():
+            calls = stages(batch, transport, plan, wire)
+            same = None if name == "collective" else exchanges[f"collective, {dtype}"].stages["combine"]
+            exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, wire, same),
+                                                      {"bytes": batch.bytes_on_links(wire, "ours")})
     return world.rows(described, exchanges, budget_s) + world.rows(
         described, {name: Contender({"plan": call}, partial(_planned, call)) for name, call in planners.items()},
         budget_s / 4)

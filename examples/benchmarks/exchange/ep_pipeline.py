@@ -6,29 +6,31 @@ combine, and back from a random gradient.
 depends on the routing alone (splits, orders, plans) is made beforehand, for every contender. Also the rates of links
 and GEMMs in this run, of which the floor is made: bytes over the one, FLOPs over the other, perfectly overlapped.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/ep_pipeline.py      # run, write a result file, print its table
-    python examples/benchmarks/ep_pipeline.py --show FILE               # table and plot of a result file
+    torchrun --nproc-per-node 8 examples/benchmarks/exchange/ep_pipeline.py   # run, store, show
+    python examples/benchmarks/exchange/ep_pipeline.py --show FILE               # table and plot of a result file
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from lib import options
-from lib import results_file
-from lib import shapes
-from lib import world
-from ds_mxfp8_moe import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.config import WIRE_KEYS, MXFP8MoEConfig, Recipe, current_device, resolve
-from ds_mxfp8_moe.expert_ffn import _Layer, _wire
+from ds_mxfp8_moe.expert_math import ExpertMath
 from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_rows
+from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_rows, wgrad_cost
 from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.transport import Wire
+from lib import options, results_file, shapes, world
 from lib.show_ranks import HP, MXFP8, NCCL_BF16, NCCL_MXFP8_GEMM, OURS_BF16
 from lib.timing import device, poisoned
 from lib.today import Today
@@ -118,31 +120,42 @@ def over_nccl(case: Case) -> Callable[[], torch.Tensor]:
     return forward
 
 
+def wire(chosen: Recipe, dtype: str) -> Wire:
+    return Wire(dtype == "mxfp8", chosen.block_size, chosen.scaling_mode)
+
+
 class _Pipeline(torch.autograd.Function):
-    """Dispatch, GEMM, combine over a transport; backward overlaps as ExpertFFN's does. Kept for it: rows as they
-    arrived, MXFP8 where they came so."""
+    """Dispatch, GEMM and combine over a transport. Backward overlaps them as ExpertFFN does.
+
+    Kept for backward: the rows as they arrived, in MXFP8 if they travelled in MXFP8.
+    """
 
     @staticmethod
-    def forward(ctx, transport, layer: _Layer, x_TD, w_EHD):
-        plan, recipe = layer.plan, layer.recipe
-        x_PD, _, arrival = layer.dispatch(transport, x_TD, _wire(recipe, recipe.dispatch_fwd), [w_EHD], False)
-        y_PH, feed = layer.last_gemm(layer.quantized(x_PD), [w_EHD], transport, arrival)
-        y_TH, _ = transport.start_combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), BF16, feed=feed).result()
-        ctx.call, ctx.kept = (transport, layer, w_EHD), x_PD
+    def forward(ctx, transport: Any, experts: ExpertMath, x_TD: torch.Tensor, w_EHD: torch.Tensor) -> torch.Tensor:
+        plan, chosen = experts.plan, experts.recipe
+        x_PD, _ = transport.dispatch(plan, x_TD, wire(chosen, chosen.dispatch_fwd))
+        y_PH = experts.forward_gemm(experts.quantized(x_PD), [w_EHD])
+        y_TH, _ = transport.combine(plan, y_PH, wire(chosen, chosen.combine_fwd), BF16)
+        ctx.call, ctx.kept = (transport, experts, w_EHD), x_PD
         return y_TH
 
     @staticmethod
-    def backward(ctx, g_TH):
-        (transport, layer, w_EHD), x_PD = ctx.call, ctx.kept
-        plan, recipe = layer.plan, layer.recipe
-        g_PH, _, arrival = layer.dispatch(transport, g_TH, _wire(recipe, recipe.combine_bwd), [w_EHD], True)
-        g_rows, g_wgrad, columns = layer.quantized_gradient(g_PH, wgrad=True)
-        dx_PD = layer.dgrad_gemm(g_rows, [w_EHD], arrival)
-        wire = _wire(recipe, recipe.dispatch_bwd)
-        beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire,
-                                      *kernels.wgrad_cost(g_wgrad, x_PD, len(w_EHD), layer.wgrad_quantized))
-        back = transport.start_combine(plan, dx_PD, wire, BF16, sms=beside)
-        dw_EHD = layer.wgrad_gemm(g_wgrad, x_PD, w_EHD.dtype, columns, beside)
+    def backward(ctx, g_TH: torch.Tensor) -> tuple:
+        (transport, experts, w_EHD), x_PD = ctx.call, ctx.kept
+        plan, chosen = experts.plan, experts.recipe
+        g_PH, _ = transport.dispatch(plan, g_TH, wire(chosen, chosen.combine_bwd))
+        columns = experts.reads_columns(g_PH)
+        if columns:
+            g_rows, g_wgrad = casts.quantize_both(g_PH, chosen.block_size, chosen.scaling_mode)
+        else:
+            g_rows = experts.quantized(g_PH)
+            g_wgrad = g_rows if experts.wgrad_quantized else g_PH
+        dx_PD = experts.dgrad_gemm(g_rows, [w_EHD])
+        wire_back = wire(chosen, chosen.dispatch_bwd)
+        beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire_back,
+                                      *wgrad_cost(g_wgrad, x_PD, len(w_EHD), experts.wgrad_quantized))
+        back = transport.start_combine(plan, dx_PD, wire_back, BF16, sms=beside)
+        dw_EHD = experts.wgrad_gemm(g_wgrad, x_PD, w_EHD.dtype, columns, beside)
         dx_TD, _ = back.result()
         return None, None, dx_TD, dw_EHD
 
@@ -150,8 +163,8 @@ class _Pipeline(torch.autograd.Function):
 def over(transport: Any, case: Case, chosen: Recipe) -> Callable[[], torch.Tensor]:
     """The pipeline in a recipe; its plan is made here."""
     formula = ExpertFormula("linear", None, case.dim, case.hidden, up="up")
-    layer = _Layer(formula, chosen, transport.plan(case.expert_TK, case.experts), {"up": case.w_EHD}, BF16)
-    return lambda: _Pipeline.apply(transport, layer, case.x_TD, case.w_EHD)
+    experts = ExpertMath(formula, chosen, transport.plan(case.expert_TK, case.experts), {"up": case.w_EHD}, BF16)
+    return lambda: _Pipeline.apply(transport, experts, case.x_TD, case.w_EHD)
 
 
 class Expected(NamedTuple):
@@ -224,7 +237,7 @@ def rate_rows(case: Case, budget_s: float) -> list[dict]:
     exchange = {NCCL_BF16: _unchecked("all-to-all", lambda: dist.all_to_all_single(out, x))}
     rows = world.rows(case.described() | {"bytes": bytes_off_rank}, exchange, budget_s)
     chosen, ends_E = recipe(), case.ends_E()
-    cast = partial(kernels.quantize, block_size=chosen.block_size, scaling_mode=chosen.scaling_mode,
+    cast = partial(casts.quantize, block_size=chosen.block_size, scaling_mode=chosen.scaling_mode,
                    scale_k_major=True)
     mx_x, mx_g = cast(x), cast(g)
     operands = {"forward GEMM": ((x, w), (mx_x, _weights(w, chosen, False))),
@@ -233,7 +246,7 @@ def rate_rows(case: Case, budget_s: float) -> list[dict]:
         ways = {name: _unchecked(operation, partial(grouped_mm, *pair, ends_E, covered=True))
                 for name, pair in zip(("bf16", "mxfp8"), pairs, strict=True)}
         rows += world.rows(case.described(), ways, budget_s)
-    columns = [kernels.quantize_columns(t, chosen.block_size, chosen.scaling_mode) for t in (g, x)]
+    columns = [casts.quantize_columns(t, chosen.block_size, chosen.scaling_mode) for t in (g, x)]
     calls = {"bf16": partial(grouped_mm_wgrad_rows, g, x, ends_E, BF16),
              "mxfp8": partial(grouped_mm_wgrad, *columns, ends_E, BF16),
              "bf16 of mxfp8 rows": partial(grouped_mm_wgrad_rows, mx_g, mx_x, ends_E, BF16),
@@ -253,7 +266,7 @@ def _unchecked(operation: str, call: Callable) -> Contender:
 
 
 def _weights(w_ENK: torch.Tensor, chosen: Recipe, transposed: bool) -> torch.Tensor:
-    return kernels.quantize_weights([w_ENK], chosen.block_size, chosen.scaling_mode, transposed)
+    return casts.quantize_weights([w_ENK], chosen.block_size, chosen.scaling_mode, transposed)
 
 
 def run(cases: list[tuple], rows: int, experts: int, budget_s: float, seconds: float, requested: str | None = None,

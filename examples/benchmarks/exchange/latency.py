@@ -6,23 +6,25 @@ values go out, bf16 rows come back; random experts; no pause between dispatch an
 graphs. Beside it bare NCCL all-to-alls without any permute: of exactly the rows that must move, one for each choice,
 and of pplx-kernels' padded layout. Also how much of a dispatch a GEMM between its send and its receive hides.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/latency.py      # run, write a result file, print its table
-    python examples/benchmarks/latency.py --show FILE               # table and plot of a result file
+    torchrun --nproc-per-node 8 examples/benchmarks/exchange/latency.py   # run, store, show
+    python examples/benchmarks/exchange/latency.py --show FILE               # table and plot of a result file
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lib import options
-from lib import results_file
-from lib import world
-from ds_mxfp8_moe import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.mx import sqnr_db
+from lib import options, results_file, world
 from lib.show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED
 from lib.timing import device, on_gpu
 from lib.world import BF16, Contender
@@ -71,7 +73,7 @@ class Batch:
     def __init__(self, size: Size):
         self.size, self.local = size, size.experts // world.size()
         self.x_TH = world.randn(size.tokens, size.hidden)
-        self.mx_TH = kernels.quantize(self.x_TH, BLOCK, "rceil")
+        self.mx_TH = casts.quantize(self.x_TH, BLOCK, "rceil")
         self.scale_TB = self.mx_TH.scale.float()
         self.expert_TK = torch.rand(size.tokens, size.experts, device=device()).topk(size.top_k).indices
         self.weight_TK = torch.rand(size.tokens, size.top_k, device=device())

@@ -8,13 +8,15 @@ as in a training, where the host has just run the same code for the layer before
 so that what a layer waits for the host shows. Steps in a row are timed too: there the host may be ahead, as in a
 training. Also peak memory beyond the weights, and how often the host waits for the device in a forward and backward.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/moe_layer.py      # run, write a result file, print its table
-    python examples/benchmarks/moe_layer.py --show FILE               # table and plot of a result file
+    torchrun --nproc-per-node 8 examples/benchmarks/exchange/moe_layer.py   # run, store, show
+    python examples/benchmarks/exchange/moe_layer.py --show FILE               # table and plot of a result file
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -23,14 +25,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import ds_mxfp8_moe
-from lib import options
-from lib import results_file
-from lib import world
 from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport import collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from lib import options, results_file, world
 from lib.show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC, IN_A_ROW
 from lib.timing import device, on_gpu, poisoned
 from lib.world import BF16, Contender

@@ -5,8 +5,8 @@ Every recipe of ds_mxfp8_moe beside our bf16 recipe and a plain PyTorch one (tor
 stand sorted by expert already: nothing is exchanged. Also how many bytes a step holds between forward and backward
 and at its peak, and how long the first step of a fresh process takes with kernels in Triton's cache.
 
-    python examples/benchmarks/expert_ffn.py [--cases short]     # run, write a result file, print its table
-    python examples/benchmarks/expert_ffn.py --show FILE         # table and plot of a result file
+    python examples/benchmarks/kernels/expert_ffn.py [--cases short]     # run, store, show
+    python examples/benchmarks/kernels/expert_ffn.py --show FILE         # table and plot of a result file
 """
 
 import importlib
@@ -19,23 +19,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from lib import options
-from lib import results_file
-from lib import show
-from lib import timing
-from ds_mxfp8_moe import kernels
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_mxfp8_moe import casts, crossover
 from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
+from lib import options, results_file, show, timing
 from lib.shapes import TILE, Case, ends, padded, padded_rows, starts
 from lib.timing import device, on_gpu, poisoned
 
@@ -93,7 +93,7 @@ class InPlace(Transport):
 
 
 def _quantized(x_PH: torch.Tensor, wire: Wire) -> MXTensor:
-    return kernels.quantize(x_PH, wire.block_size, wire.scaling_mode, scale_k_major=True)
+    return casts.quantize(x_PH, wire.block_size, wire.scaling_mode, scale_k_major=True)
 
 
 def plain_ffn(x_PH: torch.Tensor, weight_P: torch.Tensor, up_EGH: torch.Tensor, down_EHF: torch.Tensor,
@@ -169,7 +169,9 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
                "up": [_leaf(shape.up_EGH[e, F:]) for e in range(E)],
                "down": [_leaf(shape.down_EHF[e]) for e in range(E)]}
     formula = ExpertFormula("gated", "silu", case.dim, F, up="up", gate="gate", down="down")
-    ffn = ExpertFFN(formula, recipe(name), InPlace.of(counts), E, min_tokens_per_expert)
+    chosen = recipe(name)
+    fewest = crossover.min_tokens_per_expert(min_tokens_per_expert, formula, chosen, E, device())
+    ffn = ExpertFFN(formula, chosen, InPlace.of(counts), E, fewest)
     inputs = [_leaf(x_TH), _leaf(weight_T.view(-1, 1)), *chain(*weights.values())]
     expert_TK = torch.arange(E, device=device()).repeat_interleave(
         torch.tensor(padded(counts), device=device())).view(-1, 1)
@@ -179,7 +181,7 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
         gate, up, down = grads[2:2 + E], grads[2 + E:2 + 2 * E], grads[2 + 2 * E:]
         return lambda e: torch.cat([gate[e], up[e]]), down.__getitem__
 
-    few = ffn.transport.plan_of_all.tokens_per_expert < ffn.fewest_tokens(torch.device(device()))
+    few = ffn.transport.plan_of_all.tokens_per_expert < fewest
     return Step(inputs, g_TH, lambda x: ffn(x, routes, weights), starts(padded(counts)), gradients, few)
 
 

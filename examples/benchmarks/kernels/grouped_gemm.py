@@ -5,26 +5,27 @@ MXFP8 and our bf16 beside torch._grouped_mm, a loop of cuBLAS calls over the exp
 torch._scaled_grouped_mm with one FP8 scale a row. Weight gradients include what brings MXFP8 rows into the form that
 they take. Where a group is no whole number of tiles, ours run on padded rows and torch's on the tokens alone.
 
-    python examples/benchmarks/grouped_gemm.py [--cases short]     # run, write a result file, print its table
-    python examples/benchmarks/grouped_gemm.py --show FILE         # table and plot of a result file
+    python examples/benchmarks/kernels/grouped_gemm.py [--cases short]     # run, store, show
+    python examples/benchmarks/kernels/grouped_gemm.py --show FILE         # table and plot of a result file
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, groupby, product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from lib import options
-from lib import results_file
-from lib import show
-from lib import timing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_mxfp8_moe import casts
 from ds_mxfp8_moe import grouped_gemm as ours
-from ds_mxfp8_moe import kernels
 from ds_mxfp8_moe.mx import MXTensor
+from lib import options, results_file, show, timing
 from lib.shapes import TILE, Case, ends, padded, padded_rows, starts
 from lib.timing import device, on_gpu, poisoned
 
@@ -138,7 +139,7 @@ class Shape:
         self.x_PK = torch.randn(P, K, dtype=BF16, device=device())
         self.g_PN = torch.randn(P, N, dtype=BF16, device=device())
         self.w_ENK = torch.randn(E, N, K, dtype=BF16, device=device()) / K**0.5
-        self.mx_ENK, self.mx_EKN = (kernels.quantize_weights([self.w_ENK], BLOCK, MODE, transposed=transposed)
+        self.mx_ENK, self.mx_EKN = (casts.quantize_weights([self.w_ENK], BLOCK, MODE, transposed=transposed)
                                     for transposed in (False, True))
         self.has_rowwise = on_gpu()  # torch has it nowhere else
         if self.has_rowwise:
@@ -156,7 +157,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
     w_t = w.transpose(1, 2)
     mx_w, mx_w_t = shape.mx_ENK[:E], shape.mx_EKN[:E]
     padded_x, padded_g = padded_rows(x, counts), padded_rows(g, counts)
-    mx_x, mx_g = (kernels.quantize(rows_PN, BLOCK, MODE, scale_k_major=True) for rows_PN in (padded_x, padded_g))
+    mx_x, mx_g = (casts.quantize(rows_PN, BLOCK, MODE, scale_k_major=True) for rows_PN in (padded_x, padded_g))
     y, dx, dw = torch.empty_like(g), torch.empty_like(x), torch.zeros_like(w)
 
     def loop(out, product):

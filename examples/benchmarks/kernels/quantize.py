@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel that casts, on one GPU: the bytes that it must move, over its time, beside a device copy's bandwidth.
 
-    python examples/benchmarks/quantize.py                 # run, write a result file, print its table
-    python examples/benchmarks/quantize.py --show FILE     # table and plot of a result file
+    python examples/benchmarks/kernels/quantize.py              # run, store, show
+    python examples/benchmarks/kernels/quantize.py --show FILE     # table and plot of a result file
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from lib import options
-from lib import results_file
-from lib import show
-from lib import timing
-from ds_mxfp8_moe import kernels, mx
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ds_mxfp8_moe import casts, mx
 from ds_mxfp8_moe.activation import activate, activate_backward
 from ds_mxfp8_moe.mx import MXTensor
+from lib import options, results_file, show, timing
 from lib.timing import device, poisoned
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -81,7 +82,7 @@ def columns(x: MXTensor, part: slice) -> MXTensor:
 def of_rows(P: int, K: int, block: int) -> Iterator[Kernel]:
     """Casts of activations."""
     x = torch.randn(P, K, dtype=BF16, device=device())
-    rows = kernels.quantize(x, block, MODE, scale_k_major=True)
+    rows = casts.quantize(x, block, MODE, scale_k_major=True)
     parts = ends_of(P)
 
     def case(kernel):
@@ -93,18 +94,18 @@ def of_rows(P: int, K: int, block: int) -> Iterator[Kernel]:
     def columns_right(out):
         return all(same(columns(out, part), mx.quantize(x[part].t(), block, MODE)) for part in parts)
 
-    yield Kernel(case("rows"), lambda: kernels.quantize(x, block, MODE, scale_k_major=True), lambda out: [x, out],
+    yield Kernel(case("rows"), lambda: casts.quantize(x, block, MODE, scale_k_major=True), lambda out: [x, out],
                  rows_right)
-    yield Kernel(case("rows, row-major scales"), lambda: kernels.quantize(x, block, MODE), lambda out: [x, out],
+    yield Kernel(case("rows, row-major scales"), lambda: casts.quantize(x, block, MODE), lambda out: [x, out],
                  rows_right)
-    yield Kernel(case("columns"), lambda: kernels.quantize_columns(x, block, MODE), lambda out: [x, out],
+    yield Kernel(case("columns"), lambda: casts.quantize_columns(x, block, MODE), lambda out: [x, out],
                  columns_right)
-    yield Kernel(case("rows and columns"), lambda: kernels.quantize_both(x, block, MODE), lambda out: [x, out],
+    yield Kernel(case("rows and columns"), lambda: casts.quantize_both(x, block, MODE), lambda out: [x, out],
                  lambda out: rows_right(out[0]) and columns_right(out[1]))
-    yield Kernel(case("re-scale, transposed"), lambda: kernels.rescale_columns(rows, MODE), lambda out: [rows, out],
+    yield Kernel(case("re-scale, transposed"), lambda: casts.rescale_columns(rows, MODE), lambda out: [rows, out],
                  lambda out: all(same(columns(out, part), mx.transpose_rescale(rows[part], block, MODE))
                                  for part in parts))
-    yield Kernel(case("dequantise"), lambda: kernels.dequantize(rows, BF16), lambda out: [rows, out],
+    yield Kernel(case("dequantise"), lambda: casts.dequantize(rows, BF16), lambda out: [rows, out],
                  lambda out: all(same(out[part], mx.dequantize(rows[part], BF16)) for part in parts))
 
 
@@ -132,7 +133,7 @@ def of_weights(E: int, N: int, K: int, block: int, dtype: torch.dtype) -> Iterat
                                            ("weights, scattered", scattered, shuffled, False),
                                            ("weights, scattered, transposed", scattered, shuffled, True)):
         case = {"kernel": name, "shape": f"{E}x{N}x{K}", "block_size": block, "dtype": str(dtype)[6:]}
-        yield Kernel(case, partial(kernels.quantize_weights, parts, block, MODE, transposed),
+        yield Kernel(case, partial(casts.quantize_weights, parts, block, MODE, transposed),
                      lambda out: [w_ENK, out], partial(right, order=order, transposed=transposed))
 
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 # At the end: it has a module called train as well.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt_moe"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
-from . import results_file  # noqa: E402
-from . import shapes  # noqa: E402
-from . import show  # noqa: E402
-from . import timing  # noqa: E402
 from arguments import one_or_more  # noqa: E402
+
+from . import (
+    results_file,  # noqa: E402
+    shapes,  # noqa: E402
+    show,  # noqa: E402
+    timing,  # noqa: E402
+)
 
 BYTES_AT_MOST = 100e9  # cases that need more are left out
 SECONDS_BETWEEN_WRITES = 15

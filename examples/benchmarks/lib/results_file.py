@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from .timing import on_gpu
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,

@@ -12,10 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from . import shapes
-from . import show_convergence
-from . import show_ranks
-from . import show_train
+from . import shapes, show_convergence, show_ranks, show_train
 from .tables import Group, bar, bars, groups, legends, read, speedup
 
 WGRAD_FROM_MXFP8 = "ours, bf16 from MXFP8"

@@ -181,8 +181,7 @@ def latency_plot(result: dict, pyplot) -> None:
 
 TODAY = "today, NCCL bf16"
 EXCHANGES = {TODAY: "tab:gray", "collective, bf16": "tab:cyan", "collective, mxfp8": "tab:olive",
-             "nvlink, bf16": "tab:blue", "nvlink, mxfp8": "tab:red", "nvlink, bf16, no dedup": "tab:purple",
-             "nvlink, mxfp8, no dedup": "tab:orange"}
+             "nvlink, bf16": "tab:blue", "nvlink, mxfp8": "tab:red"}
 PLANS = (TODAY, "collective", "nvlink")
 BIG = {"tokens": 16384, "hidden": 7168, "top_k": 8, "experts": 256, "routing": "random"}  # what the bars speak of
 
@@ -206,20 +205,17 @@ def exchange_tables(result: dict) -> list[str]:
         plans.append([*described, *(plan.figure(name) for name in PLANS)])
     case_headers = ["tokens", "hidden", "top-k", "experts", "routing"]
     table = tabulate(lines, [*case_headers, "ms of", "today\nbf16", "collective\nbf16", "\nmxfp8", "nvlink\nbf16",
-                             "\nmxfp8", "no dedup\nbf16", "\nmxfp8", "GB/s\nnvlink bf16", "\nmxfp8", "no dedup\nbf16",
-                             "\nmxfp8", "today over\ncollective mxfp8", "today over\nnvlink mxfp8"],
-                     floatfmt=("d", ) * 4 + ("", "") + (".3f", ) * 7 + (".0f", ) * 4 + ("", ""))
+                             "\nmxfp8", "GB/s\nnvlink bf16", "\nmxfp8", "today over\ncollective mxfp8",
+                             "today over\nnvlink mxfp8"],
+                     floatfmt=("d", ) * 4 + ("", "") + (".3f", ) * 5 + (".0f", ) * 2 + ("", ""))
     plan_table = tabulate(plans, [*case_headers, "plan, ms\ntoday", "\ncollective", "\nnvlink"],
                           floatfmt=("d", ) * 4 + ("", ) + (".3f", ) * 3)
-    dispatch, combine = (_found(result, part, **BIG) for part in ("dispatch", "combine"))
+    dispatch = _found(result, "dispatch", **BIG)
     where = ", ".join(str(value) for value in BIG.values())
     where += f", {_on(dispatch.case)}" if "ranks" in dispatch.case else ""
-    rates = [(_gb_per_s(g, f"nvlink, {dtype}, no dedup"), f"{part}, {dtype}, {where}")
-             for part, g in (("dispatch", dispatch), ("combine", combine)) for dtype in ("bf16", "mxfp8")]
     ratio = dispatch.ratio(TODAY, "nvlink, mxfp8")
     return [table, plan_table, bars([
-        bar("dispatch, nvlink MXFP8 over today's NCCL bf16", [(ratio, where)], 3.0, 3.5),
-        bar("link-real GB/s without deduplication", rates, 310, 335)])]
+        bar("dispatch, nvlink MXFP8 over today's NCCL bf16", [(ratio, where)], 3.0, 3.5)])]
 
 
 def exchange_plot(result: dict, pyplot) -> None:
@@ -302,60 +298,5 @@ def layer_plot(result: dict, pyplot) -> None:
     legends(axes[0])
 
 
-# ---- overlap ------------------------------------------------------------------------------------------------------
-
-ONE_BY_ONE, MODELS_SHARE = "one by one", "the model's share"
-AHEAD, FED = "ahead", "fed"  # ways of forward
-OVERLAP_CASE = ("tokens", "dim", "hidden", "experts", "top_k", "recipe")
-
-
-def _share(g: Group, name: str) -> int | None:
-    share = g.figure(name, "share")
-    return share[g.case["operation"]] if share else None
-
-
-def _overlaps(result: dict) -> list[tuple[str, list[Group]]]:
-    """What was measured, by what runs beside what. Backward is the same whatever forward does."""
-    forward, backward = groups(result, "forward"), groups(result, "backward")
-    found = [(f"forward, {way}", [g for g in forward if g.case["forward"] == way]) for way in (AHEAD, FED)]
-    return [*found, ("backward", [g for g in backward if g.case["forward"] == AHEAD])]
-
-
-def overlap_tables(result: dict) -> list[str]:
-    lines, goals = [], []
-    for operation, found in _overlaps(result):
-        gained, missed = [], []
-        for g in found:
-            best, chosen = g.fastest(g.rows), g.ratio(ONE_BY_ONE, MODELS_SHARE)
-            lines.append([operation, *(g.case[key] for key in OVERLAP_CASE), g.figure(ONE_BY_ONE),
-                          _share(g, MODELS_SHARE), g.figure(MODELS_SHARE), speedup(chosen), _share(g, best),
-                          g.figure(best), speedup(g.ratio(ONE_BY_ONE, best))])
-            where = ", ".join(str(g.case[key]) for key in OVERLAP_CASE)
-            gained.append((chosen, where))
-            missed.append((g.ratio(best, MODELS_SHARE), where))
-        if found:
-            goals += [bar(f"{operation}, one by one over the model's share", gained),
-                      bar(f"{operation}, the best share measured, of the model's", missed)]
-    table = tabulate(lines, ["", "tokens", "dim", "hidden", "experts", "top-k", "recipe", "one by one\nms",
-                             "model's\nshare", "\nms", "\ngain", "best\nshare", "\nms", "\ngain"],
-                     floatfmt=("", ) * 7 + (".3f", "", ".3f", "", "", ".3f", ""))
-    return [table, bars(goals)]
-
-
-def overlap_plot(result: dict, pyplot) -> None:
-    found = [(operation, g) for operation, of in _overlaps(result) for g in of]
-    _, axes = pyplot.subplots(-(-len(found) // 3), 3, figsize=(15, 3.2 * -(-len(found) // 3)), squeeze=False)
-    for axis, (operation, g) in zip(axes.flat, found, strict=False):
-        points = sorted((_share(g, name), g.figure(name)) for name in g.rows if name != MODELS_SHARE)
-        axis.plot(*zip(*points, strict=True), ".-", color="tab:blue", label="0: one by one")
-        if MODELS_SHARE in g.rows:
-            axis.plot(_share(g, MODELS_SHARE), g.figure(MODELS_SHARE), "o", color="tab:red",
-                      label=MODELS_SHARE)
-        axis.set(xlabel="multiprocessors of the exchange", ylabel=f"{operation}, ms",
-                 title=f"{g.case['dim']}x{g.case['hidden']}, top-{g.case['top_k']}, {g.case['recipe']}")
-    legends(axes[0, :1])
-
-
 SHOWN = {"ep_pipeline": (pipeline_tables, pipeline_plot), "latency": (latency_tables, latency_plot),
-         "dispatch_combine": (exchange_tables, exchange_plot), "moe_layer": (layer_tables, layer_plot),
-         "overlap": (overlap_tables, overlap_plot)}
+         "dispatch_combine": (exchange_tables, exchange_plot), "moe_layer": (layer_tables, layer_plot)}

@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from . import options
-from . import results_file
-from . import show
 from ds_mxfp8_moe.transport.choose import choose
+
+from . import options, results_file, show
 from .timing import CLOCK_HZ, FLUSHED_BYTES, LONGEST_SLEEP_S, device, on_gpu, spread_ms
 
 BF16 = torch.bfloat16

@@ -21,7 +21,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
-from ds_mxfp8_moe import expert_ffn
+from ds_mxfp8_moe.expert_math import ExpertMath
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from lib.timing import on_gpu
@@ -95,8 +95,8 @@ def marked(model: nn.Module) -> Iterator[None]:
             for method in {"plan", "dispatch", "combine", "start_combine"}.intersection(vars(transport)):
                 stack.enter_context(mock.patch.object(transport, method, _exchange(getattr(transport, method))))
         # Within a plan, and none of it.
-        ahead = expert_ffn._Layer.quantize_ahead
-        stack.enter_context(mock.patch.object(expert_ffn._Layer, "quantize_ahead", part("experts")(ahead)))
+        ahead = ExpertMath.quantize_ahead
+        stack.enter_context(mock.patch.object(ExpertMath, "quantize_ahead", part("experts")(ahead)))
         yield
 
 

@@ -6,7 +6,7 @@ two sizes, in plain DeepSpeed's bf16 and with the flag in several recipes: the s
 one seed. Training amplifies every difference of rounding, so what a recipe is held against is the range of held-out
 losses that bf16's own seeds span.
 
-    python examples/benchmarks/convergence.py --state /tmp/convergence --seconds 540
+    python examples/benchmarks/training/convergence.py --state /tmp/convergence --seconds 540
 
 trains for so many seconds, the most important runs first, as many side by side as the GPUs hold, and shows what is
 finished. The same command again goes on where it stopped, on the same machine: checkpoints lie under --state. On
@@ -36,19 +36,20 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/gpt_moe"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
-import data  # noqa: E402
-from lib import results_file  # noqa: E402
-from lib import show  # noqa: E402
-import train  # noqa: E402
-from arguments import none_or_more, one_or_more  # noqa: E402
-from ds_mxfp8_moe import MXFP8MoEConfig, kernels  # noqa: E402
-from ds_mxfp8_moe.config import current_device, resolve  # noqa: E402
-from ds_mxfp8_moe.layer import MXFP8MOELayer  # noqa: E402
-from ds_mxfp8_moe.mx import sqnr_db  # noqa: E402
-from finetune import free_port  # noqa: E402
+import data
+import train
+from arguments import none_or_more, one_or_more
+from ds_mxfp8_moe import MXFP8MoEConfig, casts
+from ds_mxfp8_moe.config import current_device, resolve
+from ds_mxfp8_moe.layer import MXFP8MOELayer
+from ds_mxfp8_moe.mx import sqnr_db
+from finetune import free_port
+from lib import results_file, show
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Size(NamedTuple):
@@ -264,7 +265,7 @@ def sqnr(layer: MXFP8MOELayer, x: torch.Tensor, gradient: torch.Tensor) -> dict[
 
     recipe = layer.mxfp8_settings.recipe
     x_TH = x.reshape(-1, x.shape[-1])
-    rounded_TH = kernels.dequantize(kernels.quantize(x_TH, recipe.block_size, recipe.scaling_mode), x.dtype)
+    rounded_TH = casts.dequantize(casts.quantize(x_TH, recipe.block_size, recipe.scaling_mode), x.dtype)
     actual = {"tokens": rounded_TH} | outcome()
     with in_bf16([layer]):
         expected = {"tokens": x_TH} | outcome()

@@ -6,8 +6,8 @@ with plain DeepSpeed and with the flag, with the same seeds and data order. Trai
 rounding, so single runs of one seed lie about 1 % apart: the losses compared are means over seeds. All runs share the
 GPUs at the same time, so their speed says nothing.
 
-    python examples/benchmarks/parity.py                # run, write a result file, print its table
-    python examples/benchmarks/parity.py --show FILE    # table and plot of a result file
+    python examples/benchmarks/training/parity.py             # run, store, show
+    python examples/benchmarks/training/parity.py --show FILE    # table and plot of a result file
 """
 
 import argparse
@@ -22,11 +22,12 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from tabulate import tabulate
 
-from lib import options
-from lib import results_file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib import options, results_file
 from lib.tables import read
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "examples/gpt_moe/train.py"
 MODELS = {
     "classic": (["--model", "configs/models/gpt_small.yaml"], "zero2"),

@@ -12,8 +12,8 @@ One contender at a time is in memory. Rows are added to what the result file has
 where the last one ended. Where the time goes is measured at a run's end, on engines built anew: a profiler leaves its
 traces in what comes after it.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/train.py --cases short      # again, until nothing is lacking
-    python examples/benchmarks/train.py --show FILE                             # tables and plot of a result file
+    torchrun --nproc-per-node 8 examples/benchmarks/training/train.py --cases short  # again, until nothing is lacking
+    python examples/benchmarks/training/train.py --show FILE        # tables and plot of a result file
 """
 
 import argparse
@@ -33,17 +33,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-import breakdown
-from lib import options
-from lib import results_file
-from lib import show
-import train_models as models
-from lib import world
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-from moe_layer import RECIPES
+from exchange.moe_layer import RECIPES
+from lib import options, results_file, show, world
 from lib.show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
 from lib.tables import read
 from lib.timing import device, on_gpu, spread_ms
+from training import breakdown
+from training import train_models as models
 
 WARM_UP = 4  # micro-batches
 PROFILED = 2  # steps

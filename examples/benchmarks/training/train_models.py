@@ -13,8 +13,8 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
+from exchange.moe_layer import SwiGLU
 from lib import world
-from moe_layer import SwiGLU
 from lib.timing import device
 from lib.world import BF16
 
