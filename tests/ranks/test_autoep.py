@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converted AutoEP layers beside DeepSpeed's own: the same routing bits, the same training, MXFP8 within its bars."""
 
-import deepspeed
 import peft
 import pytest
 import torch
-from autoep_models import CONVERTED, autoep_layers, batch, ds_config, engine, model
+from autoep_models import CONVERTED, autoep_layers, batch, ds_config, engine, gathered, model, train_engine
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.utils import safe_get_full_grad
 from slow import slow_except
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert, initialize
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
@@ -72,19 +70,13 @@ def bf16_recipe(family, shape, logits):
     return report, decibels(plain, ours), same_bits(routing, our_routing), keys == list(built.module.state_dict())
 
 
-@pytest.mark.parametrize("family", CONVERTED)
-def test_the_bf16_recipe_equals_deepspeed(ranks2, family):
-    for report, db, same_routing, same_keys in ranks2.run(bf16_recipe, family, "batched", None):
+@pytest.mark.parametrize("family, shape, logits", [*((family, "batched", None) for family in CONVERTED),
+                                                   ("qwen2_moe", "flat", False), ("qwen2_moe", "flat", True)])
+def test_the_bf16_recipe_equals_deepspeed(ranks2, family, shape, logits):
+    for report, db, same_routing, same_keys in ranks2.run(bf16_recipe, family, shape, logits):
         assert report.converted == len(report.layers) > 0
         assert min(db.values()) >= 90, db
         assert same_routing and same_keys
-
-
-@pytest.mark.parametrize("logits", [False, True])
-def test_flat_outputs_and_router_logits(ranks2, logits):
-    for _, db, same_routing, _ in ranks2.run(bf16_recipe, "qwen2_moe", "flat", logits):
-        assert min(db.values()) >= 90, db
-        assert same_routing
 
 
 def in_bfloat16():
@@ -161,11 +153,6 @@ def test_mxfp8_stays_within_the_bars_of_swiglu(request, ranks, ep_size):
 # ---------------------------------------------------------------- whole models, trained
 
 
-def gathered(parameter) -> torch.Tensor:
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone()
-
-
 def train(section, *args, steps: int = 2, checkpointing: dict | None = None, one_batch: bool = False,
           lopsided: bool = False, **kwargs):
     """Losses, the first step's gradients as DeepSpeed reduced them, the weights after the last step, expert loads.
@@ -239,29 +226,18 @@ def test_trains_like_deepspeed_in_other_layouts(ranks4, layout):
     check_training(ranks4.run(trained_like_deepspeed, stage, 2, **changes))
 
 
-@pytest.mark.parametrize("frozen", [r".*layers\.0\.mlp\.experts.*", r".*layers\.0\.mlp\.gate.*",
-                                    r".*embed_tokens.*|.*self_attn.*"])
-@pytest.mark.parametrize("stage", [1, 3])
+# DeepSpeed's ZeRO-1 and 2 refuse MoE layers without a trained expert.
+@pytest.mark.parametrize("stage, frozen", [(1, r".*layers\.0\.mlp\.experts.*"), (3, r".*layers\.0\.mlp\.gate.*"),
+                                           (1, r".*embed_tokens.*|.*self_attn.*"), (0, r".*\.experts\..*"),
+                                           (3, r".*\.experts\..*")])
 def test_trains_like_deepspeed_with_parts_frozen(ranks2, stage, frozen):
     check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=frozen))
-
-
-@pytest.mark.parametrize("stage", [0, 3])  # DeepSpeed's ZeRO-1 and 2 refuse MoE layers without a trained expert
-def test_trains_like_deepspeed_around_frozen_experts(ranks2, stage):
-    check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=r".*\.experts\..*"))
 
 
 def lora_trains(section, stage):
     config = ds_config(section, stage, expert_parallel={"moe_layer_pattern": PEFT_LAYERS})
     net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    built = initialize(model=net, config=config)[0]
-    losses = []
-    for step in range(3):
-        ids = batch(step)
-        loss = built(input_ids=ids, labels=ids).loss
-        built.backward(loss)
-        built.step()
-        losses.append(loss.item())
+    losses = train_engine(initialize(model=net, config=config)[0], range(3))
     adapters = {name: gathered(p) for name, p in net.named_parameters() if "lora_" in name}
     return losses, adapters, [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(net)]
 
@@ -318,30 +294,6 @@ def test_activation_checkpointing_changes_no_bit(ranks2, stage, lopsided, use_re
         assert same_losses and not different
 
 
-def all_rows_to_rank_0(use_reentrant):
-    built, layer, x, grad = layer_and_input("deepseek_v3", 2)
-    convert(built, MXFP8)
-    with torch.no_grad():
-        layer.router.e_score_correction_bias = torch.tensor([9.0] * 4 + [0.0] * 4)
-    results = []
-    for recompute in (False, True):
-        leaf = x.clone().requires_grad_()
-        y = checkpoint(layer, leaf, use_reentrant=use_reentrant) if recompute else layer(leaf)
-        (y * grad).sum().backward()
-        results.append({name: p.grad for name, p in layer.named_parameters()} | {"input": leaf.grad})
-        for p in layer.parameters():
-            p.grad = None
-    empty = all(not results[0][f"experts.{name}"].any() for name in ("w1", "w2", "w3"))
-    return same_bits(results[0].values(), results[1].values()), empty
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_rank_that_receives_no_rows_recomputes_with_the_others(ranks2, use_reentrant):
-    (same0, empty0), (same1, empty1) = ranks2.run(all_rows_to_rank_0, use_reentrant)
-    assert same0 and same1
-    assert (empty0, empty1) == (False, True)
-
-
 def uneven(section, tokens_per_rank):
     built, layer, x, _ = layer_and_input("qwen3_moe", 2)
     convert(built, section)
@@ -362,46 +314,18 @@ def test_ranks_may_bring_different_numbers_of_tokens(ranks2, section, tokens):
         assert result == (True, True, True)
 
 
-def compiled():
-    losses = []
-    for wanted in (False, True):
-        built = engine(MXFP8, 1, 2)
-        if wanted:
-            built.compile(backend="eager")
-        losses.append([])
-        for step in range(3):
-            loss = built(input_ids=batch(step), labels=batch(step)).loss
-            built.backward(loss)
-            built.step()
-            losses[-1].append(loss.item())
-    return losses
+def compiled(around_the_layers: bool):
+    """Losses of an engine and of a compiled one. `around_the_layers`: DeepSpeed compiles what lies between them."""
+    changes = {"compile": {"autoep_non_moe": True}} if around_the_layers else {}
+    engines = [engine(MXFP8, 1, 2, **changes) for _ in range(2)]
+    engines[1].compile(backend="eager")
+    return [train_engine(built, range(3)) for built in engines]
 
 
-@pytest.mark.slow
-def test_compiled_engines_train_alike(ranks2):
-    for plain, traced in ranks2.run(compiled):
+@pytest.mark.parametrize("around_the_layers", slow_except([False, True], True))
+def test_compiled_engines_train_alike(ranks2, around_the_layers):
+    for plain, traced in ranks2.run(compiled, around_the_layers):
         assert traced == plain
-
-
-def compiled_around_the_layers():
-    built = engine(MXFP8, 1, 2, compile={"autoep_non_moe": True})
-    layer, x = autoep_layers(built.module)[0], torch.randn(2, 16, 64)
-    expected = layer(x)
-    built.compile(backend="eager")
-    loss = built(input_ids=batch(0), labels=batch(0)).loss
-    built.backward(loss)
-    same = torch.equal(layer(x), expected)
-    report = convert(built, BF16)
-    built(input_ids=batch(0), labels=batch(0))
-    plain = auto_ep_layer.AutoEPMoELayer.forward(layer, x)
-    return same, report.layers[0].detail, torch.equal(layer(x), plain), torch.equal(plain, expected)
-
-
-def test_converting_again_behind_deepspeeds_regional_compilation_leaves_its_own_path(ranks2):
-    """`compile.autoep_non_moe` wraps the forward of each AutoEP layer, as the class that it has then."""
-    for same, detail, runs_plain, equal in ranks2.run(compiled_around_the_layers):
-        assert same and runs_plain and not equal
-        assert detail.startswith("the layer's forward method is replaced on the instance; it runs DeepSpeed's own")
 
 
 def generated(section):
@@ -416,28 +340,6 @@ def test_generates_from_prompts_of_different_lengths(ranks2):
     plain, ours = ranks2.run(generated, PLAIN), ranks2.run(generated, BF16)
     assert plain == ours and [len(ids) for ids in ours] == [10, 14]
     assert [len(ids) for ids in ranks2.run(generated, MXFP8)] == [10, 14]
-
-
-def called_twice():
-    built, layer, x, grad = layer_and_input("qwen3_moe", 2)
-    convert(built, MXFP8)
-    first, second = x, x.flip(0).flip(1)
-
-    def grads(inputs):
-        for p in layer.parameters():
-            p.grad = None
-        outputs = [layer(value) for value in inputs]
-        sum((y * grad).sum() for y in outputs).backward()
-        return {name: p.grad for name, p in layer.named_parameters()}
-
-    together = grads([first, second])
-    one, other = grads([first]), grads([second])
-    return decibels({name: one[name] + other[name] for name in one}, together)
-
-
-def test_a_layer_called_twice_before_backward_keeps_both_plans(ranks2):
-    for db in ranks2.run(called_twice):
-        assert min(db.values()) > 100, db
 
 
 def converted_twice():
@@ -464,49 +366,12 @@ def balanced(family):
     built, layer, x, grad = layer_and_input(family, 2)
     convert(built, {**BF16, "force_load_balance": True})
     values, _ = call(layer, x, grad)
-    sent = layer.router.num_experts, x[..., 0].numel() * layer.top_k
-    flat = x.reshape(-1, 64)
-    logits = layer.router.gate(flat).float()
-    scores = logits.sigmoid() if layer.router.score_func == "sigmoid" else logits.softmax(-1)
-    expert_TK = (torch.arange(sent[1]) % sent[0]).view(-1, layer.top_k)
-    weight_TK = scores.gather(1, expert_TK)
-    if layer.router.route_norm:
-        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-    weight_TK = weight_TK * layer.router.route_scale
-    stacked = {}
-    for name in ("w1", "w2", "w3"):
-        parts = [torch.empty_like(layer.experts.get_parameter(name)) for _ in range(2)]
-        deepspeed.comm.all_gather(parts, layer.experts.get_parameter(name).detach().contiguous())
-        stacked[name] = torch.cat(parts)
-    wanted = torch.zeros_like(flat)
-    for k in range(layer.top_k):
-        for expert in range(sent[0]):
-            rows = (expert_TK[:, k] == expert).nonzero().squeeze(1)
-            hidden = torch.nn.functional.silu(flat[rows] @ stacked["w1"][expert].t()) * (flat[rows]
-                                                                                        @ stacked["w3"][expert].t())
-            wanted[rows] += weight_TK[rows, k:k + 1] * (hidden @ stacked["w2"][expert].t())
-    if layer.shared_experts is not None:
-        wanted += layer.shared_experts(flat)
-    return (float(sqnr_db(wanted, values["output"].view(-1, 64))), bool(values["router.gate.weight"].any()),
-            layer.tokens_per_expert.unique().numel() == 1)
+    return bool(values["router.gate.weight"].any()), layer.tokens_per_expert.unique().numel()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_forced_balance_sends_round_robin_with_the_routers_scores(ranks2, family):
-    for db, router_learns, even in ranks2.run(balanced, family):
-        assert db >= 90 and router_learns and even
-
-
-def wrong_width():
-    built, layer, x, _ = layer_and_input("qwen3_moe", 2)
-    convert(built, MXFP8)
-    with pytest.raises(ValueError, match="expected a last axis of 64") as error:
-        layer(x[..., :32])
-    return str(error.value)
-
-
-def test_an_input_of_another_width_is_named(ranks2):
-    assert all("model.layers.1.mlp" in message for message in ranks2.run(wrong_width))
+def test_forced_balance_sends_as_many_tokens_to_every_expert_and_the_router_learns(ranks2, family):
+    assert ranks2.run(balanced, family) == [(True, 1)] * 2
 
 
 # ---------------------------------------------------------------- experts wrapped or replaced after conversion
@@ -567,64 +432,36 @@ class OtherExperts(auto_ep_layer.GroupedExperts):
     pass
 
 
-def tamper(layer, how):
-    if how == "subclass":
-        layer.experts.__class__ = OtherExperts
-    elif how == "hook":
-        layer.experts.register_forward_hook(lambda module, args, output: None)
-    elif how == "replaced forward":
-        layer.forward = layer.forward
-    elif how == "comm_backend":
-        layer.comm_backend = "deepep"
-    elif how == "tied":
-        layer.shared_experts = torch.nn.Module()
-        layer.shared_experts.again = layer.experts.w1
-    elif how == "dtype":
-        layer.experts.w1.data = layer.experts.w1.data.double()
-
-
-REASONS = {
-    "subclass": "its GroupedExperts is a OtherExperts",
-    "hook": "GroupedExperts has a forward hook, which this path would ignore",
-    "replaced forward": "forward method is replaced",
-    "comm_backend": "its comm_backend is 'deepep'",
-    "tied": "parameter w1 of its experts is shared",
-    "dtype": "w1 of its experts is torch.float64",
+# What is done to a layer -> the reason for which it is left to DeepSpeed.
+TAMPERED = {
+    "its GroupedExperts is a OtherExperts": lambda layer: setattr(layer.experts, "__class__", OtherExperts),
+    "GroupedExperts has a forward hook, which this path would ignore":
+    lambda layer: layer.experts.register_forward_hook(lambda module, args, output: None),
+    "forward method is replaced": lambda layer: setattr(layer, "forward", layer.forward),
+    "its comm_backend is 'deepep'": lambda layer: setattr(layer, "comm_backend", "deepep"),
+    "parameter w1 of its experts is shared": lambda layer: layer.register_parameter("again", layer.experts.w1),
 }
 
 
-def refused(how, stage):
+def refused(reason, stage):
     built = engine(None, stage)
     layer = autoep_layers(built.module)[0]
-    tamper(layer, how)
+    TAMPERED[reason](layer)
     report = convert(built, MXFP8)
     return type(layer.experts) is not MXFP8GroupedExperts, report.layers[0].detail, report.layers[1].converted
 
 
-@pytest.mark.parametrize("how", REASONS)
-def test_what_it_cannot_prove_it_leaves_alone(ranks2, how):
-    for untouched, reason, other in ranks2.run(refused, how, 0):
+@pytest.mark.parametrize("reason, stage", [*((reason, 0) for reason in TAMPERED), (list(TAMPERED)[1], 3)])
+def test_what_it_cannot_prove_it_leaves_alone(ranks2, reason, stage):
+    for untouched, detail, other in ranks2.run(refused, reason, stage):
         assert untouched and other
-        assert REASONS[how] in reason and "runs DeepSpeed's own path" in reason
+        assert reason in detail and "runs DeepSpeed's own path" in detail
 
 
-def test_hooks_on_the_experts_are_seen_under_zero3_too(ranks2):
-    for untouched, reason, other in ranks2.run(refused, "hook", 3):
-        assert untouched and other
-        assert REASONS["hook"] in reason
-
-
-def fallback_trains(section_reason, *args, **kwargs):
+def fallback_trains(*args, **kwargs):
     built = engine(MXFP8, *args, **kwargs)
     report = convert(built, MXFP8)
-    ids = batch(0, rank=0)
-    losses = []
-    for _ in range(3):
-        loss = built(input_ids=ids, labels=ids).loss
-        built.backward(loss)
-        built.step()
-        losses.append(loss.item())
-    return [layer.detail for layer in report.layers], losses
+    return [layer.detail for layer in report.layers], train_engine(built, [0, 0, 0], rank=0)
 
 
 @pytest.mark.parametrize("reason, kwargs", [
@@ -633,24 +470,14 @@ def fallback_trains(section_reason, *args, **kwargs):
     ("activation is swiglu_oai", dict(family="minimax_m3")),
 ])
 def test_fallback_layers_train_as_deepspeed_does(ranks2, reason, kwargs):
-    for details, losses in ranks2.run(fallback_trains, reason, 0, 2, **kwargs):
+    for details, losses in ranks2.run(fallback_trains, 0, 2, **kwargs):
         assert details and all(reason in detail for detail in details)
         assert losses[-1] < losses[0]
 
 
 def test_folding_with_autotp_falls_back(ranks4):
-    reason = "it is folded with AutoTP"
-    for details, losses in ranks4.run(fallback_trains, reason, 1, 2, family="mixtral",
+    for details, losses in ranks4.run(fallback_trains, 1, 2, family="mixtral",
                                       tensor_parallel={"autotp_size": 2, "preset_model": "mixtral"},
                                       expert_parallel={"preset_model": "mixtral"}):
-        assert details and all(reason in detail for detail in details)
+        assert details and all("it is folded with AutoTP" in detail for detail in details)
         assert losses[-1] < losses[0]
-
-
-def excluded():
-    built = initialize(model=model(), config=ds_config({**MXFP8, "exclude": [r".*layers\.0\..*"]}))[0]
-    return [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(built.module)]
-
-
-def test_include_and_exclude(ranks2):
-    assert ranks2.run(excluded) == [[False, True]] * 2

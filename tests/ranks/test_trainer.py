@@ -9,20 +9,12 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from autoep_models import autoep_layers, batch, ds_config, model
-from rank_pool import RankPool
+from autoep_models import autoep_layers, batch, ds_config, gathered, model
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-
-
-@pytest.fixture(scope="module")
-def ranks1():
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -46,11 +38,6 @@ def config(section: dict, stage: int, ep_size: int) -> dict:
                      bf16={"enabled": "auto"})
 
 
-def gathered(parameter) -> torch.Tensor:
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().float().clone()
-
-
 def trained(section, stage, ep_size, dtype, directory, as_file):
     AcceleratorState._reset_state(reset_partial_state=True)
     given = config(section, stage, ep_size)
@@ -66,12 +53,12 @@ def trained(section, stage, ep_size, dtype, directory, as_file):
         gradient_checkpointing=dtype == "bf16", disable_tqdm=True, lr_scheduler_type="constant",
         per_device_eval_batch_size=1)
     net = model()  # under ZeRO-3 partitioned as it is made, since the Trainer's arguments were made before it
-    gate_up = gathered(net.model.layers[0].mlp.experts.gate_up_proj)
+    gate_up = gathered(net.model.layers[0].mlp.experts.gate_up_proj).float()
     trainer = transformers.Trainer(model=net, args=arguments, train_dataset=Sentences(32),
                                    eval_dataset=Sentences(6, uneven=True))
     trainer.train()
     layers = autoep_layers(trainer.model_wrapped.module)
-    first, w1 = layers[0].ep_rank * layers[0].num_local_experts, gathered(layers[0].experts.w1)
+    first, w1 = layers[0].ep_rank * layers[0].num_local_experts, gathered(layers[0].experts.w1).float()
     moved = not torch.allclose(w1, gate_up[first:first + len(w1), :64], atol=1e-3)
     save_pretrained(trainer.model_wrapped, directory / "saved")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -80,8 +67,7 @@ def trained(section, stage, ep_size, dtype, directory, as_file):
 
 
 @pytest.mark.parametrize("ranks, ep_size, stage, dtype, as_file", [
-    ("ranks1", 1, 2, "fp32", True), ("ranks2", 2, 2, "bf16", False), ("ranks2", 2, 3, "fp32", True),
-    ("ranks2", 1, 3, "bf16", False)])
+    ("ranks2", 2, 2, "bf16", False), ("ranks2", 2, 3, "fp32", True), ("ranks2", 1, 3, "bf16", False)])
 def test_the_trainer_trains_in_mxfp8(request, tmp_path, ranks, ep_size, stage, dtype, as_file):
     pool = request.getfixturevalue(ranks)
     results = pool.run(trained, {"enabled": True}, stage, ep_size, dtype, tmp_path, as_file)

@@ -3,12 +3,9 @@
 
     with launches_for(90) as launches:     # every launch inside compiles for sm_90 instead of running
         quantize_rows(torch.empty(256, 512))
-    launches[0].ptx, launches[0].sass, launches[0].registers, launches[0].stack_bytes
+    launches[0].ptx, launches[0].registers, launches[0].stack_bytes
 
 so a host function is compiled just as it launches its kernels: same types, same divisibility by 16, same constants.
-`compile_for(kernel, 90, torch.bfloat16, 1024, BLOCK=128, num_warps=8)` does it without a host function; a torch dtype
-stands for a pointer, `descriptor` makes the tensor descriptors.
-
 Kernels must have been imported without TRITON_INTERPRET.
 """
 
@@ -24,10 +21,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
-from triton.runtime.jit import JITFunction, MockTensor
-from triton.tools.disasm import get_sass
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 
@@ -42,14 +36,8 @@ class Launch:
     kernel: str
     arch: int
     ptx: str
-    cubin: bytes
-    shared_bytes: int
     registers: int
     stack_bytes: int
-
-    @property
-    def sass(self) -> str:
-        return get_sass(self.cubin)
 
 
 class _Driver:
@@ -80,7 +68,7 @@ def _launch(name: str, arch: int, compiled) -> Launch:
         raise RuntimeError(f"{name} cannot start on sm_{arch}: it needs {meta.shared} bytes of shared memory and "
                            f"{meta.tmem_size} columns of tensor memory; a block has {SHARED_BYTES} and "
                            f"{TENSOR_MEMORY_COLUMNS}")
-    return Launch(name, arch, compiled.asm["ptx"], compiled.asm["cubin"], meta.shared, int(registers), int(stack))
+    return Launch(name, arch, compiled.asm["ptx"], int(registers), int(stack))
 
 
 @contextmanager
@@ -101,24 +89,3 @@ def launches_for(arch: int) -> Iterator[list[Launch]]:
             mock.patch.object(Launched, "remembers", False), \
             mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         yield launches
-
-
-def compile_for(kernel: JITFunction, arch: int, *args, **kwargs) -> Launch:
-    """Compiles one kernel for sm_`arch`. `args` and `kwargs` are those of a launch, num_warps and the like included.
-
-    A torch dtype stands for a pointer aligned to 16 bytes; integers are specialised as in a launch (1, multiples of
-    16); floats, tuples, constexprs and descriptors are given as they are.
-    """
-    with launches_for(arch) as launches:
-        kernel[(1, )](*map(MockTensor.wrap_dtype, args), **{k: MockTensor.wrap_dtype(v) for k, v in kwargs.items()})
-    return launches[0]
-
-
-def descriptor(dtype: torch.dtype, block_shape: list[int], layout=None) -> TensorDescriptor | GluonTensorDescriptor:
-    """A descriptor of some matrix with the block shape; with a layout (NVMMASharedLayout), Gluon's."""
-    sizes = [1 << 12] * len(block_shape)
-    strides = [1 << 12 * axis for axis in reversed(range(len(block_shape)))]
-    base = MockTensor(dtype)
-    if layout is None:
-        return TensorDescriptor(base, sizes, strides, block_shape)
-    return GluonTensorDescriptor(base, sizes, strides, block_shape, layout)

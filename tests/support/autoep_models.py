@@ -88,3 +88,21 @@ def batch(step: int, rank: int | None = None, size: int = 2, length: int = 16) -
 
 def autoep_layers(module: torch.nn.Module) -> list:
     return [layer for layer in module.modules() if isinstance(layer, AutoEPMoELayer)]
+
+
+def train_engine(engine, steps, rank: int | None = None) -> list[float]:
+    """The loss of each of `steps`, which are numbers of batches."""
+    losses = []
+    for step in steps:
+        ids = batch(step, rank)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A copy of a parameter that ZeRO-3 may have partitioned."""
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()

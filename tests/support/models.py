@@ -46,9 +46,9 @@ def gelu_mlp():
     return nn.Sequential(nn.Linear(HIDDEN, FFN), nn.GELU(), nn.Linear(FFN, HIDDEN))
 
 
-def moe_layer(expert: nn.Module, ep_size: int, **keys) -> MoE:
+def moe_layer(expert: nn.Module, ep_size: int, cls: type[MoE] = MoE, **keys) -> MoE:
     """A MoE layer whose experts all differ, between ranks too: copies of one template would hide misrouting."""
-    layer = MoE(HIDDEN, expert, EXPERTS, ep_size, **keys)
+    layer = cls(HIDDEN, expert, EXPERTS, ep_size, **keys)
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     for module in layer.deepspeed_moe.experts.deepspeed_experts:
         for p in module.parameters():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of ranks that lives as long as its fixture: spawned once, used by every case, and spawned again after a case
-that failed on some rank. gloo on the CPU, NCCL
-on GPUs. All ranks may share one GPU: NCCL, which refuses that, is told that each is on a machine of its own.
+that failed on some rank. gloo on the CPU, NCCL on GPUs. All ranks may share one GPU: NCCL, which refuses that, is told
+that each is on a machine of its own.
 
 A case hands the pool a top-level function; every rank runs it and its return values come back in rank order:
 
