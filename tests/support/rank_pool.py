@@ -91,6 +91,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     from deepspeed.accelerator import get_accelerator
     gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
+    linear = torch.nn.functional.linear
     if accelerator == "cuda":
         get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
@@ -109,6 +110,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
             if accelerator == "cpu":
                 destroy_groups()
             torch.manual_seed(1234)
+            torch.nn.functional.linear = linear  # ZeRO-3 replaces it, and rounds bf16 otherwise
             conn.send_bytes(_dump((True, fn(*args, **kwargs))))
         except BaseException:  # every failure of a case is data for the parent, which raises it
             conn.send_bytes(_dump((False, traceback.format_exc())))
