@@ -87,7 +87,7 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
         weight_P: float32 routing weights, 0 in padding rows.
         activation: a key of ACTIVATIONS.
         layout: "mlp", "gate_up" or "up_gate": the order of pre's columns.
-        quantized: return h as an MXTensor. Without it h is a plain tensor of pre's dtype.
+        quantized: return h as an MXTensor. Otherwise h is a plain tensor of pre's dtype.
         keep: also return pre + bias in MXFP8, with no block across gate and up.
         bias_EG, ends_E: each expert's bias, and int32 ends of the groups. pre + bias is rounded to pre's dtype.
 
@@ -102,7 +102,7 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     pre_PG = _with_bias(pre_PG, bias_EG, ends_E)
     h_PF = _activated(pre_PG, activation, layout) * weight_P.unsqueeze(1)
     if quantized:
-        h_PF = _outwardly(quantize(h_PF, block_size, scaling_mode), pre_PG.dtype)
+        h_PF = MXTensor.of(quantize(h_PF, block_size, scaling_mode).parts, pre_PG.dtype)
     else:
         h_PF = h_PF.to(pre_PG.dtype)
     if not keep:
@@ -115,11 +115,6 @@ def _with_bias(pre_PG, bias_EG, ends_E) -> torch.Tensor:
     if bias_EG is None:
         return pre_PG
     return (pre_PG + bias_rows(bias_EG, ends_E, pre_PG.shape[0])).to(pre_PG.dtype)
-
-
-def _outwardly(mx: MXTensor, dtype: torch.dtype) -> MXTensor:
-    """The same values in a tensor that looks like one of `dtype`."""
-    return MXTensor(mx.qdata, mx.scale, mx.block_size, dtype)
 
 
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
@@ -136,10 +131,10 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     if runs_triton(t_PF):
         from .ops.triton_kernels import activation as kernels
         kept = kept.parts if isinstance(kept, MXTensor) else kept
-        gradients = kernels.activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode,
-                                              plain=plain, rows=rows, columns=columns, bias_EG=bias_EG, ends_E=ends_E)
-        forms = (MXTensor.of(form, t_PF.dtype) if form else None for form in (gradients.rows, gradients.columns))
-        return Gradients(gradients.dweight_P, gradients.plain, *forms)
+        dweight_P, dpre, *forms = kernels.activate_backward(
+            t_PF, kept, weight_P, activation, layout, block_size, scaling_mode, plain=plain, rows=rows,
+            columns=columns, bias_EG=bias_EG, ends_E=ends_E)
+        return Gradients(dweight_P, dpre, *(MXTensor.of(form, t_PF.dtype) if form else None for form in forms))
     if isinstance(kept, MXTensor):
         pre_PG = kept.dequantize(torch.float32).flatten(-2)
     else:
@@ -153,7 +148,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         gate_PF, up_PF = _halves(pre_PG, layout)
         halves = [t * up_PF * slope(gate_PF), t * value(gate_PF)]
         dpre = torch.cat(halves[::-1] if layout == "up_gate" else halves, dim=-1)
-    forms = (_outwardly(quantize(x, block_size, scaling_mode), t_PF.dtype) if wanted else None
+    forms = (MXTensor.of(quantize(x, block_size, scaling_mode).parts, t_PF.dtype) if wanted else None
              for x, wanted in ((dpre, rows), (dpre.t(), columns)))
     return Gradients(dweight_P, dpre.to(t_PF.dtype) if plain else None, *forms)
 
@@ -162,8 +157,8 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
                ends: tuple | None = None) -> torch.Tensor:
     """Sums the rows of each group, times weight_P if given: [E, N] float32. The order of additions is fixed.
 
-    Groups are multiples of 128 rows. `ends`: the values of `ends_E` on the host. Without them plain torch reads them
-    from the device, which waits for it.
+    Groups are multiples of 128 rows. `ends`: the values of `ends_E` on the host. Without `ends`, plain torch reads
+    them from the device, so the host waits for the device.
     """
     if runs_triton(x_PN):
         from .ops.triton_kernels import activation as kernels
@@ -178,5 +173,5 @@ def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch
     """y + weight * bias of each row's expert, in float32."""
     if runs_triton(y_PN):
         from .ops.triton_kernels import activation as kernels
-        return kernels.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E, torch.float32)
+        return kernels.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E)
     return y_PN.float() + bias_rows(bias_EN, ends_E, y_PN.shape[0]) * weight_P.unsqueeze(1)

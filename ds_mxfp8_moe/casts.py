@@ -18,8 +18,6 @@ from .ops.device import runs_triton
 
 Stack = torch.Tensor | Sequence[torch.Tensor]
 
-MOST_MATRICES = 65535  # CUDA's limit for the second axis of a grid
-
 
 def _kernels() -> ModuleType:
     from .ops.triton_kernels import quantize as kernels  # Triton is there on Linux alone
@@ -27,7 +25,7 @@ def _kernels() -> ModuleType:
 
 
 def quantize(x: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool = False) -> MXTensor:
-    """mx.quantize of x [..., K]. `scale_k_major`: scales of a 2-D x lie as GEMMs read them, a view of [K/block, R]."""
+    """mx.quantize of x [..., K]. `scale_k_major` stores the scales of a 2-D x as [K / block, R], as GEMMs read."""
     mx.check_quantizable(x, block_size, scaling_mode)
     if not runs_triton(x) or x.dim() != 2:
         return mx.quantize(x, block_size, scaling_mode)
@@ -47,7 +45,7 @@ def quantize_both(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> tup
     if not runs_triton(x_PN):
         return quantize(x_PN, block_size, scaling_mode), quantize_columns(x_PN, block_size, scaling_mode)
     mx.check_quantizable(x_PN.t(), block_size, scaling_mode)
-    rows, columns = _kernels().quantize_rows_and_columns(x_PN.detach(), block_size, scaling_mode, True)
+    rows, columns = _kernels().quantize_rows_and_columns(x_PN.detach(), block_size, scaling_mode)
     return MXTensor.of(rows, x_PN.dtype), MXTensor.of(columns, x_PN.dtype)
 
 
@@ -55,12 +53,12 @@ def rescale_columns(mx_PN: MXTensor, scaling_mode: str) -> MXTensor:
     """mx.transpose_rescale: the column form [N, P] of rows [P, N], in blocks of the same size."""
     if not runs_triton(mx_PN):
         return mx.transpose_rescale(mx_PN, scaling_mode=scaling_mode)
-    return MXTensor.of(_kernels().rescale_transposed(mx_PN.parts, mx_PN.block_size, scaling_mode), mx_PN.orig_dtype)
+    return MXTensor.of(_kernels().rescale_transposed(mx_PN.parts, scaling_mode), mx_PN.orig_dtype)
 
 
 def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     """mx.dequantize."""
-    if not runs_triton(x) or x.dim() not in (2, 3) or (x.dim() == 3 and x.shape[0] > MOST_MATRICES):
+    if not runs_triton(x) or x.dim() not in (2, 3):
         return mx.dequantize(x, dtype)
     return _kernels().dequantize(x.parts, dtype)
 
@@ -78,8 +76,7 @@ def quantize_weights(stacks: Sequence[Stack], block_size: int, scaling_mode: str
     like = sample(stacks[0])
     mx.check_quantizable(like, block_size, scaling_mode)
     if runs_triton(like):
-        rows, columns = _kernels().quantize_weights(stacks, block_size, scaling_mode, not transposed, transposed)
-        return MXTensor.of(columns if transposed else rows, like.dtype)
+        return MXTensor.of(_kernels().quantize_weights(stacks, block_size, scaling_mode, transposed), like.dtype)
     w_ENK = joined(stacks)
     if block_size != TILE:
         return mx.quantize(w_ENK.transpose(1, 2) if transposed else w_ENK, block_size, scaling_mode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One differentiable function: tokens and routes in, tokens out. What travels and what is multiplied is MXFP8.
+"""One differentiable function: tokens and routes in, tokens out. It sends and multiplies MXFP8.
 
 Letters in tensor names: T tokens of this rank, K choices of a token, H hidden size, F FFN size, G width of the first
 GEMM (2F where gate and up projections run as one, else F), E experts of this rank, P expert-sorted rows on this rank,
@@ -10,16 +10,17 @@ groups padded to 128 rows with zeros.
     backward   g_PH = dispatch(g_TH)         t_PF = g_PH W2              dS_P = <t, act(pre)> + <g, b2>
                dpre_PG = t w act'(pre)       x_TH' = combine(dpre W1), with dS travelling beside it
 
-The routing weight acts inside the activation, so combine adds plain rows and gradients travel unweighted, one copy a
-rank. An expert of one Linear weighs its output rows instead.
+The routing weight acts inside the activation. Combine therefore adds plain rows, and the gradient travels unweighted,
+one copy to each rank. An expert of one Linear layer weights its output rows instead.
 
-Kept for backward: x_PH and h_PF in MXFP8, once; pre_PG in MXFP8 or the tokens' dtype (`recipe.preactivation`); the
-expert weights themselves, quantised again in backward. In a recipe without quantisation, all in the tokens' dtype.
+Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
+(`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. A recipe without
+quantisation keeps everything in the tokens' dtype.
 
 This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, casts.py and
 grouped_gemm.py choose the kernels.
 
-Operands of the weight gradients dW1 = dpre^T x and dW2 = g^T h, which contract over rows:
+The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 
     operand                 wgrad "hp"            wgrad "mxfp8"
     x, h                    dequantised MXFP8     MXFP8 re-scaled along the rows
@@ -31,7 +32,6 @@ The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -40,6 +40,7 @@ from functools import lru_cache, partial
 import deepspeed.comm as dist
 import torch
 from deepspeed.utils.logging import warning_once
+from torch.autograd.function import once_differentiable
 
 from .config import Recipe
 from .expert_math import ExpertMath, Rows
@@ -55,8 +56,9 @@ class ExpertFFN:
     """What one layer's experts compute, in which recipe, over which transport.
 
     Attributes:
-        min_tokens_per_expert: below it, the mean over the group, the layer computes unquantised. 0: it never does.
-        timed: `timed("dispatch")` and `timed("combine")` give context managers around forward's exchanges.
+        min_tokens_per_expert: a call computes unquantised if the experts of the group get fewer tokens on average.
+        timed: `timed("dispatch")` and `timed("combine")` return context managers. They surround the exchanges of
+            forward.
     """
 
     formula: ExpertFormula
@@ -67,21 +69,21 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] = field(default=lambda phase: nullcontext())
 
-    @torch.compiler.disable  # sizes come from the host: torch.compile breaks its graph here and goes on behind
+    @torch.compiler.disable  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> torch.Tensor:
         """Sends tokens through their experts.
 
         Args:
-            x_TH: [T, H] float32, bfloat16 or float16; T may be 0 and may differ between ranks.
-            routes: of these T tokens.
+            x_TH: [T, H] float32, bfloat16 or float16. T may be 0 and may differ between ranks.
+            routes: the routes of these T tokens.
             weights: for each of ROLES that the formula has, E tensors ([out, in], biases [out]) or one stacked
-                [E, ...]. Every one of them gets a gradient, zeros where no token came.
+                [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
 
         Returns:
-            [T, H], x's dtype (under autocast, autocast's): sum over choices of weight * expert(x); 0 where no choice
-            was kept. Collective: every rank of the group calls it, equally often.
+            [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
+            A token without choices gets 0. Collective: every rank of the group must call it.
         """
         device_type = x_TH.device.type
         if torch.is_autocast_enabled(device_type):
@@ -93,15 +95,13 @@ class ExpertFFN:
                 stacked = isinstance(value, torch.Tensor)
                 layout.append((role, 0 if stacked else len(value)))
                 tensors += [value] if stacked else list(value)
-        # A tensor that depends on x and keeps nothing of it alive: what a second derivative would have to pass.
-        depends_on_x = x_TH[:0].clone()
         with _without_autocast(device_type):
             return _ExpertFFNFunction.apply(self, tuple(layout), torch.is_grad_enabled(), routes.expert_TK,
-                                            depends_on_x, x_TH, routes.weight_TK, *tensors)
+                                            x_TH, routes.weight_TK, *tensors)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
-    """Every dtype is chosen here; and autocast to one 16-bit dtype refuses to join tensors of the other."""
+    """This file chooses every dtype itself. Autocast to one 16-bit dtype also refuses to join tensors of the other."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
@@ -128,9 +128,9 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
 
 @lru_cache(maxsize=1024)
 def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
-    """In words, what must be the same of the rows on all ranks."""
+    """Describes the properties of rows that must be equal on all ranks."""
     wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
-    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""  # which devices choose, if not the config
+    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
     return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
 
 
@@ -139,28 +139,16 @@ def _unquantized(recipe: Recipe) -> Recipe:
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes a first derivative on, and explains itself where somebody differentiates it again."""
-
-    @staticmethod
-    def forward(ctx, grad, *_depends_on):
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("the MXFP8 expert FFN has no second derivative: leave the layer out of what is "
-                           "differentiated twice ('exclude' in the mxfp8_moe section), or drop create_graph=True")
-
-
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, layout, grad_enabled, expert_TK, depends_on_x, x_TH, weight_TK, *tensors):
+    def forward(ctx, ffn: ExpertFFN, layout, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
         recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
-        # Within this function gradients are off, and what needs one does so under torch.no_grad too.
+        # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
         experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, tensors), dtype)
-        # The device has the weights to quantise while the host waits for the counts, if this rank's speak for all.
+        # The device quantises weights while the host waits for the counts. It does not if this rank's own number of
+        # tokens suggests that the call will run unquantised.
         enough = expert_TK.numel() >= fewest * ffn.num_local_experts
         plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
                                   meanwhile=experts.quantize_ahead if enough else None,
@@ -179,49 +167,41 @@ class _ExpertFFNFunction(torch.autograd.Function):
         with ffn.timed("combine"):
             y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
         ctx.call = (ffn, layout, plan, recipe, dtype)
-        ctx.kept = _Kept(ctx, rows, (depends_on_x, weight_TK, *tensors))
+        ctx.kept = _Kept(ctx, rows, tensors)
         return y_TH
 
     @staticmethod
-    @torch.compiler.disable  # as forward, where autograd is compiled too
+    @torch.compiler.disable  # for compiled autograd, as in ExpertFFN.__call__
+    @once_differentiable
     @tell_peers_on_error
     def backward(ctx, g_TH):
         ffn, layout, plan, recipe, dtype = ctx.call
-        rows, (depends_on_x, weight_TK, *tensors) = ctx.kept.read(ctx)
-        _, _, _, _, _, needs_x, needs_weight, *needs_tensors = ctx.needs_input_grad
-        with torch.no_grad(), _without_autocast(g_TH.device.type):
+        rows, tensors = ctx.kept.read(ctx)
+        _, _, _, _, needs_x, needs_weight, *needs_tensors = ctx.needs_input_grad
+        with _without_autocast(g_TH.device.type):
             experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, tensors), dtype)
             needs = _unflatten(layout, needs_tensors)
             needed = {role for role, need in needs.items() if (need if isinstance(need, bool) else any(need))}
-            # Whoever needs it or not: what one rank needs must not decide what all of them exchange.
-            wire_forth, wire_back = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
+            # The exchange takes place even if this rank needs no gradient of x: other ranks may need theirs.
+            dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
             grads, (x_grad, weight_grad) = experts.backward(
-                partial(ffn.transport.dispatch, plan, g_TH.to(dtype), wire_forth, phase="dispatch of the gradient"),
-                partial(ffn.transport.start_combine, plan, wire=wire_back, dtype=dtype,
+                partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
+                partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype,
                         phase="combine of the gradient"),
-                partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, wire_back), rows, needed)
+                partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), rows, needed)
             flat = []
             for role, size in layout:
                 grad = grads.get(role)
                 flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
         out = [x_grad, weight_grad, *flat]
-        if torch.is_grad_enabled():  # create_graph=True
-            inputs = (g_TH, depends_on_x, weight_TK, *tensors)
-            out = [g if g is None else _NoSecondDerivative.apply(g, *inputs) for g in out]
         wanted = (g if need else None for g, need in zip(out, (needs_x, needs_weight, *needs_tensors), strict=True))
-        return None, None, None, None, _no_gradient(depends_on_x), *wanted
-
-
-def _no_gradient(x: torch.Tensor) -> torch.Tensor | None:
-    """None, for which autograd computes nothing. Compiled autograd takes tensors alone."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    return torch.zeros_like(x) if getattr(compiled, "in_compiled_autograd_region", False) else None
+        return None, None, None, None, *wanted
 
 
 class _Kept:
-    """What backward needs, through save_for_backward: always the same tensors in the same order."""
+    """Passes rows and weights to backward through save_for_backward, which takes plain tensors."""
 
-    def __init__(self, ctx, rows: Rows, inputs: tuple):
+    def __init__(self, ctx, rows: Rows, weights: tuple):
         self.kinds, saved = [], []
         for value in rows:
             if isinstance(value, MXTensor):
@@ -230,7 +210,7 @@ class _Kept:
             else:
                 self.kinds.append(None)
                 saved.append(value)
-        ctx.save_for_backward(*saved, *inputs)
+        ctx.save_for_backward(*saved, *weights)
 
     def read(self, ctx) -> tuple[Rows, list]:
         saved, values = list(ctx.saved_tensors), []

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of one call of an expert FFN: formula and recipe applied to expert-sorted rows.
 
-The letters in tensor names, the formulas, and the table of what the weight gradients read: expert_ffn.py.
+expert_ffn.py explains the letters in tensor names, gives the formulas, and has a table of the operands of weight
+gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from .transport import Pending, Plan
 
 
 class Rows(NamedTuple):
-    """What forward keeps of its rows for backward: MXFP8, or the tokens' dtype in a recipe without quantisation.
+    """What forward keeps for backward: MXTensors, or tensors in the tokens' dtype in a recipe without quantisation.
 
     Attributes:
-        x_PH: the tokens. None where no backward follows, as the two below.
-        pre_PG: the pre-activation: in MXFP8 [P, G / F, F], or what the first GEMM left. Empty for a linear expert.
-        h_PF: what the second GEMM reads. Empty for a linear expert.
+        x_PH: the tokens. None if no backward follows.
+        pre_PG: the pre-activation: an MXTensor [P, G / F, F], or the result of the first GEMM. None if no backward
+            follows. Empty for a linear expert.
+        h_PF: the operand of the second GEMM. Empty for a linear expert.
         weight_P: float32, the routing weights.
     """
 
@@ -40,12 +42,11 @@ class ExpertMath:
 
     Attributes:
         plan: None until the rows are known.
-        quantized_ahead: weights quantised before the forward GEMMs ask for them, in the order in which they will.
+        quantized_ahead: weights that were quantised before the forward GEMMs, in the order in which these use them.
     """
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype):
-        """`weights`: for each role that the formula has, one stacked tensor [E, ...] or a list of E. `dtype`: of the
-        tokens."""
+        """`weights`: for each role of the formula, one tensor [E, ...] or a list of E. `dtype`: of the tokens."""
         self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
         self.quantized_ahead: list[MXTensor] = []
         self.up_roles = [role for role in ("gate", "up") if role in weights]
@@ -76,7 +77,7 @@ class ExpertMath:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def quantize_ahead(self) -> None:
-        """Quantises the weights of the forward GEMMs to come. It needs no plan."""
+        """Quantises the weights for the forward GEMMs. It needs no plan."""
         if self.recipe.quantize_gemm:
             self.quantized_ahead = [self._quantized_weights(stacks, transposed=False)
                                     for stacks in (self.ups, self.down) if stacks]
@@ -85,8 +86,9 @@ class ExpertMath:
         """The experts' output rows y_PH.
 
         Args:
-            dispatch: returns the rows x_PH and their routing weights. Called here, so that nobody else holds them.
-            backward: what backward needs is kept.
+            dispatch: returns the rows x_PH and their routing weights. It is called here, so that no caller holds x_PH
+                in memory.
+            backward: whether to keep what backward needs.
         """
         x_PH, weight_P = dispatch()
         x_PH = self.quantized(x_PH)
@@ -110,21 +112,22 @@ class ExpertMath:
 
     def backward(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending],
                  sms_beside: Callable[[float, int], int], rows: Rows, needed: set[str]) -> tuple[dict, tuple]:
-        """Everything from the gradient's rows on.
+        """Computes all gradients.
 
         Args:
-            dispatch_grad: returns the rows g_PH of the gradient, and None.
-            combine_grad: starts to bring the gradients of x_PH and of the routing weights back to the tokens.
-            sms_beside: multiprocessors for that exchange beside a GEMM of these seconds and tiles. 0: not beside it.
-            needed: roles whose weights want a gradient.
+            dispatch_grad: returns the rows g_PH of the output's gradient, and None.
+            combine_grad: starts to send the gradients of x_PH and of the routing weights back to their tokens.
+            sms_beside: takes the seconds and the tiles of a GEMM. Returns how many multiprocessors that exchange takes
+                beside this GEMM, or 0 if the two do not run at the same time.
+            needed: roles whose weights need a gradient.
 
         Returns:
-            Role -> stacked gradient; and what `combine_grad` brings.
+            A stacked gradient for each of these roles; and the result of `combine_grad`.
         """
         if self.formula.kind == "linear":
             return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
         grads, weight_P = {}, rows.weight_P
-        g_PH, _ = dispatch_grad()  # not held elsewhere: gone as soon as they have been used
+        g_PH, _ = dispatch_grad()  # nothing else holds g_PH, so `del` frees it
         if self.down_bias_EH is not None:
             dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, weight_P)
         g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
@@ -162,7 +165,7 @@ class ExpertMath:
         try:
             if wants_ups and not ups_first:
                 grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed, beside)
-        finally:  # also when memory runs out: what the exchange reads and writes must not be freed before it ends
+        finally:  # an error must not free memory that the exchange still reads or writes
             result = pending.result()
         return grads, result
 
@@ -183,10 +186,10 @@ class ExpertMath:
         return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
 
     def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
-        """<g, b2> of each row, and the bias' own gradient."""
-        g_PH = casts.dequantize(g_PH, torch.float32) if isinstance(g_PH, MXTensor) else g_PH
-        return (g_PH.float() * self.bias_rows(self.down_bias_EH)).sum(-1), self.group_sums(g_PH, weight_P).to(
-            self.dtype_of("down_bias"))
+        """<g, b2> of each row, and the gradient of b2."""
+        g_PH = in_float32(g_PH) if isinstance(g_PH, MXTensor) else g_PH
+        bias_grad = self.group_sums(g_PH, weight_P).to(self.dtype_of("down_bias"))
+        return (g_PH.float() * self.bias_rows(self.down_bias_EH)).sum(-1), bias_grad
 
     def _up_bias_gradients(self, dpre_PG: torch.Tensor) -> dict[str, torch.Tensor]:
         sums = self.group_sums(dpre_PG).chunk(len(self.up_roles), dim=1)
@@ -195,21 +198,21 @@ class ExpertMath:
 
     def _ups_wgrad(self, g_wgrad: torch.Tensor, x_PH: torch.Tensor, columns: bool, needed: set[str],
                    beside: int = 0) -> dict[str, torch.Tensor]:
-        # Each gradient by itself: autograd copies one that lies otherwise than a stacked parameter. Not if one of them
-        # is not wanted: they share their memory.
+        # Autograd copies a gradient that is not laid out as its stacked parameter, so each piece is contiguous. If
+        # only one of the two is needed, they are not split, since the pieces share one storage.
         count = len(self.up_roles)
         splits = count if needed.issuperset(self.up_roles) else 1
         both = self.wgrad_gemm(g_wgrad, x_PH, self.dtype_of("up"), columns, beside, splits)
         return dict(zip(self.up_roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
 
     def _ups_first_takes_less(self, shape_PG: Sequence[int], H: int) -> bool:
-        """Whether memory peaks lower if the weight gradient is computed before the input gradient, where neither runs
-        beside the exchange.
+        """Whether peak memory is lower if the weight gradient is computed before the input gradient dx.
 
-        Bytes, where dpre's plain form (2 G P) is only for the weight gradient:
-            weight gradient first   dpre's rows G P; x dequantised, or dx, 2 H P; the gradient 2 E G H; and dpre plain
-                                    2 G P or, with dx, weights quantised E G H
-            dx first                dpre plain 2 G P; dx and x dequantised 4 H P; the gradient 2 E G H
+        This is for the case that neither runs beside the exchange, and only the weight gradient reads dpre's plain
+        form. Bytes at the peak:
+            weight gradient first   G P (dpre's rows) + 2 H P (x dequantised, or dx) + 2 E G H (the gradient)
+                                    + the larger of 2 G P (dpre plain) and, beside dx, E G H (quantised weights)
+            dx first                2 G P (dpre plain) + 4 H P (dx, and x dequantised) + 2 E G H (the gradient)
         """
         (P, G), E = shape_PG, len(self.plan.group_ends_E)
         return max(2 * G * P, E * G * H) < (G + 2 * H) * P
@@ -217,22 +220,21 @@ class ExpertMath:
     # ---- operands ---------------------------------------------------------------------------------------------------
 
     def quantized(self, x_PN: torch.Tensor) -> torch.Tensor:
-        """The MXFP8 form of rows, for GEMMs that contract over the last axis; as it is in an unquantised recipe."""
+        """Rows in MXFP8, for GEMMs that contract over the last axis. A recipe without quantisation leaves them."""
         if not self.recipe.quantize_gemm or isinstance(x_PN, MXTensor):
             return x_PN
         return casts.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
     def _forms_of_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
-        """What the input gradient's GEMM reads of a gradient; what the weight gradient's reads, if `wgrad`; and
-        whether the second is in column form."""
+        """The form of a gradient that the GEMM of the input gradient reads; the form that the GEMM of the weight
+        gradient reads, if `wgrad`; and whether the second is in column form."""
         if wgrad and self.reads_columns(g_PN):
             return *casts.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
         rows = self.quantized(g_PN)
         return rows, rows if self.wgrad_quantized else g_PN, False
 
     def _wgrad_form(self, g_PN: torch.Tensor) -> tuple:
-        """What the weight gradient's GEMM reads of a gradient that nothing else reads, and whether it is in column
-        form."""
+        """The form of a gradient that only the GEMM of the weight gradient reads, and whether it is in column form."""
         if self.reads_columns(g_PN):
             return casts.quantize_columns(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
         return self.quantized(g_PN) if self.wgrad_quantized else g_PN, False
@@ -244,7 +246,7 @@ class ExpertMath:
 
     def _quantized_weights(self, stacks: list, transposed: bool) -> MXTensor:
         mx = casts.quantize_weights(stacks, self.recipe.block_size, self.recipe.scaling_mode, transposed)
-        # Outwardly of the tokens' dtype: in which it is dequantised where no kernel multiplies MXFP8.
+        # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
         return mx if mx.dtype == self.dtype else MXTensor.of(mx.parts, self.dtype)
 
     # ---- products and sums ------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class ExpertMath:
         return self._gemm(x_PK, stacks, transposed=False)
 
     def dgrad_gemm(self, g_PN: torch.Tensor, stacks: list) -> torch.Tensor:
-        """Contracts over the weights' axis before the last."""
+        """Rows times the stacked weights: contracts over the weights' second to last axis."""
         return self._gemm(g_PN, stacks, transposed=True)
 
     def _gemm(self, x_PK: torch.Tensor, stacks: list, transposed: bool) -> torch.Tensor:
@@ -270,7 +272,7 @@ class ExpertMath:
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool, beside: int = 0,
                    splits: int = 1) -> torch.Tensor:
-        """[E, N, K], or with several splits [splits, E, N / splits, K]. `beside`: multiprocessors left to an
+        """[E, N, K], or with several splits [splits, E, N / splits, K]. `beside`: multiprocessors that are left to an
         exchange."""
         mode = self.recipe.scaling_mode if self.wgrad_quantized else None
         sms = multiprocessors(a_PK.device) - beside if beside else 0

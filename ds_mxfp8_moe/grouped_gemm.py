@@ -8,11 +8,11 @@
 
 The reference dequantises, exactly in bfloat16, and multiplies by torch._grouped_mm in the operands' dtype with
 accumulation in float32. Where a CPU would emulate that dtype, it multiplies in float32 and rounds the result once.
-sm_90 dequantises blocks of 32 once and outside the GEMM: its tensor cores cannot scale so often. The kernels' own
-files choose their tiles, from shapes alone.
+sm_90 dequantises blocks of 32 once, outside the GEMM, since its tensor cores cannot apply a scale every 32 values. The
+kernels' own files choose their tiles, from shapes alone.
 
-P: rows, E: groups, `ends_E`: int32 end of each group's rows, on the device. Groups are multiples of 128 rows, and P is
-too, unless `aligned` is False. Experts' weights come as `stacks`: see casts.py.
+P: rows, E: groups. `ends_E`: the int32 end of each group's rows, on the device. P and all groups are multiples of 128
+rows, unless `aligned` is False. Experts' weights come as `stacks`, which casts.py explains.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,11 @@ def rescales_rows(device: torch.device, block_size: int) -> bool:
 
 
 def emulated(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of this dtype without the processor's help, tens of times slower than float32:
-    float16 on every CPU, bfloat16 on those that oneDNN does not multiply it on (x86 without AVX-512 or AMX)."""
+    """Whether torch emulates products of this dtype, which takes tens of times as long as float32.
+
+    That is so for float16 on every CPU, and for bfloat16 on CPUs where oneDNN does not support it (x86 without AVX-512
+    or AMX).
+    """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
     mkldnn = torch.backends.mkldnn.is_available()
@@ -48,16 +51,16 @@ def emulated(device: torch.device, dtype: torch.dtype) -> bool:
 
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
                covered: bool = False, aligned: bool = True) -> torch.Tensor:
-    """Multiplies the rows of group e with b_ENK[e]^T; returns [P, N] in `out_dtype` (default: a's outward dtype).
+    """Multiplies the rows of group e with b_ENK[e]^T: [P, N] in `out_dtype` (default: the dtype that a_PK shows).
 
     Rows at and past ends_E[-1] come back as zeros.
 
     Args:
-        covered: the caller knows that there are no rows past the last group, which saves a pass.
-        aligned: groups and P are multiples of 128 rows. False, for plain operands alone: of any size.
+        covered: promises that there are no rows past the last group, which saves a pass.
+        aligned: promises that P and the groups are multiples of 128 rows. MXFP8 operands must be aligned.
     """
     out_dtype = out_dtype or a_PK.dtype
-    # Blocks of 128 come in tiles: Hopper's kernel knows no other scales of weights.
+    # With blocks of 128, Hopper's kernel takes tiled weights only.
     if _both_mxfp8(a_PK, b_ENK) and b_ENK.tiled == (b_ENK.block_size == TILE):
         if capability(a_PK.device) == HOPPER:
             from .ops.triton_kernels.grouped_gemm_hopper import grouped_mm_mxfp8
@@ -69,8 +72,9 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
         return a.new_zeros((0, b.shape[1]), dtype=out_dtype)
     transposed = b.stride(-1) != 1
     stacks = [b.transpose(1, 2) if transposed else b]
-    if aligned and _bf16_kernel_takes(a, stacks):
-        return _bf16_kernel()(a, stacks, ends_E, out_dtype, transposed)
+    kernel = _kernel_of_rows(a, stacks) if aligned else None
+    if kernel is not None:
+        return kernel(a, stacks, ends_E, out_dtype, transposed)
     out = torch._grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
     if covered:
         return out.to(out_dtype)
@@ -82,16 +86,17 @@ def grouped_mm_weights(a_PK: torch.Tensor, stacks: Sequence[Stack], ends_E: torc
                        covered: bool = False) -> torch.Tensor:
     """`grouped_mm` of plain rows, in a's dtype, with experts' weights in high precision.
 
-    The weights are read where they lie if the device has a kernel for that, else stacked first.
+    A kernel reads the weights where they lie. Without one, the weights are stacked first.
 
     Args:
         transposed: contracts over the weights' axis N instead of K.
-        covered: see grouped_mm.
+        covered: as in grouped_mm.
     """
     if casts.sample(stacks[0]).dtype != a_PK.dtype:
         stacks = [casts.joined([stack]).to(a_PK.dtype) for stack in stacks]
-    if _bf16_kernel_takes(a_PK, stacks):
-        return _bf16_kernel()(a_PK, stacks, ends_E, a_PK.dtype, transposed)
+    kernel = _kernel_of_rows(a_PK, stacks)
+    if kernel is not None:
+        return kernel(a_PK, stacks, ends_E, a_PK.dtype, transposed)
     b_ENK = casts.joined(stacks)
     return grouped_mm(a_PK, b_ENK.transpose(1, 2) if transposed else b_ENK, ends_E, covered=covered)
 
@@ -102,7 +107,7 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
 
     Args:
         g, a: plain [P, N] and [P, K]; or both MXFP8 in column form, [N, P] and [K, P] with blocks along the rows.
-        aligned: groups are multiples of 128 rows. False, for plain operands alone: of any size.
+        aligned: as in grouped_mm.
     """
     out_dtype = out_dtype or g.dtype
     if _both_mxfp8(g, a):
@@ -130,16 +135,16 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
     """`grouped_mm_wgrad` of rows [P, N] and [P, K].
 
     Args:
-        scaling_mode: both operands are MXFP8 and are multiplied as MXFP8, re-scaled along the rows: in blocks in this
-            mode or, by Hopper's kernel, in tiles of 128 x 128 to the largest of the rows' scales, which is as near.
-            None: MXFP8 operands are dequantised, exactly.
+        scaling_mode: re-scales both operands, which are MXFP8, along the rows in this mode and multiplies them as
+            MXFP8. Hopper's kernel, in any mode, gives each tile of 128 x 128 values the largest of its rows' scales.
+            With None, MXFP8 operands are dequantised exactly.
         g_columns: g is in column form [N, P] already.
-        sms: multiprocessors that Hopper's kernels take at most, for what runs beside them. 0 is all of them.
-        splits: pieces into which N is cut; it divides N.
+        sms: the most multiprocessors that Hopper's kernels take. 0 stands for all of them.
+        splits: pieces into which N is cut. It divides N.
 
     Returns:
-        [E, N, K]. With several splits [splits, E, N / splits, K], contiguous where Hopper's kernels wrote it and
-        N / splits is a multiple of 64.
+        [E, N, K]. With several splits [splits, E, N / splits, K], which is contiguous if one of Hopper's kernels wrote
+        it and N / splits is a multiple of 64.
     """
     N = g.shape[0 if g_columns else 1]
     # Two warpgroups write 64 rows each.
@@ -167,14 +172,14 @@ def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits
 
 
 def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, rescaled: bool) -> tuple[float, int]:
-    """Estimates `grouped_mm_wgrad_rows` for what could run beside it.
+    """Estimates the duration of `grouped_mm_wgrad_rows`, to choose what runs beside it.
 
     Args:
-        rescaled: it is called with a scaling_mode.
+        rescaled: whether it is called with a scaling_mode.
 
     Returns:
-        Seconds at the rates of an H200, and the number of tiles. 0 seconds: its kernel cannot leave multiprocessors to
-        others.
+        Seconds at the rates of an H200, and the number of tiles. The seconds are 0 if the kernel for these operands
+        cannot leave multiprocessors to others.
     """
     (P, K), N = a_PK.shape, g.shape[1]
     seconds = 2 * P * K * N / (1.05e15 if rescaled else 0.71e15)
@@ -183,10 +188,11 @@ def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, rescaled: bool
 
 
 def _kernel_of_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, rescaled: bool) -> Callable | None:
-    """Hopper's kernel for weight gradients of rows, which beats torch._grouped_mm, where it takes these operands.
+    """Hopper's kernel for weight gradients of rows. None if it does not take these operands.
 
-    With `rescaled` it is the one that multiplies MXFP8 rows as MXFP8. Else it takes bf16 or fp16, or MXFP8, which it
-    dequantises on the way, with MXFP8 of the same block size or bf16.
+    With `rescaled` it is the kernel that multiplies MXFP8 rows as MXFP8. Otherwise it is the kernel that takes two
+    operands in bf16, two in fp16, or MXFP8 rows, which it dequantises, together with bf16 or MXFP8 of the same block
+    size.
     """
     if capability(g.device) != HOPPER:
         return None
@@ -207,17 +213,15 @@ def _kernel_of_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, rescaled: bool) -
     return grouped_mm_wgrad_bf16
 
 
-def _bf16_kernel_takes(x_PN: torch.Tensor, stacks: Sequence[Stack]) -> bool:
-    """Whether Hopper's kernel, which reads 16-bit weights where they lie and beats torch._grouped_mm, takes these."""
+def _kernel_of_rows(x_PN: torch.Tensor, stacks: Sequence[Stack]) -> Callable | None:
+    """Hopper's kernel for plain rows, which reads 16-bit weights where they lie. None if it does not take these."""
     w = casts.sample(stacks[0])
     if capability(x_PN.device) != HOPPER or x_PN.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x_PN.dtype:
-        return False
+        return None
     if not (x_PN.is_contiguous() and runs_triton(x_PN) and runs_triton(w)) or w.shape[-2] % 32:
-        return False
-    return all(casts.sample(stack).shape == w.shape for stack in stacks)
-
-
-def _bf16_kernel() -> Callable:
+        return None
+    if any(casts.sample(stack).shape != w.shape for stack in stacks):
+        return None
     from .ops.triton_kernels.grouped_gemm_bf16_hopper import grouped_mm_bf16
     return grouped_mm_bf16
 
@@ -233,18 +237,18 @@ def _parts(x: torch.Tensor):
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x without MXFP8: dequantised to its outward dtype, or bfloat16 for float16."""
+    """x, dequantised if it is an MXTensor: to the dtype that it shows, or to bfloat16 if that is float16."""
     if isinstance(x, MXTensor):
-        # float16 cannot hold what e4m3 times a power of two reaches; bfloat16 can.
+        # e4m3 times a power of two may lie beyond float16's range, but not beyond bfloat16's.
         return casts.dequantize(x, torch.bfloat16 if x.orig_dtype == torch.float16 else x.orig_dtype)
     return x
 
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
     a, b = plain(a), plain(b)
-    if a.dtype != b.dtype:  # a dequantised half of a float16 pair is bfloat16
+    if a.dtype != b.dtype:  # a float16 tensor, and one that `plain` dequantised to bfloat16
         a, b = a.float(), b.float()
-    if emulated(a.device, a.dtype):  # float32 holds the products exactly, and is what they are summed in
+    if emulated(a.device, a.dtype):  # float32 holds the products exactly, and sums are float32 anyway
         a, b = a.float(), b.float()
     return a, b
 

@@ -14,8 +14,6 @@ A program has a tile of rows and of columns of F, with the gate and up of each. 
 Scales of rows are stored as [F / block, P]. A program's scales then lie together, and the GEMMs read that order.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +21,9 @@ import triton.language as tl
 from ..mx_format import MXParts
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
-from .library import cdiv, needs_int64, next_power_of_2, operator
+from .library import cdiv, next_power_of_2, operator
 from .quantize import Tile, quantize_rows
-from .transpose import as_index, in_order, loaded_row, store_columns
+from .transpose import in_order, loaded_row, store_columns
 
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
@@ -85,7 +83,7 @@ def _expert_of(row, ends_ptr, E, E_PAD: tl.constexpr):
 
 
 # A tile has the rows `row + r` and the columns `first + c` of a half. A half is gate or up: WIDTH columns of a matrix
-# [P, N], from column AT on. Only the tile's origin needs int64, unless N is in the millions.
+# [P, N], from column AT on. Only the tile's origin needs int64.
 
 
 @triton.jit
@@ -97,7 +95,7 @@ def _origin(row, first, N: tl.constexpr, AT: tl.constexpr):
 @triton.jit
 def _offset(r, c, N: tl.constexpr):
     """The offsets [R, C] of the tile's values from its origin."""
-    return as_index(r, r.shape[0] * N > 0x7FFFFFFF)[:, None] * N + c[None, :]
+    return r[:, None] * N + c[None, :]
 
 
 @triton.jit
@@ -185,8 +183,7 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
 @triton.jit
 def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, row, first, r, c, P,
                     N: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
-                    LANES: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
-                    INT64: tl.constexpr):
+                    LANES: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
     """Stores a tile of dpre in the forms that are asked for."""
     if rows_ptr is not None:
         _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, N, AT, WIDTH, B, FLOOR)
@@ -196,7 +193,7 @@ def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns
         columns_ptr += (AT + first).to(tl.int64) * P + row
         columns_scale_ptr += (row // B).to(tl.int64) * N + (AT + first)
         store_columns(in_order(d, LANES, WARPS), columns_ptr, columns_scale_ptr, c, d.shape[0], WIDTH - first, P, N,
-                       B, FLOOR, VECTOR, WHOLE, INT64)
+                      B, FLOOR, VECTOR, WHOLE)
 
 
 @Launched
@@ -205,7 +202,7 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
                      rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
                      UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                      E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
-                     WARPS: tl.constexpr, INT64: tl.constexpr):
+                     WARPS: tl.constexpr):
     """Computes dpre, and each column tile's share of dweight: [ceil(F / C), P]. Grid [P / R * ceil(F / C)].
 
     A pointer is None if its input does not exist or its output is not asked for.
@@ -237,13 +234,13 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
         tl.store(dweight_at, tl.sum(t * (value * up), 1))
         _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, INT64)
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
         _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, INT64)
+                        row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
         _store_gradient(weighted * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
-                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE, INT64)
+                        row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
 
 
 @Launched
@@ -303,22 +300,6 @@ def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: 
     _store(y + bias[None, :] * weight[:, None], out_ptr, row, first, r, c, N, 0, N)
 
 
-class Gradients(NamedTuple):
-    """What `activate_backward` returns. A form of dpre that was not asked for is None.
-
-    Attributes:
-        dweight_P: float32.
-        plain: dpre [P, G] in t's dtype.
-        rows: dpre [P, G], blocks along G.
-        columns: dpre [G, P], blocks along P.
-    """
-
-    dweight_P: torch.Tensor
-    plain: torch.Tensor | None
-    rows: MXParts | None
-    columns: MXParts | None
-
-
 def _places(layout: str, F: int) -> tuple:
     """G, and the columns at which gate and up begin. The activation applies to gate. An MLP has no up: None."""
     return {"mlp": (F, 0, None), "gate_up": (2 * F, 0, F), "up_gate": (2 * F, F, 0)}[layout]
@@ -360,7 +341,7 @@ def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tenso
     if P == 0:
         return out
     _, gate_at, up_at = _places(layout, F)
-    _forward_kernel[(P // tile.rows * cdiv(F, tile.columns), )](
+    _forward_kernel[(tile.programs(P, F), )](
         pre_PG, bias_EG, ends_E, weight_P, h_PF, _optional(h_scale, quantize), _optional(kept_PG, keep),
         _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
         B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
@@ -374,19 +355,11 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int = 32,
              scaling_mode: str = "rceil", *, quantize: bool = True, keep: bool = False,
              bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None) -> tuple:
-    """h = weight * act(pre + bias), and the pre-activation kept for backward.
-
-    Args:
-        pre_PG: [P, G] bf16, fp16 or fp32, contiguous: the result of the first grouped GEMM.
-        weight_P: [P] float32 routing weights, 0 in padding rows.
-        activation: "silu", "gelu" (erf), "gelu_tanh" or "relu".
-        layout: "mlp", "gate_up" or "up_gate".
-        quantize: return h in MXFP8. Without it h has pre's dtype.
-        keep: also return pre + bias in MXFP8, with no block across gate and up.
-        bias_EG, ends_E: each expert's bias, and int32 ends of the experts' rows. pre + bias is rounded to pre's dtype.
+    """`activate` of ds_mxfp8_moe/activation.py, which explains the arguments. pre_PG is contiguous.
 
     Returns:
-        h [P, F], in MXFP8 with scales stored as [F / block, P]; and what is kept, MXParts [P, G / F, F], or None.
+        h [P, F], a tensor in pre's dtype, or with `quantize` MXParts whose scales lie in memory as [F / block, P]. And
+        what is kept: MXParts [P, G / F, F], or None.
     """
     h_PF, h_scale, kept_PG, kept_scale = _activate(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block_size,
                                                    scaling_mode == "floor", quantize, keep)
@@ -432,11 +405,11 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
     tiles = cdiv(F, tile.columns)
     shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
     _, gate_at, up_at = _places(layout, F)
-    _backward_kernel[(P // tile.rows * tiles, )](
+    _backward_kernel[(tile.programs(P, F), )](
         t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
         **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, INT64=needs_int64(tile.columns * P),
-        num_warps=tile.warps, maxnreg=tile.registers)
+        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps,
+        maxnreg=tile.registers)
     if tiles > 1:
         _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     return out
@@ -445,13 +418,11 @@ def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torc
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P: torch.Tensor, activation: str,
                       layout: str, block_size: int = 32, scaling_mode: str = "rceil", *, plain: bool = False,
                       rows: bool = False, columns: bool = False, bias_EG: torch.Tensor | None = None,
-                      ends_E: torch.Tensor | None = None) -> Gradients:
-    """The gradients of `activate`: of the routing weights, and of pre in the forms that are asked for.
+                      ends_E: torch.Tensor | None = None) -> tuple:
+    """`activate_backward` of ds_mxfp8_moe/activation.py, which explains the arguments. t_PF is contiguous.
 
-    Args:
-        t_PF: [P, F] bf16, fp16 or fp32, contiguous: the gradient of h.
-        kept: what `activate` kept, with the same block size. Or pre_PG itself, together with the bias if there is one.
-        plain, rows, columns: the forms of dpre to return, see Gradients.
+    Returns:
+        The fields of its `Gradients`, with MXParts in place of MXTensors.
     """
     pre_PG, pre_scale = kept, None
     if isinstance(kept, MXParts):
@@ -468,7 +439,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
     elif rows:
         dpre_rows = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
     dpre_columns = _mx(columns_GP, columns_scale.t(), block_size) if columns else None
-    return Gradients(dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns)
+    return dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns
 
 
 def _group_sums_fake(x_PN, ends_E, weight_P=None):
@@ -491,16 +462,16 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     return out
 
 
-def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E, out_dtype):
-    return torch.empty_like(y_PN, dtype=out_dtype)
+def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E):
+    return torch.empty_like(y_PN, dtype=torch.float32)
 
 
 @operator(_add_weighted_bias_fake)
-def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor,
-                      out_dtype: torch.dtype) -> torch.Tensor:
-    """y + weight * bias of each row's expert, computed in float32 and rounded to `out_dtype`. y_PN is contiguous."""
+def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor,
+                      ends_E: torch.Tensor) -> torch.Tensor:
+    """y + weight * bias of each row's expert, in float32. y_PN is contiguous."""
     P, N = y_PN.shape
-    out = torch.empty_like(y_PN, dtype=out_dtype)
+    out = torch.empty_like(y_PN, dtype=torch.float32)
     if P:
         _weighted_bias_kernel[(P // 32 * cdiv(N, 128), )](
             y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,

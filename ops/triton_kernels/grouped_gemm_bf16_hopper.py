@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..device import multiprocessors
 from .grouped_gemm_hopper import descriptor, group_of, tile_of
 from .launch import Launched
-from .library import cdiv, check_alike, next_power_of_2, operator, rows_flops
+from .library import cdiv, check_alike, next_power_of_2, operator
 
 MOST_MATRICES = 64  # matrices whose places one launch takes, unless they are evenly spaced
 MOST_PLACES = 2**29 - 2  # so that `_odd` of a place fits into int32
@@ -277,7 +277,7 @@ def _result(a_PK, weights, ends_E, out_dtype, transposed):
     return a_PK.new_empty(a_PK.shape[0], K if transposed else N * stacks, dtype=out_dtype)
 
 
-@operator(_result, flops=rows_flops)
+@operator(_result)
 def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor], ends_E: torch.Tensor,
                             out_dtype: torch.dtype, transposed: bool) -> torch.Tensor:
     """`weights`: one tensor [E, N, K] for each stack, or all matrices [N, K], stack by stack."""

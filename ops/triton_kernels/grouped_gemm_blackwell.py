@@ -13,8 +13,6 @@ On sm_90 the same source dequantises to bf16 in registers, which is correct but 
 as 0, on sm_100 as 2^-127.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -22,11 +20,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..mx_format import TILE, MXParts
 from .launch import Launched
-from .library import cdiv, next_power_of_2, nothing, operator, rows_flops
+from .library import cdiv, next_power_of_2, operator
 
 STRIP = 16  # row tiles of a strip, see _tile_of
 CHUNKS = 8  # chunks of 128 values whose scales one program packs
-MOST_TILES = 65535  # row tiles whose scales one launch packs: CUDA's limit for the second axis of a grid
+MOST_TILES = 65535  # row tiles of an operand: CUDA's limit for the second axis of a grid
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
 
 
@@ -105,8 +103,7 @@ def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, end
 
 @Launched
 @triton.jit
-def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_desc, ends, N, K,
-                             ACCUMULATE: tl.constexpr, STRIP: tl.constexpr):
+def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_desc, ends, N, K, STRIP: tl.constexpr):
     """One tile of out [E, N, K] from g [N, P] and a [K, P]. Grid: (tiles, E)."""
     ROWS: tl.constexpr = out_desc.block_shape[1]
     COLUMNS: tl.constexpr = out_desc.block_shape[2]
@@ -115,8 +112,6 @@ def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_des
     first = tl.load(ends + group - 1, group > 0, other=0)
     acc = _product(g_desc, g_scale_desc, row, row_tile, a_desc, a_scale_desc, column, column // 128, first,
                    tl.load(ends + group))
-    if ACCUMULATE:
-        acc += out_desc.load([group, row, column]).reshape(ROWS, COLUMNS)
     out_desc.store([group, row, column], acc.to(out_desc.dtype).reshape(1, ROWS, COLUMNS))
 
 
@@ -124,13 +119,11 @@ def _pack_scales(scale: torch.Tensor, rows: int, depth: int, block: int, rows_pe
     """Packs scales [(E,) rows / rows_per_scale, ceil(depth / block)] of any strides as the tensor cores read them."""
     scale = scale if scale.dim() == 3 else scale.unsqueeze(0)
     groups, tiles, chunks = scale.shape[0], cdiv(rows, TILE), cdiv(depth, TILE)
+    if tiles > MOST_TILES:
+        raise ValueError(f"a matrix of {rows} rows is too large: expected at most {MOST_TILES * TILE}")
     packed = scale.new_empty((groups * tiles, chunks, 2, 256))
-    step = tiles if groups > 1 else MOST_TILES  # an expert's weights have fewer row tiles than that
-    for tile in range(0, tiles, step):
-        first = tile * TILE
-        _pack_scales_kernel[(cdiv(chunks, CHUNKS), min(step, tiles - tile), groups)](
-            packed[tile:], scale[:, first // rows_per_scale:], rows - first, scale.shape[2], chunks, *scale.stride(),
-            block, rows_per_scale, CHUNKS)
+    _pack_scales_kernel[(cdiv(chunks, CHUNKS), tiles, groups)](
+        packed, scale, rows, scale.shape[2], chunks, *scale.stride(), block, rows_per_scale, CHUNKS)
     return packed
 
 
@@ -150,7 +143,7 @@ def _grouped_mm_fake(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, ou
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-@operator(_grouped_mm_fake, flops=rows_flops)
+@operator(_grouped_mm_fake)
 def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor,
                                 b_scale: torch.Tensor, b_block: int, b_tiled: bool, ends: torch.Tensor,
                                 out_dtype: torch.dtype) -> torch.Tensor:
@@ -168,39 +161,24 @@ def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block:
     return out
 
 
-def _wgrad_into(out: torch.Tensor, g, g_scale, g_block, a, a_scale, a_block, ends, accumulate: bool) -> None:
-    (N, P), K = g.shape, a.shape[0]
-    columns = _columns(K)
-    g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
-    _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), ends.shape[0])](
-        TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
-        *_descriptors(a, a_packed, columns), ends, N, K, accumulate, STRIP, **GEMM_OPTIONS)
-
-
 def _wgrad_fake(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):
     return g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
 
 
-def _wgrad_flops(g, g_scale, g_block, a, *args, out_shape) -> int:
-    return 2 * math.prod(g) * a[0]
-
-
-@operator(_wgrad_fake, flops=_wgrad_flops)
+@operator(_wgrad_fake)
 def _wgrad_mxfp8_blackwell(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
                            a_scale: torch.Tensor, a_block: int, ends: torch.Tensor,
                            out_dtype: torch.dtype) -> torch.Tensor:
-    out = g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
-    if g.shape[1] == 0:
+    (N, P), K, E = g.shape, a.shape[0], ends.shape[0]
+    out = g.new_empty((E, N, K), dtype=out_dtype)
+    if P == 0:
         return out.zero_()
-    _wgrad_into(out, g, g_scale, g_block, a, a_scale, a_block, ends, False)
+    columns = _columns(K)
+    g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
+    _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), E)](
+        TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
+        *_descriptors(a, a_packed, columns), ends, N, K, STRIP, **GEMM_OPTIONS)
     return out
-
-
-@operator(nothing, mutates_args=("out", ), flops=lambda out, *args, out_shape: _wgrad_flops(*args, out_shape=None))
-def _wgrad_mxfp8_blackwell_(out: torch.Tensor, g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
-                            a_scale: torch.Tensor, a_block: int, ends: torch.Tensor) -> None:
-    if g.shape[1] > 0:
-        _wgrad_into(out, g, g_scale, g_block, a, a_scale, a_block, ends, True)
 
 
 def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -217,20 +195,12 @@ def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dt
                                        b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
 
 
-def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                           accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
-    """Contracts over each group's rows: out[e] = g_NP[:, rows of e] a_KP[:, rows of e]^T. An empty group gives zeros.
+def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Contracts over each group's rows: out[e] = g_NP[:, rows of e] a_KP[:, rows of e]^T, [E, N, K] in `out_dtype`.
 
     Args:
         g_NP, a_KP: column forms, with blocks along the rows; otherwise as in `grouped_mm_mxfp8`.
-        ends_E: as in `grouped_mm_mxfp8`.
-        accumulate_into: float32 [E, N, K], to which the products are added.
-
-    Returns:
-        [E, N, K] in `out_dtype`, or `accumulate_into` if it is given.
+        ends_E: as in `grouped_mm_mxfp8`. An empty group gives zeros.
     """
-    operands = (g_NP.qdata, g_NP.scale_bytes, g_NP.block_size, a_KP.qdata, a_KP.scale_bytes, a_KP.block_size, ends_E)
-    if accumulate_into is None:
-        return _wgrad_mxfp8_blackwell(*operands, out_dtype)
-    _wgrad_mxfp8_blackwell_(accumulate_into, *operands)
-    return accumulate_into
+    return _wgrad_mxfp8_blackwell(g_NP.qdata, g_NP.scale_bytes, g_NP.block_size, a_KP.qdata, a_KP.scale_bytes,
+                                  a_KP.block_size, ends_E, out_dtype)

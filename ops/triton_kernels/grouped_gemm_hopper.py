@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import multiprocessors
 from ..mx_format import MXParts
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator, rows_flops
+from .library import cdiv, next_power_of_2, operator
 
 
 @gluon.jit
@@ -248,7 +248,7 @@ def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
 
 
-@operator(_grouped_mm_fake, flops=rows_flops)
+@operator(_grouped_mm_fake)
 def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
                              b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     (P, K), (E, N, _), sms = a_PK.shape, b_ENK.shape, multiprocessors(a_PK.device)

@@ -11,12 +11,10 @@ values of one expert's gradient. One warp, the producer, brings operands by TMA.
 the tile each. A row of the operands takes 2 N K FLOP. An empty group's gradient is zero.
 
 16-bit results go through shared memory and TMA, which leaves out what lies beyond N and K. float32 results go from
-registers to memory, since they may have to be added to what is there.
+registers to memory, since shared memory has no room for them.
 
 `splits` cuts N into pieces of split_n rows, each with a gradient of its own: out is [splits * E, split_n, K].
 """
-
-import math
 
 import torch
 from triton.experimental import gluon
@@ -44,7 +42,7 @@ from .convert_rows_hopper import (
 )
 from .grouped_gemm_hopper import descriptor, multiply, tile_of
 from .launch import Launched
-from .library import cdiv, nothing, operator
+from .library import cdiv, operator
 
 
 @gluon.jit
@@ -93,8 +91,7 @@ def _produce_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty
 
 @gluon.jit
 def _consume_mxfp8(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out,
-                   ends, E, N, K, split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr,
-                   BY_TMA: gl.constexpr, ADD: gl.constexpr):
+                   ends, E, N, K, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -120,15 +117,15 @@ def _consume_mxfp8(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, a
             step += 1
         n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
-        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, ADD, layout)
-        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, ADD, layout)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, N, BY_TMA, layout)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, N, BY_TMA, layout)
     tma.store_wait(0)
 
 
 @gluon.jit
 def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA: gl.constexpr,
-          ADD: gl.constexpr, layout: gl.constexpr):
-    """Stores [64, 128] of an expert's gradient [N, K], or adds it to what is there.
+          layout: gl.constexpr):
+    """Stores [64, 128] of an expert's gradient [N, K].
 
     n, k: the first row and column. n counts across the splits.
     """
@@ -146,15 +143,13 @@ def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E
         at = out + expert.to(gl.int64) * split_n * K
         at += gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_128, 0)
         inside = gl.expand_dims((n_64 < split_n) & (expert < N // split_n * E), 1) & gl.expand_dims(k_128 < K, 0)
-        if ADD:
-            acc += gl.load(at, inside, other=0)
         gl.store(at, acc, inside)
 
 
 @Launched
 @gluon.jit
-def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, split_n, STRIP: gl.constexpr,
-                       STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, STRIP: gl.constexpr,
+                       STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time."""
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
@@ -170,9 +165,9 @@ def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E,
     k_tiles = gl.cdiv(K, 256)
     gl.warp_specialize([
         (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                          n_tiles, k_tiles, STRIP, STAGES, BY_TMA)),
         (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                          n_tiles, k_tiles, STRIP, STAGES, BY_TMA)),
         (_produce_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N,
                           K, n_tiles, k_tiles, STRIP, STAGES)),
     ], [4, 1], [216, 72])
@@ -203,8 +198,7 @@ def _produce_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_til
 
 @gluon.jit
 def _consume_bf16(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K,
-                  split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
-                  ADD: gl.constexpr):
+                  split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
@@ -232,8 +226,8 @@ def _consume_bf16(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, f
         acc0, acc1 = gl.split(acc.reshape([64, 2, 128]).permute((0, 2, 1)))
         acc0 = gl.convert_layout(acc0, half_layout, assert_trivial=True)
         acc1 = gl.convert_layout(acc1, half_layout, assert_trivial=True)
-        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, ADD, half_layout)
-        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, ADD, half_layout)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, half_layout)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, half_layout)
     tma.store_wait(0)
 
 
@@ -241,7 +235,7 @@ def _consume_bf16(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, f
 @gluon.jit
 def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, mx_g_desc, mx_g_out, mx_g, mx_a_desc,
                       mx_a_out, mx_a, tickets, done, B: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr,
-                      BY_TMA: gl.constexpr, ADD: gl.constexpr):
+                      BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
     B: block size of the MXFP8 operands. g_desc and a_desc then describe the memory that gets their bf16 values. With 0
@@ -261,9 +255,9 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
         smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, B)
         gl.warp_specialize([
             (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                             k_tiles, STRIP, STAGES, BY_TMA)),
             (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                             k_tiles, STRIP, STAGES, BY_TMA)),
             (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                        smem, converted, scale_smem, landed, tickets, done, B, False)),
             (_produce_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
@@ -272,52 +266,62 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
     else:
         gl.warp_specialize([
             (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                             k_tiles, STRIP, STAGES, BY_TMA)),
             (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                             k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                             k_tiles, STRIP, STAGES, BY_TMA)),
             (_produce_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, 0, STRIP,
                              STAGES, B)),
         ], [4, 1], [232, 40])
 
 
-@operator(nothing, mutates_args=("out_ENK", ),
-          flops=lambda g_NP, g_scale_PN, a_KP, *args, out_shape: 2 * math.prod(g_NP) * a_KP[0])
-def _wgrad_mxfp8_hopper_(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
-                         ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool) -> None:
-    (E, N, K), split_n = sizes(ends_E, out_ENK), out_ENK.shape[1]
-    if g_NP.shape[1] == 0:
-        return gradient_of_no_rows(out_ENK, add)
-    by_tma = out_ENK.dtype != torch.float32
-    tiles = E * cdiv(N, 128) * cdiv(K, 256)
-    wgrad_mxfp8_kernel[(min(multiprocessors(out_ENK.device), tiles), )](
-        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
-        out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, split_n, STRIP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
-        num_warps=4)
+def _wgrad_mxfp8_fake(g_NP, g_scale_PN, a_KP, a_scale_PK, ends_E, out_dtype):
+    return g_NP.new_empty(ends_E.shape[0], g_NP.shape[0], a_KP.shape[0], dtype=out_dtype)
 
 
-@operator(nothing, mutates_args=("out_ENK", ),
-          flops=lambda g_PN, g_scale, a_PK, *args, out_shape: 2 * math.prod(g_PN) * a_PK[1])
-def _wgrad_bf16_hopper_(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
-                        a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_ENK: torch.Tensor,
-                        add: bool, sms: int) -> None:
-    """Operands with scales are MXFP8 rows, in blocks of `block_size`."""
-    P, K = a_PK.shape
+@operator(_wgrad_mxfp8_fake)
+def _wgrad_mxfp8_hopper(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
+                        ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    (N, P), K, E = g_NP.shape, a_KP.shape[0], ends_E.shape[0]
+    out_ENK = torch.empty(E, N, K, dtype=out_dtype, device=g_NP.device)
     if P == 0:
-        return gradient_of_no_rows(out_ENK, add)
-    if (g_scale is not None or a_scale is None or out_ENK.dtype == torch.float32
-            or out_ENK.numel() < 4 * a_PK.numel() or K < g_PN.shape[1]):
-        return _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms)
+        return out_ENK.zero_()
+    by_tma = out_dtype != torch.float32
+    tiles = E * cdiv(N, 128) * cdiv(K, 256)
+    wgrad_mxfp8_kernel[(min(multiprocessors(g_NP.device), tiles), )](
+        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
+        out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
+    return out_ENK
+
+
+def _wgrad_bf16_fake(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_dtype, sms, splits):
+    return empty_gradient(g_PN.shape[1], a_PK.shape[1], ends_E, out_dtype, splits)
+
+
+@operator(_wgrad_bf16_fake)
+def _wgrad_bf16_hopper(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
+                       a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                       sms: int, splits: int) -> torch.Tensor:
+    """Operands with scales are MXFP8 rows, in blocks of `block_size`."""
+    (P, K), N = a_PK.shape, g_PN.shape[1]
+    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
+    if P == 0:
+        return out_ENK.zero_()
+    if (g_scale is not None or a_scale is None or out_dtype == torch.float32
+            or out_ENK.numel() < 4 * a_PK.numel() or K < N):
+        _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, sms)
+        return out_ENK
     # Few, wide rows: their bf16 copy decides the peak of memory. Handle one half of their columns after the other. The
     # price is that g, which is narrower, is read twice.
     columns = 256 * cdiv(K, 512)
     for k in range(0, K, columns):
         scale = a_scale[:, k // block_size:(k + columns) // block_size]
         _launch_bf16(g_PN, g_scale, a_PK[:, k:k + columns], scale, block_size, ends_E, out_ENK[..., k:k + columns],
-                     add, sms)
+                     sms)
+    return out_ENK
 
 
-def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add, sms) -> None:
-    (E, N, K), split_n = sizes(ends_E, out_ENK), out_ENK.shape[1]
+def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, sms) -> None:
+    (P, N), K, E = g_PN.shape, a_PK.shape[1], ends_E.shape[0]
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     plain, mx = [], []
@@ -326,25 +330,18 @@ def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, add,
         mx.append(None if scale is None else conversion_of(data, scale, plain[-1]))
     if block_size:
         mx = [one or no_conversion(other) for one, other in zip(mx, reversed(mx), strict=True)]
-        conversion = (*mx[0], *mx[1], *counters(E, g_PN.shape[0], g_PN.device))
+        conversion = (*mx[0], *mx[1], *counters(E, P, g_PN.device))
     else:
         conversion = (None, ) * 8
     wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
         descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
-        ends_E, E, g_PN.shape[0], N, K, split_n, *conversion, B=block_size, STRIP=16,
-        STAGES=3 if by_tma or block_size else 4, BY_TMA=by_tma, ADD=add, num_warps=4)
+        ends_E, E, P, N, K, out_ENK.shape[1], *conversion, B=block_size, STRIP=16,
+        STAGES=3 if by_tma or block_size else 4, BY_TMA=by_tma, num_warps=4)
 
 
-def sizes(ends_E: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int]:
-    """E, N and K of a result [splits * E, N / splits, K]."""
-    E = ends_E.shape[0]
-    return E, out.shape[0] // E * out.shape[1], out.shape[2]
-
-
-def gradient_of_no_rows(out_ENK: torch.Tensor, add: bool) -> None:
-    """Writes the gradient of no rows at all: zeros, unless it is added to what is there."""
-    if not add:
-        out_ENK.zero_()
+def empty_gradient(N: int, K: int, ends_E: torch.Tensor, out_dtype: torch.dtype, splits: int) -> torch.Tensor:
+    """[splits * E, N / splits, K], not written yet."""
+    return torch.empty(splits * ends_E.shape[0], N // splits, K, dtype=out_dtype, device=ends_E.device)
 
 
 def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
@@ -352,9 +349,8 @@ def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
     return descriptor(out_ENK, [1, 64, 128 if by_tma else 32])
 
 
-def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                           accumulate_into: torch.Tensor | None = None) -> torch.Tensor:
-    """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
+def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
         g_NP, a_KP: column forms, blocks of 128 rows, contiguous data. Scales that lie in memory as [P / 128, N] are
@@ -364,16 +360,13 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, o
     A product is scaled by a's scale first. Above 2^103 it may overflow although the result would not. A scale byte of
     255 gives NaN.
     """
-    out = output(ends_E, g_NP.qdata.shape[0], a_KP.qdata.shape[0], out_dtype, accumulate_into)
-    _wgrad_mxfp8_hopper_(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata, a_KP.scale_bytes.t().contiguous(),
-                         ends_E, out, accumulate_into is not None)
-    return out
+    return _wgrad_mxfp8_hopper(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata,
+                               a_KP.scale_bytes.t().contiguous(), ends_E, out_dtype)
 
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXParts, ends_E: torch.Tensor,
-                          out_dtype: torch.dtype, accumulate_into: torch.Tensor | None = None, sms: int = 0,
-                          splits: int = 1) -> torch.Tensor:
-    """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
+                          out_dtype: torch.dtype, sms: int = 0, splits: int = 1) -> torch.Tensor:
+    """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
         g_PN, a_PK: rows, contiguous, both bf16 or both fp16. One or both may be MXFP8, with one block size; the other
@@ -383,19 +376,6 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXP
         splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
             piece contiguous.
     """
-    N, K = (x.qdata.shape[1] if isinstance(x, MXParts) else x.shape[1] for x in (g_PN, a_PK))
-    out = output(ends_E, N, K, out_dtype, accumulate_into, splits)
     (g, g_scale, g_block), (a, a_scale, a_block) = (
         (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXParts) else (x, None, 0) for x in (g_PN, a_PK))
-    _wgrad_bf16_hopper_(g, g_scale, a, a_scale, g_block or a_block, ends_E, out, accumulate_into is not None, sms)
-    return out
-
-
-def output(ends_E, N, K, out_dtype, accumulate_into, splits: int = 1) -> torch.Tensor:
-    """`accumulate_into` if it is given, else an empty result [splits * E, N / splits, K]."""
-    if accumulate_into is not None:
-        if accumulate_into.dtype != torch.float32 or not accumulate_into.is_contiguous():
-            raise ValueError(f"accumulate_into must be contiguous float32 [E, N, K]; got {accumulate_into.dtype}, "
-                             f"strides {accumulate_into.stride()}. Add the result to it yourself, or convert it")
-        return accumulate_into
-    return torch.empty(splits * ends_E.shape[0], N // splits, K, dtype=out_dtype, device=ends_E.device)
+    return _wgrad_bf16_hopper(g, g_scale, a, a_scale, g_block or a_block, ends_E, out_dtype, sms, splits)

@@ -9,8 +9,6 @@ a scale for each column of a, as in grouped_wgrad_hopper.py, scaling takes twice
 Tiles, programs, stores and `splits` are those of grouped_wgrad_hopper.py.
 """
 
-import math
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,9 +27,9 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .grouped_gemm_hopper import accumulate, add_exponents, descriptor
-from .grouped_wgrad_hopper import expert_and_tile, gradient_of_no_rows, out_descriptor, output, sizes, write
+from .grouped_wgrad_hopper import empty_gradient, expert_and_tile, out_descriptor, write
 from .launch import Launched
-from .library import cdiv, nothing, operator
+from .library import cdiv, operator
 
 
 @gluon.jit
@@ -91,8 +89,7 @@ def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_ste
 
 @gluon.jit
 def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K,
-             split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr,
-             ADD: gl.constexpr):
+             split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     step = 0
@@ -110,8 +107,8 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem
                                           STAGES, 2, True, layout)
         n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
-        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, ADD, layout)
-        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, ADD, layout)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, layout)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, layout)
     tma.store_wait(0)
 
 
@@ -119,7 +116,7 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem
 @gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, mx_g_desc,
                       mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr,
-                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, ADD: gl.constexpr):
+                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
     g_desc and a_desc describe the column forms, which `convert` writes; g's may be given. The arguments from mx_g_desc
@@ -139,9 +136,9 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
         (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                    k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                    k_tiles, STRIP, STAGES, BY_TMA)),
         (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                    k_tiles, STRIP, STAGES, BY_TMA, ADD)),
+                    k_tiles, STRIP, STAGES, BY_TMA)),
         (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                    smem, converted, scale_smem, landed, tickets, done, 128, True)),
         (_produce, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
@@ -149,24 +146,27 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     ], [4, 2, 1], [208, 88, 88])
 
 
-@operator(nothing, mutates_args=("out_ENK", ),
-          flops=lambda g, g_scale, g_columns, a_PK, *args, out_shape: 2 * math.prod(g) * a_PK[1])
-def _wgrad_rows_hopper_(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
-                        a_scale: torch.Tensor, ends_E: torch.Tensor, out_ENK: torch.Tensor, add: bool,
-                        sms: int) -> None:
-    (E, N, K), split_n = sizes(ends_E, out_ENK), out_ENK.shape[1]
-    P = a_PK.shape[0]
+def _wgrad_rows_fake(g, g_scale, g_columns, a_PK, a_scale, ends_E, out_dtype, sms, splits):
+    return empty_gradient(g.shape[0 if g_columns else 1], a_PK.shape[1], ends_E, out_dtype, splits)
+
+
+@operator(_wgrad_rows_fake)
+def _wgrad_rows_hopper(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
+                       a_scale: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype, sms: int,
+                       splits: int) -> torch.Tensor:
+    (P, K), N, E = a_PK.shape, g.shape[0 if g_columns else 1], ends_E.shape[0]
+    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
     if P == 0:
-        return gradient_of_no_rows(out_ENK, add)
-    by_tma = out_ENK.dtype != torch.float32
+        return out_ENK.zero_()
+    by_tma = out_dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
     g_NP, g_tile_scale, mx_g = (g, g_scale, no_conversion(mx_a)) if g_columns else _transposed(g, g_scale)
-    wgrad_rows_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
+    wgrad_rows_kernel[(min(sms or multiprocessors(a_PK.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
-        g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, split_n, *mx_g, *mx_a,
-        *counters(E, P, a_PK.device), G_TILED=not g_columns, STRIP=8, STAGES=3, BY_TMA=by_tma, ADD=add,
-        num_warps=4)
+        g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, N // splits, *mx_g, *mx_a,
+        *counters(E, P, a_PK.device), G_TILED=not g_columns, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
+    return out_ENK
 
 
 def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
@@ -178,9 +178,8 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                accumulate_into: torch.Tensor | None = None, g_columns: bool = False,
-                                sms: int = 0, splits: int = 1) -> torch.Tensor:
-    """Contracts over each group's rows: [E, N, K] in `out_dtype`, or added to `accumulate_into` (float32 [E, N, K]).
+                                g_columns: bool = False, sms: int = 0, splits: int = 1) -> torch.Tensor:
+    """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
         g: rows [P, N], or the column form [N, P] with `g_columns`. Blocks of 128, contiguous data.
@@ -194,8 +193,6 @@ def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor,
     changes only values that become subnormal in e4m3. A product of two scales counts as 0 if it is 2^-127 or less.
     Above 2^127 it is clamped. A scale byte of 255 gives NaN.
     """
-    out = output(ends_E, g.qdata.shape[0 if g_columns else 1], a_PK.qdata.shape[1], out_dtype, accumulate_into, splits)
     g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes
-    _wgrad_rows_hopper_(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out,
-                        accumulate_into is not None, sms)
-    return out
+    return _wgrad_rows_hopper(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out_dtype, sms,
+                              splits)

@@ -17,18 +17,15 @@ The ops ignore autograd. Their outputs never require a gradient, so callers need
 be an input or a view of one.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "ds_mxfp8_moe"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def operator(fake: Callable, mutates_args: Iterable[str] = (),
-             flops: Callable | None = None) -> Callable[[Callable], torch._ops.OpOverload]:
+def operator(fake: Callable, mutates_args: Iterable[str] = ()) -> Callable[[Callable], torch._ops.OpOverload]:
     """Registers a function as an op under its own name, without leading underscores.
 
     The function needs type annotations, from which its schema is made. It is registered for CUDA, and for the CPU,
@@ -37,8 +34,6 @@ def operator(fake: Callable, mutates_args: Iterable[str] = (),
     Args:
         fake: takes the function's arguments and returns empty tensors like its outputs. torch.compile calls it.
         mutates_args: names of the arguments that the function writes into.
-        flops: returns the number of operations for torch.utils.flop_counter. It takes the function's arguments with
-            shapes in place of tensors, and `out_shape`. With None the op counts as 0.
     """
 
     def register(function: Callable) -> torch._ops.OpOverload:
@@ -48,21 +43,13 @@ def operator(fake: Callable, mutates_args: Iterable[str] = (),
             _LIBRARY.impl(name, function, device)
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        if flops is not None:
-            register_flop_formula(packet)(flops)
-        return packet.default
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return register
 
 
 def nothing(*args) -> None:
     """The fake of an op that returns nothing and only writes into its arguments."""
-
-
-def rows_flops(a_PK: tuple, *args, out_shape: tuple) -> int:
-    """Operations of a GEMM that multiplies each row [K] of its first argument by one matrix [K, N]."""
-    return 2 * math.prod(a_PK) * out_shape[1]
 
 
 def check_alike(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
@@ -83,8 +70,3 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is not below n. triton.next_power_of_2 takes 10 us a call."""
     return 1 << (n - 1).bit_length()
-
-
-def needs_int64(*offsets: int) -> bool:
-    """Whether an offset within a tile does not fit into int32, so that the kernel must compute in int64."""
-    return max(offsets) > 0x7FFFFFFF

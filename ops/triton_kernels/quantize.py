@@ -16,13 +16,10 @@ Numbers are float32 throughout, and subnormals are never flushed to zero. Scales
 exact, and only the last cast rounds. 1 / scale is a normal number for every scale. Triton's cast to e4m3 is
 cvt.rn.satfinite: it rounds to nearest even, saturates (scaling mode "floor" needs that) and turns NaN into 0x7F.
 
-INT64: whether offsets within a tile are computed in int64 instead of int32. This is needed if the product of an index
-with a stride may not fit into int32: for rows of millions of values, rows that lie millions of values apart, columns
-of tens of millions of values, or more than 2^31 scales.
+Offsets of tiles are int64. Offsets within a tile are int32, which takes half the registers.
 """
 
 from collections.abc import Sequence
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -33,9 +30,9 @@ from triton import knobs
 from ..mx_format import TILE, MXParts
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
-from .library import cdiv, check_alike, needs_int64, operator
+from .library import cdiv, check_alike, operator
 from .rescale_tiles import rescale_tiles_kernel
-from .transpose import as_index, below, by_column, in_order, loaded_row, store_columns, store_transposed
+from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
 MAX_POINTERS = 64  # pointers that one launch writes into a table
 
@@ -64,6 +61,13 @@ class Tile(NamedTuple):
     def divides(self, rows: int, columns: int) -> bool:
         return rows % self.rows == 0 and columns % self.columns == 0
 
+    def programs(self, rows: int, columns: int) -> int:
+        """Programs for a matrix. Row tiles are padded to whole strips: the programs of the padding do nothing."""
+        if max(self.rows * columns, self.columns * rows) > 0x7FFFFFFF:
+            raise ValueError(f"a matrix of {rows} rows and {columns} columns is too large for the MXFP8 kernels: "
+                             "they compute offsets within a tile in int32. Cut the matrix into parts")
+        return cdiv(cdiv(rows, self.rows), self.strip) * self.strip * cdiv(columns, self.columns)
+
 
 ROWS_TILE = Tile(32, 128, 8)
 COLUMNS_TILE = Tile(256, 64, 8, strip=2, vector=8)
@@ -75,26 +79,25 @@ DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
 @triton.jit
-def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, INT64: tl.constexpr):
+def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr):
     """The first row (int64) and the first column of this program's tile."""
     pid = tl.program_id(0)
     per_strip: tl.constexpr = (N + BN - 1) // BN * STRIP
-    return (pid // per_strip * STRIP + pid % STRIP).to(tl.int64) * BM, as_index(pid % per_strip // STRIP * BN, INT64)
+    return (pid // per_strip * STRIP + pid % STRIP).to(tl.int64) * BM, pid % per_strip // STRIP * BN
 
 
 @Launched
 @triton.jit
 def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
-                          B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-                          INT64: tl.constexpr):
-    r0, k0 = _tile_origin(K, BR, BK, 1, INT64)
-    r = as_index(tl.arange(0, BR), INT64)[:, None]
+                          B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    r0, k0 = _tile_origin(K, BR, BK, 1)
+    r = tl.arange(0, BR)[:, None]
     k = tl.arange(0, BK)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     x = tl.load(x_ptr + (r0 * row_stride + k0) + (r * row_stride + k), mask, other=0.0).to(tl.float32)
     data, scale = quantized_rows(x, B, FLOOR)
     tl.store(data_ptr + (r0 * K + k0) + (r * K + k), data, mask)
-    block = as_index(tl.arange(0, BK // B), INT64)[None, :]
+    block = tl.arange(0, BK // B)[None, :]
     scale_ptr += r0 * scale_stride_r + k0 // B * scale_stride_k
     tl.store(scale_ptr + (r * scale_stride_r + block * scale_stride_k), scale, (r < R - r0) & (block * B < K - k0))
 
@@ -128,19 +131,20 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
                             M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                             TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, STACKS: tl.constexpr,
                             ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
-                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, INT64: tl.constexpr):
+                            VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
     """Quantises one matrix [M, N] for each expert along its rows, its columns, or both.
 
     The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from `first`, the others from
     `second`. With TILED the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
+    The scales of tiles are stored to `rows_scale_ptr`, for either form.
     """
     LANES: tl.constexpr = 32 * VECTOR // BN
     expert = tl.program_id(1)
-    m0, n0 = _tile_origin(N, BM, BN, STRIP, INT64)
+    m0, n0 = _tile_origin(N, BM, BN, STRIP)
     if m0 >= M:
         return
     height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
-    m = as_index(loaded_row(BM, LANES, WARPS), INT64)
+    m = loaded_row(BM, LANES, WARPS)
     n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     mask = below(m, height, WHOLE)[:, None] & below(n, width, WHOLE)[None, :]
     offset = m[:, None] * row_stride + n[None, :]
@@ -165,42 +169,40 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
         x *= inverse
         if TO_ROWS:
             tl.store(rows_ptr + row_offset, to_e4m3(x, 1.0), mask)
-        if TO_COLUMNS:
-            store_transposed(by_column(in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE,
-                             INT64)
+        else:
+            store_transposed(by_column(in_order(x, LANES, WARPS)), columns_ptr, n, height, width, M, VECTOR, WHOLE)
     else:
         if TO_ROWS:
             data, scale = quantized_rows(x, B, FLOOR)
             tl.store(rows_ptr + row_offset, data, mask)
             blocks_n: tl.constexpr = (N + B - 1) // B
             rows_scale_ptr += expert * M * blocks_n + m0 * rows_scale_stride_m + n0 // B * rows_scale_stride_n
-            block = as_index(tl.arange(0, BN // B), INT64)
+            block = tl.arange(0, BN // B)
             tl.store(rows_scale_ptr + (m[:, None] * rows_scale_stride_m + block[None, :] * rows_scale_stride_n),
                      scale, below(m, height, WHOLE)[:, None] & below(block * B, width, WHOLE)[None, :])
         if TO_COLUMNS:
             columns_scale_ptr += expert * tl.cdiv(M, B) * N + m0 // B * N + n0
             store_columns(in_order(x, LANES, WARPS), columns_ptr, columns_scale_ptr, n, height, width, M, N, B,
-                          FLOOR, VECTOR, WHOLE, INT64)
+                          FLOOR, VECTOR, WHOLE)
 
 
 @Launched
 @triton.jit
 def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr, out_scale_ptr, P, K: tl.constexpr,
-                    B_IN: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-                    STRIP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
-                    INT64: tl.constexpr):
+                    B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+                    STRIP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
     LANES: tl.constexpr = 32 * VECTOR // BK
-    SHARED: tl.constexpr = min(B_IN, BK)
-    p0, k0 = _tile_origin(K, BP, BK, STRIP, INT64)
+    SHARED: tl.constexpr = min(B, BK)
+    p0, k0 = _tile_origin(K, BP, BK, STRIP)
     if p0 >= P:
         return
     height, width = tl.minimum(P - p0, BP).to(tl.int32), K - k0
-    p = as_index(loaded_row(BP, LANES, WARPS), INT64)
+    p = loaded_row(BP, LANES, WARPS)
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)
     data = tl.load(data_ptr + (p0 * K + k0) + (p[:, None] * K + k[None, :]),
                    below(p, height, WHOLE)[:, None] & below(k, width, WHOLE)[None, :], other=0)
-    block = as_index(tl.arange(0, BK // SHARED), INT64)
-    scale_ptr += p0 * scale_stride_p + k0 // B_IN * scale_stride_k
+    block = tl.arange(0, BK // SHARED)
+    scale_ptr += p0 * scale_stride_p + k0 // B * scale_stride_k
     scale = tl.load(scale_ptr + (p[:, None] * scale_stride_p + block[None, :] * scale_stride_k),
                     below(p, height, WHOLE)[:, None] & below(block * SHARED, width, WHOLE)[None, :], other=0)
     x = tl.reshape(from_e4m3(data), [BP, BK // SHARED, SHARED])
@@ -209,24 +211,23 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
     x = tl.reshape(x * power[:, :, None], [BP, BK])
     out_ptr += k0.to(tl.int64) * P + p0
     out_scale_ptr += p0 // B * K + k0
-    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE,
-                  INT64)
+    store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE)
 
 
 @Launched
 @triton.jit
 def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scale_stride_k, out_ptr, R,
                        K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
-                       BK: tl.constexpr, VECTOR: tl.constexpr, INT64: tl.constexpr):
+                       BK: tl.constexpr, VECTOR: tl.constexpr):
     expert = tl.program_id(1).to(tl.int64)
-    r0, k0 = _tile_origin(K, BR, BK, 1, INT64)
-    r = as_index(tl.arange(0, BR), INT64)[:, None]
+    r0, k0 = _tile_origin(K, BR, BK, 1)
+    r = tl.arange(0, BR)[:, None]
     # A thread loads as many values as it stores. Wider loads would need an exchange between threads.
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)[None, :]
     mask = (r < R - r0) & (k < K - k0)
     origin = (expert * R + r0) * K + k0
     data = tl.load(data_ptr + origin + (r * K + k), mask, other=0)
-    block = as_index(tl.arange(0, BK // B), INT64)[None, :]
+    block = tl.arange(0, BK // B)[None, :]
     if ROWS_PER_SCALE > 1:
         scale_ptr += r0 // ROWS_PER_SCALE * scale_stride_r
         scale_row = tl.zeros([BR, 1], tl.int32)
@@ -241,11 +242,6 @@ def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scal
     tl.store(out_ptr + origin + (r * K + k), x.to(out_ptr.dtype.element_ty), mask)
 
 
-def _programs(rows: int, columns: int, tile: Tile) -> int:
-    """Programs for one matrix. Row tiles are padded to whole strips: the programs of the padding do nothing."""
-    return cdiv(cdiv(rows, tile.rows), tile.strip) * tile.strip * cdiv(columns, tile.columns)
-
-
 def _outputs(like: torch.Tensor, data_shape: tuple, scale_shape: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     """Empty data and scales."""
     return (torch.empty(data_shape, dtype=torch.float8_e4m3fn, device=like.device),
@@ -254,11 +250,6 @@ def _outputs(like: torch.Tensor, data_shape: tuple, scale_shape: tuple) -> tuple
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _spans(scale: torch.Tensor) -> map:
-    """The distance in memory that the scales span along each axis."""
-    return map(mul, scale.shape, scale.stride())
 
 
 def _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major):
@@ -276,10 +267,9 @@ def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
     if rows and columns:
         tile = ROWS_TILE
         strides = (1, rows) if scale_k_major else (scale.shape[1], 1)
-        _quantize_rows_kernel[(_programs(rows, columns, tile), )](
+        _quantize_rows_kernel[(tile.programs(rows, columns), )](
             x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
-            scaling_mode == "floor", tile.rows, tile.columns,
-            needs_int64(tile.rows * max(columns, x_RK.stride(0)), scale.numel()), num_warps=tile.warps)
+            scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
     return data, scale
 
 
@@ -298,7 +288,7 @@ def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, 
         out += _outputs(like, (experts, m, n), (experts, *rows_scale))
     if columns:
         out += _outputs(like, (experts, n, m), (experts, *columns_scale))
-    return out[:3] if tiled else out
+    return out
 
 
 def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
@@ -325,15 +315,14 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
 
     Args:
         x: the stacks, one above the other along M: each one tensor [E, M_i, N], or `experts` matrices [M_i, N].
-        rows, columns: the forms to write: blocks along N, and blocks along M.
+        rows, columns: the forms to write: blocks along N, and blocks along M. With `tiled` only one of the two.
 
     Returns:
-        Data and scales of the rows, then of the columns, as far as they are asked for. With `tiled` there is one set
-        of scales, which stands second. It is in the order of the rows, or of the columns if those alone are written.
+        Data and scales of the rows, then of the columns, as far as they are asked for.
     """
     out = _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major)
     # A form that is not asked for gets another one's tensors. The kernel does not write to them.
-    rows_data, rows_scale, columns_data, columns_scale = out[0], out[1], out[2 if rows and columns else 0], out[-1]
+    rows_data, rows_scale, columns_data, columns_scale = *out[:2], *out[-2:]
     n, row_stride = x[0].shape[-1], x[0].stride(-2)
     if x[0].dim() == 3:
         stacks = [[stack] for stack in x]
@@ -357,38 +346,35 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     # float32 input in both layouts, each with its own scales, needs more registers than the limit.
     registers = tile.registers if tiled or x[0].element_size() == 2 else None
     tables, alignment = ([None] * len(stacks), 1) if even else _tables(stacks)
-    whole = tile.divides(m, n)
-    int64 = needs_int64(tile.rows * max(n, row_stride), tile.columns * m, rows_scale.numel())
-    _quantize_matrix_kernel[(_programs(m, n, tile), experts)](
+    _quantize_matrix_kernel[(tile.programs(m, n), experts)](
         stacks[0][0], stacks[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
         rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
         block_size, scaling_mode == "floor", tiled, rows, columns, len(stacks), alignment, tile.rows, tile.columns,
-        tile.strip, vector, tile.warps, whole, int64, num_warps=tile.warps, maxnreg=registers)
+        tile.strip, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
     return out
 
 
-def _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode):
+def _rescale_outputs(data_PK, scale, block_size, scaling_mode):
     p, k = data_PK.shape
     return _outputs(data_PK, (k, p), (cdiv(p, block_size), k))
 
 
 @operator(_rescale_outputs)
-def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size_in: int, block_size: int,
+def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size: int,
                         scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     p, k = data_PK.shape
-    out, out_scale = _rescale_outputs(data_PK, scale, block_size_in, block_size, scaling_mode)
+    out, out_scale = _rescale_outputs(data_PK, scale, block_size, scaling_mode)
     # Triton's interpreter cannot run Gluon kernels.
-    if p and k and block_size_in == block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
-        rescale_tiles_kernel[(p // WHOLE_TILE.rows * (k // WHOLE_TILE.columns), )](
+    if p and k and block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
+        rescale_tiles_kernel[(WHOLE_TILE.programs(p, k), )](
             data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
             scaling_mode == "floor", *WHOLE_TILE[:3], num_warps=WHOLE_TILE.warps)
     elif p and k:
         tile = RESCALE_TILES[block_size]
-        _rescale_kernel[(_programs(p, k, tile), )](
-            data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
-            block_size_in, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.strip,
-            tile.vector, tile.warps, tile.divides(p, k), needs_int64(tile.rows * k, tile.columns * p, *_spans(scale)),
-            num_warps=tile.warps, maxnreg=tile.registers)
+        _rescale_kernel[(tile.programs(p, k), )](
+            data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k, block_size,
+            scaling_mode == "floor", tile.rows, tile.columns, tile.strip, tile.vector, tile.warps,
+            tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
     return out, out_scale
 
 
@@ -403,10 +389,9 @@ def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, ti
     out = _dequantized(data_ERK, scale, block_size, tiled, dtype)
     if out.numel():
         tile = DEQUANTIZE_TILE
-        _dequantize_kernel[(_programs(rows, k, tile), experts)](
+        _dequantize_kernel[(tile.programs(rows, k), experts)](
             data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
-            tile.rows, tile.columns, 16 // out.element_size(), needs_int64(tile.rows * k, *_spans(scale)),
-            num_warps=tile.warps)
+            tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
     return out
 
 
@@ -431,34 +416,32 @@ def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> 
     return MXParts(data[0], scale[0].t(), block_size)
 
 
-def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str,
-                              scale_k_major: bool) -> tuple[MXParts, MXParts]:
-    """quantize_rows(x_PN) and quantize_columns(x_PN) with one read of x. P and N are multiples of 32."""
+def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> tuple[MXParts, MXParts]:
+    """quantize_rows(x_PN) and quantize_columns(x_PN) with one read of x. P and N are multiples of 32.
+
+    The scales lie in memory as [ceil(N / block_size), P] and [ceil(P / block_size), N].
+    """
     x_PN = _dense_rows(x_PN)
-    data_PN, scale_PN, data_NP, scale_NP = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, True, True,
-                                                              scale_k_major)
-    scale_PN = scale_PN[0].t() if scale_k_major else scale_PN[0]
-    return MXParts(data_PN[0], scale_PN, block_size), MXParts(data_NP[0], scale_NP[0].t(), block_size)
+    out = _quantize_matrices([x_PN], 1, block_size, scaling_mode, False, True, True, True)
+    data_PN, scale_PN, data_NP, scale_NP = (part[0] for part in out)
+    return MXParts(data_PN, scale_PN.t(), block_size), MXParts(data_NP, scale_NP.t(), block_size)
 
 
 def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
-                     rows: bool, columns: bool) -> tuple[MXParts | None, MXParts | None]:
+                     transposed: bool) -> MXParts:
     """Quantises experts' weights, straight from their parameters.
 
     Args:
         stacks: one stack of weights, or two that lie one above the other along N (gate and up). A stack is one tensor
             [E, N_i, K] or E matrices [N_i, K] with dense rows. All have one dtype. K is a multiple of 32, and so is
             the sum N of N_i with block size 32.
-        rows: return [E, N, K], for GEMMs that contract over K.
-        columns: return [E, K, N], for GEMMs that contract over N.
 
     Returns:
-        The two forms. A form that is not asked for is None. With block size 128 they are mx.quantize_tiles of the
-        weights and its transpose, which share one tensor of scales if both are asked for. With 32 they are mx.quantize
-        of the weights and of their transpose, whose scales lie in memory as [E, N / 32, K].
+        [E, N, K], for GEMMs that contract over K. With `transposed` [E, K, N], for GEMMs that contract over N. With
+        block size 128 it is mx.quantize_tiles of the weights, or the transpose of that. With 32 it is mx.quantize of
+        the weights, or of their transpose, whose scales lie in memory as [E, N / 32, K].
     """
     tiled = block_size == TILE
-    experts = len(stacks[0])
     weights = stacks
     if not all(isinstance(stack, torch.Tensor) for stack in stacks):
         weights = [matrix for stack in stacks for matrix in stack]
@@ -466,23 +449,18 @@ def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], bl
     check_alike(weights, dtype)
     if any(w.stride()[-2:] != steps for w in weights):
         weights = [w.contiguous() for w in weights]
-    out = _quantize_matrices(list(weights), experts, block_size, scaling_mode, tiled, rows, columns, False)
-    of_columns = None
-    if columns:
-        # Scales of tiles are in the order of the rows, unless columns alone were written.
-        scale = out[1] if tiled else out[-1]
-        of_columns = MXParts(out[2 * rows], scale if tiled and not rows else scale.transpose(1, 2), block_size, tiled)
-    return MXParts(out[0], out[1], block_size, tiled) if rows else None, of_columns
+    data, scale = _quantize_matrices(list(weights), len(stacks[0]), block_size, scaling_mode, tiled, not transposed,
+                                     transposed, False)
+    return MXParts(data, scale.transpose(1, 2) if transposed and not tiled else scale, block_size, tiled)
 
 
-def rescale_transposed(x_PK: MXParts, block_size: int, scaling_mode: str) -> MXParts:
-    """mx.transpose_rescale of rows [P, K]: returns [K, P] with blocks along P.
+def rescale_transposed(x_PK: MXParts, scaling_mode: str) -> MXParts:
+    """mx.transpose_rescale of rows [P, K]: returns [K, P] with blocks of the same size along P.
 
     The scales lie in memory as [ceil(P / block_size), K].
     """
-    data, scale = _rescale_transposed(x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size, block_size,
-                                      scaling_mode)
-    return MXParts(data, scale.t(), block_size)
+    data, scale = _rescale_transposed(x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size, scaling_mode)
+    return MXParts(data, scale.t(), x_PK.block_size)
 
 
 def dequantize(x: MXParts, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from .format import from_e4m3, larger, new_scale
 from .launch import Launched
-from .transpose import as_index
 
 
 @Launched
@@ -32,7 +31,7 @@ def rescale_tiles_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, ou
 
     p = gl.expand_dims(gl.arange(0, BP, gl.SliceLayout(1, READ)), 1)
     k = gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, READ)), 0)
-    data = gl.load(data_ptr + (p0 * K + k0) + (as_index(p, BP * K > 0x7FFFFFFF) * K + k))
+    data = gl.load(data_ptr + (p0 * K + k0) + (p * K + k))
     p = gl.arange(0, BP, gl.SliceLayout(0, WRITTEN))
     scale = gl.load(scale_ptr + (p0 * scale_stride_p + k0 // 128 * scale_stride_k) + p * scale_stride_p)
     data = gl.convert_layout(data.permute((1, 0)), WRITTEN)

@@ -11,20 +11,13 @@ quads, and two casts turn a quad into one register of four bytes:
     x = load(ptr + m[:, None] * stride + n[None, :])    # a thread has VECTOR neighbours along n
     store_columns(in_order(x, LANES, WARPS), ...)
 
-INT64: whether offsets within the tile are computed in int64. WHOLE: whether the tiles divide the matrix, so that no
-access needs a mask.
+WHOLE: whether the tiles divide the matrix, so that no access needs a mask.
 """
 
 import triton
 import triton.language as tl
 
 from .format import larger, new_scale, to_e4m3
-
-
-@triton.jit
-def as_index(i, INT64: tl.constexpr):
-    """i in the type in which it may be multiplied by a stride. int32 takes half the registers of int64."""
-    return i.to(tl.int64) if INT64 else i
 
 
 @triton.jit
@@ -79,21 +72,19 @@ def by_column(x):
 
 
 @triton.jit
-def store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
-                     INT64: tl.constexpr):
+def store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
     """Stores data [BN, BM] to memory [N, M].
 
-    `n`: the tile's columns. n, M and N count from the tile's first value. INT64 is needed if BN * stride_n does not
-    fit into int32.
+    `n`: the tile's columns. n, M and N count from the tile's first value.
     """
     m = tl.max_contiguous(tl.arange(0, data.shape[1]), VECTOR if data.shape[0] == data.shape[1] else 16)
-    tl.store(data_ptr + (as_index(n, INT64)[:, None] * stride_n + m[None, :]), data,
+    tl.store(data_ptr + (n[:, None] * stride_n + m[None, :]), data,
              below(n, N, WHOLE)[:, None] & below(m, M, WHOLE)[None, :])
 
 
 @triton.jit
 def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl.constexpr, FLOOR: tl.constexpr,
-                  VECTOR: tl.constexpr, WHOLE: tl.constexpr, INT64: tl.constexpr):
+                  VECTOR: tl.constexpr, WHOLE: tl.constexpr):
     """Quantises x [BM, BN] in blocks along M. Stores data as `store_transposed` does, and scales to [M / B, N]."""
     BM: tl.constexpr = x.shape[0]
     x0, x1, x2, x3 = _quads(x)
@@ -103,7 +94,7 @@ def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl
     inverse = tl.broadcast_to(inverse[:, :, None], [x.shape[1], BM // B, B // 4])
     inverse = tl.reshape(inverse, [x.shape[1], BM // 4])
     data = _quad_bytes(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
-    store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE, INT64)
-    block = as_index(tl.arange(0, BM // B), INT64)
+    store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR, WHOLE)
+    block = tl.arange(0, BM // B)
     tl.store(scale_ptr + (block[None, :] * scale_stride + n[:, None]), byte,
              below(block * B, M, WHOLE)[None, :] & below(n, N, WHOLE)[:, None])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from test_grouped_gemm_blackwell import FORMATS, SIZES, check_grouped_mm, check_wgrad
 
-from ds_mxfp8_moe.mx import MXTensor, quantize
 from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell
 
 SKEWED = (2048, 0, 128, 0, 0, 384, 128, 0)
@@ -39,22 +38,3 @@ def test_wgrad_formats(N, K, g_block, a_block):
 def test_output_dtypes(dtype):
     check_grouped_mm("cuda", SKEWED, 128, 96, 256, 32, 32, dtype)
     check_wgrad("cuda", SKEWED, 128, 96, 256, 32, 32, dtype)
-
-
-def test_accumulation():
-    check_wgrad("cuda", SKEWED, 128, 288, 416, 32, 32, accumulate=True)
-    check_wgrad("cuda", (0, 0), 0, 288, 416, 32, 32, accumulate=True)
-
-
-def test_more_rows_than_a_grid_has_tiles():
-    P = 9 << 20
-    tail, b = quantize(torch.randn(128, 32, device="cuda"), 32), quantize(torch.randn(1, 32, 32, device="cuda"), 32)
-    a = MXTensor(torch.zeros(P, 32, device="cuda").to(torch.float8_e4m3fn), tail.scale_bytes.repeat(P // 128, 1), 32)
-    a.qdata[-128:] = tail.qdata
-
-    def product(x):
-        ends = torch.tensor([x.shape[0]], dtype=torch.int32, device="cuda")
-        return grouped_gemm_blackwell.grouped_mm_mxfp8(x, b, ends, torch.float32)
-
-    out = product(a)
-    assert torch.equal(out[-128:], product(tail)) and not out[:-128].any()

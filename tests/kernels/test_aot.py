@@ -53,26 +53,27 @@ def blackwell_gemms():
     gemm = module("grouped_gemm_blackwell")
     gemm.grouped_mm_mxfp8(mx(P, H), mx(E, F, H), ends(), BF16)
     gemm.grouped_mm_mxfp8(mx(P, H, block=128, block_major=True), mx(E, 160, H, block=128), ends(), F32)
-    for dtype, into in ((BF16, None), (F32, torch.empty(E, F, H))):
-        gemm.grouped_mm_wgrad_mxfp8(mx(F, P, block_major=True), mx(H, P, block=128, block_major=True), ends(), dtype,
-                                    into)
+    for dtype in (BF16, F32):
+        gemm.grouped_mm_wgrad_mxfp8(mx(F, P, block_major=True), mx(H, P, block=128, block_major=True), ends(), dtype)
 
 
 def casts():
     cast = module("quantize")
-    x = torch.empty(P, H, dtype=BF16)
     for block in (32, 128):
-        cast.quantize_rows(x, block, "rceil", True)
-        cast.quantize_rows_and_columns(x, block, "floor", True)
-        cast.quantize_columns(x, block, "rceil")
+        for dtype in (BF16, F32):
+            x = torch.empty(P, H, dtype=dtype)
+            cast.quantize_rows(x, block, "rceil", True)
+            cast.quantize_rows_and_columns(x, block, "floor")
+            cast.quantize_columns(x, block, "rceil")
         for rows in (P, P + 128):  # whole tiles, and others
-            cast.rescale_transposed(mx(rows, H, block=block, block_major=True), block, "rceil")
+            cast.rescale_transposed(mx(rows, H, block=block, block_major=True), "rceil")
         cast.dequantize(mx(P, H, block=block), BF16)
         stack = torch.empty(E * E, P, H, dtype=BF16)
         scattered = [stack[e * e] for e in range(E)]
-        cast.quantize_weights([scattered, scattered], block, "rceil", True, True)
+        for transposed in (False, True):
+            cast.quantize_weights([scattered, scattered], block, "rceil", transposed)
     cast.dequantize(mx(E, F, H, block=128, tiled=True), F32)
-    cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True, True)
+    cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True)
 
 
 def activations():
@@ -84,9 +85,10 @@ def activations():
         ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, plain=True)
         ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, columns=True)
     ffn.activate(t, weight, "gelu_tanh", "mlp", quantize=False)
+    ffn.activate(t.float(), weight, "gelu_tanh", "mlp", 128, keep=True)
     ffn.activate_backward(t, t, weight, "relu", "mlp", plain=True)
     ffn.group_sums(t, ends(), weight)
-    ffn.add_weighted_bias(t, bias[:, :F].contiguous(), weight, ends(), BF16)
+    ffn.add_weighted_bias(t, bias[:, :F].contiguous(), weight, ends())
 
 
 def exchanges():
@@ -112,13 +114,13 @@ def hopper_gemms():
         gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
     g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)
-    for dtype, into in ((BF16, None), (torch.float32, None), (None, torch.empty(E, F, H))):
-        wgrad.grouped_mm_wgrad_mxfp8(g, a, ends(), dtype, into)
-        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), dtype, into)
-        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), mx(P, H), ends(), dtype, into)
+    for dtype in (BF16, F32):
+        wgrad.grouped_mm_wgrad_mxfp8(g, a, ends(), dtype)
+        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), dtype)
+        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), mx(P, H), ends(), dtype)
         rows = mx(P, F, block=128), mx(P, H, block=128, block_major=True)
-        wgrad.grouped_mm_wgrad_bf16(*rows, ends(), dtype, into)
-        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype, into)
+        wgrad.grouped_mm_wgrad_bf16(*rows, ends(), dtype)
+        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype)
     module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(g, rows[1], ends(), BF16, g_columns=True)
 
 
@@ -243,6 +245,13 @@ def test_casts_to_e4m3_are_the_hardware_s(launches):
     names = {launch.kernel.rpartition(".")[2] for launch in launches if "cvt.rn.satfinite.e4m3x2.f32" in launch.ptx}
     assert names >= {"_quantize_rows_kernel", "_quantize_matrix_kernel", "_rescale_kernel", "rescale_tiles_kernel",
                      "_forward_kernel", "_backward_kernel", "_combine_kernel"}
+
+
+def test_subnormals_are_not_flushed(launches):
+    """But for what exp2 and rsqrt flush, which is nothing beside 1."""
+    of_values = [launch for launch in launches if re.search(r"\.(quantize|activation)\.", launch.kernel)]
+    assert not [launch.kernel for launch in of_values
+                if ".ftz" in re.sub(r"(ex2|rsqrt)\.approx\.ftz", "", launch.ptx)]
 
 
 def test_no_spills(launches):

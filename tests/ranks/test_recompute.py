@@ -186,7 +186,7 @@ def train_pipelines(layout):
         reset_deepspeed_groups()
         torch.manual_seed(layout.seed)
         module = pipeline(layout, activation_checkpoint_interval=interval,
-                          activation_checkpoint_func=WAYS.get("deepspeed", WAYS["reentrant"]))
+                          activation_checkpoint_func=WAYS["deepspeed"])
         engine = make_engine(layout, DEFAULT, module)
         runs.append((train_steps(engine, layout), parameters(engine)))
         engine.destroy()
@@ -225,23 +225,9 @@ def twice_before_backward(section, way):
     return [name for name, grad in both[1].items() if not torch.equal(grad, first[1][name] + second[1][name])]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["stored", "reentrant", "non-reentrant"])
 def test_two_calls_before_one_backward(ranks2, way):
     assert ranks2.run(twice_before_backward, DEFAULT, way) == [[], []]
-
-
-def differentiate_twice(way):
-    block = make_block(DEFAULT, "top1-gelu")
-    x = torch.randn(8, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    y, _ = WAYS[way](block, x)
-    gradient, = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.float().sum().backward()
-
-
-@pytest.mark.parametrize("way", ["stored", "non-reentrant"])
-def test_a_second_derivative_is_an_error_that_says_so(ranks2, way):
-    ranks2.run(differentiate_twice, way)
 
 
 def kept_bytes(function, *args):
@@ -277,6 +263,5 @@ def keep(kind):
 def test_bytes_kept_for_backward(ranks2, kind):
     """33 bytes of MXFP8 for 64 of bf16, and per row a few bytes of routing that both keep."""
     for sizes in ranks2.run(keep, kind):
-        print(sizes)
         assert sizes["mxfp8"] < 0.6 * sizes["bf16"]
         assert sizes["mxfp8"] < sizes["mxfp8-bf16-preactivation"] < 0.9 * sizes["bf16"]

@@ -12,10 +12,8 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
@@ -52,20 +50,6 @@ def _start() -> None:
     torch.set_num_threads(1)
     _round_as_gpus_do()
     _patch_language_once()
-
-
-@contextmanager
-def first_programs() -> Iterator[None]:
-    """Every launch runs its first program alone. Tensors from torch.empty may then be larger than memory: what nothing
-    touches takes none."""
-    from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
-    launch = Launched._launch
-
-    def first(self, grid, *args, **named):
-        launch(self, (1, ) * len(grid), *args, **named)
-
-    with mock.patch.object(Launched, "_launch", first):
-        yield
 
 
 def _run(case: Callable, *args):

@@ -81,32 +81,31 @@ def run_columns(device: str, rows: int, columns: int, dtype: torch.dtype, block:
     there = torch.cat([x, x], dim=1).to(device)[:, :columns]
     expected = mx.quantize(x.t(), block, mode)
     with poisoned():
-        for k_major in (False, True):
-            of_rows, actual = kernels.quantize_rows_and_columns(there, block, mode, k_major)
-            same(of_rows, mx.quantize(x, block, mode))
-            assert of_rows.scale_bytes.stride() == ((1, rows) if k_major else (of_rows.scale_bytes.shape[1], 1))
-            for columns_form in (actual, kernels.quantize_columns(there, block, mode)):
-                same(columns_form, expected)
-                assert columns_form.scale_bytes.stride() == (1, columns)
+        of_rows, actual = kernels.quantize_rows_and_columns(there, block, mode)
+        same(of_rows, mx.quantize(x, block, mode))
+        assert of_rows.scale_bytes.stride() == (1, rows)
+        for columns_form in (actual, kernels.quantize_columns(there, block, mode)):
+            same(columns_form, expected)
+            assert columns_form.scale_bytes.stride() == (1, columns)
 
 
-def run_rescale(device: str, rows: int, columns: int, block_in: int, block: int, mode: str) -> None:
+def run_rescale(device: str, rows: int, columns: int, block: int, mode: str) -> None:
     """All 256 data bytes under all 256 scales."""
     generator = torch.Generator().manual_seed(rows + columns)
     data = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8)
     data[data & 0x7F == 0x7F] &= 0xFE  # else nearly every block had a NaN
     data[5, 5] = 0x7F
     # Scales of one block of columns lie within a few binades, so that blocks along the rows keep some bits.
-    centre = torch.linspace(0, 255, -(-columns // block_in)).int()
+    centre = torch.linspace(0, 255, -(-columns // block)).int()
     spread = torch.randint(-6, 7, (rows, len(centre)), generator=generator, dtype=torch.int32)
     scale = (centre + spread).clamp(0, 254).to(torch.uint8)
     scale[9, 0] = 255
-    x = MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), block_in, torch.bfloat16)
+    x = MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), block, torch.bfloat16)
     expected = mx.transpose_rescale(x, block, mode)
     with poisoned():
         for there in (scale.to(device), scale.t().contiguous().to(device).t()):
-            there = MXParts(x.qdata.to(device), there, block_in)
-            actual = kernels.rescale_transposed(there, block, mode)
+            there = MXParts(x.qdata.to(device), there, block)
+            actual = kernels.rescale_transposed(there, mode)
             same(actual, expected)
             assert actual.scale_bytes.stride() == (1, columns)
             for output in DTYPES:
@@ -136,13 +135,10 @@ def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: t
         expected_rows = mx.quantize(stack, block, mode)
         expected_columns = mx.quantize(stack.transpose(1, 2), block, mode)
     with poisoned(), mock.patch.object(kernels, "MAX_POINTERS", pointers):
-        for rows, columns in ((True, True), (True, False), (False, True)):
-            got = kernels.quantize_weights(there, block, mode, rows, columns)
-            for wanted, actual, expected in zip((rows, columns), got, (expected_rows, expected_columns), strict=True):
-                assert (actual is not None) == wanted
-                if wanted:
-                    same(actual, expected)
-                    assert block == 32 or rows and columns or actual.scale_bytes.is_contiguous()
+        for transposed, expected in ((False, expected_rows), (True, expected_columns)):
+            actual = kernels.quantize_weights(there, block, mode, transposed)
+            same(actual, expected)
+            assert block == 32 or actual.scale_bytes.is_contiguous()
         same_values(kernels.dequantize(actual, dtype), mx.dequantize(expected, dtype))
 
 
@@ -152,7 +148,7 @@ def run_empty(device: str, block: int) -> None:
     for k_major in (False, True):
         same(kernels.quantize_rows(x, block, "rceil", k_major), rows)
     same(kernels.quantize_columns(x, block, "rceil"), columns)
-    for got, wanted in zip(kernels.quantize_rows_and_columns(x, block, "rceil", True), (rows, columns), strict=True):
+    for got, wanted in zip(kernels.quantize_rows_and_columns(x, block, "rceil"), (rows, columns), strict=True):
         same(got, wanted)
-    same(kernels.rescale_transposed(kernels.quantize_rows(x, block, "rceil", True), block, "rceil"), columns)
+    same(kernels.rescale_transposed(kernels.quantize_rows(x, block, "rceil", True), "rceil"), columns)
     assert kernels.dequantize(kernels.quantize_rows(x, block, "rceil", True), torch.float16).shape == (0, 96)

@@ -24,7 +24,7 @@ void check(int error, const char *what) {
                              "' failed: " + cudaGetErrorString(cudaError_t(error)));
 }
 
-// Spins until `totals` has written its last word. Returns false if a failure was recorded, or the time is over.
+// Spins until the kernel `totals` has written its last word. Returns false after `seconds`, or if an exchange failed.
 bool wait_for_totals(Address host, int serial, Address failure, double seconds) {
   const auto *word = reinterpret_cast<const volatile int *>(host);
   const auto *code = &reinterpret_cast<const volatile Failure *>(failure)->code;
@@ -37,42 +37,26 @@ bool wait_for_totals(Address host, int serial, Address failure, double seconds) 
   return *code == 0;
 }
 
-// A field of a struct, by its name. Each struct has one table and one function: pybind11's own properties are two
-// functions for each field and take minutes to compile.
-struct Field {
-  enum Type { INT, UINT32, INT64, ADDRESS, STRIDES, PEERS, GROUP, ROWS, LOW_LATENCY } type;
-  const char *name;
-  size_t offset;
+// The C++ type of a field's value in Python. An array comes as a sequence.
+template <class T> struct Given {
+  using type = T;
+};
+template <class T, size_t N> struct Given<T[N]> {
+  using type = std::array<T, N>;
 };
 
-using Strides = std::array<int64_t, 3>;
-using Peers = std::array<Address, MAX_RANKS>;
-
-Field::Type type_of(const int &) { return Field::INT; }
-Field::Type type_of(const uint32_t &) { return Field::UINT32; }
-Field::Type type_of(const int64_t &) { return Field::INT64; }
-Field::Type type_of(const Address &) { return Field::ADDRESS; }
-Field::Type type_of(const int64_t (&)[3]) { return Field::STRIDES; }
-Field::Type type_of(const Address (&)[MAX_RANKS]) { return Field::PEERS; }
-Field::Type type_of(const Group &) { return Field::GROUP; }
-Field::Type type_of(const Rows &) { return Field::ROWS; }
-Field::Type type_of(const LowLatency &) { return Field::LOW_LATENCY; }
-
-template <class T> void assign(char *at, py::handle value) { *reinterpret_cast<T *>(at) = value.cast<T>(); }
-
-void set(char *at, Field::Type type, py::handle value) {
-  switch (type) {
-  case Field::INT: return assign<int>(at, value);
-  case Field::UINT32: return assign<uint32_t>(at, value);
-  case Field::INT64: return assign<int64_t>(at, value);
-  case Field::ADDRESS: return assign<Address>(at, value);
-  case Field::STRIDES: return assign<Strides>(at, value);
-  case Field::PEERS: return assign<Peers>(at, value);
-  case Field::GROUP: return assign<Group>(at, value);
-  case Field::ROWS: return assign<Rows>(at, value);
-  case Field::LOW_LATENCY: return assign<LowLatency>(at, value);
-  }
+template <class T> void assign(char *at, py::handle value) {
+  using Value = typename Given<T>::type;
+  *reinterpret_cast<Value *>(at) = value.cast<Value>();
 }
+
+// A field of a struct. Each struct has a table of its fields and one constructor. With pybind11's own properties, two
+// functions for each field, this file takes minutes to compile.
+struct Field {
+  const char *name;
+  size_t offset;
+  void (*assign)(char *at, py::handle value);
+};
 
 void set_all(char *self, const char *name, const std::vector<Field> &fields, const py::kwargs &given) {
   for (auto [key, value] : given) {
@@ -81,11 +65,12 @@ void set_all(char *self, const char *name, const std::vector<Field> &fields, con
                                     [&](const Field &f) { return std::strcmp(f.name, wanted) == 0; });
     if (field == fields.end())
       throw py::type_error(std::string(name) + " has no field '" + wanted + "'");
-    set(self + field->offset, field->type, value);
+    field->assign(self + field->offset, value);
   }
 }
 
-// In Python: name(field=value, ...), or name(another, field=value, ...) for a copy of `another` with other values.
+// Makes a class that Python calls as name(field=value, ...). name(another, field=value, ...) makes a copy of `another`
+// with other values.
 template <class T> void expose(py::module_ &m, const char *name, std::vector<Field> fields) {
   py::class_<T>(m, name, py::module_local()) // the tests load the emulated module beside this one
       .def(py::init([=](const T *like, const py::kwargs &given) {
@@ -98,7 +83,7 @@ template <class T> void expose(py::module_ &m, const char *name, std::vector<Fie
 
 } // namespace
 
-#define FIELD(type, name) {type_of(decltype(type::name){}), #name, offsetof(type, name)}
+#define FIELD(type, name) {#name, offsetof(type, name), assign<decltype(type::name)>}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MAX_RANKS") = MAX_RANKS;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Brings expert-sorted rows back to their tokens. The experts' rank adds up a token's rows in ascending choice and
-// rounds the sum once to the type in which it travels. The token's owner adds up what arrives in ascending rank. Both
-// sums are in float32.
+// Sends expert-sorted rows back to their tokens. The rank of the experts adds up a token's rows in ascending choice
+// and rounds the sum once to the type in which it travels. The token's owner adds up the rows that arrive in ascending
+// rank. Both sums are in float32.
 #include "rows.cuh"
 
 namespace nvlink {
@@ -80,12 +80,13 @@ template <class In, class Wire> struct CombineWork {
   static constexpr int PIECE = 32 * VALUES;
   static constexpr int AHEAD = Wire::AHEAD;
   using Unit = typename Wire::Unit;
-  // Whether a token's only row is copied in its own 16-bit type: when it is sent, and when it has come back.
+  // If a token has one row only, the row needs no sum. These tell whether the row is then copied in its 16-bit type:
+  // when it is sent, and when it has come back.
   static constexpr bool COPIES = sizeof(In) == 2 && std::is_same_v<In, Unit>;
   static constexpr bool COPIES_BACK = sizeof(Unit) == 2 && std::is_same_v<Unit, typename Wire::Out>;
-  // How many loads are in flight together: of the rows here whose sum a token is, of the pieces of its only row here,
-  // and of the pieces of its only row that came back. Registers hold no more. Where three rows are summed, a few
-  // registers are spilled.
+  // How many loads are in flight together: of a token's rows on this rank, of the pieces of its only row on this rank,
+  // and of the pieces of its only row that came back. Registers limit them. If three rows are summed, a few registers
+  // are spilled.
   static constexpr int SUMMED_AHEAD = sizeof(In) == 4 ? 1 : sizeof(Unit) == 2 ? 3 : 2;
   static constexpr int ONE_AHEAD = COPIES ? 8 : sizeof(In) == 2 ? 32 / VALUES : 1;
   static constexpr int ONE_AHEAD_BACK = COPIES_BACK ? 8 : sizeof(In) == 2 && sizeof(Unit) == 1 ? 32 / VALUES : 1;
@@ -93,8 +94,8 @@ template <class In, class Wire> struct CombineWork {
   const RowsView v;
   const Wire wire;
 
-  // Items to send: the chunks of the ranks in turn, this rank last. Item i is the nth chunk of its owner, in the order
-  // of RowsView::turned. The owner may have fewer chunks.
+  // The items to send are the chunks of the ranks in turn, this rank last. Item i is the nth chunk of its owner, in
+  // the order of RowsView::turned. An owner may have fewer chunks than others.
   __device__ int sends() const { return v.most_chunks() * v.world(); }
   __device__ int owner(int i) const { return (i + v.rank() + 1) % v.world(); }
   __device__ int nth(int i) const { return i / v.world(); }
@@ -103,8 +104,8 @@ template <class In, class Wire> struct CombineWork {
     return at<Unit>(Address(v.data(w, row, a.rows.H * int(sizeof(Unit)))));
   }
 
-  // Copies the `left` values of a row from this lane's first one on. SUM: -0 becomes 0, as in a sum. The loads of
-  // PIECES pieces are in flight together; the rest of the row is copied with half as many.
+  // Copies the `left` values of a row from this lane's first one on. With SUM, -0 becomes 0 as in a sum. The loads of
+  // PIECES pieces are in flight together. The rest of the row is copied with half as many.
   template <bool SUM, int PIECES, class T>
   __device__ __forceinline__ void copy(const T *from, T *to, int left) const {
 #pragma unroll 1
@@ -159,7 +160,7 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // Sends the sum of a token's rows to row r of rank w. Each lane in `here` holds the place of one of them.
+  // Sends the sum of a token's rows to row r of rank w. Each lane in `here` holds the place of one of these rows.
   __device__ __forceinline__ void send_sum(int w, int64_t r, int place, uint32_t here) {
     const int H = a.rows.H, mine = v.lane() * VALUES, last = (H - 1) / PIECE;
     Unit *to = row_at(w, r) + mine;
@@ -241,7 +242,7 @@ template <class In, class Wire> struct CombineWork {
       v.x.announce(w, v.turned(w, nth(i)));
   }
 
-  // Items to receive: the chunks of this rank's tokens.
+  // The items to receive are the chunks of this rank's tokens.
   __device__ bool skip(int) const { return false; }
   __device__ void await(int i) const {
     const int c = v.turned(v.rank(), i);
@@ -280,8 +281,8 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // Writes token t, the sum of the `count` rows that came back. Lane n's `own` is the n-th of them. The loads of
-  // PIECES pieces of ROWS rows are in flight together. Where PIECES is more than 1, count must be ROWS.
+  // Writes token t, the sum of the `count` rows that came back. Lane n's `own` is the n-th of these rows. The loads of
+  // PIECES pieces of ROWS rows are in flight together. If PIECES is more than 1, count must be ROWS.
   template <int ROWS, int PIECES> __device__ __forceinline__ void add_up(int64_t t, int own, int count) const {
     const int H = a.rows.H, mine = v.lane() * VALUES;
     for (int first = mine; first - mine < H; first += PIECES * PIECE) {
@@ -317,8 +318,8 @@ template <class In, class Wire> struct CombineWork {
     }
   }
 
-  // Lane n's `row` becomes the n-th of a token's rows that came back, in ascending rank. Returns how many came back.
-  // slot: RowsView::slot of the token.
+  // Sets lane n's `row` to the n-th of a token's rows that came back, in ascending rank. Returns how many came back.
+  // slot: what RowsView::slot returned for the token.
   __device__ int rows_back(int slot, int &row) const {
     const int own = slot < 0 ? -1 : slot + v.segment(SEND_BASE, v.lane());
     const uint32_t valid = __ballot_sync(~0u, own >= 0);
@@ -326,7 +327,7 @@ template <class In, class Wire> struct CombineWork {
     const int from = v.lane() < count ? __fns(valid, 0, v.lane() + 1) : 0;
     const int found = __shfl_sync(~0u, own, from);
     row = v.lane() < count ? found : 0;
-    return min(count, MAX_RANKS); // never more, but the compiler spills fewer registers when it knows
+    return min(count, MAX_RANKS); // count is never more, but the compiler spills fewer registers if it knows that
   }
 
   __device__ void weights_back(int64_t t) const {
@@ -350,14 +351,6 @@ __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_c
   CombineWork<In, Wire> work{a, v, wire};
   exchange(x, work, work.sends(), a.rows.chunks);
   x.finish();
-}
-
-template <class T> struct Type { using type = T; };
-
-template <class Action> int with_type(int dtype, Action action) {
-  return dtype == BF16   ? action(Type<__nv_bfloat16>())
-         : dtype == FP16 ? action(Type<__half>())
-                         : action(Type<float>());
 }
 
 template <class Action> int with_wire(const Combine &a, Action action) {

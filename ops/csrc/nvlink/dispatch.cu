@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Brings tokens to the ranks of their experts. Each token is read and quantised once, and sent once to each rank. The
-// rows that arrive, and this rank's own, go to their places among the expert-sorted, padded rows.
+// Sends tokens to the ranks of their experts. Each token is read and quantised once, and sent once to each rank. The
+// rows that arrive, and the rows of this rank's own tokens, are stored to their places among the expert-sorted rows.
 #include "rows.cuh"
 
 namespace nvlink {
 namespace {
 
 constexpr int AHEAD = 4; // pieces whose loads are in flight together
-constexpr int AHEAD_QUANTISED = 2; // the same where they are quantised
+constexpr int AHEAD_QUANTISED = 2; // the same for pieces that are quantised
 
 // All lanes of a warp call it. Calls action(lane, value) for each lane in `lanes`, with the value that it holds.
 template <class T, class Action> __device__ __forceinline__ void each(uint32_t lanes, T value, Action action) {
@@ -17,8 +17,8 @@ template <class T, class Action> __device__ __forceinline__ void each(uint32_t l
   }
 }
 
-// Where a warp writes a row: to the staging of other ranks, one for each lane in `peers`, and to places on this rank,
-// one for each lane in `here`. Other lanes hold no valid address.
+// The addresses that a warp writes a row to. Each lane in `peers` holds one in the staging of another rank. Each lane
+// in `here` holds one of a place on this rank.
 struct Targets {
   const Dispatch &a;
   const RowsView &v;
@@ -26,8 +26,8 @@ struct Targets {
   uint32_t peers, here;
   Address peer_row, own_row;
 
-  // row: in lane w, the row in the staging of rank w. place: in lane k, the place of choice k. -1: none. bytes: of a
-  // row.
+  // row: in lane w, the row in the staging of rank w, or -1. place: in lane k, the place of choice k, or -1. bytes:
+  // size of a row.
   __device__ __forceinline__ Targets(const Dispatch &a, const RowsView &v, int row, int place, int bytes)
       : a(a), v(v), row(row), place(place), peers(__ballot_sync(~0u, row >= 0)), here(__ballot_sync(~0u, place >= 0)),
         peer_row(row >= 0 ? Address(v.data(v.lane(), row, bytes)) : 0), own_row(a.out_PH + int64_t(place) * bytes) {}
@@ -49,7 +49,7 @@ struct Targets {
   }
 };
 
-// How a warp sends a token: as it is.
+// Sends a token as it is.
 struct Plain {
   int bytes; // of a row
 
@@ -76,7 +76,7 @@ struct Plain {
   }
 };
 
-// How a warp sends a token: quantised to MXFP8.
+// Sends a token quantised to MXFP8.
 template <class T, int BLOCK> struct Quantised {
   int H;
   bool floor;
@@ -128,7 +128,7 @@ template <class Row> struct DispatchWork {
   const RowsView v;
   const Row wire;
 
-  // Items to send: the chunks of this rank's tokens. What this rank itself serves goes to its places at once.
+  // The items to send are the chunks of this rank's tokens. Rows that this rank serves go to their places at once.
   __device__ void send(int i) {
     const Rows &rows = a.rows;
     const int c = v.turned(v.rank(), i);
@@ -165,7 +165,7 @@ template <class Row> struct DispatchWork {
       v.x.announce(threadIdx.x, c);
   }
 
-  // Items to receive: the chunks of the other ranks in turn.
+  // The items to receive are the chunks of the other ranks in turn.
   __device__ int receives() const { return v.most_chunks() * (v.world() - 1); }
   __device__ int source(int i) const { return (i % (v.world() - 1) + v.rank() + 1) % v.world(); }
   __device__ int nth(int i) const { return i / (v.world() - 1); }
@@ -186,7 +186,7 @@ template <class Row> struct DispatchWork {
       const Targets to(a, v, -1, following, bytes);
       if (r + v.warps() < end)
         following = v.place(r + v.warps());
-      // Scales and weights are small: their loads come before the data's.
+      // Scales and weights are small, so they are loaded before the data.
       const volatile uint8_t *scales = v.scales(v.rank(), r);
       uint8_t byte = v.lane() < scale_count ? scales[v.lane()] : 0;
       const float weight =
@@ -236,17 +236,15 @@ __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) dispatch(const __grid_
   x.finish();
 }
 
-template <class T, class Action> int with_block(const Dispatch &a, Action action) {
+template <class Action> int with_wire(const Dispatch &a, Action action) {
   const int H = a.rows.H;
   const bool floor = a.rows.floor;
-  return a.rows.block == 32 ? action(Quantised<T, 32>{H, floor}) : action(Quantised<T, 128>{H, floor});
-}
-
-template <class Action> int with_wire(const Dispatch &a, Action action) {
-  return a.rows.block == 0   ? action(Plain{a.rows.H * (a.dtype == FP32 ? 4 : 2)})
-         : a.dtype == BF16   ? with_block<__nv_bfloat16>(a, action)
-         : a.dtype == FP16   ? with_block<__half>(a, action)
-                             : with_block<float>(a, action);
+  if (a.rows.block == 0)
+    return action(Plain{H * (a.dtype == FP32 ? 4 : 2)});
+  return with_type(a.dtype, [&](auto in) {
+    using In = typename decltype(in)::type;
+    return a.rows.block == 32 ? action(Quantised<In, 32>{H, floor}) : action(Quantised<In, 128>{H, floor});
+  });
 }
 
 } // namespace

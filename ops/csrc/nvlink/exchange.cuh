@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// One exchange, as every kernel of the transport makes it: send, announce, wait, acknowledge.
+// One exchange. Every kernel of the transport takes these steps: send, announce, wait, acknowledge.
 //
-// A team is the threads of a block that share threadIdx.y; it works on one item at a time. A block of several teams
+// A team is the threads of a block that share threadIdx.y. It works on one item at a time. A block of several teams
 // fills a multiprocessor. An exchange that launches as many blocks as it has multiprocessors therefore leaves all
 // other multiprocessors to other kernels.
 //
 // Stores to peers are plain 16-byte stores. When all threads of a team have stored their part of a chunk, the team
-// announces the chunk: a barrier, then st.release.sys of the epoch into the peer's flag. Whoever reads the chunk does
-// ld.acquire.sys of that flag, then a barrier.
+// announces the chunk: a barrier, then st.release.sys of the call into the peer's flag. A team that reads the chunk
+// first executes ld.acquire.sys on that flag, then a barrier.
 //
 // Exchanges use the two halves of the staging in turn, so exchange n overwrites what peers read in exchange n-2.
 // Before a team sends, it waits until the peers have acknowledged exchange n-2. Sending waits for nothing of the same
-// exchange, and whichever teams the device has room for send everything. Ranks therefore never wait for each other in
-// a ring, whatever else runs on their devices.
+// exchange, and the teams that run send everything, even if the device has no room for others. Ranks therefore never
+// wait for each other in a ring, whatever else runs on their devices.
 //
-// A wait that exceeds the timeout, or a peer that makes another call, ends with a record in host memory. From then on
-// every wait and every later kernel returns at once and leaves its results as they are. The host raises an error when
-// it next looks.
+// If a wait exceeds the timeout, or a peer makes another call, the kernel records the failure in host memory. From
+// then on every wait and every later kernel returns at once and leaves its results as they are. The host raises an
+// error when it next checks.
 #pragma once
 #include "kernels.h"
 #include "memory.cuh"
@@ -49,7 +49,7 @@ __device__ inline void record(const Group &g, uint32_t epoch, Code code, int pee
 
 class Exchange {
 public:
-  // All threads call it. Afterwards the kernel may send if `live`.
+  // All threads call it. Afterwards the kernel may send, if `live` is true.
   __device__ explicit Exchange(const Group &group) : g(group) {
     epoch = *static_cast<volatile uint32_t *>(&at<State>(g.state)->epoch);
     bool ok = threadIdx.x != 0 || !failed();
@@ -80,14 +80,17 @@ public:
     const uint64_t *calls = at<uint64_t>(g.peer[g.rank], Staging::CALLS) + (epoch & 1) * MAX_RANKS + peer;
     return wait(peer, [&] {
       const uint64_t announced = load_acquire(flag);
-      // A flag of this call or of the next one counts: a peer is at most one call ahead. Any other flag is an old one,
-      // even where it seems to lie ahead because it is more than 2^31 exchanges old.
-      return uint32_t(announced) - epoch <= 1 ? same(announced, peer) : same(load_acquire(calls), peer) && false;
+      // A flag of this exchange or of the next one counts: a peer is at most one exchange ahead. Any other flag is
+      // old.
+      if (uint32_t(announced) - epoch <= 1)
+        return same(announced, peer);
+      same(load_acquire(calls), peer); // the chunk is not there. This only records a mismatch
+      return false;
     });
   }
 
   // All threads call it last. When every team has called it, tells the peers that this rank has read what they sent.
-  // complete: false where another kernel goes on with this exchange. The peers are then not told yet.
+  // complete: false if another kernel continues this exchange. The peers are then not told yet.
   __device__ void finish(bool complete = true) const {
     __shared__ bool last_of[MAX_TEAMS];
     bool &last = last_of[threadIdx.y];
@@ -119,11 +122,12 @@ private:
 
   __device__ uint64_t call() const { return uint64_t(g.signature) << 32 | epoch; }
 
-  // Whether a peer is in the same call, as far as `told`, its epoch and signature, says. Records a mismatch.
-  __device__ bool same(uint64_t told, int peer) const {
-    if (uint32_t(told) != epoch || told == call())
+  // Records a mismatch and returns false if `its_call`, a peer's call, has the epoch of this one but not its
+  // signature.
+  __device__ bool same(uint64_t its_call, int peer) const {
+    if (uint32_t(its_call) != epoch || its_call == call())
       return true;
-    fail(MISMATCH, peer, uint32_t(told >> 32));
+    fail(MISMATCH, peer, uint32_t(its_call >> 32));
     return false;
   }
 
@@ -142,16 +146,15 @@ private:
   }
 };
 
-// Runs the `sends` items of an exchange and its `receives`. Two thirds of the teams, those that begin first, send
-// before they receive. The others receive from the start, so that this rank reads what arrives while it still sends.
-// Teams claim items one by one. Which team has which item does not change the result, and the teams that the device
-// has room for send everything.
+// Handles all items of an exchange: `sends` items to send and `receives` items to receive. Two thirds of the teams,
+// those that begin first, send before they receive. The others receive from the start, so that this rank reads what
+// arrives while it still sends. Teams claim items one by one. The result does not depend on which team claims an item.
 // Work has
-//   send(i)        all threads of a team: stores item i where it belongs, at the peers or here
-//   announce(i)    all threads, after a barrier: tells those who wait for item i that it is complete
-//   skip(i)        one thread: whether item i has nothing to receive
-//   await(i)       one thread: waits for everything that receiving item i reads
-//   receive(i)     all threads
+//   send(i)        called by all threads of a team: stores item i where it belongs, at the peers or here
+//   announce(i)    called by all threads, after a barrier: tells the ranks that wait for item i that it is complete
+//   skip(i)        called by one thread: whether item i has nothing to receive
+//   await(i)       called by one thread: waits for everything that receiving item i reads
+//   receive(i)     called by all threads
 template <class Work> __device__ void exchange(const Exchange &x, Work &work, int sends, int receives) {
   __shared__ int claimed_of[MAX_TEAMS][2];
   int(&claimed)[2] = claimed_of[threadIdx.y];

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dispatch and combine of few tokens at low latency. Each rank has a region in every staging, where a token lies at
-// its own index. Nothing therefore has to be counted before a token is sent. With the token travels its route: for
-// each choice, the index of its row among those of its rank and expert. A token goes once to each rank that serves it;
-// other ranks get only an empty route. The rows of an expert are in the order of (rank, token, choice). Combine sends
+// its own index. A token can therefore be sent before anything is counted. Its route travels with it: for each choice,
+// the index of its row among the rows of the same rank and expert. A token is sent once to each rank that serves it.
+// Other ranks get only an empty route. The rows of an expert are in the order of (rank, token, choice). Combine sends
 // a row for each choice, because only the token's owner has the weights.
 #include "exchange.cuh"
 #include "mxfp8.cuh"
@@ -16,7 +16,7 @@ constexpr int COUNTS_FLAG = MAX_CHUNKS - 1; // behind the tokens' flags
 constexpr int AHEAD = 4;        // pieces whose loads are in flight together
 constexpr int SENT_AHEAD = 2;   // rows of a token whose loads are in flight together
 constexpr int SUMMED_AHEAD = 8; // rows of a sum whose loads are in flight together
-constexpr int MAX_SCALE_WORDS = 512; // of a row
+constexpr int MAX_SCALE_WORDS = 512; // words of four scales in a row
 constexpr int MOST_SHARED_BYTES = 160 << 10; // enough for the most choices and experts that AllToAll accepts
 
 struct View {
@@ -28,11 +28,12 @@ struct View {
   __device__ int world() const { return a.group.world; }
   __device__ int rank() const { return a.group.rank; }
   __device__ int tokens() const { return a.bound ? int(min(*at<uint32_t>(a.bound), uint32_t(a.T))) : a.T; }
-  __device__ int expert(int i) const { // -1: dropped
+  // The expert of choice i. -1 if the choice is dropped.
+  __device__ int expert(int i) const {
     const int64_t e = a.index_bytes == 4 ? at<int32_t>(a.index_TK)[i] : at<int64_t>(a.index_TK)[i];
     return e >= 0 && e < a.experts ? int(e) : -1;
   }
-  // In the staging of rank w: what belongs to a row or token of rank `source`.
+  // The addresses in the staging of rank w for a row or token of rank `source`.
   __device__ char *data(int w, int source, int64_t row, int row_bytes) const {
     return at<char>(x.half(w), a.data_at + (int64_t(source) * a.max_tokens + row) * row_bytes);
   }
@@ -42,16 +43,17 @@ struct View {
   __device__ int *route(int w, int source, int t) const {
     return at<int>(x.half(w), a.route_at) + (int64_t(source) * a.max_tokens + t) * a.K;
   }
-  __device__ int *counts(int w, int source) const { // its tokens, then its choices for each of w's experts
+  // The number of tokens of rank `source`, then its choices for each of w's experts.
+  __device__ int *counts(int w, int source) const {
     return at<int>(x.half(w), a.count_at) + source * (1 + a.local_experts);
   }
-  // What dispatch keeps of the routes for combine: the places of a token's choices, and each rank's tokens.
+  // Dispatch keeps these for combine: the places of a token's choices, and the number of tokens of each rank.
   __device__ int *kept(int source, int t) const {
     return at<int>(a.routes) + (int64_t(source) * a.max_tokens + t) * a.K;
   }
   __device__ int *kept_tokens() const { return at<int>(a.routes) + int64_t(world()) * a.max_tokens * a.K; }
 
-  // A crew is the warps that move a row together.
+  // A crew consists of the warps that move a row together.
   __device__ int crews() const { return gridDim.x * (WARPS / a.crew); }
   __device__ int crew(int block) const { return a.crew == 1 ? block * WARPS + warp() : block; }
   __device__ int member() const { return a.crew == 1 ? 0 : warp(); }
@@ -63,12 +65,12 @@ struct View {
   }
 };
 
-// What is sent is divided into one share for each block. Blocks claim shares, so the first blocks also send the shares
+// Divides what is sent into one share for each block. Blocks claim shares, so the blocks that run also send the shares
 // of blocks that the device has no room for yet. Otherwise those blocks would wait until this one ends, while this one
 // waits for peers, whose blocks may be in the same position.
 class Shares {
 public:
-  // The first claim is under way while the exchange begins, each next one while a share is sent.
+  // The first claim is made while the exchange begins, and each next claim while a share is sent.
   __device__ explicit Shares(const LowLatency &common) : state(at<State>(common.group.state)) {
     if (common.send && threadIdx.x == 0)
       next = atomicAdd(&state->sends_claimed, 1);
@@ -94,7 +96,7 @@ private:
   int next = 0; // in the first thread
 };
 
-// Sends token t to each rank of the bits `ranks`, as it is. Warps take turns at a row's pieces.
+// Sends token t as it is to each rank whose bit in `ranks` is set. Warps take turns at a row's pieces.
 struct Plain {
   __device__ __forceinline__ void send(const View &v, const LowLatencyDispatch &a, int t, uint32_t ranks,
                                        uint32_t *) const {
@@ -109,7 +111,7 @@ struct Plain {
   }
 };
 
-// The same, quantised to MXFP8. The scales go to `words`.
+// Sends token t quantised to MXFP8 instead. The scales are written to `words`.
 template <class T, int BLOCK> struct Quantised {
   __device__ __forceinline__ void send(const View &v, const LowLatencyDispatch &a, int t, uint32_t ranks,
                                        uint32_t *words) const {
@@ -138,8 +140,7 @@ template <class T, int BLOCK> struct Quantised {
   }
 };
 
-// All threads of a block call it. Tells rank w how many tokens this rank has, and how many choices for each of w's
-// experts.
+// All threads of a block call it. Sends rank w this rank's number of tokens, and its choices for each of w's experts.
 __device__ void send_counts(const View &v, const int *expert, int choices, int tokens, int w, int *counted) {
   const int first = w * v.a.local_experts;
   for (int e = threadIdx.x; e < v.a.local_experts; e += THREADS)
@@ -175,7 +176,7 @@ __device__ void send_tokens(const View &v, const LowLatencyDispatch &a, const Ro
     if (threadIdx.x == 0)
       serving = 0;
     __syncthreads();
-    // A choice's slot: how many earlier choices of this rank go to the same expert.
+    // A choice's slot is the number of this rank's earlier choices of the same expert.
     for (int k = v.warp(); k < K; k += WARPS) {
       const int i = t * K + k, e = expert[i];
       int before = 0;
@@ -193,7 +194,7 @@ __device__ void send_tokens(const View &v, const LowLatencyDispatch &a, const Ro
     __syncthreads();
     row.send(v, a, t, serving, words);
     __syncthreads();
-    if (const int w = v.warp(); w < W) { // one warp for each rank: the route, the scales and the flag
+    if (const int w = v.warp(); w < W) { // one warp for each rank sends the route, the scales and the flag
       for (int k = v.lane(); k < K; k += 32) {
         const int e = expert[t * K + k];
         v.route(w, v.rank(), t)[k] =
@@ -209,12 +210,12 @@ __device__ void send_tokens(const View &v, const LowLatencyDispatch &a, const Ro
     }
     __syncthreads(); // before the next token overwrites shared memory
   }
-  // The counts come last, from the last blocks, which have the fewest tokens.
+  // The last blocks, which have the fewest tokens, send the counts after their tokens.
   for (int w = gridDim.x - 1 - share; w < W; w += gridDim.x)
     send_counts(v, expert, choices, tokens, w, expert + choices);
 }
 
-// A crew calls it. Copies a row of `bytes` from staging to the places that the lanes in `here` hold.
+// A crew calls it. Copies a row of `bytes` bytes from staging to the places that the lanes in `here` hold.
 __device__ void copy_row(const View &v, const char *from, Address to, int bytes, int place, uint32_t here) {
   const int step = v.a.crew * 512, mine = v.member() * 512 + v.lane() * 16;
   for (int first = 0; first < bytes; first += AHEAD * step) {
@@ -244,7 +245,7 @@ __device__ __forceinline__ int of_rank(const int (&values)[MAX_RANKS], int w) {
 
 __device__ void receive_tokens(const View &v, const LowLatencyDispatch &a, int *shared) {
   const int W = v.world(), K = v.a.K, E = v.a.local_experts, rows = v.a.max_tokens * W;
-  int *before = shared; // [W, E]: how many rows of an expert come from lower ranks
+  int *before = shared; // [W, E]: the number of rows of an expert that come from lower ranks
   const bool counted = threadIdx.x >= W || v.x.await(threadIdx.x, COUNTS_FLAG);
   if (__syncthreads_or(!counted))
     return;
@@ -281,7 +282,7 @@ __device__ void receive_tokens(const View &v, const LowLatencyDispatch &a, int *
       const int route = static_cast<volatile int *>(v.route(v.rank(), w, t))[v.lane()];
       if (route >= 0) {
         const int e = route >> 16, row = before[w * E + e] + (route & 0xFFFF);
-        if (row < rows) // otherwise the overflow was recorded above
+        if (row < rows) // otherwise the overflow is recorded above
           place = e * rows + row;
       }
       if (v.member() == 0)
@@ -358,7 +359,7 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Lo
       Out *to[SENT_AHEAD];
 #pragma unroll
       for (int n = 0; n < SENT_AHEAD; n++) {
-        const int k = __ffs(left) - 1; // -1: none is left
+        const int k = __ffs(left) - 1; // -1 if no row is left
         const int64_t p = __shfl_sync(~0u, place, k & 31);
         from[n] = k < 0 ? nullptr : at<In>(a.y_ERH) + p * H;
         to[n] = at<Out>(row_of_choice(v, w, t * K + k, H * int(sizeof(Out))));
@@ -391,10 +392,10 @@ template <class In, class Out> __device__ void send_rows(const View &v, const Lo
   }
 }
 
-// Adds up the weighted rows of each token, in ascending choice. A block computes one token. Where there are more
-// blocks than tokens, it computes a slice of a token's columns.
+// Adds up the weighted rows of each token, in ascending choice. A block computes one token. If there are more blocks
+// than tokens, it computes a slice of a token's columns.
 template <class Out> __device__ void sum_rows(const View &v, const LowLatencyCombine &a) {
-  constexpr int COLUMNS = THREADS * 8; // that a block computes at a time
+  constexpr int COLUMNS = THREADS * 8; // what a block computes at a time
   const int K = v.a.K, H = v.a.H, tokens = v.tokens();
   const int slices = max(1, min((H + COLUMNS - 1) / COLUMNS, int(gridDim.x) / max(tokens, 1)));
   for (int i = blockIdx.x; i < tokens * slices; i += gridDim.x) {
@@ -455,15 +456,10 @@ template <class Action> int with_row(const LowLatencyDispatch &a, Action action)
   }
 }
 
-template <class T> struct Type { using type = T; };
-
 template <class Action> int with_types(const LowLatencyCombine &a, Action action) {
-  const auto with_out = [&](auto in) {
+  return with_type(a.dtype, [&](auto in) {
     return a.out_dtype == FP16 ? action(in, Type<__half>()) : action(in, Type<__nv_bfloat16>());
-  };
-  return a.dtype == BF16   ? with_out(Type<__nv_bfloat16>())
-         : a.dtype == FP16 ? with_out(Type<__half>())
-                           : with_out(Type<float>());
+  });
 }
 
 int shared_bytes(const LowLatency &a) {

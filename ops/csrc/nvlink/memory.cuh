@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// In PTX: accesses to memory that several GPUs share, the device's clock, and barriers of a team, which is the threads
-// of a block that share threadIdx.y. The tests' emulator replaces this file.
+// PTX for accesses to memory that several GPUs share, for the device's clock, and for barriers of a team, which is the
+// threads of a block that share threadIdx.y. The tests' emulator replaces this file.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_release(uint64_t *p, uint64_t v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// Not through the read-only cache: peers write to staging while kernels run.
+// Does not read through the read-only cache, since peers write to staging while kernels run.
 __device__ __forceinline__ int4 load16(const void *p) {
   int4 v;
   asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void sync_team() {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
 }
 
-// The same barrier; returns whether `one` holds for any of the team's threads.
+// The same barrier. Returns whether `one` is true for any of the team's threads.
 __device__ __forceinline__ bool any_of_team(bool one) {
   int any;
   asm volatile("{\n"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MXFP8's arithmetic, bit by bit that of the plain torch casts, and pieces of rows that one lane holds.
+// MXFP8's arithmetic, with the same bits as the casts in plain torch, and the pieces of rows that one lane holds.
 #pragma once
 #include "kernels.h"
 #include "memory.cuh"
@@ -10,7 +10,7 @@
 
 namespace nvlink {
 
-// The E8M0 byte of a block. bits: of its largest magnitude as a float.
+// The E8M0 byte of a block. bits: its largest magnitude, as the bits of a float.
 __device__ __forceinline__ uint32_t scale_byte(uint32_t bits, bool floor) {
   if (bits >= 0x7F800000u)
     return 255;
@@ -19,11 +19,13 @@ __device__ __forceinline__ uint32_t scale_byte(uint32_t bits, bool floor) {
   return exponent > 0 ? exponent : 0;
 }
 
-__device__ __forceinline__ float power_of_two(uint32_t byte) { // 2^(byte - 127); byte 255: NaN
+// 2^(byte - 127). Byte 255 gives NaN.
+__device__ __forceinline__ float power_of_two(uint32_t byte) {
   return __uint_as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x00400000u : byte << 23);
 }
 
-__device__ __forceinline__ float inverse_scale(uint32_t byte) { // 2^(127 - byte), byte 0 to 247; byte 255: NaN
+// 2^(127 - byte) for bytes 0 to 247. Byte 255 gives NaN.
+__device__ __forceinline__ float inverse_scale(uint32_t byte) {
   return __uint_as_float(byte == 255 ? 0x7FC00000u : (254 - byte) << 23);
 }
 
@@ -53,6 +55,18 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ float from_float(float v) { return v; }
 
+// A type as a value.
+template <class T> struct Type {
+  using type = T;
+};
+
+// Calls action with the Type of a Dtype.
+template <class Action> int with_type(int dtype, Action action) {
+  return dtype == BF16   ? action(Type<__nv_bfloat16>())
+         : dtype == FP16 ? action(Type<__half>())
+                         : action(Type<float>());
+}
+
 // N neighbouring values. N * sizeof(T) is a multiple of 16.
 template <class T, int N> struct Piece {
   static constexpr int LOADS = N * int(sizeof(T)) / 16;
@@ -69,7 +83,7 @@ template <class T, int N> struct Piece {
       raw[i] = make_int4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void floats(float (&out)[N]) const {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) { // by hand: the compiler takes three instructions for two values
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) { // the compiler's code takes three instructions for two values
       const uint32_t *pairs = reinterpret_cast<const uint32_t *>(raw);
 #pragma unroll
       for (int i = 0; i < N; i++)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From expert ids to rows: how many rows go where, and the place of each. The rows of an expert are in the order of
-// (rank, token, choice), so the result is the same every time.
+// Turns expert ids into rows: counts the rows for each rank, and finds the place of each row. The rows of an expert
+// are in the order of (rank, token, choice), so the result is the same every time.
 #include "exchange.cuh"
 
 namespace nvlink {
@@ -9,7 +9,7 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int PLACES_BLOCKS_PER_SM = 4;
 constexpr int TOTALS_THREADS = 1024;
-constexpr int BLOCK_SHARED_BYTES = 226 << 10; // of 227 KiB on sm_90 and sm_100; `exchange` needs a little
+constexpr int BLOCK_SHARED_BYTES = 226 << 10; // sm_90 and sm_100 have 227 KiB, of which `exchange` needs a little
 
 // Positions in a rank's row of counts, see Totals.
 struct CountRow {
@@ -23,7 +23,7 @@ struct CountRow {
 
 __device__ int padded(int rows) { return (rows + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT; }
 
-// Which ranks serve a token's choices: bit w for rank w.
+// The ranks that serve a token's choices. Bit w stands for rank w.
 __device__ uint32_t ranks_of(const int64_t *expert_K, int K, int experts, int local) {
   uint32_t ranks = 0;
   for (int k = 0; k < K; k++) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(256) count(const __grid_constant__ Count a) {
   for (int i = threadIdx.x; i < tokens * a.K; i += blockDim.x) {
     const int64_t e = expert[i];
     if (e >= 0 && e < a.experts)
-      atomicAdd(&counted[e], 1); // a sum of ones: the order does not matter
+      atomicAdd(&counted[e], 1); // the order of integer additions does not matter
   }
   for (int i = threadIdx.x; i < tokens; i += blockDim.x)
     for (uint32_t ranks = ranks_of(expert + i * a.K, a.K, a.experts, a.local_experts); ranks; ranks &= ranks - 1)
@@ -67,15 +67,15 @@ __device__ int inclusive_scan(int v) {
   return v;
 }
 
-// All lanes of a warp call it. Replaces each chunk's count by the sum of the counts before it. column[chunks] becomes
-// the total. Returns the total to all lanes.
+// All lanes of a warp call it. Replaces each chunk's count with the sum of the counts before it, and column[chunks]
+// with the total. Returns the total to all lanes.
 __device__ int scan_column(int *column, int chunks) {
   constexpr int LANE = 4, SPAN = 32 * LANE; // chunks that a lane, and a warp, take at a time
   const int lane = threadIdx.x % 32;
   int4 own[MAX_CHUNKS / SPAN];
 #pragma unroll
   for (int i = 0; i < MAX_CHUNKS / SPAN; i++)
-    if (i * SPAN + lane * LANE < chunks) // a loop of its own, so that all loads are in flight together
+    if (i * SPAN + lane * LANE < chunks) // in a loop of its own, so that all loads are in flight together
       own[i] = load16(column + i * SPAN + lane * LANE);
   int before = 0;
 #pragma unroll
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
   const int W = a.group.world, me = a.group.rank, warp = threadIdx.x / 32;
   const CountRow row{W, a.experts};
   int *counts = shared;                        // [W, row.width()]
-  int *size_E = counts + W * row.width();      // [experts]: of a group, its rows
-  int *start_E = size_E + a.experts;           // [experts]: of a group, the place of its first row
+  int *size_E = counts + W * row.width();      // [experts]: the rows of each group
+  int *start_E = size_E + a.experts;           // [experts]: the place of each group's first row
   int *mine = counts + me * row.width();
 
   for (int column = warp; column < a.experts + W; column += TOTALS_THREADS / 32) {
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
     mine[row.chunks()] = a.chunks;
   }
   __syncthreads();
-  if (x.live) // otherwise peers may still read the exchange before the last one
+  if (x.live) // otherwise peers may still read what this half holds
     for (int i = threadIdx.x; i < W * row.width(); i += blockDim.x)
       at<int>(x.half(i / row.width()))[me * row.width() + i % row.width()] = mine[i % row.width()];
   __syncthreads();
@@ -195,10 +195,11 @@ struct PlacesWork {
   const Places &a;
   const Exchange &x;
   const CountRow row;
-  int *before;  // shared, [WARPS, experts + W]: the next place for each expert and slot for each rank, of each warp
-  int *expert;  // shared, [chunk, K]: the chunk's ids; -1: dropped
-  int *place;   // shared, [chunk, K]
-  int *slot;    // shared, [chunk, W]
+  // In shared memory:
+  int *before; // [WARPS, experts + W]: each warp's next place for each expert, and next slot for each rank
+  int *expert; // [chunk, K]: the chunk's ids. -1 marks a dropped choice
+  int *place;  // [chunk, K]
+  int *slot;   // [chunk, W]
 
   __device__ PlacesWork(const Places &a, const Exchange &x, int *shared)
       : a(a), x(x), row{a.group.world, a.experts}, before(shared),
@@ -235,7 +236,7 @@ struct PlacesWork {
     for (int i = threadIdx.x; i < WARPS * columns; i += blockDim.x)
       before[i] = 0;
     __syncthreads();
-    // First how many of each expert and rank each warp has, then how many come before the warp's.
+    // Count what each warp has of each expert and rank. Then add up what comes before each warp.
     for (int i = begin * K + lane; i < end * K; i += 32)
       if (expert[i] >= 0)
         atomicAdd(&mine[expert[i]], 1);
@@ -283,7 +284,7 @@ struct PlacesWork {
         place[i] = a.most_rows && own >= a.most_rows ? -1 : own;
     }
     __syncthreads();
-    // Tell each rank the places of the tokens that it gets. Rows that are neighbours here are neighbours there.
+    // Send each rank the places of the tokens that it gets. Rows that are neighbours here are neighbours there.
     for (int i = threadIdx.x; i < W * tokens * K; i += blockDim.x) {
       const int w = i / (tokens * K), j = i - w * tokens * K, t = j / K;
       const int to = slot[t * W + w];

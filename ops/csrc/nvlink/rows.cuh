@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch and combine have in common: where rows lie, and which chunks there are.
+// Where rows lie in staging, and which chunks there are. Both dispatch and combine use this.
 #pragma once
 #include "exchange.cuh"
 #include "mxfp8.cuh"
@@ -7,10 +7,10 @@
 namespace nvlink {
 
 constexpr int TEAM_THREADS = 256;
-constexpr int TEAMS = 3; // of a block: while one waits at a barrier or for its stores, the others move rows
+constexpr int TEAMS = 3; // in a block. While one team waits at a barrier or for its stores, the others move rows
 static_assert(TEAMS <= MAX_TEAMS);
 constexpr int LANE_BYTES = 16;
-constexpr int PIECE_BYTES = 32 * LANE_BYTES; // that a warp moves at a time
+constexpr int PIECE_BYTES = 32 * LANE_BYTES; // what a warp moves at a time
 
 struct RowsView {
   const Rows &a;
@@ -30,14 +30,14 @@ struct RowsView {
       most = max(most, chunks_of(w));
     return most;
   }
-  // The i-th chunk of rank w, in the order in which both ends take them. The chunks are divided into as many stretches
-  // as there are ranks, and chunks are taken from the stretches in turn. Where tokens are sorted by expert, all ranks
-  // would otherwise send to the same rank at the same time.
+  // The i-th chunk of rank w, in the order in which both ends take chunks. The chunks are divided into as many
+  // stretches as there are ranks, and are taken from the stretches in turn. Otherwise all ranks would send to the same
+  // rank at the same time if tokens are sorted by expert.
   __device__ int turned(int w, int i) const {
     const int stretch = chunks_of(w) / world();
     return i < stretch * world() ? i % world() * stretch + i / world() : i;
   }
-  // Chunk c of rank w as it arrives here: (first row among the R, number of rows).
+  // Chunk c of rank w as it arrives here: its first row among the R rows, and its number of rows.
   __device__ int2 arriving(int w, int c) const {
     int2 range = at<int2>(a.arriving_WC)[w * MAX_CHUNKS + c];
     range.x += segment(RECV_BASE, w);
@@ -50,12 +50,12 @@ struct RowsView {
   }
   __device__ int64_t token_begin(int c) const { return int64_t(c) * a.chunk; }
   __device__ int64_t token_end(int c) const { return min(token_begin(c) + a.chunk, a.T); }
-  // Lane w: the index of token t among the rows that this rank sends to rank w; -1: it is not sent there.
+  // In lane w: the index of token t among the rows that this rank sends to rank w. -1 if it is not sent there.
   __device__ int slot(int64_t t) const { return lane() < world() ? at<int>(a.slot_WT)[lane() * a.T + t] : -1; }
-  // Lane k: the place of choice k of row r; -1: another rank serves it, or there is no choice k.
+  // In lane k: the place of choice k of row r. -1 if another rank serves it, or if there is no choice k.
   __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 
-  // Row `row` in the staging of rank w: its data, its scales and its weights.
+  // The data, the scales and the weights of a row in the staging of rank w.
   __device__ char *data(int w, int64_t row, int64_t row_bytes) const {
     return at<char>(x.half(w), a.data_at + row * row_bytes);
   }
@@ -65,11 +65,11 @@ struct RowsView {
   __device__ float *weights(int w, int64_t row) const { return at<float>(x.half(w), a.weight_at + row * a.K * 4); }
 };
 
-// The scale bytes of one warp's row, gathered into words of four. Each lane holds the word that it will store. A piece
-// of a row has 512 values.
+// Gathers the scale bytes of a warp's row into words of four. Each lane holds the word that it will store. A piece of
+// a row has 512 values.
 template <int BLOCK> struct ScaleWords {
   static constexpr int WORDS = 32 * LANE_VALUES / BLOCK / 4; // in a piece
-  static constexpr int PIECES = 32 / WORDS;                  // after which every lane holds a word
+  static constexpr int PIECES = 32 / WORDS;                  // after these, every lane holds a word
   uint32_t mine = 0;
 
   __device__ __forceinline__ void add(int piece, uint32_t byte) {
@@ -88,8 +88,8 @@ template <int BLOCK> struct ScaleWords {
     if (lane / WORDS <= piece % PIECES)
       at<uint32_t>(Address(scales))[piece / PIECES * 32 + lane] = mine;
   }
-  // All lanes call it. Calls action(block, byte, inside) for the scales of the same pieces. inside: whether the lane
-  // holds that block's scale, and the row, of `count` blocks, has the block.
+  // All lanes call it. Calls action(block, byte, inside) for the scales that `store` would store. count: blocks of the
+  // row. inside: whether the row has the block and this lane holds its scale.
   template <class Action> __device__ __forceinline__ void each_byte(int piece, int count, Action action) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
