@@ -14,7 +14,6 @@ by which Triton's warp-specialised GEMMs start their warps for races.
 
 import dataclasses
 import random
-import time
 from datetime import timedelta
 from functools import cache
 
@@ -24,11 +23,10 @@ import pytest
 import torch
 import torch.distributed
 from capture import capture
-from nvlink_cases import BF16, FP32, MX32, MX128, PLAIN, TOKENS, Case, expected, same
+from nvlink_cases import BF16, FP32, MX32, MX128, NAME, PLAIN, Case, expected, layer, same
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
 from torch.distributed import distributed_c10d as c10d
-from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
@@ -71,7 +69,7 @@ def new_memory(group, first_epoch: int = 1) -> PeerMemory:
 
 
 def nvlink() -> NVLink:
-    return NVLink(memory(), "block.3.moe")
+    return NVLink(memory(), NAME)
 
 
 def oracle() -> Collective:
@@ -82,8 +80,8 @@ def on_device(tensors: tuple) -> tuple:
     return cases.on_device(tensors, torch.device("cuda"))
 
 
-def check_case(case: Case, times: int = 2, mine: PeerMemory | None = None) -> None:
-    cases.check(case, NVLink(mine or memory(), "block.3.moe"), times)
+def check_case(case: Case, times: int = 2) -> None:
+    cases.check(case, nvlink(), times)
 
 
 def check_by(check: str, *args, **keys) -> None:
@@ -104,40 +102,6 @@ def test_two_plans_in_flight(pool, reverse):
 
 def check_in_flight(both: tuple, reverse: bool) -> None:
     cases.check_interleaved(both, nvlink(), reverse)
-
-
-def grow() -> tuple:
-    mine = new_memory(torch.distributed.new_group())
-    small, hidden = mine.half_bytes, 2048
-    tokens = small // (4 * hidden) + 1  # some rank receives at least this many float32 rows
-    check_case(Case(tokens=(tokens, ) * 8, hidden=hidden, dtype=FP32, top_k=1), 1, mine)
-    big = mine.half_bytes
-    check_case(Case(), 1, mine)
-    return small, big, mine.half_bytes
-
-
-def test_staging_grows_alike_and_keeps_its_size(pool):
-    sizes = pool.run(grow, seconds=SECONDS)
-    assert len(set(sizes)) == 1
-    small, big, after = sizes[0]
-    assert small < big == after
-
-
-def epochs() -> tuple:
-    mine = new_memory(torch.distributed.new_group(), 2**32 - 7)
-    exchange = NVLink(mine, "moe")
-    case = Case(wire=MX128)
-    want = expected(case, memory().group)
-    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
-    for _ in range(4):  # four exchanges each
-        plan = exchange.plan(expert_TK, case.local_experts)
-        same("x", want["x"], exchange.dispatch(plan, x_TH, case.wire, weight_TK)[0])
-        same("y", want["y"], exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)[0])
-    return mine.epoch
-
-
-def test_epochs_pass_zero(pool):
-    assert pool.run(epochs, seconds=SECONDS) == [9] * pool.world_size
 
 
 # ---------------------------------------------------------------- random delays
@@ -218,23 +182,6 @@ def test_random_delays(pool, request):
     pool.run(stress, repetitions, seconds=SECONDS + repetitions)
 
 
-def under_load(repetitions: int) -> None:
-    """Exchanges run while matrix products fill the GPU on another stream."""
-    a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
-    side, done = torch.cuda.Stream(), torch.cuda.Event()
-    for _ in range(repetitions):
-        with torch.cuda.stream(side):
-            for _ in range(20):
-                torch.mm(a, a)
-            done.record()
-        check_case(Case(wire=MX128, top_k=4), times=1)
-    done.synchronize()
-
-
-def test_beside_products_that_fill_the_gpu(pool):
-    pool.run(under_load, 3, seconds=SECONDS)
-
-
 def on_two_streams() -> None:
     """Rank 0 is late on the first stream. It launches both exchanges before the first one ends."""
     case, exchange = Case(), nvlink()
@@ -262,62 +209,29 @@ def test_exchanges_on_several_streams_come_one_after_the_other(pool):
 # ---------------------------------------------------------------- peers that fail
 
 
-def failing(phase: str, late: int = 1) -> tuple | None:
-    """All ranks but `late` come to `phase`. Returns what they miss and raise, after how long, and in which epoch. The
-    GPU still works afterwards."""
-    rank, group = dist.get_rank(), group_with_deadline()
-    mine = new_memory(group)
-    exchange, case = NVLink(mine, "block.3.moe"), Case(tokens=(40, ) * 8)
-    expert_TK, x_TH, _ = on_device(case.inputs(dist.get_world_size())[rank])
-    told = None
-    if phase != "counts" or rank != late:
-        plan = None if phase == "counts" else exchange.plan(expert_TK, case.local_experts)
-        y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.wire)[0]
-        torch.cuda.synchronize()
-        if rank != late:
-            start, epoch = time.monotonic(), mine.epoch
-            with pytest.raises(PeerFailure) as caught:
-                if phase == "counts":
-                    exchange.plan(expert_TK, case.local_experts)
-                elif phase == "dispatch":
-                    exchange.dispatch(plan, x_TH, case.wire)
-                else:
-                    exchange.combine(plan, y_PH, case.wire, case.dtype)
-                torch.cuda.synchronize()
-                mine.check()
-            told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
-            with pytest.raises(PeerFailure):  # the group stays failed, at once
-                exchange.plan(expert_TK, case.local_experts)
-    torch.cuda.synchronize()
-    dist.barrier()
-    assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
-    check_case(Case(wire=MX128), times=1)  # over the group of all cases
-    return told
-
-
-def group_with_deadline():
-    """A new group with DEADLINE; the default group keeps its own."""
-    default, group = c10d._get_default_group(), torch.distributed.new_group()
+def with_deadline() -> NVLink:
+    """Exchanges over a new group with DEADLINE."""
+    group = torch.distributed.new_group()
     c10d._set_pg_timeout(DEADLINE, group)
-    assert default is not group
-    return group
+    return NVLink(new_memory(group), NAME)
+
+
+def failing(phase: str) -> tuple | None:
+    """The GPU still works afterwards, and so does the group of all cases."""
+    told = cases.failing(phase, Case(tokens=(40, ) * 8), with_deadline())
+    assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
+    check_case(Case(wire=MX128), times=1)
+    return told
 
 
 @pytest.mark.parametrize("phase", ["counts", "dispatch", "combine"])
 def test_a_stalled_peer_is_named_in_time(pool, phase):
-    for rank, told in enumerate(pool.run(failing, phase, seconds=SECONDS)):
-        if rank == 1:
-            assert told is None
-            continue
-        missing, text, seconds, epoch = told
-        assert missing == (1, ), text
-        for part in (f"rank {rank} ", "rank 1", f"'{phase}' of block.3.moe", f"epoch {epoch}"):
-            assert part in text, text
-        assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS + 5
+    most = DEADLINE.total_seconds() + GRACE_SECONDS + 5
+    cases.named_in_time(pool.run(failing, phase, seconds=SECONDS), phase, 0, most)
 
 
 def confused(how: str) -> str | None:
-    text = cases.confused(how, Case(tokens=(40, ) * 8), NVLink(new_memory(group_with_deadline()), "block.3.moe"))
+    text = cases.confused(how, Case(tokens=(40, ) * 8), with_deadline())
     torch.cuda.synchronize()
     dist.barrier()
     check_case(Case(wire=MX128), times=1)
@@ -335,29 +249,8 @@ def test_ranks_in_different_calls_raise(pool, how):
 class OnHost(Collective):
     """The collective transport for GPU tensors over gloo: kernels on the device, messages by way of the host."""
 
-    def _exchange(self, x, send_splits, recv_splits, phase, call=""):
-        return super()._exchange(x.cpu(), send_splits, recv_splits, phase, call).to(x.device)
-
-
-def layer(transport, recipe, name="swiglu", calls: int = 1, recompute: bool = False, **kwargs) -> dict:
-    """A layer's output and every gradient of this rank. Runs `calls` forwards and differentiates the last one.
-    recompute: whether backward runs the forward once more."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
-                                             **{"tokens": TOKENS} | kwargs)
-    weights = {role: [e[role].cuda().requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
-    x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
-    expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
-    ffn = ExpertFFN(formula(name), recipe, transport, 2)
-
-    def forward(x, weight):
-        return ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
-
-    for _ in range(calls):
-        y = checkpoint(forward, x, weight, use_reentrant=False) if recompute else forward(x, weight)
-    y.backward(grad)
-    return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
-            **{f"{role} {e}": value.grad for role, values in weights.items() for e, value in enumerate(values)}}
+    def _exchange(self, x, send_splits, recv_splits, phase):
+        return super()._exchange(x.cpu(), send_splits, recv_splits, phase).to(x.device)
 
 
 def check_layer(recipe, **kwargs) -> None:
@@ -378,40 +271,19 @@ def test_a_layer_of_another_kind(pool, change):
     pool.run(check_layer, RECIPES["hp-128"], bias=True, **change, seconds=SECONDS)
 
 
-def stress_layer(repetitions: int) -> None:
-    for recipe_name in ("hp-128", "mxfp8-32", "bf16"):
-        recipe = RECIPES[recipe_name]
-        want = layer(OnHost(memory().group, "oracle"), recipe)
-        exchange = Delayed(memory(), "stress", delays=random.Random(dist.get_rank()))
-        for repetition in range(max(1, repetitions // 3)):
-            for key, value in layer(exchange, recipe).items():
-                same(f"{recipe_name}, repetition {repetition}, {key}", want[key], value)
-
-
-def test_random_delays_around_layers(pool, request):
-    repetitions = request.config.getoption("--stress")
-    pool.run(stress_layer, repetitions, seconds=SECONDS + 2 * repetitions)
-
-
 def waits(recipe) -> tuple:
     """(host waits of one forward, host waits of forward and backward). CUDA itself raises at any other wait."""
-    exchange = nvlink()
-    layer(exchange, recipe)  # sets up what is set up once
-    world, rank = dist.get_world_size(), dist.get_rank()
-    experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=TOKENS)
-    weights = {role: [e[role].cuda().requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
-    x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
-    expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
-    ffn = ExpertFFN(formula("swiglu"), recipe, exchange, 2)
+    layer(nvlink(), recipe)  # sets up what is set up once
+    forward, leaves, grad = cases.layer_of_this_rank(nvlink(), recipe)
     before = memory().host_waits
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
-        forward = memory().host_waits - before
+        y = forward(leaves["x"], leaves["weight"])
+        of_forward = memory().host_waits - before
         y.backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return forward, memory().host_waits - before
+    return of_forward, memory().host_waits - before
 
 
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
@@ -481,29 +353,10 @@ def test_static_gives_the_same_bits(pool, change):
     pool.run(check_by, "check_static", case, capacity_factor=pool.world_size, seconds=SECONDS)
 
 
-def overflow() -> tuple:
-    mine = new_memory(torch.distributed.new_group())
-    exchange, case = NVLink(mine, "block.3.moe", capacity_factor=1.0), Case(tokens=(600, ) * 8, routing="one rank")
-    expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
-    with pytest.raises(PeerFailure) as caught:  # at whichever call the host sees it first
-        plan = exchange.plan(expert_TK, case.local_experts)
-        x_PH, _ = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-        exchange.combine(plan, x_PH, case.wire, case.dtype)
-        mine.wait_and_check()
-    dist.barrier()
-    check_case(Case(wire=MX128), times=1)
-    return str(caught.value)
-
-
-def test_what_does_not_fit_raises_on_every_rank(pool):
-    for text in pool.run(overflow, seconds=SECONDS):
-        assert "more than its capacity" in text and "capacity_factor" in text and "block.3.moe" in text
-
-
 def overflow_in_a_replay() -> str:
     """Replays run no code on the host, but the check before the step finds rows that do not fit."""
     mine, case = new_memory(torch.distributed.new_group()), Case(tokens=(600, ) * 8, top_k=1, local_experts=1)
-    exchange, world = NVLink(mine, "block.3.moe", capacity_factor=1.0), dist.get_world_size()
+    exchange, world = NVLink(mine, NAME, capacity_factor=1.0), dist.get_world_size()
     expert_TK = torch.arange(600, device="cuda").view(600, 1) % world
     x_TH = torch.randn(600, case.hidden, device="cuda", dtype=BF16)
 
@@ -536,7 +389,7 @@ def replayed(recipe, kind: type) -> int:
     """Replays a graph of a layer's forward and backward with other tokens, weights and routes, some of them dropped.
     Compares it with eager runs. Returns how often the host waited."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), "block.3.moe", capacity_factor=3.0), 2)
+    ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), NAME, capacity_factor=3.0), 2)
     experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
     inputs = [(xs[rank], grads[rank], *routes[rank])]
     for routing in ("dropped", "random", "nowhere"):
@@ -599,21 +452,9 @@ def test_chosen_where_the_gpus_reach_each_other(pool):
     assert pool.run(chosen, seconds=SECONDS) == [("NVLink", "NVLink", "Collective")] * pool.world_size
 
 
-def over_nccl(recipe) -> None:
-    """The usual setup: NCCL for everything else, and the transport that is chosen."""
-    group = torch.distributed.new_group()
-    want, got = (layer(choose(group, "moe", requested), recipe) for requested in ("collective", "nvlink"))
-    for key, value in want.items():
-        same(key, value, got[key])
-
-
-@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
-def test_the_same_bits_as_nccl(gpu_ranks, recipe_name):
-    gpu_ranks.run(over_nccl, RECIPES[recipe_name], seconds=SECONDS)
-
-
 def beside_nccl(recipe, repetitions: int) -> None:
-    """Gradients are reduced while layers exchange, as with ZeRO's overlap_comm."""
+    """The usual setup: NCCL for everything else, and the transport that is chosen. Gradients are reduced while layers
+    exchange, as with ZeRO's overlap_comm."""
     group = torch.distributed.new_group()
     collective, exchange = (choose(group, "moe", requested) for requested in ("collective", "nvlink"))
     want = layer(collective, recipe, tokens=(300, ) * 8)
@@ -626,5 +467,6 @@ def beside_nccl(recipe, repetitions: int) -> None:
             reduction.wait()
 
 
-def test_beside_nccl(gpu_ranks):
-    gpu_ranks.run(beside_nccl, RECIPES["hp-128"], 20, seconds=SECONDS)
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
+def test_the_same_bits_as_nccl_and_beside_it(gpu_ranks, recipe_name):
+    gpu_ranks.run(beside_nccl, RECIPES[recipe_name], 20, seconds=SECONDS)

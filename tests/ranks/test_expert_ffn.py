@@ -97,25 +97,36 @@ def problem(world, name, bias=False, dtype=torch.float32, routing="random", toke
     return experts, xs, grads, routes
 
 
-def run_layer(recipe, name, stacked=False, calls=1, **kwargs):
+def in_one_buffer(experts: list) -> list:
+    """The experts' parameters as ZeRO lays them: one behind the other in one storage."""
+    flat = torch.cat([value.reshape(-1) for expert in experts for value in expert.values()])
+    views = iter(flat.split([value.numel() for expert in experts for value in expert.values()]))
+    return [{role: next(views).view(value.shape) for role, value in expert.items()} for expert in experts]
+
+
+def run_layer(recipe, name, flat=False, stacked=False, calls=1, device="cpu", **kwargs):
     """One rank: forward and backward of its tokens; returns everything as float32."""
     world, rank = dist.get_world_size(), dist.get_rank()
     experts, xs, grads, routes = problem(world, name, **kwargs)
     local = len(experts) // world
-    mine = experts[rank * local:(rank + 1) * local]
-    weights = {role: [e[role].clone().requires_grad_() for e in mine] for role in mine[0]}
+    mine = [{role: value.to(device) for role, value in expert.items()}
+            for expert in experts[rank * local:(rank + 1) * local]]
+    mine = in_one_buffer(mine) if flat else mine
     if stacked:
-        weights = {role: torch.stack([v.detach() for v in values]).requires_grad_()
-                   for role, values in weights.items()}
-    x = xs[rank].clone().requires_grad_()
-    weight = routes[rank][1].clone().requires_grad_()
+        weights = {role: torch.stack([e[role] for e in mine]).requires_grad_() for role in mine[0]}
+    else:
+        weights = {role: [e[role].detach().requires_grad_() for e in mine] for role in mine[0]}
+    x = xs[rank].to(device).requires_grad_()
+    expert_TK, weight = routes[rank][0].to(device), routes[rank][1].to(device).requires_grad_()
     ffn = ExpertFFN(formula(name), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
     for _ in range(calls):
-        y = ffn(x, Routes(expert_TK=routes[rank][0], weight_TK=weight, num_experts=len(experts)), weights)
-    y.backward(grads[rank])
-    expert_grads = [{role: values.grad[e].float() if stacked else values[e].grad.float()
+        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=len(experts)), weights)
+    y.backward(grads[rank].to(device))
+    expert_grads = [{role: (values.grad[e] if stacked else values[e].grad).float().cpu()
                      for role, values in weights.items()} for e in range(local)]
-    return {"y": y.detach().float(), "x": x.grad.float(), "weight": weight.grad, "experts": expert_grads}
+    storages = {weights[role].grad.untyped_storage().data_ptr() for role in weights} if stacked else {}
+    return {"y": y.detach().float().cpu(), "x": x.grad.float().cpu(), "weight": weight.grad.cpu(),
+            "experts": expert_grads, "storages of gradients": len(storages)}
 
 
 def compare(results, expected):
@@ -129,15 +140,14 @@ def compare(results, expected):
     return {key: sqnr_db(want[key], got[key]) for key in got}
 
 
-def check(ranks, recipe, name, least=45, **kwargs):
+def check(ranks, recipe, name, least=45, rescales_rows=False, **kwargs):
     world = ranks.world_size
     results = ranks.run(run_layer, recipe, name, **kwargs)
-    kwargs.pop("stacked", None), kwargs.pop("calls", None)
-    experts, xs, grads, routes = problem(world, name, **kwargs)
-    expected = reference(formula(name), recipe, experts, xs, routes, grads, world)
-    worst = compare(results, expected)
+    given = {key: value for key, value in kwargs.items() if key not in ("flat", "stacked", "calls", "device")}
+    experts, xs, grads, routes = problem(world, name, **given)
+    worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows))
     assert min(worst.values()) >= least, worst
-    return results, expected
+    return results
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)

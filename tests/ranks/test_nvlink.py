@@ -8,7 +8,6 @@ import threading
 import time
 from datetime import timedelta
 from functools import cache
-from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -17,15 +16,12 @@ import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from nvlink_cases import BF16, MX32, MX128, PLAIN, Case, expected, same
+from nvlink_cases import MX32, MX128, NAME, PLAIN, Case, expected, layer, same
 from rank_pool import KEPT_GROUPS
-from test_expert_ffn import RECIPES, formula
-from test_expert_ffn import problem as ffn_problem
+from test_expert_ffn import RECIPES
 from torch.distributed import distributed_c10d as c10d
 
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -35,7 +31,6 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
 SPARE_SECONDS = 15  # for a busy machine
-NAME = "block.3.moe"
 
 REASON = emulator.obstacle()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
@@ -205,30 +200,6 @@ def planned(**keys) -> tuple:
     return exchange, exchange.plan(expert_TK, SMALL.local_experts), (x_TH, SMALL.wire, weight_TK), want
 
 
-def check_late_dispatch(exchange: NVLink, plan, rest: tuple, want: dict) -> None:
-    """Rank 1 is late, and rank 0 waits for its rows."""
-    time.sleep(exchange.memory.rank / 2)
-    x_PH, weight_P = exchange.dispatch(plan, *rest)
-    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
-
-
-def long_after() -> None:
-    """The flags of a dispatch were last written 2^31 exchanges ago."""
-    exchange, *others = planned()
-    memory = exchange.memory
-    dist.barrier()
-    memory.epoch = memory.epoch + 2**31 + 10 & 0xFFFFFFFF
-    memory.state[0] = peer_memory._signed(memory.epoch)
-    acks = memory._staging[memory.extension.ACKS_AT:][:4 * memory.world_size]
-    acks.view(torch.int32).fill_(peer_memory._signed(memory.epoch - 1))
-    dist.barrier()
-    check_late_dispatch(exchange, *others)
-
-
-def test_flags_that_are_2_31_exchanges_old(ranks2):
-    ranks2.run(long_after)
-
-
 def grow_apart() -> None:
     memory = new_memory()
     before = memory.half_bytes
@@ -254,18 +225,6 @@ class Refusing(emulator.Shared):
         return emulator.Shared.empty(size, device)
 
 
-def refused() -> None:
-    """Every rank raises the same error, and exchanges over the old staging go on."""
-    memory, text = new_memory(), r"rank 1: MemoryError: none is left"
-    with mock.patch.object(memory, "_provider", Refusing):
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=text):
-                memory.reserve(memory.half_bytes + 1, "a larger batch")
-    cases.check(Case(), nvlink(memory))
-    with pytest.raises(RuntimeError, match=text):
-        PeerMemory(memory.group, memory.extension, provider=Refusing)
-
-
 class Unreachable(emulator.Shared):
     """Rank 1 has memory, but cannot reach that of the others."""
 
@@ -277,36 +236,22 @@ class Unreachable(emulator.Shared):
         return found
 
 
-def out_of_reach() -> None:
+def refused(provider: type, text: str) -> None:
+    """Every rank raises the same error, and exchanges over the old staging go on."""
     memory = new_memory()
-    with mock.patch.object(memory, "_provider", Unreachable):
-        with pytest.raises(RuntimeError, match=r"rank 1: RuntimeError: peer access is refused"):
-            memory.reserve(memory.half_bytes + 1, "a larger batch")
+    with mock.patch.object(memory, "_provider", provider):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=text):
+                memory.reserve(memory.half_bytes + 1, "a larger batch")
     cases.check(Case(), nvlink(memory))
+    with pytest.raises(RuntimeError, match=text):
+        PeerMemory(memory.group, memory.extension, provider=provider)
 
 
-def test_memory_that_one_rank_does_not_reach_raises_on_every_rank(ranks2):
-    ranks2.run(out_of_reach)
-
-
-def test_memory_that_one_rank_lacks_raises_on_every_rank(ranks2):
-    ranks2.run(refused)
-
-
-def nothing_to_move() -> None:
-    """An exchange of no rows needs no room in a half, but it needs the flags."""
-    case, memory = Case(tokens=(0, ) * 8, wire=MX32), new_memory()
-    exchange, want = nvlink(memory), expected(case, memory.group)
-    expert_TK, x_TH, weight_TK = want["inputs"]
-    plan = exchange.plan(expert_TK, case.local_experts)
-    with mock.patch.object(memory, "_provider", Refusing), pytest.raises(RuntimeError, match="none is left"):
-        memory.reserve(memory.half_bytes + 1, "a larger batch")
-    same("x", want["x"], exchange.dispatch(plan, x_TH, case.wire, weight_TK)[0])
-    cases.check(Case(), exchange)
-
-
-def test_an_exchange_of_nothing_after_memory_that_one_rank_lacks(ranks2):
-    ranks2.run(nothing_to_move)
+@pytest.mark.parametrize("provider, text", [(Refusing, "rank 1: MemoryError: none is left"),
+                                            (Unreachable, "rank 1: RuntimeError: peer access is refused")])
+def test_memory_that_one_rank_lacks_or_does_not_reach_raises_on_every_rank(ranks2, provider, text):
+    ranks2.run(refused, provider, text)
 
 
 def never_launched() -> None:
@@ -318,7 +263,9 @@ def never_launched() -> None:
         with mock.patch.object(torch, "empty", side_effect=MemoryError), pytest.raises(MemoryError):
             exchange.dispatch(plan, *rest)
     memory.reserve(memory.half_bytes + 1, "a larger batch")
-    check_late_dispatch(exchange, plan, rest, want)
+    time.sleep(memory.rank / 2)  # rank 0 waits for rank 1's rows
+    x_PH, weight_P = exchange.dispatch(plan, *rest)
+    same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
     memory.check()
 
 
@@ -337,55 +284,6 @@ def test_what_is_kept_does_not_grow_with_the_number_of_other_batches(ranks2):
     ranks2.run(in_case, batches_of_many_sizes, capacity_factor=8.0)
 
 
-class FakeStream:
-
-    def __init__(self, number: int, seen: list):
-        self.number, self.seen = number, seen
-
-    def wait_stream(self, other) -> None:
-        self.seen.append((self.number, other.number))
-
-
-def on_streams(calls: list) -> list:
-    """Which stream waits for which if exchanges begin on the streams `calls`. A negative stream is being captured."""
-    memory, seen, current = new_memory(), [], 0
-    memory.device = torch.device("cuda", 0)
-    with (mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: abs(current), create=True),
-          mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: current < 0),
-          mock.patch.object(torch.cuda, "current_stream", lambda device: FakeStream(abs(current), seen))):
-        for current in calls:
-            memory.begin(0, "an exchange")
-            assert memory.stream() == abs(current)
-    return seen
-
-
-@pytest.mark.parametrize("calls, wanted", [([1, 1], []), ([1, 2, 2, 1], [(2, 1), (1, 2)]), ([1, -2, -3, 1], []),
-                                           ([-2, 1, 2], [(2, 1)])], ids=str)
-def test_exchanges_on_several_streams_come_one_after_the_other(ranks2, calls, wanted):
-    """In the order of their launches. The emulator itself has one stream."""
-    assert ranks2.run(on_streams, calls) == [wanted, wanted]
-
-
-def check_beside(case: Case, exchange: NVLink) -> None:
-    """A combine on a stream of its own gives the same bits, begins after what is launched, and keeps what it reads."""
-    memory, want, seen = exchange.memory, expected(case, exchange.memory.group), []
-    y_PH, number_P = want["answers"]
-    plan = exchange.plan(want["inputs"][0], case.local_experts)
-    side, event = FakeStream(2, seen), SimpleNamespace(record=lambda stream: seen.append(stream.number))
-    side.cuda_stream = 0
-    accelerator = SimpleNamespace(Event=lambda: event, current_stream=lambda: FakeStream(1, seen))
-    with (mock.patch.object(memory, "side", side),
-          mock.patch("ds_mxfp8_moe.transport.nvlink.get_accelerator", lambda: accelerator)):
-        pending = exchange.start_combine(plan, y_PH, case.wire, case.dtype, number_P, sms=2)
-    assert seen == [(2, 1), 2] and pending.done is event and pending.kept == (y_PH, number_P, plan)
-    memory.check()
-    same("y", want["y"], pending.results[0]), same("number", want["number"], pending.results[1])
-
-
-def test_a_combine_beside_other_work(ranks2):
-    ranks2.run(in_case, check_beside, Case(wire=MX128, top_k=3))
-
-
 # ---------------------------------------------------------------- peers that fail
 
 
@@ -396,41 +294,14 @@ def new_memory() -> Watched:
     return Watched(group)
 
 
-def failing(phase: str, late: int = 1) -> tuple | None:
-    """All ranks but `late` come to `phase`. Returns what they miss and raise, after how long, and in which epoch."""
-    rank, memory = dist.get_rank(), new_memory()
-    exchange, case, told = nvlink(memory), Case(tokens=(20, ) * 4), None
-    expert_TK, x_TH, _ = case.inputs(dist.get_world_size())[rank]
-    plan = None if phase == "counts" else exchange.plan(expert_TK, case.local_experts)
-    y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.wire)[0]
-    if rank != late:
-        start, epoch = time.monotonic(), memory.epoch
-        with pytest.raises(PeerFailure) as caught:
-            if phase == "counts":
-                exchange.plan(expert_TK, case.local_experts)
-            elif phase == "dispatch":
-                exchange.dispatch(plan, x_TH, case.wire)
-            else:
-                exchange.combine(plan, y_PH, case.wire, case.dtype)
-            memory.check()
-        told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
-        with pytest.raises(PeerFailure):  # the group stays failed, at once
-            exchange.plan(expert_TK, case.local_experts)
-    dist.barrier()
-    return told
+def failing(phase: str) -> tuple | None:
+    return cases.failing(phase, Case(tokens=(20, ) * 4), nvlink(new_memory()))
 
 
 @pytest.mark.parametrize("phase", ["counts", "dispatch", "combine"])
 def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
-    for rank, told in enumerate(ranks3.run(failing, phase)):
-        if rank == 1:
-            assert told is None
-            continue
-        missing, text, seconds, epoch = told
-        assert missing == (1, ), text
-        for part in (f"rank {rank} ", "rank 1", f"'{phase}' of {NAME}", f"phase {phase}, epoch {epoch}"):
-            assert part in text, text
-        assert 0.7 * DEADLINE.total_seconds() < seconds < DEADLINE.total_seconds() + SPARE_SECONDS
+    seconds = DEADLINE.total_seconds()
+    cases.named_in_time(ranks3.run(failing, phase), phase, 0.7 * seconds, seconds + SPARE_SECONDS)
 
 
 def gone_on() -> None:
@@ -440,7 +311,7 @@ def gone_on() -> None:
     memory = exchange.memory
     if memory.rank == 0:
         exchange.dispatch(plan, *rest)
-        with pytest.raises(PeerFailure, match="in vain for rank 1"):
+        with pytest.raises(PeerFailure, match="until the deadline, for rank 1"):
             memory.check()
         with mock.patch.object(memory, "check"):
             y_PH = torch.zeros(plan.num_rows, SMALL.hidden, dtype=SMALL.dtype)
@@ -554,20 +425,6 @@ def test_too_many_rows_for_a_capacity(ranks2):
 # ---------------------------------------------------------------- whole layers
 
 
-def layer(transport, recipe, **kwargs) -> dict:
-    """A layer's output and every gradient of this rank."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16,
-                                             **{"tokens": (9, 14, 0, 5)} | kwargs)
-    weights = {role: [e[role].requires_grad_() for e in experts[2 * rank:2 * rank + 2]] for role in experts[0]}
-    x, weight = xs[rank].requires_grad_(), routes[rank][1].requires_grad_()
-    ffn = ExpertFFN(formula("swiglu"), recipe, transport, 2)
-    y = ffn(x, Routes(expert_TK=routes[rank][0], weight_TK=weight, num_experts=2 * world), weights)
-    y.backward(grads[rank])
-    return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
-            **{f"{role} {e}": value.grad for role, values in weights.items() for e, value in enumerate(values)}}
-
-
 def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
     want, got = (layer(transport, recipe, **kwargs)
                  for transport in (Collective(exchange.memory.group, "the oracle"), exchange))
@@ -605,7 +462,8 @@ def raised_inside() -> str | None:
 
 def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it(ranks2):
     text, _ = ranks2.run(raised_inside)
-    assert "rank 0 waited in vain for rank 1 in exchange" in text and f"'combine' of {NAME}" in text, text
+    assert "rank 0 waited in exchange" in text and "until the deadline, for rank 1" in text, text
+    assert f"'combine' of {NAME}" in text, text
     assert "s ago it raised MemoryError: no room" in text, text
 
 

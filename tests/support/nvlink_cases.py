@@ -5,16 +5,21 @@ Every function here runs on a rank, makes the whole exchange by both transports 
 """
 
 import dataclasses
+import time
 
 import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from permute_cases import Problem, poisoned
 from permute_cases import bits as bits_of_rows
-from permute_cases import poisoned
-from test_transport import Problem
+from test_expert_ffn import formula
+from test_expert_ffn import problem as ffn_problem
+from torch.utils.checkpoint import checkpoint
 
+from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -24,6 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, MX32, MX128 = Wire(False), Wire(True), Wire(True, 128)
 FLOOR32, FLOOR128 = Wire(True, 32, "floor"), Wire(True, 128, "floor")
 TOKENS = (37, 13, 0, 50, 5, 64, 1, 70)  # of up to eight ranks
+NAME = "block.3.moe"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +37,9 @@ class Case(Problem):
     """An exchange of rows of all magnitudes. Some values are zero, subnormal or not finite."""
 
     tokens: tuple = TOKENS
-    y_dtype: torch.dtype | None = None
+    not_finite: bool = True
     weights: bool = True
     every_value: bool = False  # the experts of each rank answer every number of 16 bits
-
-    def inputs(self, world: int) -> list:
-        generator = torch.Generator().manual_seed(self.seed)
-        ranks = []
-        for expert, x, weight in super().inputs(world):
-            x = (x.float() * torch.exp2(torch.randint(-9, 9, x.shape, generator=generator))).to(x.dtype)
-            x[1:2, :32] = 0
-            if x.shape[0] > 6:
-                x[3, 1], x[5, 0], x[5, -1] = float("nan"), float("inf"), float("-inf")
-                x[4] = (torch.randn(x.shape[1], generator=generator) * torch.finfo(x.dtype).tiny / 3).to(x.dtype)
-                x[6, ::3] = torch.finfo(x.dtype).max
-            if not self.contiguous:
-                x = torch.stack([x, x], dim=2)[..., 0]
-            ranks.append((expert, x, weight))
-        return ranks
 
 
 CASES = {
@@ -210,6 +201,48 @@ def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
     exchange.memory.check()
 
 
+LATE = 1
+
+
+def failing(phase: str, case: Case, exchange: NVLink) -> tuple | None:
+    """All ranks but LATE come to `phase`. Returns what they miss and raise, after how long, and in which epoch."""
+    rank, memory, told = dist.get_rank(), exchange.memory, None
+    expert_TK, x_TH, _ = on_device(case.inputs(dist.get_world_size())[rank], memory.device)
+    plan = None if phase == "counts" else exchange.plan(expert_TK, case.local_experts)
+    y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.wire)[0]
+    get_accelerator().synchronize()
+    if rank != LATE:
+        start, epoch = time.monotonic(), memory.epoch
+        with pytest.raises(PeerFailure) as caught:
+            if phase == "counts":
+                exchange.plan(expert_TK, case.local_experts)
+            elif phase == "dispatch":
+                exchange.dispatch(plan, x_TH, case.wire)
+            else:
+                exchange.combine(plan, y_PH, case.wire, case.dtype)
+            get_accelerator().synchronize()
+            memory.check()
+        told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
+        with pytest.raises(PeerFailure):  # the group stays failed, at once
+            exchange.plan(expert_TK, case.local_experts)
+    get_accelerator().synchronize()
+    dist.barrier()
+    return told
+
+
+def named_in_time(results: list, phase: str, least: float, most: float) -> None:
+    """results: what `failing` returned on every rank."""
+    for rank, told in enumerate(results):
+        if rank == LATE:
+            assert told is None
+            continue
+        missing, text, seconds, epoch = told
+        assert missing == (LATE, ), text
+        for part in (f"rank {rank} ", f"rank {LATE}", f"exchange {epoch} ", f"'{phase}' of {NAME} (phase {phase})"):
+            assert part in text, text
+        assert least < seconds < most
+
+
 CONFUSIONS = ("order", "width", "dtype", "dtype as wide", "weights", "another plan")
 
 
@@ -246,5 +279,36 @@ def all_noticed(texts: list) -> None:
     """texts: what `confused` returned on every rank."""
     for rank, text in enumerate(texts):
         assert text is not None, f"rank {rank} noticed nothing: {texts}"
-        assert f"rank {rank}" in text and "block.3.moe" in text
+        assert f"rank {rank}" in text and NAME in text
     assert any("the same calls in the same order" in text for text in texts), texts
+
+
+def layer_of_this_rank(transport, recipe, name: str = "swiglu", **kwargs) -> tuple:
+    """Two experts a rank: (the layer as a function of x and the routing weights, its leaves by name, y's gradient)."""
+    world, rank, device = dist.get_world_size(), dist.get_rank(), get_accelerator().current_device_name()
+    experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
+                                             **{"tokens": TOKENS} | kwargs)
+    weights = {role: [e[role].to(device).requires_grad_() for e in experts[2 * rank:2 * rank + 2]]
+               for role in experts[0]}
+    expert_TK, weight_TK = (t.to(device) for t in routes[rank])
+    ffn = ExpertFFN(formula(name), recipe, transport, 2)
+
+    def forward(x, weight):
+        return ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)
+
+    leaves = {"x": xs[rank].to(device).requires_grad_(), "weight": weight_TK.requires_grad_(),
+              **{f"{role} {e}": value for role, values in weights.items() for e, value in enumerate(values)}}
+    return forward, leaves, grads[rank].to(device)
+
+
+def layer(transport, recipe, name: str = "swiglu", calls: int = 1, recompute: bool = False, **kwargs) -> dict:
+    """A layer's output and every gradient of this rank. Runs `calls` forwards and differentiates the last one.
+    recompute: whether backward runs the forward once more."""
+    forward, leaves, grad = layer_of_this_rank(transport, recipe, name, **kwargs)
+    for _ in range(calls):
+        if recompute:
+            y = checkpoint(forward, leaves["x"], leaves["weight"], use_reentrant=False)
+        else:
+            y = forward(leaves["x"], leaves["weight"])
+    y.backward(grad)
+    return {"y": y.detach(), **{leaf: value.grad for leaf, value in leaves.items()}}
