@@ -7,8 +7,6 @@ import importlib
 import json
 import pickle
 import pkgutil
-import subprocess
-import sys
 
 import deepspeed.runtime
 import pytest
@@ -18,8 +16,6 @@ from ds_mxfp8_moe.config import (
     ConfigError,
     MXFP8MoEConfig,
     Recipe,
-    current_device,
-    fingerprint,
     parse,
     resolve,
 )
@@ -91,9 +87,6 @@ def test_unreadable_configs(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match="ds_config.json.*cannot be read"):
             parse(path)
-    path.write_text("[1, 2]")
-    with pytest.raises(ConfigError, match="holds a list, expected a JSON object"):
-        parse(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         parse(tmp_path)
 
@@ -102,64 +95,28 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
     (line,) = problems(enabled=True, recipie="mxfp8")
     assert line.startswith('unknown key "recipie" (given "mxfp8"); did you mean "recipe"? Valid: "enabled", "recipe",')
     assert all(f'"{key}"' in line for key in ALL_KEYS)
-
-
-@pytest.mark.parametrize(
-    "key, nearest",
-    [
-        ("Enabled", "enabled"),
-        ("block_size", "scale_block_size"),
-        ("dispatch_fwd", "dispatch_fwd_dtype"),
-        ("combine_bwd", "combine_bwd_dtype"),
-        ("excludes", "exclude"),
-        ("min_tokens", "min_tokens_per_expert"),
-    ],
-)
-def test_misspelt_keys(key, nearest):
-    (line,) = problems(**{key: 1})
-    assert f'did you mean "{nearest}"?' in line
-
-
-def test_keys_that_pythons_call_syntax_would_swallow():
-    # DeepSpeedConfigModel.__init__ takes `strict`, and every method takes `self`.
-    for key in ("strict", "self"):
-        (line,) = problems(**{key: True})
-        assert line.startswith(f'unknown key "{key}"')
-    with pytest.raises(ConfigError, match='unknown key "7"'):
-        parse({"mxfp8_moe": {7: True}})
+    for key, nearest in (("Enabled", "enabled"), ("block_size", "scale_block_size"), ("excludes", "exclude")):
+        assert f'did you mean "{nearest}"?' in problems(**{key: 1})[0]
 
 
 @pytest.mark.parametrize(
     "key, value, expected",
     [
-        ("recipe", "mxfp8_rceil_wgrad_with_hp", '"mxfp8_rceil_wgrad_with_hp", which is not valid; did you mean '
-         '"mxfp8_wgrad_with_hp"? Valid: "mxfp8_wgrad_with_hp", "mxfp8", "bf16"'),
-        ("recipe", "MXFP8", 'did you mean "mxfp8"?'),
-        ("recipe", None, 'null, which is not valid. Valid: "mxfp8_wgrad_with_hp", "mxfp8", "bf16"'),
-        ("scaling_mode", "ceil", 'did you mean "rceil"? Valid: "rceil", "floor"'),
-        ("dispatch_fwd_dtype", "bfloat16", 'did you mean "bf16"? Valid: "mxfp8", "bf16"'),
-        ("combine_fwd_dtype", "fp8", 'did you mean "mxfp8"?'),
-        ("dispatch_bwd_dtype", "e4m3", 'is "e4m3", which is not valid. Valid: "mxfp8", "bf16"'),
-        ("combine_bwd_dtype", torch.bfloat16, "is torch.bfloat16, which is not valid."),
-        ("preactivation_dtype", ["bf16"], 'is ["bf16"], which is not valid'),
-        ("scale_block_size", 64, "is 64, which is not valid; did you mean 32? Valid: 32, 128"),
-        ("scale_block_size", "128", 'is "128", which is not valid; did you mean 128?'),
-        ("scale_block_size", True, "is true, which is not valid"),
-        ("transport", "nccl", 'Valid: "collective", "nvlink"'),
-        ("transport", "nv_link", 'did you mean "nvlink"?'),
-        ("enabled", "true", 'is "true", which is not valid; did you mean true? Valid: true, false'),
-        ("overlap", 1, "is 1, which is not valid. Valid: true, false"),
-        ("force_load_balance", {}, "is {}, which is not valid"),
-        ("min_tokens_per_expert", -1, "is -1, expected a whole number of at least 0"),
-        ("min_tokens_per_expert", 2.5, "is 2.5, expected a whole number of at least 0"),
-        ("min_tokens_per_expert", True, "is true, expected a whole number"),
-        ("nvlink_sms", 0, "is 0, expected a whole number of at least 1"),
-        ("nvlink_sms", "8", 'is "8", expected a whole number of at least 1'),
-        ("capacity_factor", 0.5, "is 0.5, expected a number of at least 1"),
-        ("capacity_factor", "2", 'is "2", expected a number of at least 1'),
-        ("capacity_factor", True, "is true, expected a number of at least 1"),
-        ("capacity_factor", float("inf"), "is Infinity, expected a number of at least 1"),
-        ("include", ".*moe", 'is ".*moe", expected a list of regular expressions: write [".*moe"]'),
+        ("recipe", "mxfp8_rceil_wgrad_with_hp", 'is "mxfp8_rceil_wgrad_with_hp". Input should be '
+         "'mxfp8_wgrad_with_hp', 'mxfp8' or 'bf16'"),
+        ("recipe", None, "is null. Input should be 'mxfp8_wgrad_with_hp', 'mxfp8' or 'bf16'"),
+        ("scaling_mode", "ceil", "Input should be 'rceil' or 'floor'"),
+        ("combine_bwd_dtype", torch.bfloat16, "is torch.bfloat16. Input should be 'mxfp8' or 'bf16'"),
+        ("scale_block_size", "128", 'is "128". Input should be 32 or 128'),
+        ("transport", "nccl", "Input should be 'collective' or 'nvlink'"),
+        ("enabled", "true", 'is "true". Input should be a valid boolean'),
+        ("overlap", 1, "is 1. Input should be a valid boolean"),
+        ("min_tokens_per_expert", -1, "is -1. Input should be greater than or equal to 0"),
+        ("min_tokens_per_expert", True, "is true. Input should be a valid integer"),
+        ("nvlink_sms", 0, "is 0. Input should be greater than or equal to 1"),
+        ("capacity_factor", 0.5, "is 0.5. Input should be greater than or equal to 1"),
+        ("capacity_factor", float("inf"), "is Infinity. Input should be a finite number"),
+        ("include", ".*moe", 'is ".*moe", expected a list of regular expressions'),
         ("include", [1], "is [1], expected a list of regular expressions"),
         ("exclude", ["h.0", "h[0"], 'has "h[0", which is no valid regular expression'),
     ],
@@ -273,32 +230,3 @@ def test_recipes():
     assert {bf16.dispatch_fwd, bf16.combine_fwd, bf16.dispatch_bwd, bf16.combine_bwd, bf16.preactivation} == {"bf16"}
     for recipe in (mxfp8, bf16):
         assert copy.deepcopy(recipe) == recipe and hash(copy.deepcopy(recipe)) == hash(recipe)
-
-
-def test_current_device_feeds_resolve():
-    assert current_device() == CPU  # the suite runs with DS_ACCELERATOR=cpu
-    assert resolve(MXFP8MoEConfig(), *current_device()).block_size == 32
-
-
-def test_fingerprint_tells_sections_apart_and_nothing_else():
-    config = parse({"mxfp8_moe": ALL_KEYS})
-    reordered = parse({"mxfp8_moe": dict(reversed(ALL_KEYS.items())), "train_batch_size": 4})
-    assert fingerprint(config) == fingerprint(reordered) and len(fingerprint(config)) == 64
-    assert fingerprint(MXFP8MoEConfig()) == fingerprint(MXFP8MoEConfig(recipe="mxfp8_wgrad_with_hp"))
-    changes = {"enabled": False, "recipe": "mxfp8_wgrad_with_hp", "scale_block_size": 32, "scaling_mode": "rceil"}
-    changes |= {"dispatch_fwd_dtype": "mxfp8", "combine_fwd_dtype": "bf16", "dispatch_bwd_dtype": "bf16"}
-    changes |= {"combine_bwd_dtype": "mxfp8", "transport": None, "overlap": True, "min_tokens_per_expert": 0}
-    changes |= {"nvlink_sms": None, "capacity_factor": None}
-    changes |= {"preactivation_dtype": "mxfp8", "include": [], "exclude": [], "force_load_balance": False}
-    assert set(changes) == set(ALL_KEYS)
-    prints = {fingerprint(parse({"mxfp8_moe": ALL_KEYS | {key: value}})) for key, value in changes.items()}
-    assert len(prints | {fingerprint(config)}) == len(ALL_KEYS) + 1
-
-
-def test_fingerprint_is_the_same_in_another_process():
-    code = (
-        "from ds_mxfp8_moe.config import MXFP8MoEConfig, fingerprint\n"
-        "print(fingerprint(MXFP8MoEConfig(enabled=True, exclude=['a'])))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split()[-1] == fingerprint(MXFP8MoEConfig(enabled=True, exclude=["a"]))

@@ -106,9 +106,6 @@ def test_imports_go_down():
 
 @pytest.mark.parametrize("module, line, told", [
     ("ops/triton_kernels/quantize", "from ...transport.nvlink import NVLink", "quantize imports transport.nvlink"),
-    ("ops/device", "from ds_mxfp8_moe import mx", "ops.device imports mx"),
-    ("ds_mxfp8_moe/mx", "import ds_mxfp8_moe", "mx imports __init__"),
-    ("ds_mxfp8_moe/transport/collective", "from .. import layer", "transport.collective imports layer"),
     ("ds_mxfp8_moe/transport/deadline", "from .collective import Collective",
      "transport.deadline imports transport.collective"),
     ("ops/triton_kernels/launch", "import deepspeed.comm as dist", "ops.triton_kernels.launch")])

@@ -195,16 +195,7 @@ def test_random_bits_against_exact_fractions(dtype, mode):
     mx = quantize(x, 32, mode)
     for row, scale, data in zip(x.double().tolist(), scale_bytes(mx).tolist(), data_bytes(mx).tolist(), strict=True):
         assert (scale[0], data) == oracle(row, mode)
-
-
-@pytest.mark.parametrize("mode", ("rceil", "floor"))
-def test_torchs_own_casts(mode):
-    """Reading back through torch's casts of both halves, and writing data through its e4m3 cast."""
-    x = torch.randn(64, 256) * torch.logspace(-30, 30, 64, base=2).unsqueeze(1)
-    mx = quantize(x, 32, mode)
-    scale = mx.scale.float().repeat_interleave(32, 1)
-    assert torch.equal(mx.dequantize(), mx.qdata.float() * scale)
-    assert torch.equal(data_bytes(mx), (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert mx.dtype == dtype and torch.equal(mx.dequantize(F32), mx.qdata.float() * mx.scale.float())
 
 
 def test_scale_128_is_four_blocks_of_32_that_share_one():
@@ -257,29 +248,11 @@ def test_nan_fills_its_tile_alone():
     assert values[128:, :128].isnan().all() and values[:128].isfinite().all() and values[:, 128:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_input_dtypes_agree(dtype):
-    """A value has one encoding, whichever dtype it came in; the tensor keeps that dtype outside."""
-    x = torch.randn(16, 64).bfloat16().half().to(dtype)
-    mx = quantize(x)
-    assert mx.dtype == dtype and same_bytes(mx, quantize(x.float()))
-    assert torch.equal(mx.dequantize(), mx.dequantize(F32).to(dtype))
-
-
 def test_dequantised_values_are_exact_in_bfloat16():
     x = torch.randn(64, 256) * torch.logspace(-100, 100, 64, base=2).unsqueeze(1)
     for block in (32, 128):
         mx = quantize(x, block)
         assert torch.equal(mx.dequantize(BF16).float(), mx.dequantize(F32))
-
-
-def test_quantising_again_changes_nothing():
-    for block in (32, 128):
-        for mode in ("rceil", "floor"):
-            mx = quantize(torch.randn(16, 256), block, mode)
-            again = quantize(mx.dequantize(), block, mode)
-            # rceil may take a smaller scale once rounding lowered amax to a boundary; the values stay.
-            assert torch.equal(again.dequantize(), mx.dequantize())
 
 
 def test_any_strides():
@@ -471,34 +444,6 @@ def test_as_a_gradient_inside_the_graph(dtype):
     assert sqnr_db(3 * q + g, torch.as_tensor(z.grad)) > 28
 
 
-def test_module_hooks_see_it(mx):
-    seen = []
-
-    class Layer(torch.nn.Module):
-
-        def forward(self, x):
-            return (x * 2).type_as(x)
-
-    layer = Layer()
-    layer.register_forward_pre_hook(lambda m, args: seen.append(type(args[0])))
-    layer.register_forward_hook(lambda m, args, out: seen.append((type(args[0]), type(out))))
-    layer.register_full_backward_pre_hook(lambda m, grads: seen.append(type(grads[0])))
-    layer.register_full_backward_hook(lambda m, gin, gout: seen.append((type(gin[0]), type(gout[0]))))
-    leaf = mx.detach().requires_grad_()
-    out = layer(leaf)
-    GivesMX.apply(out).sum().backward()
-    assert seen == [MXTensor, (MXTensor, torch.Tensor), MXTensor, (torch.Tensor, MXTensor)]
-    assert torch.equal(leaf.grad, torch.full((6, 128), 2.0).bfloat16())
-
-
-def test_gradients_flow_through_one(mx):
-    leaf = mx.detach().requires_grad_()
-    w = torch.randn(128, 32).bfloat16().requires_grad_()
-    (leaf[1:4] @ w).sum().backward()
-    assert torch.equal(w.grad, (mx.dequantize()[1:4].t() @ torch.ones(3, 32).bfloat16()))
-    assert leaf.grad.shape == (6, 128) and not leaf.grad[0].any() and leaf.grad[1].any()
-
-
 @pytest.mark.parametrize("dtype", (None, *ALL), ids=str)
 def test_gradients_flow_through_dequantize(mx, dtype):
     """As through the cast of a plain tensor that holds the same values."""
@@ -512,13 +457,6 @@ def test_gradients_flow_through_dequantize(mx, dtype):
     with torch.no_grad():
         assert not leaf.dequantize().requires_grad
     assert not mx.dequantize().requires_grad
-
-
-def test_an_mxtensor_as_the_gradient_of_a_dequantised_one(mx):
-    leaf = mx.detach().requires_grad_()
-    GivesMX.apply(leaf.dequantize(F32)).backward(torch.ones(6, 128))
-    assert type(leaf.grad) is MXTensor and leaf.grad.dtype == BF16
-    assert torch.equal(leaf.grad.dequantize(), torch.ones(6, 128).bfloat16())
 
 
 def test_torch_compile_of_a_leafs_dequantize(mx):

@@ -54,26 +54,9 @@ def test_real_sizes_cost_neither_time_nor_memory():
 # ---- refused ------------------------------------------------------------------------------------------------------
 
 
-class Scaled(torch.autograd.Function):
-    """Identity, with twice the gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
 def count_calls(m, x):
     m.calls = getattr(m, "calls", 0) + 1
     return m.down(F.relu(m.up(x)))
-
-
-def only_training(m, x, change):
-    h = F.relu(m.up(x))
-    return m.down(change(h) if m.training else h)
 
 
 def fail(m, x):
@@ -82,52 +65,24 @@ def fail(m, x):
 
 @pytest.mark.parametrize("reason, compute", [
     ("differs from the nearest", lambda m, x: m.down(torch.tanh(m.up(x)))),
-    ("differs from the nearest", lambda m, x: m.down(F.leaky_relu(m.up(x)))),
     ("differs from the nearest", lambda m, x: m.down(m.up(x) * torch.sigmoid(1.702 * m.up(x)))),
-    ("differs from the nearest", lambda m, x: m.down(m.up(x))),
     ("differs from the nearest", lambda m, x: x + m.down(F.relu(m.up(x)))),
     ("differs from the nearest", lambda m, x: 1.001 * m.down(F.relu(m.up(x)))),
     ("differs from the nearest", lambda m, x: F.linear(F.relu(m.up(x)), m.down.weight)),
-    ("differs from the nearest", lambda m, x: m.down(F.relu(m.up(x)).bfloat16().to(x.dtype))),
     ("differs from the nearest", lambda m, x: m.down(F.relu(m.up(x).clamp(-7, 7)))),
-    ("differs from the nearest", lambda m, x: m.down(F.relu6(m.up(x) / 64) * 64)),
-    ("differs from the nearest", lambda m, x: m.down(F.relu(m.up(x).clamp(-1e4, 1e4)))),
-    ("differs from the nearest", lambda m, x: m.down(F.relu(m.up(x))).clamp(-64000, 64000)),
     ("differs from the nearest", lambda m, x: m.down(F.softmax(m.up(x), dim=-2))),
-    ("differs from the nearest", lambda m, x: m.down(F.relu(m.up(x - x.mean((0, 1, 2)))))),
     ("differs from the nearest", lambda m, x: m.down(F.dropout(F.relu(m.up(x)), 0.1, True))),
     ("in training mode the output differs", lambda m, x: m.down(F.dropout(F.relu(m.up(x)), 0.1, m.training))),
-    ("in training mode the output differs", lambda m, x: only_training(m, x, lambda h: 1.1 * h)),
     ("carries no gradient", lambda m, x: m.down(F.relu(m.up(x))).detach()),
     ("gradient of its input differs", lambda m, x: m.down(F.relu(m.up(x).detach()))),
     ("gradient of up.weight differs", lambda m, x: m.down(F.relu(F.linear(x, m.up.weight.detach(), m.up.bias)))),
-    ("gradient of its input differs", lambda m, x: m.down(F.relu(m.up(x.detach())))),
-    ("gradient of its input differs", lambda m, x: m.down(F.relu(m.up(Scaled.apply(x))))),
     ("KeyError: 'no such thing'", fail),
     ("returns a dict", lambda m, x: {"y": m.down(F.relu(m.up(x)))}),
-    ("returns a list", lambda m, x: [m.down(F.relu(m.up(x)))]),
-    ("returns a tuple", lambda m, x: ()),
     ("expert returns [12, 96]", lambda m, x: m.down(F.relu(m.up(x))).flatten(0, 2)),
     ("torch.float64", lambda m, x: m.down(F.relu(m.up(x))).double()),
 ])
 def test_computations_refused(reason, compute):
     assert reason in refused(Mlp(compute))
-
-
-def test_modules_of_dropout_refused():
-    assert "in training mode the output differs" in refused(
-        nn.Sequential(nn.Linear(H, H), nn.ReLU(), nn.Dropout(0.1), nn.Linear(H, H)))
-
-
-class Unwilling:
-    def __deepcopy__(self, memo):
-        raise TypeError("no copies")
-
-
-def test_expert_that_cannot_be_copied():
-    experts = local_experts(mlp())
-    experts[0].extra = Unwilling()
-    assert "TypeError: no copies" in refused(experts)
 
 
 def test_zero_weights_prove_nothing():
@@ -136,19 +91,10 @@ def test_zero_weights_prove_nothing():
     assert "differs from the nearest" in refused(template)
 
 
-def test_code_that_holds_the_user_s_module_leaves_its_gradients_alone():
-    expert = Mlp(None)
-    expert.compute = lambda _, x: expert.down(F.relu(expert.up(x)))  # a copy of the expert calls the expert itself
-    assert "differs from the nearest" in refused(nn.ModuleList([expert]))
-    assert all(p.grad is None for p in expert.parameters())
-
-
 # ---- no trace -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compute", [
-    lambda m, x: m.down(F.relu(m.up(x))),
-    lambda m, x: m.down(F.dropout(F.relu(m.up(x)), 0.5)),
     lambda m, x: m.down(F.relu(m.up(x)) * random.random() * numpy.random.rand()),
     lambda m, x: (torch.manual_seed(5), count_calls(m, x))[1],
     fail,
@@ -184,21 +130,9 @@ def test_whatever_modes_the_caller_is_in():
                  torch.device("meta")):
         with mode:
             assert recognise(experts, H).kind == "mlp"
-    torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("medium")
     try:
         assert recognise(experts, H).kind == "mlp"
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
-        torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
-
-
-def test_compiled_experts_are_not_compiled_for_this(monkeypatch):
-    def backend(*args):
-        raise AssertionError("compiled")
-
-    experts = local_experts(Mlp(lambda m, x: m.down(torch.compile(F.relu, backend=backend)(m.up(x)))))
-    for expert in experts:
-        expert.compile(backend=backend)
-    assert recognise(experts, H).activation == "relu"

@@ -3,7 +3,6 @@
 layer notices."""
 
 import copy
-import pickle
 
 import peft
 import pytest
@@ -20,6 +19,10 @@ from ds_mxfp8_moe import convert
 from ds_mxfp8_moe import recognise as recognise_file
 from ds_mxfp8_moe.experts import NotRecognised, expert_weights
 from ds_mxfp8_moe.recognise import recognise, register_expert
+
+
+def nothing(*args):
+    return None
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -83,28 +86,21 @@ class TakesDeepSpeedsShape(Mlp):
         return self.compute(self, x.reshape(g * c, h)).view(g, 1, c, h)
 
 
-def recomputing(reentrant):
-    def compute(m, x):
-        return m.down(checkpoint(lambda x: F.relu(m.up(x)), x, use_reentrant=reentrant))
-
-    return Mlp(compute)
-
-
 def with_one_bias():
     template = Gated()
     template.b = nn.Linear(H, FFN, bias=True)
     return template
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("template", [
     Gated(ffn=H // 2), Gated(ffn=2 * H), Gated().bfloat16(), Gated().half(), with_one_bias(),
     mlp().requires_grad_(False),
     nn.Sequential(nn.Linear(H, FFN), nn.GELU(), nn.Dropout(0.0), nn.Identity(), nn.Linear(FFN, H)),
     Mlp(lambda m, x: m.down(F.silu(m.up(x).float()).to(x.dtype))).bfloat16(),
-    TakesDeepSpeedsShape(lambda m, x: m.down(F.relu(m.up(x)))), recomputing(True), recomputing(False),
+    TakesDeepSpeedsShape(lambda m, x: m.down(F.relu(m.up(x)))),
+    Mlp(lambda m, x: m.down(checkpoint(lambda x: F.relu(m.up(x)), x, use_reentrant=False))),
 ], ids=["F = H / 2", "F = 2 H", "bfloat16", "float16", "one bias", "frozen", "no-ops", "activation in float32",
-        "DeepSpeed's shape", "reentrant checkpoint", "checkpoint"])
+        "DeepSpeed's shape", "checkpoint"])
 def test_other_experts_that_are_recognised(template):
     formula = recognise(local_experts(template), H)
     assert set(formula.names().values()) == {name for name, _ in template.named_parameters()}
@@ -139,26 +135,10 @@ class Normed(nn.Module):
         return self.net(self.norm(x))
 
 
-class TensorSubclass(torch.Tensor):
-    pass
-
-
-def with_weight(data):
-    linear = nn.Linear(H, H)
-    linear.weight = nn.Parameter(data)
-    return linear
-
-
 def with_unused_parameter():
     linear = nn.Linear(H, H)
     linear.extra = nn.Parameter(torch.ones(3))
     return linear
-
-
-class WithBuffer(nn.Linear):
-    def __init__(self):
-        super().__init__(H, H)
-        self.register_buffer("scale", torch.ones(()))
 
 
 @pytest.mark.parametrize("make, reason", [
@@ -170,56 +150,27 @@ class WithBuffer(nn.Linear):
     (lambda: nn.Sequential(SubclassedLinear(H, FFN), nn.ReLU(), nn.Linear(FFN, H)), "0 is a SubclassedLinear"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.PReLU(), nn.Linear(FFN, H)), "1 is a PReLU with parameters"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.BatchNorm1d(FFN), nn.Linear(FFN, H)), "has a buffer"),
-    (lambda: WithBuffer(), "has a buffer, scale"),
     (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(H, FFN)), nn.ReLU(), nn.Linear(FFN, H)),
      "0 is a ParametrizedLinear"),
-    (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(H, H, bias=False))), "ParametrizationList"),
-    (lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(H, H))), "has a buffer"),
     (lambda: mlp().double(), "is torch.float64"),
     (lambda: nn.Sequential(nn.Linear(H, FFN).bfloat16(), nn.ReLU(), nn.Linear(FFN, H)), "different dtypes"),
-    (lambda: nn.LazyLinear(H), "has a forward pre hook"),
-    (lambda: with_weight(torch.ones(H, H).as_subclass(TensorSubclass)), "is a TensorSubclass, not a plain"),
-    (lambda: with_weight(torch.ones(0)), "is empty here"),
     (with_unused_parameter, "gradient of extra differs"),
 ])
 def test_structures_refused(make, reason):
     assert reason in refused(nn.ModuleList([make()]))  # not all can be deep-copied
 
 
-@pytest.mark.parametrize("rank", [8, H])
-def test_peft_lora(rank):
-    def adapted(experts, *names):
-        return peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=list(names)), experts)
-
-    assert "has 4 nn.Linear modules (up.base_layer, up.lora_A.default," in refused(
-        adapted(local_experts(Mlp(lambda m, x: m.down(F.relu(m.up(x))))), "up"))
-    alone = adapted(nn.ModuleDict({"up": nn.Linear(H, H)}), "up")["up"]
-    assert ("differs from the nearest" if rank == H else "fit no recognised formula") in refused(
-        nn.ModuleList([alone]))  # of rank H it has the shapes of a gated expert
-
-
-def hook_registrations():
-    return [("forward hook", lambda m: m.register_forward_hook(lambda *a: None)),
-            ("forward hook", lambda m: m.register_forward_hook(lambda *a, **k: None, with_kwargs=True)),
-            ("forward pre hook", lambda m: m.register_forward_pre_hook(lambda *a: None)),
-            ("backward hook", lambda m: m.register_full_backward_hook(lambda *a: None)),
-            ("backward pre hook", lambda m: m.register_full_backward_pre_hook(lambda *a: None))]
-
-
-@pytest.mark.parametrize("kind, register", hook_registrations())
-def test_hooks(kind, register):
+@pytest.mark.parametrize("found, change", [
+    ("a forward hook", lambda m: m.register_forward_hook(nothing)),
+    ("a forward pre hook", lambda m: m.register_forward_pre_hook(nothing)),
+    ("a backward hook", lambda m: m.register_full_backward_hook(nothing)),
+    ("a replaced forward method", lambda m: setattr(m, "forward", nothing))])
+def test_hooks_and_a_replaced_forward(found, change):
     experts = local_experts(mlp(), 4)
-    handle = register(experts[3][1])
-    assert refused(experts) == f"expert 3, module 1, has a {kind}"
-    handle.remove()
-    register(experts[2])
-    assert refused(experts) == f"expert 2 has a {kind}"
-
-
-def test_forward_replaced_on_an_instance():
-    experts = local_experts(mlp())
-    experts[1][0].forward = lambda x: x
-    assert refused(experts) == "expert 1, module 0, has a replaced forward method"
+    change(experts[3][1])
+    assert refused(experts) == f"expert 3, module 1, has {found}"
+    change(experts[2])
+    assert refused(experts) == f"expert 2 has {found}"
 
 
 def test_tied_weights():
@@ -250,11 +201,6 @@ def test_weights_tied_with_the_rest_of_the_model():
 ])
 def test_experts_unlike_each_other(other, reason):
     assert refused(nn.ModuleList([mlp(), other])).startswith(reason)
-
-
-def test_experts_of_different_activations():
-    gelu, tanh = mlp(nn.GELU()), mlp(nn.GELU(approximate="tanh"))
-    assert refused(nn.ModuleList([gelu, tanh])).startswith("expert 1 differs from expert 0 in its modules")
 
 
 # ---- register_expert ----------------------------------------------------------------------------------------------
@@ -288,25 +234,13 @@ def test_registered_class(registry):
     formula = recognise(experts, H)
     assert (formula.kind, formula.packed, formula.ffn_size, formula.down_bias) == ("gated", "gate_up", FFN, "b2")
     assert expert_weights(experts, formula)["up"][1] is experts[1].w13
-
-
-def test_registered_subclass_of_linear(registry):
-    register_expert(SubclassedLinear, kind="linear", up="weight", up_bias="bias")
-    assert recognise(local_experts(SubclassedLinear(H, H)), H).kind == "linear"
-
-
-def test_registration_holds_for_the_exact_class(registry):
-    register_expert(Raw, **RAW)
-    assert "parameters of its own" in refused(type("Derived", (Raw,), {})())
+    assert "parameters of its own" in refused(type("Derived", (Raw,), {})())  # it holds for the exact class
 
 
 @pytest.mark.parametrize("changes, reason", [
-    (dict(activation="silu"), "differs from the nearest recognised formula"),
     (dict(packed="up_gate"), "differs from the nearest recognised formula"),
     (dict(kind="mlp", packed="none"), "is registered with down=w2 of shape (64, 192), but has (64, 96)"),
     (dict(down_bias=None), "is registered with parameters ['w13', 'w2'], but has ['b2', 'w13', 'w2']"),
-    (dict(up="w1"), "is registered with parameters ['b2', 'w1', 'w2'], but has ['b2', 'w13', 'w2']"),
-    (dict(up="w2", down="w13"), "is registered with up=w2 of shape"),
 ])
 def test_lying_registration(registry, changes, reason):
     register_expert(Raw, **(RAW | changes))
@@ -314,11 +248,8 @@ def test_lying_registration(registry, changes, reason):
 
 
 @pytest.mark.parametrize("error, changes", [
-    (ValueError, dict(kind="ffn")), (ValueError, dict(activation="tanh")), (ValueError, dict(activation=None)),
-    (ValueError, dict(kind="linear", packed="none")), (ValueError, dict(packed="none")),
-    (ValueError, dict(packed="both")), (ValueError, dict(kind="mlp")), (ValueError, dict(gate="w1")),
-    (ValueError, dict(gate_bias="b1")), (ValueError, dict(down=None)), (TypeError, dict(cls="Raw")),
-    (TypeError, dict(cls=Raw())),
+    (ValueError, dict(kind="ffn")), (ValueError, dict(activation="tanh")), (ValueError, dict(packed="none")),
+    (ValueError, dict(gate="w1")), (ValueError, dict(down=None)), (TypeError, dict(cls=Raw())),
 ])
 def test_registration_that_makes_no_sense(registry, error, changes):
     keys = dict(cls=Raw) | RAW | changes
@@ -358,24 +289,16 @@ def step(model):
     model(torch.randn(2, 8, H)).sum().backward()
 
 
-def nothing(*args):
-    return None
-
-
 CHANGES = {
     "forward hook": (lambda m: m.experts[2].register_forward_hook(nothing),
                      r"experts\.deepspeed_experts\.2 \(Sequential\) was given a forward hook"),
-    "forward pre-hook": (lambda m: m.experts[3][1].register_forward_pre_hook(nothing), r"3\.1 .*forward pre hook"),
     "backward hook": (lambda m: m.experts[0][0].register_full_backward_hook(nothing), r"0\.0 .*a backward hook"),
-    "backward pre-hook": (lambda m: m.experts[0].register_full_backward_pre_hook(nothing), "backward pre hook"),
     "hook on all experts": (lambda m: m.container.register_forward_hook(nothing), r"experts \(Experts\) was given"),
     "forward": (lambda m: setattr(m.experts[1], "forward", nothing), r"\.1 .* was given a replaced forward method"),
     "activation": (lambda m: m.experts[1].__setitem__(1, nn.ReLU()), r"a module in experts\.deepspeed_experts\.1 "),
-    "another module": (lambda m: m.experts[1].append(nn.ReLU()), r"a module in experts\.deepspeed_experts\.1 "),
     "expert": (lambda m: m.experts.__setitem__(1, mlp()), r"a module in experts\.deepspeed_experts \(ModuleList\)"),
     "all experts": (lambda m: setattr(m.moe.deepspeed_moe, "experts", copy.deepcopy(m.container)),
                     "its experts were replaced"),
-    "parametrisation": (lambda m: parametrizations.weight_norm(m.experts[1][0]), r"a module in .*\.1\.0 "),
     "adapter": (lambda m: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*experts\.\d\.2"), m),
                 r"a module in .*\.0 "),
 }
@@ -422,13 +345,11 @@ def test_deepspeed_s_own_hooks_are_allowed():
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-                         ids=["deepcopy", "pickle"])
-def test_a_copy_of_a_converted_model_notices_its_own_changes(copied):
+def test_a_copy_of_a_converted_model_notices_its_own_changes():
     model = converted()
     with torch.no_grad():  # an auxiliary loss with a graph cannot be copied
         model(torch.randn(2, 8, H))
-    twin = copied(model)
+    twin = copy.deepcopy(model)
     step(twin)
     twin.experts[0].register_forward_hook(nothing)
     step(model)

@@ -248,29 +248,20 @@ def offs(*ends, dtype=torch.int32):
 
 
 @pytest.mark.parametrize("error, match, change", [
-    (ValueError, "end of each group", dict(offs=None)),
     (ValueError, "end of each group", dict(offs=offs(10, 20, dtype=torch.int64))),
     (ValueError, "end of each group", dict(offs=offs(10, 20, 30))),
-    (ValueError, r"end of each group's rows, got \[10, 64\]", dict(offs=[10, 64])),
     (ValueError, "must ascend", dict(offs=offs(20, 10))),
     (ValueError, "must ascend", dict(offs=offs(20, 65))),
     (ValueError, r"expected A \[M, K\]", dict(A=torch.zeros(64, 32))),
-    (ValueError, r"expected A \[M, K\]", dict(B_t=torch.zeros(64, 32))),
     (ValueError, "multiples of 32", dict(B_t=torch.zeros(2, 64, 40))),
-    (ValueError, r"at least one weight .* \(0, 64, 32\)", dict(B_t=torch.zeros(0, 64, 32))),
-    (ValueError, "above 0", dict(A=torch.zeros(6, 0), B_t=torch.zeros(2, 0, 32))),
-    (TypeError, "floating-point", dict(A=torch.zeros(64, 64, dtype=torch.int32))),
     (TypeError, "plain floating-point B_t", dict(B_t=quantize(torch.zeros(2, 64, 32)))),
     (ValueError, "leave block_size out", dict(A=quantize(torch.zeros(64, 64)), block_size=128)),
     (ValueError, "block_size 64", dict(block_size=64)),
     (ValueError, "'even'", dict(scale_calculation_mode="even")),
-    (ValueError, "'fastest', expected one of .'auto', 'emulated'", dict(kernel_preference="fastest")),
     (TypeError, "out_dtype", dict(out_dtype=torch.int8)),
     (ValueError, "bias must be", dict(bias=torch.zeros(5))),
     (ValueError, "A is on cpu, B_t on meta, offs on cpu: expected all on one device",
      dict(B_t=torch.zeros(2, 64, 32, device="meta"))),
-    (ValueError, "offs on meta", dict(offs=torch.zeros(2, dtype=torch.int32, device="meta"))),
-    (ValueError, "bias on meta", dict(bias=torch.zeros(32, device="meta"))),
 ])
 def test_bad_input(error, match, change):
     good = dict(A=torch.zeros(64, 64), B_t=torch.zeros(2, 64, 32), offs=offs(10, 64))
