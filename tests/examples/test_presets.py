@@ -70,7 +70,7 @@ def test_the_families_are_those_of_the_installed_autoep():
     assert set(presets.families().values()) == set(PRESET_MODELS)
     usable = {kind for kind in presets.families() if not presets.why_not(kind)}
     assert usable >= {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3"}
-    assert presets.why_not("qwen9_moe") == "the installed transformers has no such language model"
+    assert presets.why_not("qwen9_moe") == "the installed transformers has no language model of this type"
 
 
 @pytest.mark.parametrize("kind", presets.families())
@@ -116,23 +116,10 @@ def test_training_goes_around_what_is_frozen(folder, ranks2, stage, pattern, fro
     assert still == {key for key in before if re.fullmatch(pattern, key)} and len(still) == frozen
 
 
-def test_a_model_is_built_anew_for_other_sizes(folder):
-    for layers in (1, 2):
-        args = options(folder, "--layers", str(layers), "--out", str(folder / "sizes"))
-        with pytest.raises(ZeroDivisionError):  # before any training
-            presets.finetune("qwen3_moe", presets.ds_configs(args), NoBar(), args, launch=lambda *_: 1 // 0)
-        assert json.loads((args.out / "qwen3_moe/base/config.json").read_text())["num_hidden_layers"] == layers
-
-
 def test_frozen_experts_are_refused_where_deepspeed_would_save_them_wrong(folder, ranks2):
     args = options(folder, "--freeze", r".*layers\.0\..*experts.*", "--out", str(folder / "refused"))
     with pytest.raises(RankFailure, match=r"--freeze takes model\.layers\.0\.mlp\.experts\.w1, of which each"):
         presets.finetune("qwen3_moe", presets.ds_configs(args), NoBar(), args, launch=launcher(ranks2))
-
-
-def test_a_pattern_that_freezes_nothing_is_an_error():
-    with pytest.raises(ValueError, match="--freeze 'expert' matches the whole name of no parameter; the last is bias"):
-        train.freeze(torch.nn.Linear(2, 2), "expert")
 
 
 @pytest.mark.parametrize("changes, said", [

@@ -15,7 +15,7 @@ from ds_mxfp8_moe.ep import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from ds_mxfp8_moe.mx import MXTensor, ScaleCalculationMode, quantize, quantize_tiles, sqnr_db
+from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 
@@ -221,14 +221,9 @@ def bad_calls():
     cases = {
         "sum to 5, but the input has 4 rows": (x, good | {"input_splits": [2, 3]}),
         "output_splits is [4]": (x, good | {"output_splits": [4]}),
-        "output_splits is [5, -1]": (x, good | {"output_splits": [5, -1]}),
-        "input_splits is [1.5, 2.5]": (x, good | {"input_splits": [1.5, 2.5]}),
-        "plain 2-D tensor": (torch.zeros(4, 64, dtype=torch.int32), good),
         "got MXTensor": (quantize(x), good),
-        "shape (4, 2, 32)": (x.view(4, 2, 32), good),
         "multiple of 32": (torch.zeros(4, 48), good),
         "block_size 64": (x, good | {"block_size": 64}),
-        "'even'": (x, good | {"scaling_mode": "even"}),
         "process group": (x, good | {"group_name": "no such group"}),
     }
     missed = {}
@@ -250,82 +245,27 @@ def test_bad_input_raises_before_the_collective(ranks2):
     assert ranks2.run(bad_calls) == [({}, (4, 48))] * 2
 
 
-def splits_that_disagree() -> list:
-    """Rank 0 sends more than rank 1 expects. Then rank 1 makes another call, and at last it makes none."""
-    rank, group, texts = dist.get_rank(), dist.new_group(), []
+def backward_of_rank_0_alone() -> str | None:
+    rank, group = dist.get_rank(), dist.new_group()
     c10d._set_pg_timeout(timedelta(seconds=2), group)
-    x = torch.ones(4, 32)
-    with pytest.raises(PeerFailure) as caught:
-        a2a_dispatch_mxfp8_fwd_hp_bwd(x, *(([1, 2], [1, 3]) if rank == 0 else ([2, 2], [2, 2])), group)
-    texts.append(str(caught.value))
-    with pytest.raises(PeerFailure) as caught:
-        if rank == 0:
-            a2a_dispatch_mxfp8_fwd_hp_bwd(x, [2, 2], [2, 2], group)
-        else:
-            a2a_combine_hp_fwd_mxfp8_bwd(x, [2, 2], [2, 2], group)
-    texts.append(str(caught.value))
-    y = a2a_combine_hp_fwd_mxfp8_bwd(x.requires_grad_(), [2, 2], [2, 2], group)
+    y = a2a_combine_hp_fwd_mxfp8_bwd(torch.ones(4, 32, requires_grad=True), [2, 2], [2, 2], group)
+    text = None
     if rank == 0:
         with pytest.raises(PeerFailure) as caught:
             y.sum().backward()
-        texts.append(str(caught.value))
+        text = str(caught.value)
     dist.barrier()
-    return texts
+    return text
 
 
-def test_ranks_that_disagree_all_raise_by_name(ranks2):
-    zero, one = ranks2.run(splits_that_disagree)
-    assert all("a2a_dispatch, rows of 33 torch.uint8: rank 0 sends 3 rows to rank 1, which expects 2" in texts[0]
-               for texts in (zero, one)), (zero, one)
-    assert all("rank 0 in a2a_dispatch" in texts[1] and "rank 1 in a2a_combine" in texts[1] for texts in (zero, one))
-    assert "in backward of a2a_combine" in zero[2] and "rank 1 did not come" in zero[2]
-
-
-def double_backward():
-    x = torch.randn(4, 64, requires_grad=True)
-    y = a2a_dispatch_mxfp8_fwd_hp_bwd(x, [2, 2], [2, 2])
-    dx, = torch.autograd.grad(y, x, torch.ones(4, 64, requires_grad=True), create_graph=True)
-    try:
-        dx.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_double_backward_is_a_clear_error(ranks2):
-    assert all("differentiate twice" in text for text in ranks2.run(double_backward))
+def test_a_rank_that_does_not_come_is_named(ranks2):
+    text, _ = ranks2.run(backward_of_rank_0_alone)
+    assert "in backward of a2a_combine" in text and "rank 1 did not come" in text
 
 
 def test_chain_without_process_groups_says_so():
     with pytest.raises(RuntimeError, match="init_process_group"):
         a2a_dispatch_mxfp8_fwd_hp_bwd(torch.zeros(4, 64), [4], [4])
-
-
-def compiled():
-    """The chain inside a torch.compile'd function: same bits as eager, forward and backward."""
-    rank = dist.get_rank()
-    output_splits, input_splits, arriving = splits_of(counts_table(2, "uneven"), rank)
-    w1 = weights(2)[rank * LOCAL_EXPERTS:(rank + 1) * LOCAL_EXPERTS].clone().requires_grad_()
-
-    def layer(x, w, arriving):
-        mx = a2a_dispatch_mxfp8_fwd_hp_bwd(x * 2, output_splits, input_splits)
-        shape, rows, indices, _, ends = permute_mxfp8_fwd_hp_bwd(mx, arriving, 2, LOCAL_EXPERTS)
-        h = _to_mxfp8_then_scaled_grouped_mm(rows, w.transpose(-2, -1), offs=ends, wgrad_with_hp=True).type_as(rows)
-        y = unpermute_hp_fwd_mxfp8_bwd(h, indices, shape)
-        return a2a_combine_hp_fwd_mxfp8_bwd(y, input_splits, output_splits) + 1
-
-    out = []
-    for function in (layer, torch.compile(layer, backend="aot_eager")):
-        x = rows_of(rank, sum(input_splits), D, torch.bfloat16).requires_grad_()
-        w = w1.detach().clone().requires_grad_()
-        y = function(x, w, arriving)
-        y.backward(torch.ones_like(y))
-        out.append((y.detach(), x.grad, w.grad))
-    torch._dynamo.reset()
-    return [torch.equal(a, b) for a, b in zip(*out, strict=True)]
-
-
-def test_torch_compile_gives_the_same_bits(ranks2):
-    assert ranks2.run(compiled) == [[True] * 3] * 2
 
 
 def test_generate_permute_indices_by_hand():
@@ -356,27 +296,13 @@ def test_permute_rejects_what_does_not_fit():
         permute_mxfp8_fwd_hp_bwd(torch.zeros(10, 64), counts, 2, 3)
     with pytest.raises(TypeError, match="share scales"):
         permute_mxfp8_fwd_hp_bwd(quantize_tiles(torch.zeros(10, 64)), counts, 2, 3)
-    for given, ranks, experts, multiple, text in (
-            (counts, 2, 4, 32, "integers \\[8\\]"), (counts, 2, 3, 0, "group_size_multiple_of must be at least 1"),
-            (counts, -2, -3, 32, "ep_degree must be at least 1"), (counts.float(), 2, 3, 32, "got torch.float32"),
-            (counts.tolist(), 2, 3, 32, "got the list \\[3, 0, 1, 2, 0, 4\\]"),
-            (counts.bool(), 2, 3, 32, "got torch.bool"), (counts - 1, 2, 3, 32, "-1, 3\\]; expected 0 or more"),
-            (counts + 1, 2, 3, 32, "sum to 16, but there are 10 rows"),
-            (counts.to("meta"), 2, 3, 32, "on one device")):
+    for given, experts, text in (
+            (counts, 4, "integers \\[8\\]"), (counts.float(), 3, "got torch.float32"),
+            (counts - 1, 3, "-1, 3\\]; expected 0 or more"), (counts + 1, 3, "sum to 16, but there are 10 rows")):
         with pytest.raises(ValueError, match=text):
-            permute_mxfp8_fwd_hp_bwd(mx, given, ranks, experts, group_size_multiple_of=multiple)
-
-
-def test_unpermute_rejects_what_does_not_fit():
-    rows, shape = torch.zeros(10, 64), torch.Size((5, 64))
-    for indices, of_shape, text in (
-            (torch.zeros(9, dtype=torch.int32), shape, "an int32 or int64 index for each"),
-            (torch.zeros(10), shape, "of torch.float32"), (torch.zeros(10).byte(), shape, "of torch.uint8"),
-            (torch.zeros(10, dtype=torch.int32, device="meta"), shape, "on meta"),
-            (torch.arange(10), shape, "go up to 9, .* there are 4 rows"),
-            (torch.full((10, ), -1), torch.Size((0, 64)), "expected permute's")):
-        with pytest.raises(ValueError, match=text):
-            unpermute_hp_fwd_mxfp8_bwd(rows, indices, of_shape)
+            permute_mxfp8_fwd_hp_bwd(mx, given, 2, experts)
+    with pytest.raises(ValueError, match="go up to 9, .* there are 4 rows"):
+        unpermute_hp_fwd_mxfp8_bwd(torch.zeros(10, 64), torch.arange(10), torch.Size((5, 64)))
 
 
 def test_rows_behind_the_counted_ones_are_in_no_group():
@@ -393,10 +319,3 @@ def test_permute_of_dequantised_rows_passes_the_gradient_on():
     _, rows, _, _, _ = permute_mxfp8_fwd_hp_bwd(x, torch.tensor([3, 0, 1, 2, 0, 4]), 2, 3, use_mxfp8=False)
     rows.sum().backward()
     assert torch.equal(x.grad, torch.ones(10, 64))
-
-
-def test_enum_members_are_their_strings():
-    x = torch.randn(4, 64)
-    for mode in ScaleCalculationMode:
-        assert torch.equal(quantize(x, 32, mode).scale.view(torch.uint8),
-                           quantize(x, 32, mode.value).scale.view(torch.uint8))
