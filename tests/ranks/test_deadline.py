@@ -65,7 +65,7 @@ def test_an_error_of_this_rank_is_no_peer_failure(ranks2, kind):
 
 # Deadlines: three ranks, of which one is missed by the other two.
 
-DEADLINE = timedelta(seconds=3)
+DEADLINE = timedelta(seconds=2)
 EXPERT = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
 
 
@@ -160,7 +160,7 @@ def run_out_of_memory():
 def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it_and_cannot_go_on(ranks3):
     zero, _, two = ranks3.run(run_out_of_memory)
     for first, second, missing in (zero, two):
-        assert missing == (1, ) and "in 'combine' of (the model itself), for " in first
+        assert missing == (1, ) and "in 'combine' of (the model itself) until the deadline, for " in first
         assert re.search(r"rank 1 did not come; .* s ago it raised MemoryError: no room", first)
         assert "has failed before, in 'combine' of (the model itself), and cannot be used again" in second
 
@@ -176,7 +176,7 @@ def come_late():
 def test_a_rank_that_comes_late_is_told_apart_by_how_long_it_waited(ranks3):
     zero, *others = ranks3.run(come_late)
     assert re.search(r"rank 1 waited as well, in 'counts' of moe, for 0\.\d s", zero), zero
-    first = r"rank 0 waited as well, in 'counts' of moe until the deadline, for [3-9]"
+    first = r"rank 0 waited as well, in 'counts' of moe until the deadline, for [2-9]"
     assert all(re.search(first, text) for text in others), others
     assert all("those that waited for less time came late" in text for text in (zero, *others))
 
@@ -237,7 +237,7 @@ def test_a_killed_rank_is_named(ranks3, rank):
         if rank == 0:  # it kept the store
             assert "rank 0 has probably died" in text
         else:
-            assert "lost its connection to rank 1 in" in text and "rank 1 did not come; it probably died" in text
+            assert "lost its connection to rank 1 in" in text and "rank 1 did not come; " in text
 
 
 def test_an_error_without_process_groups_is_raised_as_it_is():

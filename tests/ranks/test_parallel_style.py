@@ -2,11 +2,6 @@
 """MXFP8ExpertParallel on gloo ranks, alone and under fully_shard, against a float32 loop over all experts."""
 
 import copy
-import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -232,38 +227,3 @@ def bad_use() -> list:
 
 def test_bad_use_raises_before_the_collective(ranks2):
     assert ranks2.run(bad_use) == [[], []]
-
-
-def run_example(ranks, *arguments):
-    """examples/expert_parallel under torchrun; it checks its own bars."""
-    root = Path(__file__).parents[2]
-    script = str(root / "examples/expert_parallel/compare.py")
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                           str(ranks), script, *arguments],
-                          env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1",
-                                            "CUDA_VISIBLE_DEVICES": ""},
-                          capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, arguments", ((2, ["--block-size", "128"]), (4, ["--dp", "2", "--style", "own"])))
-def test_example(ranks, arguments):
-    done = run_example(ranks, "--tokens", "128", *arguments)
-    assert done.returncode == 0 and done.stdout.count(" dB   bar ") == 6, done.stdout + done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_nan_in_the_example_is_below_its_bars():
-    done = run_example(1, "--tokens", "0")
-    assert done.returncode and "nan dB" in done.stdout and "below the bar" in done.stderr
-
-
-@pytest.mark.parametrize("arguments, error", ((["--dp", "4"], "--dp 4 does not divide the 2 ranks"),
-                                              (["--style", "own", "--block-size", "128"], "takes blocks of 32")))
-def test_what_the_example_cannot_do_is_an_error(monkeypatch, capsys, arguments, error):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples/expert_parallel"))
-    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        importlib.import_module("compare").main()
-    assert error in capsys.readouterr().err
