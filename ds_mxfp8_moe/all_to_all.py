@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import deepspeed.comm as dist
 import torch
 
-from .ops.triton_kernels.library import nothing, operator
+from .ops.triton_kernels.library import operator
 from .transport.choose import choose, why
 from .transport.nvlink import ALIGNED, DTYPES, NVLink, signature
 from .transport.peer_memory import PeerMemory
@@ -295,7 +295,7 @@ class AllToAll:
                                  f"{aligned}")
 
 
-@operator(nothing, mutates_args=("out_expert_num_tokens", "out_expert_x", "out_expert_x_scale"))
+@operator(mutates_args=("out_expert_num_tokens", "out_expert_x", "out_expert_x_scale"))
 def _all_to_all_dispatch(handle: int, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,
                          out_expert_x_scale: torch.Tensor | None, dp_x: torch.Tensor, dp_x_scale: torch.Tensor | None,
                          indices: torch.Tensor, bound_m: torch.Tensor | None, do_send: bool, do_recv: bool) -> None:
@@ -303,7 +303,7 @@ def _all_to_all_dispatch(handle: int, out_expert_num_tokens: torch.Tensor, out_e
                                   bound_m), do_send, do_recv)
 
 
-@operator(nothing, mutates_args=("out_tokens", ))
+@operator(mutates_args=("out_tokens", ))
 def _all_to_all_combine(handle: int, out_tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor,
                         expert_y: torch.Tensor, bound_m: torch.Tensor | None, do_send: bool, do_recv: bool) -> None:
     _BY_HANDLE[handle]._combine((out_tokens, indices, weights, expert_y, bound_m), do_send, do_recv)

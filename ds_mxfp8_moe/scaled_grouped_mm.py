@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped GEMM of MXFP8 training, under torchao's name: quantise, multiply each group of rows by its own weight.
 
-    pass      product                 A, or the gradient         weights
-    forward   out = A W^T             MXFP8 along K              MXFP8 along K
-    dgrad     gA  = g W               MXFP8 along N              MXFP8 along N
-    wgrad     gW  = g^T A, with_hp    both as they came          -
-              gW  = g^T A, MXFP8      both MXFP8 along the rows  -
+    pass      product                 A, or the gradient             weights
+    forward   out = A W^T             MXFP8 along K                  MXFP8 along K
+    dgrad     gA  = g W               MXFP8 along N                  MXFP8 along N
+    wgrad     gW  = g^T A, with_hp    both operands unquantised      not used
+              gW  = g^T A, MXFP8      both operands MXFP8 along the rows
 
-An operand may come as an MXTensor: A from dispatch, the gradient from combine's backward. The first two passes use it
-as it is, since its blocks lie along their contraction. The weight gradient contracts over the rows. With wgrad_with_hp
-it dequantises the MXTensor; without, it re-scales the MXTensor along the rows, near-losslessly.
+An operand may be an MXTensor: A from dispatch, the gradient from combine's backward. The first two passes use it as it
+is, since its blocks lie along their contraction. The weight gradient contracts over the rows. With wgrad_with_hp it
+dequantises the MXTensor. Without, it re-scales the MXTensor along the rows, near-losslessly.
 
-Weights are quantised again in forward and in backward. With block_size 128 they share a scale per 128x128 tile, so
-both passes round them alike. Groups may have any size: where a kernel needs whole tiles of 128 rows, they are padded
-on the device.
+Weights are quantised in forward and again in backward. With block_size 128 they have one scale for each tile of
+128x128 values, so both passes round them alike. Groups may have any size. If a kernel needs whole tiles of 128 rows,
+groups are padded on the device.
 
 M: rows, K: columns of A, N: output columns, E: groups.
 """
@@ -38,13 +38,13 @@ class KernelPreference(str, Enum):
 
 
 def _exact_dtype(result_dtype: torch.dtype) -> torch.dtype:
-    """The dtype for dequantised operands: it holds them exactly, and is at least as wide as the product's result."""
+    """The dtype for dequantised operands. It holds them exactly, and is at least as wide as the product's result."""
     return torch.bfloat16 if result_dtype == torch.bfloat16 else torch.float32
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What the caller chose for one call, and the products under that choice."""
+    """The options of one call, and the products that they determine."""
 
     out_dtype: torch.dtype
     block_size: int
@@ -53,16 +53,16 @@ class _Options:
     emulated: bool
 
     def native(self, device: torch.device) -> bool:
-        """Whether the device multiplies this MXFP8 without dequantising it."""
+        """Whether a kernel of the device multiplies MXFP8 of this block size without dequantising it."""
         return not self.emulated and multiplies_mxfp8(device, self.block_size)
 
     def rows(self, x: torch.Tensor) -> MXTensor:
-        """Quantises rows along their last axis; an MXTensor is returned as it is."""
+        """Quantises rows along their last axis. Returns an MXTensor as it is."""
         return x if isinstance(x, MXTensor) else casts.quantize(x, self.block_size, self.scaling_mode)
 
     def multiply(self, x_MK: MXTensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, transposed: bool,
                  result_dtype: torch.dtype) -> torch.Tensor:
-        """x w^T, or x w with `transposed`; the weights are quantised along the contraction."""
+        """x w^T, or x w with `transposed`. Quantises the weights along the contraction."""
         weights = casts.quantize_weights([w_ENK], self.block_size, self.scaling_mode, transposed)
         if not self.native(x_MK.device):
             x, w = (casts.dequantize(one, _exact_dtype(result_dtype)) for one in (x_MK, weights))
@@ -70,7 +70,7 @@ class _Options:
         num_rows = x_MK.shape[0]
         row_P, padded_ends_E = _pad_groups(ends_E, num_rows, ROW_ALIGNMENT)
         out_PN = grouped_mm(_place_rows(x_MK, row_P), weights, padded_ends_E, result_dtype)
-        # The last place is padding, and zero. Rows that are in no group read it.
+        # The last place is padding, where the result is zero. Rows of no group read it.
         place_M = torch.full((num_rows + 1, ), row_P.shape[0] - 1, device=row_P.device)
         place_M.scatter_(0, row_P, torch.arange(row_P.shape[0], device=row_P.device))
         return out_PN.index_select(0, place_M[:num_rows])
@@ -98,11 +98,13 @@ class _Options:
 
 
 def _pad_groups(ends_E: torch.Tensor, num_rows: int, block: int) -> tuple:
-    """Places for the rows when every group is padded to whole blocks. P is a static upper bound: the host never waits.
+    """Places for the rows when every group is padded to whole blocks.
+
+    P is an upper bound that depends on shapes alone, so the host never waits.
 
     Returns:
-        int64 [P], the row at each place, or `num_rows` for padding. The last place is always padding.
-        int32 [E], the groups' new ends.
+        The row at each place, int64 [P]. `num_rows` marks padding. The last place is always padding.
+        The groups' new ends, int32 [E].
     """
     num_groups = ends_E.shape[0]
     ends = ends_E.long()
@@ -141,7 +143,7 @@ class _ScaledGroupedMM(torch.autograd.Function):
         ctx.options, ctx.a_dtype, ctx.mx = options, a_MK.dtype, None
         if options.wgrad_with_hp and not isinstance(a_MK, MXTensor):
             ctx.save_for_backward(a_MK, b_EKN, ends_E)
-        else:  # one byte a value, saved as plain tensors, which every hook on saved tensors can handle
+        else:  # saves one byte a value, as plain tensors, which every hook on saved tensors supports
             ctx.mx = (mx.block_size, mx.orig_dtype)
             ctx.save_for_backward(mx.qdata, b_EKN, ends_E, mx.scale_bytes)
         return options.multiply(mx, b_EKN.transpose(-1, -2), ends_E, False, options.out_dtype)
@@ -155,8 +157,8 @@ class _ScaledGroupedMM(torch.autograd.Function):
         return *_gradients(ctx.options, grad_MN, a, b_EKN, ends_E, ctx.a_dtype, *ctx.needs_input_grad[:2]), None, None
 
 
-# The same for torch.compile. Its tracer cannot follow an MXTensor that is made inside an autograd.Function, so it gets
-# two ops that take and return plain tensors, and that it does not trace into.
+# The same function for torch.compile, which cannot trace an autograd.Function that makes an MXTensor. It gets two ops
+# instead. They take and return plain tensors, and are not traced.
 
 
 @torch.library.custom_op("ds_mxfp8_moe::scaled_grouped_mm", mutates_args=())

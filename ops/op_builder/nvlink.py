@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the NVLink transport's kernels (csrc/nvlink) with nvcc at their first use, and keeps the result on disk.
 
-The sources use neither torch's headers nor its libraries. nvcc alone compiles and links them, all files at once. The
-result lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR), under a hash of everything that it is made of. An
+The sources use neither torch's headers nor its libraries. nvcc compiles all files at the same time and links them. The
+result lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR), under a hash of everything that goes into it. An
 edited source, another nvcc, torch or Python, or another kind of GPU therefore causes a new build. A lock lets only one
-rank of a node build at a time. The operating system releases it when its holder dies.
+rank of a node build at a time. The operating system releases the lock if its holder dies.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ class NVLinkBuilder(CUDAOpBuilder):
 
     Args:
         source_folder: holds the sources and their headers.
-        capabilities: compute capabilities to compile for. None: that of the current GPU, or, on a machine without a
-            GPU, all that are supported.
+        capabilities: compute capabilities to compile for. With None: that of the current GPU or, on a machine without
+            a GPU, all that are supported.
     """
 
     BUILD_VAR = "DS_BUILD_MXFP8_MOE_NVLINK"
@@ -55,7 +55,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         return sorted(str(path) for path in self.source_folder.iterdir() if path.suffix in (".cu", ".cpp"))
 
     def include_paths(self) -> list[str]:
-        # pybind11's headers are in torch's folder. torch's own headers are not used.
+        # torch's folder holds pybind11's headers. The sources do not use torch's own.
         return [str(Path(torch.__file__).parent / "include"), sysconfig.get_paths()["include"]]
 
     def compute_capability_args(self, cross_compile_archs=None) -> list[str]:
@@ -82,11 +82,11 @@ class NVLinkBuilder(CUDAOpBuilder):
         return self.error_log is None
 
     def is_built(self) -> bool:
-        """Whether `load` finds a build of these sources and compiles nothing. For compatible builders only."""
+        """Whether a build of these sources exists, so that `load` compiles nothing. The builder must be compatible."""
         return self._library().exists()
 
     def last_failure(self) -> str | None:
-        """What the compiler said when the last attempt to build these sources failed. The next load tries again."""
+        """The compiler's message if the last attempt to build these sources failed. The next load tries again."""
         failed = self._library().with_name("failed")
         return failed.read_text() if failed.exists() and not self.is_built() else None
 
@@ -101,7 +101,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         if not self.is_compatible():
             raise RuntimeError(self.error_log)
         library = self._library()
-        if not library.exists():  # an existing one is complete, and may be where this user cannot write
+        if not library.exists():  # an existing one is complete. It may lie where this user cannot write
             self._build_in_turn(library)
         spec = importlib.util.spec_from_file_location(self.NAME, library)
         module = importlib.util.module_from_spec(spec)
@@ -116,18 +116,18 @@ class NVLinkBuilder(CUDAOpBuilder):
                 return f"its kernels are for compute capability 9 and 10, and this GPU has {major}.{minor}"
         nvcc = _nvcc()
         if nvcc is None:
-            return "nvcc is not there: install the CUDA toolkit, and set CUDA_HOME if nvcc is not on PATH"
+            return "nvcc was not found: install the CUDA toolkit, and set CUDA_HOME if nvcc is not on PATH"
         try:
             version = nvcc_version()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            return f"{nvcc} does not tell its version: {error}"
+            return f"the version of {nvcc} is unknown: {error}"
         oldest = max(OLDEST_NVCC[major] for major, _ in self.capabilities())
         if version < oldest:
-            return f"{nvcc} is of CUDA {dotted(version)}, older than {dotted(oldest)}"
+            return f"{nvcc} belongs to CUDA {dotted(version)}, but CUDA {dotted(oldest)} or newer is needed"
         if torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) != version[0]:
-            return f"{nvcc} is of CUDA {dotted(version)}, and torch is built for CUDA {torch.version.cuda}"
+            return f"{nvcc} belongs to CUDA {dotted(version)}, but torch is built for CUDA {torch.version.cuda}"
         if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-            return f"Python's headers are not there ({sysconfig.get_paths()['include']}/Python.h)"
+            return f"Python's headers were not found ({sysconfig.get_paths()['include']}/Python.h)"
         return None
 
     def _flags(self, source: str) -> list[str]:
@@ -136,7 +136,7 @@ class NVLinkBuilder(CUDAOpBuilder):
                 *(f"-I{path}" for path in self.include_paths())]
 
     def _library(self) -> Path:
-        """The path of the build of these sources by these tools."""
+        """The path of the library that these sources and tools give, whether it exists or not."""
         from torch.utils.cpp_extension import get_default_build_root  # slow to import
         key = hashlib.sha256()
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -148,7 +148,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         return Path(root) / f"{self.NAME}_{key.hexdigest()[:16]}" / f"{self.NAME}{suffix}"
 
     def _build_in_turn(self, library: Path) -> None:
-        """Builds, unless another process has done so meanwhile."""
+        """Builds the library, unless another process builds it first."""
         import fcntl  # not on Windows, where the report imports this file
         library.parent.mkdir(parents=True, exist_ok=True)
         failed = library.with_name("failed")
@@ -156,7 +156,7 @@ class NVLinkBuilder(CUDAOpBuilder):
         with open(library.with_name("lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                if _stamp(failed) != before:  # while this rank waited for another to build
+                if _stamp(failed) != before:  # another rank's build failed while this one waited
                     raise RuntimeError(failed.read_text())
                 try:
                     self._build(library)
@@ -165,24 +165,24 @@ class NVLinkBuilder(CUDAOpBuilder):
                     raise
 
     def _build(self, library: Path) -> None:
-        # Each attempt has a folder of its own: nvcc outlives a killed rank, and some file systems' locks do not reach
-        # other hosts.
+        # Each attempt has a folder of its own, since nvcc outlives a killed rank, and some file systems' locks do not
+        # reach other hosts.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             objects = {source: os.path.join(folder, Path(source).name + ".o") for source in self.sources()}
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
             half_done = os.path.join(folder, library.name)
-            # The runtime that torch has loaded is used, so that both use the same device.
+            # Links to the shared CUDA runtime, which torch uses too, so that both use the same device.
             _run("-shared", "--cudart=shared", *objects.values(), "-o", half_done)
             os.replace(half_done, library)
 
 
 @cache
 def try_load() -> tuple[ModuleType | None, str]:
-    """(the extension's module, "") or (None, the reason why there is none). Tries once in a process; never raises."""
+    """The extension's module and "", or None and the reason. Tries once in each process, and never raises."""
     try:
         return NVLinkBuilder().load(verbose=False), ""
-    except Exception as error:  # training goes on without the extension, whatever goes wrong
+    except Exception as error:  # whatever goes wrong, training can go on without the extension
         return None, f"the extension cannot be built: {error}"
 
 
@@ -190,7 +190,7 @@ def nvcc_version() -> tuple[int, int]:
     """The installed nvcc's version as (major, minor)."""
     release = re.search(r"release (\d+)\.(\d+)", _nvcc_says())
     if release is None:
-        raise ValueError(f"it says {_nvcc_says()!r}, which names no release")
+        raise ValueError(f"{_nvcc_says()!r} names no release")
     return int(release[1]), int(release[2])
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from ..mx_format import MXParts
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2
 from .quantize import Tile, quantize_rows
 from .transpose import in_order, loaded_row, store_columns
 
@@ -300,52 +300,18 @@ def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: 
     _store(y + bias[None, :] * weight[:, None], out_ptr, row, first, r, c, N, 0, N)
 
 
-def _places(layout: str, F: int) -> tuple:
-    """G, and the columns at which gate and up begin. The activation applies to gate. An MLP has no up: None."""
-    return {"mlp": (F, 0, None), "gate_up": (2 * F, 0, F), "up_gate": (2 * F, F, 0)}[layout]
+def _places(layout: str, G: int) -> tuple:
+    """F, and the columns at which gate and up begin. The activation applies to gate. An MLP has no up: None."""
+    return {"mlp": (G, 0, None), "gate_up": (G // 2, 0, G // 2), "up_gate": (G // 2, G // 2, 0)}[layout]
 
 
-def _bytes(like: torch.Tensor, wanted: bool, *shape: int) -> torch.Tensor:
-    return like.new_empty(shape if wanted else (0, ), dtype=torch.uint8)
-
-
-def _optional(x: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-    return x if wanted else None
+def _bytes(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch.uint8)
 
 
 def _num_experts(bias_EN: torch.Tensor | None) -> dict:
     E = 1 if bias_EN is None else bias_EN.shape[0]
     return {"E": E, "E_PAD": next_power_of_2(E)}
-
-
-def _forward_outputs(pre_PG, layout, block, quantize, keep) -> list[torch.Tensor]:
-    P, G = pre_PG.shape
-    F = G if layout == "mlp" else G // 2
-    blocks = cdiv(F, block)
-    h_PF = _bytes(pre_PG, True, P, F) if quantize else pre_PG.new_empty(P, F)
-    return [h_PF, _bytes(pre_PG, quantize, blocks, P), _bytes(pre_PG, keep, P, G),
-            _bytes(pre_PG, keep, G // F * blocks, P)]
-
-
-def _activate_fake(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block, floor, quantize, keep):
-    return _forward_outputs(pre_PG, layout, block, quantize, keep)
-
-
-@operator(_activate_fake)
-def _activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, bias_EG: torch.Tensor | None,
-              ends_E: torch.Tensor | None, activation: str, layout: str, block: int, floor: bool, quantize: bool,
-              keep: bool) -> list[torch.Tensor]:
-    """Returns h_PF, its scales, kept_PG, and its scales. A tensor that is not asked for is empty."""
-    out = h_PF, h_scale, kept_PG, kept_scale = _forward_outputs(pre_PG, layout, block, quantize, keep)
-    tile, (P, F) = FORWARD, h_PF.shape
-    if P == 0:
-        return out
-    _, gate_at, up_at = _places(layout, F)
-    _forward_kernel[(tile.programs(P, F), )](
-        pre_PG, bias_EG, ends_E, weight_P, h_PF, _optional(h_scale, quantize), _optional(kept_PG, keep),
-        _optional(kept_scale, keep), P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
-        B=block, FLOOR=floor, R=tile.rows, C=tile.columns, num_warps=tile.warps)
-    return out
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
@@ -361,58 +327,24 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
         h [P, F], a tensor in pre's dtype, or with `quantize` MXParts whose scales lie in memory as [F / block, P]. And
         what is kept: MXParts [P, G / F, F], or None.
     """
-    h_PF, h_scale, kept_PG, kept_scale = _activate(pre_PG, weight_P, bias_EG, ends_E, activation, layout, block_size,
-                                                   scaling_mode == "floor", quantize, keep)
+    P, G = pre_PG.shape
+    F, gate_at, up_at = _places(layout, G)
+    blocks = cdiv(F, block_size)
+    h_PF = _bytes(pre_PG, P, F) if quantize else pre_PG.new_empty(P, F)
+    h_scale = _bytes(pre_PG, blocks, P) if quantize else None
+    kept_PG = _bytes(pre_PG, P, G) if keep else None
+    kept_scale = _bytes(pre_PG, G // F * blocks, P) if keep else None
+    tile = FORWARD
+    if P:
+        _forward_kernel[(tile.programs(P, F), )](
+            pre_PG, bias_EG, ends_E, weight_P, h_PF, h_scale, kept_PG, kept_scale, P, **_num_experts(bias_EG), F=F,
+            GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size, FLOOR=scaling_mode == "floor", R=tile.rows,
+            C=tile.columns, num_warps=tile.warps)
     h = _mx(h_PF, h_scale.t(), block_size) if quantize else h_PF
     if not keep:
         return h, None
-    sizes = (pre_PG.shape[1] // h_PF.shape[1], -1)
-    scale = kept_scale.unflatten(0, sizes).permute(2, 0, 1)
-    return h, _mx(kept_PG.unflatten(1, sizes), scale, block_size)
-
-
-def _backward_outputs(t_PF, pre_PG, block, plain, rows, columns) -> list[torch.Tensor]:
-    P, F = t_PF.shape
-    G = pre_PG.shape[1]
-    # If a block lies across gate and up, MXFP8 rows are cast from the plain form, which is float32 then.
-    across = rows and F != G and F % block != 0
-    rows = rows and not across
-    return [t_PF.new_empty(P, dtype=torch.float32),
-            t_PF.new_empty((P, G) if plain or across else (0, ), dtype=torch.float32 if across else t_PF.dtype),
-            _bytes(t_PF, rows, P, G), _bytes(t_PF, rows, cdiv(G, block), P),
-            _bytes(t_PF, columns, G, P), _bytes(t_PF, columns, cdiv(P, block), G)]
-
-
-def _activate_backward_fake(t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block, floor,
-                            plain, rows, columns):
-    return _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
-
-
-@operator(_activate_backward_fake)
-def _activate_backward(t_PF: torch.Tensor, pre_PG: torch.Tensor, pre_scale: torch.Tensor | None,
-                       weight_P: torch.Tensor, bias_EG: torch.Tensor | None, ends_E: torch.Tensor | None,
-                       activation: str, layout: str, block: int, floor: bool, plain: bool, rows: bool,
-                       columns: bool) -> list[torch.Tensor]:
-    """Returns dweight_P, plain_PG, rows_PG, its scales, columns_GP, and its scales.
-
-    A tensor that is not asked for is empty.
-    """
-    out = _backward_outputs(t_PF, pre_PG, block, plain, rows, columns)
-    tile, (P, F) = BACKWARD_COLUMNS[block] if columns else BACKWARD, t_PF.shape
-    if P == 0:
-        return out
-    dweight_P, *forms = out
-    tiles = cdiv(F, tile.columns)
-    shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
-    _, gate_at, up_at = _places(layout, F)
-    _backward_kernel[(tile.programs(P, F), )](
-        t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, *(_optional(x, x.numel()) for x in forms), P,
-        **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block, FLOOR=floor,
-        R=tile.rows, C=tile.columns, VECTOR=tile.vector, WARPS=tile.warps, num_warps=tile.warps,
-        maxnreg=tile.registers)
-    if tiles > 1:
-        _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
-    return out
+    halves = (G // F, -1)
+    return h, _mx(kept_PG.unflatten(1, halves), kept_scale.unflatten(0, halves).permute(2, 0, 1), block_size)
 
 
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P: torch.Tensor, activation: str,
@@ -429,24 +361,38 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
         pre_PG = kept.qdata.view(torch.uint8).flatten(1)
         pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()
         bias_EG = ends_E = None  # what was kept includes the bias
-    dtype = t_PF.dtype
-    dweight_P, dpre, rows_PG, rows_scale, columns_GP, columns_scale = _activate_backward(
-        t_PF, pre_PG, pre_scale, weight_P, bias_EG, ends_E, activation, layout, block_size, scaling_mode == "floor",
-        plain, rows, columns)
+    (P, F), G = t_PF.shape, pre_PG.shape[1]
+    _, gate_at, up_at = _places(layout, G)
+    # If a block lies across gate and up, MXFP8 rows are cast from the plain form, which is float32 then.
+    across = rows and F != G and F % block_size != 0
+    dweight_P = t_PF.new_empty(P, dtype=torch.float32)
+    dpre = rows_PG = rows_scale = columns_GP = columns_scale = None
+    if plain or across:
+        dpre = t_PF.new_empty(P, G, dtype=torch.float32 if across else t_PF.dtype)
+    if rows and not across:
+        rows_PG, rows_scale = _bytes(t_PF, P, G), _bytes(t_PF, cdiv(G, block_size), P)
+    if columns:
+        columns_GP, columns_scale = _bytes(t_PF, G, P), _bytes(t_PF, cdiv(P, block_size), G)
+    if P:
+        tile = BACKWARD_COLUMNS[block_size] if columns else BACKWARD
+        tiles = cdiv(F, tile.columns)
+        shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
+        _backward_kernel[(tile.programs(P, F), )](
+            t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, dpre, rows_PG, rows_scale, columns_GP,
+            columns_scale, P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
+            B=block_size, FLOOR=scaling_mode == "floor", R=tile.rows, C=tile.columns, VECTOR=tile.vector,
+            WARPS=tile.warps, num_warps=tile.warps, maxnreg=tile.registers)
+        if tiles > 1:
+            _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
     dpre_rows = None
-    if rows and rows_PG.dim() == 2:
-        dpre_rows = _mx(rows_PG, rows_scale.t(), block_size)
-    elif rows:
+    if across:
         dpre_rows = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
+    elif rows:
+        dpre_rows = _mx(rows_PG, rows_scale.t(), block_size)
     dpre_columns = _mx(columns_GP, columns_scale.t(), block_size) if columns else None
-    return dweight_P, dpre.to(dtype) if plain else None, dpre_rows, dpre_columns
+    return dweight_P, dpre.to(t_PF.dtype) if plain else None, dpre_rows, dpre_columns
 
 
-def _group_sums_fake(x_PN, ends_E, weight_P=None):
-    return x_PN.new_empty(ends_E.shape[0], x_PN.shape[1], dtype=torch.float32)
-
-
-@operator(_group_sums_fake)
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
     """Sums the rows of each group, times weight_P if given: [E, N] float32.
 
@@ -462,11 +408,6 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     return out
 
 
-def _add_weighted_bias_fake(y_PN, bias_EN, weight_P, ends_E):
-    return torch.empty_like(y_PN, dtype=torch.float32)
-
-
-@operator(_add_weighted_bias_fake)
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor,
                       ends_E: torch.Tensor) -> torch.Tensor:
     """y + weight * bias of each row's expert, in float32. y_PN is contiguous."""

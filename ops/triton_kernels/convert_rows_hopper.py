@@ -37,6 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .format import power_of_two
 from .grouped_gemm_hopper import descriptor
 from .library import cdiv
 
@@ -55,13 +56,6 @@ def rows_of(expert, ends):
     """The first row of an expert's group, and its end."""
     first = gl.load(ends + gl.maximum(expert - 1, 0))
     return gl.where(expert == 0, 0, first), gl.load(ends + expert)
-
-
-@gluon.jit
-def power_of_two(byte):
-    """float32 2^(byte - 127). Byte 255 gives NaN."""
-    bits = gl.maximum(byte.to(gl.int32) << 23, 0x00400000)
-    return gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8's arithmetic inside kernels. The oracle is ds_mxfp8_moe/mx.py: the bits are the same for every input.
+"""MXFP8's arithmetic inside kernels, and the order of a GEMM's tiles.
+
+The oracle of the arithmetic is ds_mxfp8_moe/mx.py: the bits are the same for every input.
 
     data, byte = quantized_rows(x, B, FLOOR)   # e4m3 data and E8M0 scales, both as uint8
     x = from_e4m3(data) * power_of_two(byte)
@@ -73,3 +75,16 @@ def to_e4m3(x, inverse):
 def from_e4m3(data):
     """The float32 values of e4m3 bytes (uint8)."""
     return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def tile_of(index, row_tiles, column_tiles, STRIP: tl.constexpr):
+    """The row tile and the column tile of an index.
+
+    Tiles run in strips of STRIP row tiles, and within a strip column by column. Those that run at the same time then
+    share operands in L2.
+    """
+    first = index // (STRIP * column_tiles) * STRIP
+    rows = tl.minimum(row_tiles - first, STRIP)
+    within = index % (STRIP * column_tiles)
+    return first + within % rows, within // rows

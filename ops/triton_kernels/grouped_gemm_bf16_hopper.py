@@ -19,7 +19,7 @@ The places overlap, which TMA allows.
 Rows at and past the last group's end come back as zeros. Groups are multiples of 128 rows, so each tile lies in
 one group.
 
-_grouped_mm_bf16_hopper chooses the tile. examples/guides/measurements.md has the measurements behind the choice.
+grouped_mm_bf16 chooses the tile. examples/guides/measurements.md has the measurements behind the choice.
 """
 
 import math
@@ -38,9 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..device import multiprocessors
-from .grouped_gemm_hopper import descriptor, group_of, tile_of
+from .format import tile_of
+from .grouped_gemm_hopper import barriers, descriptor, group_of
 from .launch import Launched
-from .library import cdiv, check_alike, next_power_of_2, operator
+from .library import cdiv, even_distance, next_power_of_2, weights_of
 
 MOST_MATRICES = 64  # matrices whose places one launch takes, unless they are evenly spaced
 MOST_PLACES = 2**29 - 2  # so that `_odd` of a place fits into int32
@@ -213,11 +214,7 @@ def grouped_mm_bf16_kernel(a_desc, w_desc, c_desc, ends, places, spacings, E, ro
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * TILE_BLOCKS, w_block[0], w_block[1], w_block[2]],
                                        w_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 1, 128], c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(STAGES, 1)
     STACKS: gl.constexpr = len(spacings)
     blocks = stack_blocks if TRANSPOSED else stack_blocks * STACKS
     steps = stack_steps * STACKS if TRANSPOSED else stack_steps
@@ -257,10 +254,11 @@ def _placed(weights: Sequence[torch.Tensor], experts: int) -> _Placed | None:
         spacings = [w.stride(0) * w.element_size() if experts > 1 else 0 for w in weights]
     else:
         stacks = [places[i:i + experts] for i in range(0, len(places), experts)]
-        distances = [{b - a for a, b in zip(stack, stack[1:], strict=False)} or {0} for stack in stacks]
-        even = max(map(len, distances)) == 1
-        spacings = [distance.pop() if even else 0 for distance in distances]
-        places = [stack[0] for stack in stacks] if even else places
+        spacings = [even_distance(stack) for stack in stacks]
+        if None in spacings:
+            spacings = [0] * len(stacks)
+        else:
+            places = [stack[0] for stack in stacks]
     ends = [place + (experts - 1) * spacing for place, spacing in zip(places, spacings, strict=False)]
     origin, last = min(places + ends), max(places + ends)
     unit = math.gcd(*(place - origin for place in places), *spacings) or 16
@@ -271,27 +269,32 @@ def _placed(weights: Sequence[torch.Tensor], experts: int) -> _Placed | None:
                    tuple(spacing // unit for spacing in spacings), count, unit)
 
 
-def _result(a_PK, weights, ends_E, out_dtype, transposed):
-    N, K = weights[0].shape[-2:]
-    stacks = len(weights) if weights[0].dim() == 3 else len(weights) // ends_E.shape[0]
-    return a_PK.new_empty(a_PK.shape[0], K if transposed else N * stacks, dtype=out_dtype)
+def grouped_mm_bf16(a_PK: torch.Tensor, stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], ends_E: torch.Tensor,
+                    out_dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
+    """Multiplies each group's rows with its own weights.
 
+    Args:
+        a_PK: bf16 or fp16, contiguous, P a multiple of 128. With `transposed` it is [P, stacks * N].
+        stacks: one stack of weights or two, of one shape and a_PK's dtype. A stack is one tensor [E, N, K] or E
+            matrices [N, K]. N and K are multiples of 32. Weights are read where they lie if their rows are dense and
+            start at multiples of 16 bytes, else they are copied together first.
+        ends_E: int32 ends of the groups on the device, multiples of 128.
+        out_dtype: bf16, fp16 or fp32.
 
-@operator(_result)
-def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor], ends_E: torch.Tensor,
-                            out_dtype: torch.dtype, transposed: bool) -> torch.Tensor:
-    """`weights`: one tensor [E, N, K] for each stack, or all matrices [N, K], stack by stack."""
-    out = _result(a_PK, weights, ends_E, out_dtype, transposed)
-    if out.numel() == 0:
-        return out
+    Returns:
+        [P, stacks * N], or [P, K] with `transposed`.
+    """
+    weights = weights_of(stacks)
     P, E = a_PK.shape[0], ends_E.shape[0]
     N, K = weights[0].shape[-2:]
+    out = a_PK.new_empty(P, K if transposed else N * len(stacks), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
     placed = _placed(weights, E)
     if placed is None:
-        weights = torch.stack(list(weights)).view(-1, E, N, K).unbind(0)
+        weights = torch.stack(weights).view(-1, E, N, K).unbind(0)
         placed = _placed(weights, E)
-    stacks = len(placed.spacings)
-    a_stacks, out_stacks = (stacks, 1) if transposed else (1, stacks)
+    a_stacks, out_stacks = (len(stacks), 1) if transposed else (1, len(stacks))
     depth, width = (N, K) if transposed else (K, N)  # of one stack
     first = min(weights, key=torch.Tensor.data_ptr)
     block = [1, 64, 128] if transposed else [1, 128, 64]
@@ -318,25 +321,3 @@ def _grouped_mm_bf16_hopper(a_PK: torch.Tensor, weights: Sequence[torch.Tensor],
         E_PAD=max(32, next_power_of_2(E)), STRIP=strip, STAGES=stages, TILE_BLOCKS=tile_blocks, BUFFERS=buffers,
         TRANSPOSED=transposed, AT_ONCE=at_once, num_warps=4)
     return out
-
-
-def grouped_mm_bf16(a_PK: torch.Tensor, stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], ends_E: torch.Tensor,
-                    out_dtype: torch.dtype, transposed: bool = False) -> torch.Tensor:
-    """Multiplies each group's rows with its own weights.
-
-    Args:
-        a_PK: bf16 or fp16, contiguous, P a multiple of 128. With `transposed` it is [P, stacks * N].
-        stacks: one stack of weights or two, of one shape and a_PK's dtype. A stack is one tensor [E, N, K] or E
-            matrices [N, K]. N and K are multiples of 32. Weights are read where they lie if their rows are dense and
-            start at multiples of 16 bytes, else they are copied together first.
-        ends_E: int32 ends of the groups on the device, multiples of 128.
-        out_dtype: bf16, fp16 or fp32.
-
-    Returns:
-        [P, stacks * N], or [P, K] with `transposed`.
-    """
-    weights = list(stacks)
-    if not all(isinstance(stack, torch.Tensor) for stack in stacks):
-        weights = [matrix for stack in stacks for matrix in stack]
-    check_alike(weights, a_PK.dtype)
-    return _grouped_mm_bf16_hopper(a_PK, weights, ends_E, out_dtype, transposed)

@@ -19,10 +19,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..mx_format import TILE, MXParts
+from .format import tile_of
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2
 
-STRIP = 16  # row tiles of a strip, see _tile_of
+STRIP = 16  # row tiles of a strip, see tile_of
 CHUNKS = 8  # chunks of 128 values whose scales one program packs
 MOST_TILES = 65535  # row tiles of an operand: CUDA's limit for the second axis of a grid
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
@@ -46,19 +47,6 @@ def _pack_scales_kernel(packed, scale, rows, blocks, chunks, group_stride, row_s
     byte = tl.load(source + block.to(tl.int64) * block_stride, (row < rows) & (block < blocks), other=0)
     first = (group * tl.num_programs(1) + tl.program_id(1)) * chunks
     tl.store(packed + (first + chunk) * 512 + i % 512, byte, chunk < chunks)
-
-
-@triton.jit
-def _tile_of(index, row_tiles, column_tiles, STRIP: tl.constexpr):
-    """The row tile and the column tile of an index.
-
-    Tiles run in strips of STRIP row tiles, and within a strip column by column. Those that run at the same time then
-    share operands in L2.
-    """
-    first = index // (STRIP * column_tiles) * STRIP
-    rows = min(row_tiles - first, STRIP)
-    within = index % (STRIP * column_tiles)
-    return first + within % rows, within // rows
 
 
 @triton.jit
@@ -91,7 +79,7 @@ def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, end
     """One tile of out [P, N] from a [P, K] and b [E * N, K]. Grid: tiles."""
     ROWS: tl.constexpr = out_desc.block_shape[0]
     COLUMNS: tl.constexpr = out_desc.block_shape[1]
-    row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(P, ROWS), tl.cdiv(N, COLUMNS), STRIP)
+    row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(P, ROWS), tl.cdiv(N, COLUMNS), STRIP)
     row, column = row_tile * ROWS, column_tile * COLUMNS
     e = tl.arange(0, E_PAD)
     # The row's group is the number of ends at or before it. Past the last end the sum is empty, which gives zeros.
@@ -107,7 +95,7 @@ def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_des
     """One tile of out [E, N, K] from g [N, P] and a [K, P]. Grid: (tiles, E)."""
     ROWS: tl.constexpr = out_desc.block_shape[1]
     COLUMNS: tl.constexpr = out_desc.block_shape[2]
-    row_tile, column_tile = _tile_of(tl.program_id(0), tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS), STRIP)
+    row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(N, ROWS), tl.cdiv(K, COLUMNS), STRIP)
     row, column, group = row_tile * ROWS, column_tile * COLUMNS, tl.program_id(1)
     first = tl.load(ends + group - 1, group > 0, other=0)
     acc = _product(g_desc, g_scale_desc, row, row_tile, a_desc, a_scale_desc, column, column // 128, first,
@@ -139,48 +127,6 @@ def _columns(size: int) -> int:
     return 256 if size % 256 == 0 or size > 1024 else 128
 
 
-def _grouped_mm_fake(a, a_scale, a_block, b, b_scale, b_block, b_tiled, ends, out_dtype):
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-@operator(_grouped_mm_fake)
-def _grouped_mm_mxfp8_blackwell(a: torch.Tensor, a_scale: torch.Tensor, a_block: int, b: torch.Tensor,
-                                b_scale: torch.Tensor, b_block: int, b_tiled: bool, ends: torch.Tensor,
-                                out_dtype: torch.dtype) -> torch.Tensor:
-    (P, K), (E, N, _) = a.shape, b.shape
-    out = a.new_empty((P, N), dtype=out_dtype)
-    if P == 0:
-        return out
-    columns = _columns(N)
-    a_packed = _pack_scales(a_scale, P, K, a_block)
-    b_packed = _pack_scales(b_scale, N, K, b_block, TILE if b_tiled else 1)
-    _grouped_mm_kernel[(cdiv(P, TILE) * cdiv(N, columns), )](
-        TensorDescriptor.from_tensor(out, [TILE, columns]), *_descriptors(a, a_packed, TILE),
-        *_descriptors(b.view(E * N, K), b_packed, columns), ends, E, P, N, K, next_power_of_2(E), STRIP,
-        **GEMM_OPTIONS)
-    return out
-
-
-def _wgrad_fake(g, g_scale, g_block, a, a_scale, a_block, ends, out_dtype):
-    return g.new_empty((ends.shape[0], g.shape[0], a.shape[0]), dtype=out_dtype)
-
-
-@operator(_wgrad_fake)
-def _wgrad_mxfp8_blackwell(g: torch.Tensor, g_scale: torch.Tensor, g_block: int, a: torch.Tensor,
-                           a_scale: torch.Tensor, a_block: int, ends: torch.Tensor,
-                           out_dtype: torch.dtype) -> torch.Tensor:
-    (N, P), K, E = g.shape, a.shape[0], ends.shape[0]
-    out = g.new_empty((E, N, K), dtype=out_dtype)
-    if P == 0:
-        return out.zero_()
-    columns = _columns(K)
-    g_packed, a_packed = _pack_scales(g_scale, N, P, g_block), _pack_scales(a_scale, K, P, a_block)
-    _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), E)](
-        TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
-        *_descriptors(a, a_packed, columns), ends, N, K, STRIP, **GEMM_OPTIONS)
-    return out
-
-
 def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
@@ -191,8 +137,19 @@ def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dt
 
     Rows at and past ends_E[-1] come back as zeros.
     """
-    return _grouped_mm_mxfp8_blackwell(a_PK.qdata, a_PK.scale_bytes, a_PK.block_size, b_ENK.qdata, b_ENK.scale_bytes,
-                                       b_ENK.block_size, b_ENK.tiled, ends_E, out_dtype)
+    a, b = a_PK.qdata, b_ENK.qdata
+    (P, K), (E, N, _) = a.shape, b.shape
+    out = a.new_empty((P, N), dtype=out_dtype)
+    if P == 0:
+        return out
+    columns = _columns(N)
+    a_packed = _pack_scales(a_PK.scale_bytes, P, K, a_PK.block_size)
+    b_packed = _pack_scales(b_ENK.scale_bytes, N, K, b_ENK.block_size, TILE if b_ENK.tiled else 1)
+    _grouped_mm_kernel[(cdiv(P, TILE) * cdiv(N, columns), )](
+        TensorDescriptor.from_tensor(out, [TILE, columns]), *_descriptors(a, a_packed, TILE),
+        *_descriptors(b.view(E * N, K), b_packed, columns), ends_E, E, P, N, K, next_power_of_2(E), STRIP,
+        **GEMM_OPTIONS)
+    return out
 
 
 def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -202,5 +159,15 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, o
         g_NP, a_KP: column forms, with blocks along the rows; otherwise as in `grouped_mm_mxfp8`.
         ends_E: as in `grouped_mm_mxfp8`. An empty group gives zeros.
     """
-    return _wgrad_mxfp8_blackwell(g_NP.qdata, g_NP.scale_bytes, g_NP.block_size, a_KP.qdata, a_KP.scale_bytes,
-                                  a_KP.block_size, ends_E, out_dtype)
+    g, a = g_NP.qdata, a_KP.qdata
+    (N, P), K, E = g.shape, a.shape[0], ends_E.shape[0]
+    out = g.new_empty((E, N, K), dtype=out_dtype)
+    if P == 0:
+        return out.zero_()
+    columns = _columns(K)
+    g_packed = _pack_scales(g_NP.scale_bytes, N, P, g_NP.block_size)
+    a_packed = _pack_scales(a_KP.scale_bytes, K, P, a_KP.block_size)
+    _grouped_mm_wgrad_kernel[(cdiv(N, TILE) * cdiv(K, columns), E)](
+        TensorDescriptor.from_tensor(out, [1, TILE, columns]), *_descriptors(g, g_packed, TILE),
+        *_descriptors(a, a_packed, columns), ends_E, N, K, STRIP, **GEMM_OPTIONS)
+    return out

@@ -30,8 +30,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..device import multiprocessors
 from ..mx_format import MXParts
+from .format import tile_of
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2
 
 
 @gluon.jit
@@ -51,25 +52,22 @@ def _power_of_two(byte):
 
 
 @gluon.jit
-def tile_of(index, row_tiles, column_tiles, STRIP: gl.constexpr):
-    """The row tile and the column tile of an index.
-
-    Tiles run in strips of STRIP row tiles, and within a strip column by column. Those that run at the same time then
-    share operands in L2.
-    """
-    strip = index // (STRIP * column_tiles)
-    first = strip * STRIP
-    rows = gl.minimum(row_tiles - first, STRIP)
-    within = index % (STRIP * column_tiles)
-    return first + within % rows, within // rows
-
-
-@gluon.jit
 def group_of(row, ends, E, E_PAD: gl.constexpr, layout: gl.constexpr):
     """The group that holds `row`: the number of ends at or before it. E for rows past the last group."""
     e = gl.arange(0, E_PAD, layout)
     end = gl.load(ends + e, e < E, other=0x7FFFFFFF)
     return gl.sum((end <= row).to(gl.int32), 0)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """The barriers of a ring of stages: `full` after ARRIVALS arrivals, and `empty` when both warpgroups have read."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=2)
+    return full, empty
 
 
 @gluon.jit
@@ -201,11 +199,7 @@ def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * TILE_BLOCKS, 128, 128], b_desc.layout)
     c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
     s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * TILE_BLOCKS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(STAGES, 2)
     # Computed here: as an argument, a number of tiles that is 1 or a multiple of 16 would compile the kernel anew.
     row_tiles = P // 128
     column_tiles = gl.cdiv(N, 128 * TILE_BLOCKS)
@@ -244,28 +238,6 @@ def descriptor(x: torch.Tensor, block: list[int], shape: list[int] | None = None
     return _Descriptor(x, shape or list(x.shape), strides or list(x.stride()), block, _layout(tuple(block), x.dtype))
 
 
-def _grouped_mm_fake(a_PK, a_scale_KP, b_ENK, b_scale_ENK, ends_E, out_dtype):
-    return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=out_dtype)
-
-
-@operator(_grouped_mm_fake)
-def _grouped_mm_mxfp8_hopper(a_PK: torch.Tensor, a_scale_KP: torch.Tensor, b_ENK: torch.Tensor,
-                             b_scale_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    (P, K), (E, N, _), sms = a_PK.shape, b_ENK.shape, multiprocessors(a_PK.device)
-    out_PN = torch.empty(P, N, dtype=out_dtype, device=a_PK.device)
-    if out_PN.numel() == 0:
-        return out_PN
-    # The wide tile moves a quarter fewer bytes for a product. Narrow tiles are more, so that they occupy all
-    # multiprocessors when there is little to do.
-    tile_blocks = 2 if P // 128 * cdiv(N, 256) >= sms else 1
-    tiles = P // 128 * cdiv(N, 128 * tile_blocks)
-    grouped_mm_kernel[(min(sms, tiles), )](
-        descriptor(a_PK, [64, 128]), descriptor(b_ENK.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
-        a_scale_KP, b_scale_ENK, ends_E, E, P, N, K, E_PAD=max(32, next_power_of_2(E)), STRIP=16, STAGES=3,
-        TILE_BLOCKS=tile_blocks, BUFFERS=tile_blocks if out_PN.element_size() == 2 else 1, num_warps=4)
-    return out_PN
-
-
 def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiplies each group's rows with its own matrix: [P, N] in `out_dtype` (bf16, fp16 or fp32).
 
@@ -278,5 +250,18 @@ def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dt
     A product of two scales counts as 0 if it is 2^-127 or less. Above 2^127 it is clamped. A scale byte of 255 gives
     NaN.
     """
-    return _grouped_mm_mxfp8_hopper(a_PK.qdata, a_PK.scale_bytes.t().contiguous(), b_ENK.qdata,
-                                    b_ENK.scale_bytes.contiguous(), ends_E, out_dtype)
+    a, b = a_PK.qdata, b_ENK.qdata
+    (P, K), (E, N, _), sms = a.shape, b.shape, multiprocessors(a.device)
+    out_PN = torch.empty(P, N, dtype=out_dtype, device=a.device)
+    if out_PN.numel() == 0:
+        return out_PN
+    # The wide tile moves a quarter fewer bytes for a product. Narrow tiles are more, so that they occupy all
+    # multiprocessors when there is little to do.
+    tile_blocks = 2 if P // 128 * cdiv(N, 256) >= sms else 1
+    tiles = P // 128 * cdiv(N, 128 * tile_blocks)
+    grouped_mm_kernel[(min(sms, tiles), )](
+        descriptor(a, [64, 128]), descriptor(b.view(E * N, K), [128, 128]), descriptor(out_PN, [64, 128]),
+        a_PK.scale_bytes.t().contiguous(), b_ENK.scale_bytes.contiguous(), ends_E, E, P, N, K,
+        E_PAD=max(32, next_power_of_2(E)), STRIP=16, STAGES=3, TILE_BLOCKS=tile_blocks,
+        BUFFERS=tile_blocks if out_PN.element_size() == 2 else 1, num_warps=4)
+    return out_PN

@@ -35,14 +35,14 @@ from .convert_rows_hopper import (
     convert,
     counters,
     no_conversion,
-    power_of_two,
     rows_of,
     tiles_in_block,
     wait_for_rows,
 )
-from .grouped_gemm_hopper import descriptor, multiply, tile_of
+from .format import power_of_two, tile_of
+from .grouped_gemm_hopper import barriers, descriptor, multiply
 from .launch import Launched
-from .library import cdiv, operator
+from .library import cdiv
 
 
 @gluon.jit
@@ -156,11 +156,7 @@ def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E,
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
     gs_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     as_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(STAGES, 2)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     gl.warp_specialize([
@@ -244,11 +240,7 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, 256], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(STAGES, 1)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     if B:
@@ -274,52 +266,6 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
         ], [4, 1], [232, 40])
 
 
-def _wgrad_mxfp8_fake(g_NP, g_scale_PN, a_KP, a_scale_PK, ends_E, out_dtype):
-    return g_NP.new_empty(ends_E.shape[0], g_NP.shape[0], a_KP.shape[0], dtype=out_dtype)
-
-
-@operator(_wgrad_mxfp8_fake)
-def _wgrad_mxfp8_hopper(g_NP: torch.Tensor, g_scale_PN: torch.Tensor, a_KP: torch.Tensor, a_scale_PK: torch.Tensor,
-                        ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    (N, P), K, E = g_NP.shape, a_KP.shape[0], ends_E.shape[0]
-    out_ENK = torch.empty(E, N, K, dtype=out_dtype, device=g_NP.device)
-    if P == 0:
-        return out_ENK.zero_()
-    by_tma = out_dtype != torch.float32
-    tiles = E * cdiv(N, 128) * cdiv(K, 256)
-    wgrad_mxfp8_kernel[(min(multiprocessors(g_NP.device), tiles), )](
-        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma),
-        out_ENK, g_scale_PN, a_scale_PK, ends_E, E, N, K, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
-    return out_ENK
-
-
-def _wgrad_bf16_fake(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_dtype, sms, splits):
-    return empty_gradient(g_PN.shape[1], a_PK.shape[1], ends_E, out_dtype, splits)
-
-
-@operator(_wgrad_bf16_fake)
-def _wgrad_bf16_hopper(g_PN: torch.Tensor, g_scale: torch.Tensor | None, a_PK: torch.Tensor,
-                       a_scale: torch.Tensor | None, block_size: int, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                       sms: int, splits: int) -> torch.Tensor:
-    """Operands with scales are MXFP8 rows, in blocks of `block_size`."""
-    (P, K), N = a_PK.shape, g_PN.shape[1]
-    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
-    if P == 0:
-        return out_ENK.zero_()
-    if (g_scale is not None or a_scale is None or out_dtype == torch.float32
-            or out_ENK.numel() < 4 * a_PK.numel() or K < N):
-        _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, sms)
-        return out_ENK
-    # Few, wide rows: their bf16 copy decides the peak of memory. Handle one half of their columns after the other. The
-    # price is that g, which is narrower, is read twice.
-    columns = 256 * cdiv(K, 512)
-    for k in range(0, K, columns):
-        scale = a_scale[:, k // block_size:(k + columns) // block_size]
-        _launch_bf16(g_PN, g_scale, a_PK[:, k:k + columns], scale, block_size, ends_E, out_ENK[..., k:k + columns],
-                     sms)
-    return out_ENK
-
-
 def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, sms) -> None:
     (P, N), K, E = g_PN.shape, a_PK.shape[1], ends_E.shape[0]
     by_tma = out_ENK.dtype != torch.float32
@@ -339,7 +285,7 @@ def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, sms)
         STAGES=3 if by_tma or block_size else 4, BY_TMA=by_tma, num_warps=4)
 
 
-def empty_gradient(N: int, K: int, ends_E: torch.Tensor, out_dtype: torch.dtype, splits: int) -> torch.Tensor:
+def empty_gradient(N: int, K: int, ends_E: torch.Tensor, out_dtype: torch.dtype, splits: int = 1) -> torch.Tensor:
     """[splits * E, N / splits, K], not written yet."""
     return torch.empty(splits * ends_E.shape[0], N // splits, K, dtype=out_dtype, device=ends_E.device)
 
@@ -360,8 +306,18 @@ def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, o
     A product is scaled by a's scale first. Above 2^103 it may overflow although the result would not. A scale byte of
     255 gives NaN.
     """
-    return _wgrad_mxfp8_hopper(g_NP.qdata, g_NP.scale_bytes.t().contiguous(), a_KP.qdata,
-                               a_KP.scale_bytes.t().contiguous(), ends_E, out_dtype)
+    g, a, E = g_NP.qdata, a_KP.qdata, ends_E.shape[0]
+    (N, P), K = g.shape, a.shape[0]
+    out_ENK = empty_gradient(N, K, ends_E, out_dtype)
+    if P == 0:
+        return out_ENK.zero_()
+    by_tma = out_dtype != torch.float32
+    tiles = E * cdiv(N, 128) * cdiv(K, 256)
+    wgrad_mxfp8_kernel[(min(multiprocessors(g.device), tiles), )](
+        descriptor(g, [64, 128]), descriptor(a, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
+        g_NP.scale_bytes.t().contiguous(), a_KP.scale_bytes.t().contiguous(), ends_E, E, N, K, STRIP=8, STAGES=3,
+        BY_TMA=by_tma, num_warps=4)
+    return out_ENK
 
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXParts, ends_E: torch.Tensor,
@@ -378,4 +334,17 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXP
     """
     (g, g_scale, g_block), (a, a_scale, a_block) = (
         (x.qdata, x.scale_bytes, x.block_size) if isinstance(x, MXParts) else (x, None, 0) for x in (g_PN, a_PK))
-    return _wgrad_bf16_hopper(g, g_scale, a, a_scale, g_block or a_block, ends_E, out_dtype, sms, splits)
+    (P, K), N, block_size = a.shape, g.shape[1], g_block or a_block
+    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
+    if P == 0:
+        return out_ENK.zero_()
+    if g_block or not a_block or out_dtype == torch.float32 or out_ENK.numel() < 4 * a.numel() or K < N:
+        _launch_bf16(g, g_scale, a, a_scale, block_size, ends_E, out_ENK, sms)
+        return out_ENK
+    # Few, wide rows: their bf16 copy decides the peak of memory. Handle one half of their columns after the other. The
+    # price is that g, which is narrower, is read twice.
+    columns = 256 * cdiv(K, 512)
+    for k in range(0, K, columns):
+        scale = a_scale[:, k // block_size:(k + columns) // block_size]
+        _launch_bf16(g, g_scale, a[:, k:k + columns], scale, block_size, ends_E, out_ENK[..., k:k + columns], sms)
+    return out_ENK

@@ -26,10 +26,10 @@ from .convert_rows_hopper import (
     tiles_in_block,
     wait_for_rows,
 )
-from .grouped_gemm_hopper import accumulate, add_exponents, descriptor
+from .grouped_gemm_hopper import accumulate, add_exponents, barriers, descriptor
 from .grouped_wgrad_hopper import empty_gradient, expert_and_tile, out_descriptor, write
 from .launch import Launched
-from .library import cdiv, operator
+from .library import cdiv
 
 
 @gluon.jit
@@ -126,11 +126,7 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
     s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(STAGES, 2)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
@@ -144,29 +140,6 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
         (_produce, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
                     n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), G_TILED, STRIP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
-
-
-def _wgrad_rows_fake(g, g_scale, g_columns, a_PK, a_scale, ends_E, out_dtype, sms, splits):
-    return empty_gradient(g.shape[0 if g_columns else 1], a_PK.shape[1], ends_E, out_dtype, splits)
-
-
-@operator(_wgrad_rows_fake)
-def _wgrad_rows_hopper(g: torch.Tensor, g_scale: torch.Tensor, g_columns: bool, a_PK: torch.Tensor,
-                       a_scale: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype, sms: int,
-                       splits: int) -> torch.Tensor:
-    (P, K), N, E = a_PK.shape, g.shape[0 if g_columns else 1], ends_E.shape[0]
-    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
-    if P == 0:
-        return out_ENK.zero_()
-    by_tma = out_dtype != torch.float32
-    tiles = E * cdiv(N, 128) * cdiv(K, 256)
-    a_KP, a_tile_scale, mx_a = _transposed(a_PK, a_scale)
-    g_NP, g_tile_scale, mx_g = (g, g_scale, no_conversion(mx_a)) if g_columns else _transposed(g, g_scale)
-    wgrad_rows_kernel[(min(sms or multiprocessors(a_PK.device), tiles), )](
-        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
-        g_tile_scale, g_tile_scale.shape[1], a_tile_scale, ends_E, E, P, N, K, N // splits, *mx_g, *mx_a,
-        *counters(E, P, a_PK.device), G_TILED=not g_columns, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
-    return out_ENK
 
 
 def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
@@ -193,6 +166,19 @@ def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor,
     changes only values that become subnormal in e4m3. A product of two scales counts as 0 if it is 2^-127 or less.
     Above 2^127 it is clamped. A scale byte of 255 gives NaN.
     """
-    g_scale = g.scale_bytes.t().contiguous() if g_columns else g.scale_bytes
-    return _wgrad_rows_hopper(g.qdata, g_scale, g_columns, a_PK.qdata, a_PK.scale_bytes, ends_E, out_dtype, sms,
-                              splits)
+    (P, K), N, E = a_PK.qdata.shape, g.qdata.shape[0 if g_columns else 1], ends_E.shape[0]
+    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
+    if P == 0:
+        return out_ENK.zero_()
+    by_tma = out_dtype != torch.float32
+    tiles = E * cdiv(N, 128) * cdiv(K, 256)
+    a_KP, a_scale, mx_a = _transposed(a_PK.qdata, a_PK.scale_bytes)
+    if g_columns:
+        g_NP, g_scale, mx_g = g.qdata, g.scale_bytes.t().contiguous(), no_conversion(mx_a)
+    else:
+        g_NP, g_scale, mx_g = _transposed(g.qdata, g.scale_bytes)
+    wgrad_rows_kernel[(min(sms or multiprocessors(a_KP.device), tiles), )](
+        descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK, g_scale,
+        g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, *mx_g, *mx_a, *counters(E, P, a_KP.device),
+        G_TILED=not g_columns, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
+    return out_ENK

@@ -24,19 +24,19 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Whether this version of Triton takes the launch at the end of this file.
+# Whether the launch at the end of this file works with this version of Triton.
 KNOWN = triton.__version__.startswith("3.6.")
 
 
 class _Unknown(Exception):
-    """An argument whose specialization only Triton knows."""
+    """An argument whose specialization this file does not compute."""
 
 
 def _specialization(x: Any) -> Any:
-    """What of an argument decides which code Triton compiles.
+    """The properties of an argument that decide which code Triton compiles.
 
-    Arguments that Triton specializes differently get different results. Arguments that it treats alike may get
-    different ones too: that costs one more launch through Triton.
+    Arguments that Triton specializes differently get different results. Arguments that it treats alike may also get
+    different results. That costs one more launch through Triton.
     """
     kind = type(x)
     if kind is int:
@@ -62,7 +62,7 @@ def _specialization(x: Any) -> Any:
 
 
 def _device(values: tuple) -> int:
-    """Index of the GPU that holds the first tensor among the values; -1 if no GPU holds it, or there is no tensor."""
+    """Index of the GPU that holds the first tensor among the values. -1 if no GPU does, or if there is no tensor."""
     for x in values:
         x = getattr(x, "base", x)
         if isinstance(x, torch.Tensor):

@@ -1,20 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers the host functions of kernels as torch ops, and holds small helpers of theirs.
+"""Small helpers of functions that launch kernels, and `operator`, which registers a function as a torch op.
 
 torch.compile sees an op as one opaque call. `operator` does what torch.library.custom_op does, but a call costs half
-the time: custom_op puts layers of Python (autograd, alias checks) between the caller and the function.
-
-    def _double_fake(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    @operator(_double_fake)                      # registers ds_mxfp8_moe::double
-    def _double(x: torch.Tensor) -> torch.Tensor:
-        ...                                      # launches the kernel
-
-    y = _double(x)
-
-The ops ignore autograd. Their outputs never require a gradient, so callers need no torch.no_grad. An output must not
-be an input or a view of one.
+the time: custom_op puts layers of Python (autograd, alias checks) between the caller and the function. The functions
+of this folder are not ops, since nothing that torch.compile traces calls them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +14,13 @@ NAMESPACE = "ds_mxfp8_moe"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def operator(fake: Callable, mutates_args: Iterable[str] = ()) -> Callable[[Callable], torch._ops.OpOverload]:
-    """Registers a function as an op under its own name, without leading underscores.
+def operator(mutates_args: Iterable[str]) -> Callable[[Callable], torch._ops.OpOverload]:
+    """Registers a function that returns nothing as an op under its own name, without leading underscores.
 
-    The function needs type annotations, from which its schema is made. It is registered for CUDA, and for the CPU,
-    where Triton's interpreter runs kernels in tests.
+    The function needs type annotations, from which its schema is made. The op is registered for CUDA, and for the CPU,
+    where tests run it. It ignores autograd.
 
     Args:
-        fake: takes the function's arguments and returns empty tensors like its outputs. torch.compile calls it.
         mutates_args: names of the arguments that the function writes into.
     """
 
@@ -42,24 +30,31 @@ def operator(fake: Callable, mutates_args: Iterable[str] = ()) -> Callable[[Call
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(name, function, device)
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_LIBRARY)
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return register
 
 
-def nothing(*args) -> None:
-    """The fake of an op that returns nothing and only writes into its arguments."""
+def weights_of(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """One tensor [E, N, K] for each stack of experts' weights, or all matrices [N, K], stack by stack.
 
-
-def check_alike(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    """Raises TypeError unless all weights have this dtype.
-
-    Kernels get the address of each matrix and the dtype of one of them.
+    Raises TypeError unless all have one dtype, since kernels get the address of each and the dtype of the first.
     """
+    weights = list(stacks)
+    if not all(isinstance(stack, torch.Tensor) for stack in stacks):
+        weights = [matrix for stack in stacks for matrix in stack]
+    dtype = weights[0].dtype
     if any(w.dtype != dtype for w in weights):
         found = ", ".join(sorted({str(w.dtype) for w in weights}))
         raise TypeError(f"the experts' weights are {found}, expected all of them in {dtype}: cast them to one dtype")
+    return weights
+
+
+def even_distance(addresses: Sequence[int]) -> int | None:
+    """The distance from each address to the next, 0 for a single address. None if it differs."""
+    distances = {b - a for a, b in zip(addresses, addresses[1:], strict=False)}
+    return None if len(distances) > 1 else distances.pop() if distances else 0
 
 
 def cdiv(a: int, b: int) -> int:

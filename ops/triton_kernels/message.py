@@ -3,7 +3,9 @@
 
 A message holds the rows that travel between ranks. Each of its rows has three fields:
 
-    [data | scale bytes | zeros to a multiple of 4 | float32 weights | zeros to a multiple of 32]
+    [data | scale bytes | float32 weights, from a multiple of 4 on]
+
+A row takes a multiple of 32 bytes. The bytes that belong to no field are not written.
 """
 
 from typing import NamedTuple
@@ -79,14 +81,6 @@ def places_of_row(slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
     return _those_below(slot.to(tl.int32), P, K)
 
 
-@triton.jit
-def fill_gap(scale_ptr, SCALES: tl.constexpr, ROOM: tl.constexpr, inside):
-    """Writes zeros behind a row's scales."""
-    if ROOM > SCALES:
-        gap = SCALES + tl.arange(0, 32)
-        tl.store(scale_ptr + gap, tl.zeros([32], tl.uint8), mask=(gap < ROOM) & inside)
-
-
 def lanes_for(count: int) -> int:
     """Lanes of a Triton vector that holds `count` values: a power of two."""
     return next_power_of_2(max(count, 1))
@@ -98,7 +92,7 @@ def contiguous_or(x: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
 
 
 def fields_of(message: torch.Tensor, where: Layout, dtype: torch.dtype) -> tuple:
-    """Views of the three fields of message rows: data in `dtype`, and scale bytes and weights with their zeros."""
+    """Views of the three fields of message rows, up to the next field: data in `dtype`, scale bytes, and weights."""
     data, scale, weight = message.split([where.scales_at, where.weights_at - where.scales_at,
                                          where.width - where.weights_at], dim=1)
     return data.view(dtype), scale, weight.view(torch.float32)

@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2
 from .message import (
     RowTile,
     contiguous_or,
     fields_of,
-    fill_gap,
     lanes_for,
     layout,
     places_of_row,
@@ -52,9 +51,8 @@ def _pack_kernel(
         out_scale_ptr,  # [S, WIDTH] uint8, at its scales
         out_weight_ptr,  # [S, WIDTH / 4] float32, at its weights
         T, S, STRIDE: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-        SCALE_ROOM: tl.constexpr, SCALE_LANES: tl.constexpr, K: tl.constexpr, WEIGHT_ROOM: tl.constexpr,
-        WEIGHT_LANES: tl.constexpr, W: tl.constexpr, RANK_LANES: tl.constexpr, ROWS: tl.constexpr,
-        BLOCK: tl.constexpr):
+        SCALE_LANES: tl.constexpr, K: tl.constexpr, WEIGHT_LANES: tl.constexpr, W: tl.constexpr,
+        RANK_LANES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Copies each token into its message rows. Grid (T, )."""
     t = tl.program_id(0).to(tl.int64)
     rows = rows_of_token(sent_slot_ptr, t, T, S, W, RANK_LANES, ROWS)
@@ -68,13 +66,11 @@ def _pack_kernel(
         scale = tl.load(scale_ptr + t * SCALES + block, mask=block < SCALES)
         for i in tl.static_range(ROWS):
             tl.store(out_scale_ptr + rows[i] * WIDTH + block, scale, mask=(block < SCALES) & (rows[i] < S))
-    for i in tl.static_range(ROWS):
-        fill_gap(out_scale_ptr + rows[i] * WIDTH, SCALES, SCALE_ROOM, rows[i] < S)
     if K:
         k = tl.arange(0, WEIGHT_LANES)
-        weight = tl.load(weight_ptr + t * K + k, mask=k < K, other=0.0)
+        weight = tl.load(weight_ptr + t * K + k, mask=k < K)
         for i in tl.static_range(ROWS):
-            tl.store(out_weight_ptr + rows[i] * (WIDTH // 4) + k, weight, mask=(k < WEIGHT_ROOM) & (rows[i] < S))
+            tl.store(out_weight_ptr + rows[i] * (WIDTH // 4) + k, weight, mask=(k < K) & (rows[i] < S))
 
 
 @Launched
@@ -157,18 +153,6 @@ def _rows(x: torch.Tensor | None, unused: torch.Tensor) -> torch.Tensor:
     return unused if x is None else x if x.stride(1) == 1 else x.contiguous()
 
 
-def _pack_rows_fake(data_TD, scale_TB, weight_TK, sent_slot_WT, num_rows, top_k):
-    where = layout(data_TD.shape[1] * data_TD.element_size(), _width(scale_TB), _width(weight_TK))
-    return data_TD.new_empty((num_rows, where.width), dtype=torch.uint8)
-
-
-def _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P):
-    P = source_P.shape[0]
-    return (data_RD.new_empty((P, data_RD.shape[1])), source_P.new_empty((_width(scale_RB), P), dtype=torch.uint8),
-            source_P.new_empty(0 if weight_RK is None else P, dtype=torch.float32))
-
-
-@operator(_pack_rows_fake)
 def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: torch.Tensor | None,
               sent_slot_WT: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
     """Packs tokens into message rows, uint8 [S, width].
@@ -186,15 +170,14 @@ def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: t
     if num_rows == 0:
         return out
     out_data, out_scale, out_weight = fields_of(out, where, torch.int64)
-    tile, weight_room = copy_tile(words), out_weight.shape[1]
+    tile = copy_tile(words)
     _pack_kernel[(T, )](data, contiguous_or(scale_TB, out), contiguous_or(weight_TK, out), sent_slot_WT, out_data,
                         out_scale, out_weight, T, num_rows, data.stride(0), where.width, words, scales,
-                        out_scale.shape[1], lanes_for(scales), weights, weight_room, lanes_for(weight_room), ranks,
-                        lanes_for(ranks), min(ranks, top_k), tile.block, num_warps=tile.warps)
+                        lanes_for(scales), weights, lanes_for(weights), ranks, lanes_for(ranks), min(ranks, top_k),
+                        tile.block, num_warps=tile.warps)
     return out
 
 
-@operator(_expanded)
 def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK: torch.Tensor | None,
                 row_R: torch.Tensor | None, slot_RK: torch.Tensor,
                 source_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,9 +194,11 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
     """
     (R, K), P, data = slot_RK.shape, source_P.shape[0], _words(data_RD)
     words, scales = data.shape[1], _width(scale_RB)
-    out, out_scale, out_weight = outs = _expanded(data_RD, scale_RB, weight_RK, row_R, slot_RK, source_P)
+    out = data_RD.new_empty((P, data_RD.shape[1]))
+    out_scale = source_P.new_empty((scales, P), dtype=torch.uint8)
+    out_weight = source_P.new_empty(0 if weight_RK is None else P, dtype=torch.float32)
     if P == 0:
-        return outs
+        return out, out_scale, out_weight
     tile, spans, row = copy_tile(words), cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
     scale, weight = _rows(scale_RB, data), _rows(weight_RK, data)
     out_words, indirect = out.view(torch.int64), row_R is not None
@@ -223,4 +208,4 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
                                                   R * K, P, scale.stride(0), weight.stride(0), words, scales,
                                                   weight_RK is not None, K, indirect, TILE_ROWS, TILE_WORDS,
                                                   lanes_for(cdiv(scales, spans)))
-    return outs
+    return out, out_scale, out_weight

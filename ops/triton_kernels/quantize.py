@@ -30,7 +30,7 @@ from triton import knobs
 from ..mx_format import TILE, MXParts
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
-from .library import cdiv, check_alike, operator
+from .library import cdiv, even_distance, weights_of
 from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
@@ -252,52 +252,6 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major):
-    rows, columns = x_RK.shape
-    blocks = cdiv(columns, block_size)
-    return _outputs(x_RK, (rows, columns), (blocks, rows) if scale_k_major else (rows, blocks))
-
-
-@operator(_rows_outputs)
-def _quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str,
-                   scale_k_major: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    x_RK = _dense_rows(x_RK)
-    rows, columns = x_RK.shape
-    data, scale = _rows_outputs(x_RK, block_size, scaling_mode, scale_k_major)
-    if rows and columns:
-        tile = ROWS_TILE
-        strides = (1, rows) if scale_k_major else (scale.shape[1], 1)
-        _quantize_rows_kernel[(tile.programs(rows, columns), )](
-            x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
-            scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
-    return data, scale
-
-
-def _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major):
-    like = x[0]
-    m = sum(w.shape[-2] for w in x[::1 if like.dim() == 3 else experts])
-    n = like.shape[-1]
-    blocks_m, blocks_n = cdiv(m, block_size), cdiv(n, block_size)
-    rows_scale, columns_scale = (m, blocks_n), (blocks_m, n)
-    if tiled:
-        rows_scale, columns_scale = (blocks_m, blocks_n), (blocks_n, blocks_m)
-    elif scale_k_major:
-        rows_scale = blocks_n, m
-    out = []
-    if rows:
-        out += _outputs(like, (experts, m, n), (experts, *rows_scale))
-    if columns:
-        out += _outputs(like, (experts, n, m), (experts, *columns_scale))
-    return out
-
-
-def _even_distance(matrices: Sequence[torch.Tensor]) -> int | None:
-    """The number of elements from each matrix to the next in memory. None if it differs between matrices."""
-    addresses = [x.data_ptr() for x in matrices]
-    distances = {b - a for a, b in zip(addresses, addresses[1:], strict=False)}
-    return None if len(distances) > 1 else (distances.pop() if distances else 0) // matrices[0].element_size()
-
-
 def _tables(stacks: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
     """A table of pointers on the device for each stack, and their alignment: 16 bytes if all have it, else 1."""
     pointers = [x.data_ptr() for stack in stacks for x in stack]
@@ -308,7 +262,6 @@ def _tables(stacks: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
     return list(table.split(len(stacks[0]))), 16 if aligned else 1
 
 
-@operator(_matrix_outputs)
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
                        rows: bool, columns: bool, scale_k_major: bool) -> list[torch.Tensor]:
     """Quantises each expert's matrix [M, N], where M = sum of M_i.
@@ -320,26 +273,32 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     Returns:
         Data and scales of the rows, then of the columns, as far as they are asked for.
     """
-    out = _matrix_outputs(x, experts, block_size, scaling_mode, tiled, rows, columns, scale_k_major)
-    # A form that is not asked for gets another one's tensors. The kernel does not write to them.
-    rows_data, rows_scale, columns_data, columns_scale = *out[:2], *out[-2:]
     n, row_stride = x[0].shape[-1], x[0].stride(-2)
     if x[0].dim() == 3:
         stacks = [[stack] for stack in x]
-        strides = [stack.stride(0) for stack in x]
+        strides = [stack.stride(0) * stack.element_size() for stack in x]
     else:
         stacks = [x[i:i + experts] for i in range(0, len(x), experts)]
-        strides = [_even_distance(stack) for stack in stacks]
+        strides = [even_distance([w.data_ptr() for w in stack]) for stack in stacks]
     heights = [stack[0].shape[-2] for stack in stacks]
     m = sum(heights)
+    blocks_m, blocks_n = cdiv(m, block_size), cdiv(n, block_size)
+    out = []
+    if rows:
+        scale_shape = (blocks_m, blocks_n) if tiled else (blocks_n, m) if scale_k_major else (m, blocks_n)
+        out += _outputs(x[0], (experts, m, n), (experts, *scale_shape))
+    if columns:
+        out += _outputs(x[0], (experts, n, m), (experts, *((blocks_n, blocks_m) if tiled else (blocks_m, n))))
     if m * n * experts == 0:
         return out
+    # A form that is not asked for gets another one's tensors. The kernel does not write to them.
+    rows_data, rows_scale, columns_data, columns_scale = *out[:2], *out[-2:]
     even = None not in strides
-    strides = strides if even else [0] * len(stacks)
+    strides = [stride // x[0].element_size() if even else 0 for stride in strides]
     if tiled:
         scale_strides = (rows_scale.shape[2], 1) if rows else (1, rows_scale.shape[2])
     else:
-        scale_strides = (1, m) if scale_k_major else (cdiv(n, block_size), 1)
+        scale_strides = (1, m) if scale_k_major else (blocks_n, 1)
     tile = TILED_TILE if tiled else BOTH_TILES[block_size] if rows else COLUMNS_TILE
     # Triton gives all accesses of one shape the same layout. The widest are stores of bytes.
     vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
@@ -354,47 +313,6 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     return out
 
 
-def _rescale_outputs(data_PK, scale, block_size, scaling_mode):
-    p, k = data_PK.shape
-    return _outputs(data_PK, (k, p), (cdiv(p, block_size), k))
-
-
-@operator(_rescale_outputs)
-def _rescale_transposed(data_PK: torch.Tensor, scale: torch.Tensor, block_size: int,
-                        scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    p, k = data_PK.shape
-    out, out_scale = _rescale_outputs(data_PK, scale, block_size, scaling_mode)
-    # Triton's interpreter cannot run Gluon kernels.
-    if p and k and block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
-        rescale_tiles_kernel[(WHOLE_TILE.programs(p, k), )](
-            data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k,
-            scaling_mode == "floor", *WHOLE_TILE[:3], num_warps=WHOLE_TILE.warps)
-    elif p and k:
-        tile = RESCALE_TILES[block_size]
-        _rescale_kernel[(tile.programs(p, k), )](
-            data_PK.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k, block_size,
-            scaling_mode == "floor", tile.rows, tile.columns, tile.strip, tile.vector, tile.warps,
-            tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
-    return out, out_scale
-
-
-def _dequantized(data_ERK, scale, block_size, tiled, dtype):
-    return torch.empty(data_ERK.shape, dtype=dtype, device=data_ERK.device)
-
-
-@operator(_dequantized)
-def _dequantize(data_ERK: torch.Tensor, scale: torch.Tensor, block_size: int, tiled: bool,
-                dtype: torch.dtype) -> torch.Tensor:
-    experts, rows, k = data_ERK.shape
-    out = _dequantized(data_ERK, scale, block_size, tiled, dtype)
-    if out.numel():
-        tile = DEQUANTIZE_TILE
-        _dequantize_kernel[(tile.programs(rows, k), experts)](
-            data_ERK.view(torch.uint8), scale, *scale.stride(), out, rows, k, block_size, TILE if tiled else 1,
-            tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
-    return out
-
-
 def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool) -> MXParts:
     """mx.quantize of rows [R, K].
 
@@ -402,7 +320,16 @@ def quantize_rows(x_RK: torch.Tensor, block_size: int, scaling_mode: str, scale_
         x_RK: bf16, fp16 or fp32, K a multiple of 32, any stride between rows.
         scale_k_major: store the scales [R, ceil(K / block_size)] transposed in memory.
     """
-    data, scale = _quantize_rows(x_RK, block_size, scaling_mode, scale_k_major)
+    x_RK = _dense_rows(x_RK)
+    rows, columns = x_RK.shape
+    blocks = cdiv(columns, block_size)
+    data, scale = _outputs(x_RK, (rows, columns), (blocks, rows) if scale_k_major else (rows, blocks))
+    if rows and columns:
+        tile = ROWS_TILE
+        strides = (1, rows) if scale_k_major else (blocks, 1)
+        _quantize_rows_kernel[(tile.programs(rows, columns), )](
+            x_RK, data.view(torch.uint8), scale, rows, x_RK.stride(0), *strides, columns, block_size,
+            scaling_mode == "floor", tile.rows, tile.columns, num_warps=tile.warps)
     return MXParts(data, scale.t() if scale_k_major else scale, block_size)
 
 
@@ -442,14 +369,11 @@ def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], bl
         the weights, or of their transpose, whose scales lie in memory as [E, N / 32, K].
     """
     tiled = block_size == TILE
-    weights = stacks
-    if not all(isinstance(stack, torch.Tensor) for stack in stacks):
-        weights = [matrix for stack in stacks for matrix in stack]
-    dtype, steps = weights[0].dtype, (weights[0].stride(-2), 1)
-    check_alike(weights, dtype)
+    weights = weights_of(stacks)
+    steps = weights[0].stride(-2), 1
     if any(w.stride()[-2:] != steps for w in weights):
         weights = [w.contiguous() for w in weights]
-    data, scale = _quantize_matrices(list(weights), len(stacks[0]), block_size, scaling_mode, tiled, not transposed,
+    data, scale = _quantize_matrices(weights, len(stacks[0]), block_size, scaling_mode, tiled, not transposed,
                                      transposed, False)
     return MXParts(data, scale.transpose(1, 2) if transposed and not tiled else scale, block_size, tiled)
 
@@ -459,13 +383,31 @@ def rescale_transposed(x_PK: MXParts, scaling_mode: str) -> MXParts:
 
     The scales lie in memory as [ceil(P / block_size), K].
     """
-    data, scale = _rescale_transposed(x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size, scaling_mode)
-    return MXParts(data, scale.t(), x_PK.block_size)
+    data, scale, block_size = x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size
+    p, k = data.shape
+    out, out_scale = _outputs(data, (k, p), (cdiv(p, block_size), k))
+    operands = (data.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k)
+    # Triton's interpreter cannot run Gluon kernels.
+    if p and k and block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
+        rescale_tiles_kernel[(WHOLE_TILE.programs(p, k), )](
+            *operands, scaling_mode == "floor", *WHOLE_TILE[:3], num_warps=WHOLE_TILE.warps)
+    elif p and k:
+        tile = RESCALE_TILES[block_size]
+        _rescale_kernel[(tile.programs(p, k), )](
+            *operands, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.strip, tile.vector,
+            tile.warps, tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
+    return MXParts(out, out_scale.t(), block_size)
 
 
 def dequantize(x: MXParts, dtype: torch.dtype) -> torch.Tensor:
     """mx.dequantize of rows [R, K] or of experts' matrices [E, R, K], tiled or not, to bf16, fp16 or fp32."""
     data, scale = x.qdata.contiguous(), x.scale_bytes
-    if data.dim() == 2:
-        return _dequantize(data.unsqueeze(0), scale.unsqueeze(0), x.block_size, x.tiled, dtype)[0]
-    return _dequantize(data, scale, x.block_size, x.tiled, dtype)
+    rows, k = data.shape[-2:]
+    experts, scale_strides = (1, (0, *scale.stride())) if data.dim() == 2 else (data.shape[0], scale.stride())
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    if out.numel():
+        tile = DEQUANTIZE_TILE
+        _dequantize_kernel[(tile.programs(rows, k), experts)](
+            data.view(torch.uint8), scale, *scale_strides, out, rows, k, x.block_size, TILE if x.tiled else 1,
+            tile.rows, tile.columns, 16 // out.element_size(), num_warps=tile.warps)
+    return out

@@ -14,12 +14,11 @@ import triton.language as tl
 
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
-from .library import cdiv, next_power_of_2, operator
+from .library import cdiv, next_power_of_2
 from .message import (
     RowTile,
     contiguous_or,
     fields_of,
-    fill_gap,
     lanes_for,
     layout,
     places_of_row,
@@ -87,9 +86,8 @@ def _combine_kernel(
         slot_ptr,  # [R, K] int64
         out_ptr,  # [R, STRIDE] in the wire's dtype. For MXFP8 uint8, with the scales from H on
         out_weight_ptr,  # [R, WEIGHT_STRIDE] float32, at its weights
-        P, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr,
-        SCALE_ROOM: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, WEIGHT_ROOM: tl.constexpr,
-        WEIGHT_LANES: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
+        P, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr, K: tl.constexpr,
+        LANES: tl.constexpr, WEIGHTS: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
     """Sums the outputs of each row's choices. Grid (R, )."""
     r = tl.program_id(0).to(tl.int64)
     slots = places_of_row(slot_ptr, r, True, P, K, LANES)
@@ -103,12 +101,10 @@ def _combine_kernel(
             tl.store(out_ptr + (r * STRIDE + H) + block, byte, mask=block < SCALES)
         else:
             tl.store(out_ptr + r * STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
-    if B:
-        fill_gap(out_ptr + (r * STRIDE + H), SCALES, SCALE_ROOM, True)
-    if WEIGHT_ROOM:
-        k = tl.arange(0, WEIGHT_LANES)
-        weight = _weights(weight_ptr, slot_ptr, r, True, P, K, WEIGHT_LANES)
-        tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < WEIGHT_ROOM)
+    if WEIGHTS:
+        k = tl.arange(0, LANES)
+        weight = _weights(weight_ptr, slot_ptr, r, True, P, K, LANES)
+        tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < K)
 
 
 @Launched
@@ -186,24 +182,6 @@ def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
     return wire, H * wire.itemsize, cdiv(H, block_size) if block_size else 0
 
 
-def _combine_rows_fake(y_PH, weight_P, slot_RK, dtype, block_size, scaling_mode):
-    _, data_bytes, scales = _wire(y_PH.shape[1], dtype, block_size)
-    width = layout(data_bytes, scales, 0 if weight_P is None else slot_RK.shape[1]).width
-    return y_PH.new_empty((slot_RK.shape[0], width), dtype=torch.uint8)
-
-
-def _summed(message, sent_slot_WT, hidden, weights, top_k, dtype, block_size):
-    T = sent_slot_WT.shape[1]
-    return message.new_empty((T, hidden), dtype=dtype), message.new_empty((T, weights), dtype=torch.float32)
-
-
-def _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode):
-    T = sent_slot_T.shape[0]
-    weights = 0 if weight_P is None else slot_RK.shape[1]
-    return y_PH.new_empty((T, y_PH.shape[1]), dtype=dtype), y_PH.new_empty((T, weights), dtype=torch.float32)
-
-
-@operator(_combine_rows_fake)
 def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, dtype: torch.dtype,
                  block_size: int, scaling_mode: str) -> torch.Tensor:
     """Message rows, uint8 [R, width]: the float32 sum of a row's choices, rounded once, and K weights beside it.
@@ -219,16 +197,15 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: tor
     out = y_PH.new_empty((R, where.width), dtype=torch.uint8)
     if R == 0:
         return out
-    out_data, out_scale, out_weight = fields_of(out, where, wire)
-    tile, weight_room = combine_tile(H, block_size), out_weight.shape[1]
+    out_data, _, out_weight = fields_of(out, where, wire)
+    tile = combine_tile(H, block_size)
     _combine_kernel[(R, )](y_PH.contiguous(), contiguous_or(weight_P, out), slot_RK, out_data, out_weight, P,
-                           where.width // wire.itemsize, where.width // 4, H, scales, out_scale.shape[1], K,
-                           lanes_for(K), weight_room, lanes_for(weight_room), block_size, scaling_mode == "floor",
-                           tile.block, num_warps=tile.warps)
+                           where.width // wire.itemsize, where.width // 4, H, scales, K, lanes_for(K),
+                           weight_P is not None, block_size, scaling_mode == "floor", tile.block,
+                           num_warps=tile.warps)
     return out
 
 
-@operator(_summed)
 def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, weights: int, top_k: int,
              dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums the rows that came back for each token in float32, in the order of ranks.
@@ -243,9 +220,10 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     """
     (S, _), (ranks, T) = message.shape, sent_slot_WT.shape
     wire, data_bytes, scales = _wire(hidden, dtype, block_size)
-    y_TH, weight_TK = outs = _summed(message, sent_slot_WT, hidden, weights, top_k, dtype, block_size)
+    y_TH = message.new_empty((T, hidden), dtype=dtype)
+    weight_TK = message.new_empty((T, weights), dtype=torch.float32)
     if T == 0:
-        return outs
+        return y_TH, weight_TK
     where = layout(data_bytes, scales, weights)
     data, _, weight = fields_of(message, where, wire)
     tile = sum_tile(hidden, block_size)
@@ -253,10 +231,9 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
                        where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
                        min(ranks, top_k), block_size, tile.block, num_warps=tile.warps, enable_fp_fusion=False)
-    return outs
+    return y_TH, weight_TK
 
 
-@operator(_combined)
 def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, sent_slot_T: torch.Tensor,
                   dtype: torch.dtype, block_size: int, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What `sum_rows` returns for the rows of `combine_rows` in a group of one rank, with the same rounding.
@@ -265,11 +242,12 @@ def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: to
         sent_slot_T: int64, the row r of each token. R for a token without experts.
     """
     (P, H), (R, K), T = y_PH.shape, slot_RK.shape, sent_slot_T.shape[0]
-    y_TH, weight_TK = outs = _combined(y_PH, weight_P, slot_RK, sent_slot_T, dtype, block_size, scaling_mode)
+    y_TH = y_PH.new_empty((T, H), dtype=dtype)
+    weight_TK = y_PH.new_empty((T, 0 if weight_P is None else K), dtype=torch.float32)
     if T == 0:
-        return outs
+        return y_TH, weight_TK
     tile = combine_tile(H, block_size)
     _combine_local_kernel[(T, )](y_PH.contiguous(), contiguous_or(weight_P, y_TH), slot_RK, sent_slot_T, y_TH,
                                  weight_TK, P, R, H, K, lanes_for(K), weight_P is not None, block_size,
                                  scaling_mode == "floor", tile.block, num_warps=tile.warps)
-    return outs
+    return y_TH, weight_TK

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The activation kernels in Triton's interpreter, and traced. test_aot.py compiles them."""
+"""The activation kernels in Triton's interpreter. test_aot.py compiles them."""
 
 import pytest
 import torch
 from activation_cases import run_biases, run_case, run_no_rows
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from ds_mxfp8_moe.activation import Gradients
-from ds_mxfp8_moe.ops.triton_kernels import activation as kernels
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -37,20 +33,3 @@ def test_biases(interpreter, dtype):
 
 def test_no_rows(interpreter):
     interpreter(run_no_rows, "cpu")
-
-
-@pytest.mark.parametrize("F, block", [(256, 32), (256, 128), (160, 128)])
-def test_traced(F, block):
-    options = ("silu", "gate_up", block)
-    with FakeTensorMode():
-        pre, t, weight = torch.empty(256, 2 * F, dtype=BF16), torch.empty(256, F, dtype=BF16), torch.empty(256)
-        h, kept = kernels.activate(pre, weight, *options, keep=True)
-        plain, both, columns = (Gradients(*kernels.activate_backward(t, source, weight, *options, **forms))
-                                for source, forms in ((pre, dict(plain=True)), (kept, dict(plain=True, rows=True)),
-                                                      (kept, dict(rows=True, columns=True))))
-    blocks = -(-F // block)
-    assert h.qdata.shape == (256, F) and h.scale_bytes.shape == (256, blocks) and h.scale_bytes.stride() == (1, 256)
-    assert kept.qdata.shape == (256, 2, F) and kept.scale_bytes.shape == (256, 2, blocks)
-    assert plain.dweight_P.shape == (256, ) and plain.plain.shape == both.rows.qdata.shape == (256, 2 * F)
-    assert both.rows.scale_bytes.shape == (256, -(-2 * F // block)) and columns.columns.qdata.shape == (2 * F, 256)
-    assert columns.columns.scale_bytes.shape == (2 * F, 256 // block)

@@ -129,18 +129,6 @@ def compare(out, exact, magnitude, skip):
     assert not ((out.double() - exact).abs() > limit * magnitude)[~skip].any()
 
 
-def check_operators():
-    from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell as gemm
-    _prepare("cpu")
-    ends, b = torch.tensor([128, 128], dtype=torch.int32), quantize(torch.randn(2, 96, 64), 32)
-    rows, g, a = (quantize(torch.randn(*shape), 32) for shape in ((128, 64), (96, 128), (64, 128)))
-    columns = (g.qdata, g.scale_bytes, 32, a.qdata, a.scale_bytes, 32, ends)
-    utils = "test_faketensor"  # the others multiply float8
-    forward = (rows.qdata, rows.scale_bytes, 32, b.qdata, b.scale_bytes, 32, False, ends, torch.float16)
-    torch.library.opcheck(gemm._grouped_mm_mxfp8_blackwell, forward, test_utils=utils)
-    torch.library.opcheck(gemm._wgrad_mxfp8_blackwell, (*columns, torch.bfloat16), test_utils=utils)
-
-
 @pytest.mark.parametrize("sizes, past", SIZES)
 def test_groups(interpreter, sizes, past):
     interpreter(check_grouped_mm, "cpu", sizes, past, 160, 160, 32, 32)
@@ -167,8 +155,3 @@ def test_more_rows_than_a_grid_has_tiles_are_refused():
     from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell as gemm
     with pytest.raises(ValueError, match="9437184 rows is too large: expected at most 8388480"):
         gemm._pack_scales(torch.empty(9 << 20, 1, dtype=torch.uint8), 9 << 20, 32, 32)
-
-
-def test_operators(interpreter):
-    """The shapes, strides and dtypes that torch.compile reckons with."""
-    interpreter(check_operators)

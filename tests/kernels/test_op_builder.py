@@ -90,18 +90,19 @@ def test_says_why_it_cannot_build(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", "12.4")
     assert NVLinkBuilder(capabilities=((9, 0), )).is_compatible()
     builder = NVLinkBuilder(capabilities=BOTH)
-    assert not builder.is_compatible() and builder.error_log == "/opt/nvcc is of CUDA 12.4, older than 12.8"
+    assert not builder.is_compatible()
+    assert builder.error_log == "/opt/nvcc belongs to CUDA 12.4, but CUDA 12.8 or newer is needed"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     builder = NVLinkBuilder(capabilities=((9, 0), ))
-    assert not builder.is_compatible() and "and torch is built for CUDA 13.0" in builder.error_log
+    assert not builder.is_compatible() and "but torch is built for CUDA 13.0" in builder.error_log
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(nvlink, "_nvcc", lambda: None)
     assert not builder.is_compatible(verbose=True) and "install the CUDA toolkit" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match="nvcc is not there"):
+    with pytest.raises(RuntimeError, match="nvcc was not found"):
         builder.jit_load()
 
 
-@pytest.mark.parametrize("script, reason", [("#!/bin/sh\nexit 3\n", "status 3"), ("#!/bin/sh\necho 7\n", "says '7"),
+@pytest.mark.parametrize("script, reason", [("#!/bin/sh\nexit 3\n", "status 3"), ("#!/bin/sh\necho 7\n", "'7"),
                                             ("no program", "Exec format error")])
 def test_an_nvcc_that_does_not_run_is_an_obstacle(tmp_path, monkeypatch, script, reason):
     nvcc = tmp_path / "nvcc"
@@ -111,7 +112,7 @@ def test_an_nvcc_that_does_not_run_is_an_obstacle(tmp_path, monkeypatch, script,
     monkeypatch.setattr(nvlink, "_nvcc_says", nvlink._nvcc_says.__wrapped__)
     builder = NVLinkBuilder(capabilities=BOTH)
     assert not builder.is_compatible()
-    assert builder.error_log.startswith(f"{nvcc} does not tell its version:") and reason in builder.error_log
+    assert builder.error_log.startswith(f"the version of {nvcc} is unknown:") and reason in builder.error_log
 
 
 @needs_nvcc

@@ -2,7 +2,7 @@
 """The permute kernels in Triton's interpreter."""
 
 import pytest
-from permute_cases import MESSAGES, MX32, PLAIN, PROBLEMS, Problem, check_exchange, check_fakes, check_message
+from permute_cases import MESSAGES, MX32, PLAIN, PROBLEMS, Problem, check_exchange, check_message
 from slow import slow_except
 
 
@@ -19,7 +19,3 @@ def test_every_number_of_choices(interpreter, top_k):
 @pytest.mark.parametrize("case", MESSAGES, ids=str)
 def test_messages(interpreter, case):
     interpreter(check_message, "cpu", *case)
-
-
-def test_schemas_and_fakes(interpreter):
-    interpreter(check_fakes)

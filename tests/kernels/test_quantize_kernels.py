@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The casts in Triton's interpreter, and traced. test_aot.py compiles them."""
+"""The casts in Triton's interpreter. test_aot.py compiles them."""
 
 import pytest
 import torch
 from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_mxfp8_moe import casts, mx
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
@@ -78,19 +77,3 @@ def test_other_dtypes_are_not_handed_to_kernels(monkeypatch, dtype):
                         (casts.quantize_weights, [x.unsqueeze(0)])):
         with pytest.raises(TypeError, match=str(dtype)):
             cast(given, 32, "rceil")
-
-
-def test_traced():
-    with FakeTensorMode():
-        x = torch.empty(160, 96, dtype=BF16)
-        rows, columns = kernels.quantize_rows_and_columns(x, 128, "rceil")
-        assert (rows.qdata.shape, rows.scale_bytes.shape) == ((160, 96), (160, 1))
-        assert rows.scale_bytes.stride() == (1, 160) and columns.qdata.shape == (96, 160)
-        assert (columns.scale_bytes.shape, columns.scale_bytes.stride()) == ((96, 2), (1, 96))
-        assert kernels.rescale_transposed(rows, "rceil").scale_bytes.shape == (96, 2)
-        assert kernels.dequantize(rows, F16).dtype == F16
-        w = torch.empty(3, 160, 96, dtype=BF16)
-        rows, columns = (kernels.quantize_weights([w, list(w)], 128, "rceil", transposed)
-                         for transposed in (False, True))
-        assert (rows.qdata.shape, columns.qdata.shape) == ((3, 320, 96), (3, 96, 320))
-        assert columns.scale_bytes.shape == (3, 1, 3)

@@ -220,34 +220,3 @@ def check_message(device: str, hidden: int, block_size: int, top_k: int, weights
     token = sent.nonzero()[:, 1]
     assert torch.equal(data, mx.qdata.view(torch.uint8)[token]) and torch.equal(scale, mx.scale_bytes[token])
     assert back is None if weight is None else torch.equal(back, weight[token])
-
-
-def check_fakes() -> None:
-    """The ops' schemas and fake results hold."""
-    from ds_mxfp8_moe.ops.triton_kernels import message as packed
-    from ds_mxfp8_moe.ops.triton_kernels import permute, unpermute
-    problem = Problem((9, 4), hidden=64, wire=MX32)
-    peers, inputs = Peers(2), problem.inputs()
-
-    def body(rank):
-        transport = Member(rank=rank, peers=peers)
-        expert, x, weight = inputs[rank]
-        plan = transport.plan(expert, problem.local_experts)
-        mx = quantize(x)
-        pack = (mx.qdata.view(torch.uint8), mx.scale_bytes, weight, plan.sent_slot_WT, plan.send_token_S.shape[0], 2)
-        message = permute.pack_rows(*pack)
-        message = transport._exchange(message, plan.send_splits, plan.recv_splits, "")
-        expand = (*packed.unpack_rows(message, 64, 2, 2), None, plan.slot_RK, plan.source_P)
-        y = torch.randn(plan.num_rows, 64)
-        combine = (y, permute.expand_rows(*expand)[2], plan.slot_RK, torch.bfloat16, 32, "rceil")
-        back = unpermute.combine_rows(*combine)
-        back = transport._exchange(back, plan.recv_splits, plan.send_splits, "")
-        sums = (back, plan.sent_slot_WT, 64, 2, 2, torch.bfloat16, 32)
-        local = Collective().plan(expert % 4, 4)
-        y = torch.randn(local.num_rows, 64)
-        alone = (y, y[:, 0].clone(), local.slot_RK, local.sent_slot_WT[0], torch.bfloat16, 0, "rceil")
-        for op, args in ((permute.pack_rows, pack), (permute.expand_rows, expand), (unpermute.combine_rows, combine),
-                         (unpermute.sum_rows, sums), (unpermute.combine_local, alone)):
-            torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-
-    peers.run(body)

@@ -15,7 +15,6 @@ template <class T> struct Plain {
   static constexpr int AHEAD = 2;  // pieces whose loads are in flight together
   using Unit = T;
   using Out = T;
-  int H;
 
   __device__ __forceinline__ void encode(int, const float (&sum)[VALUES], Piece<Unit, VALUES> &out) { out.set(sum); }
   __device__ __forceinline__ void flush(const RowsView &, int, int64_t, int, bool) {}
@@ -40,7 +39,6 @@ template <class OUT, int BLOCK> struct Quantised {
   static constexpr int AHEAD = 1;
   using Unit = uint8_t;
   using Out = OUT;
-  int H;
   bool floor;
   ScaleWords<BLOCK> words;
 
@@ -354,13 +352,12 @@ __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) combine(const __grid_c
 }
 
 template <class Action> int with_wire(const Combine &a, Action action) {
-  const int H = a.rows.H;
   const bool floor = a.rows.floor;
   return with_type(a.out_dtype, [&](auto out) {
     using Out = typename decltype(out)::type;
-    return a.rows.block == 32    ? action(Quantised<Out, 32>{H, floor, {}})
-           : a.rows.block == 128 ? action(Quantised<Out, 128>{H, floor, {}})
-                                 : action(Plain<Out>{H});
+    return a.rows.block == 32    ? action(Quantised<Out, 32>{floor, {}})
+           : a.rows.block == 128 ? action(Quantised<Out, 128>{floor, {}})
+                                 : action(Plain<Out>{});
   });
 }
 
