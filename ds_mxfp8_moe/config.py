@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section "mxfp8_moe" of a DeepSpeed config: its keys, its errors, and the `Recipe` that it means on a device.
 
-No function here communicates: a mistake in the config is a `ConfigError` before any collective. `fingerprint` gives
-the ranks a short value to compare.
+No function here communicates: a mistake in the config is a `ConfigError` before any collective.
 """
 
 import difflib
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -64,7 +62,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     enabled: bool = False
     recipe: Literal["mxfp8_wgrad_with_hp", "mxfp8", "bf16"] = "mxfp8_wgrad_with_hp"
@@ -85,21 +83,12 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):
-        valid_keys = list(type(self).model_fields)
-        problems, known = [], {}
-        for key, value in data.items():
-            if key not in valid_keys:
-                problems.append(f"unknown key {_text(key)} (given {_text(value)}){_hint(key, valid_keys)}")
-            elif isinstance(value, str) and value == "auto":  # DeepSpeed's base class would drop it silently
-                problems.append(f'"{key}" is "auto", which is no value here: leave the key out to have it chosen')
-            else:
-                known[key] = value
         try:
-            super().__init__(strict=True, **known)
+            super().__init__(strict=True, **data)  # DeepSpeed's base class drops "auto" silently if not strict
         except ValidationError as error:
-            problems += [_value_problem(type(self), item) for item in error.errors()]
+            problems = [_problem(item) for item in error.errors()]
         else:
-            problems += self._contradictions()
+            problems = self._contradictions()
         if problems:
             raise ConfigError("\n".join(f'"{SECTION}": {problem}' for problem in problems))
 
@@ -107,17 +96,12 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     @classmethod
     def _check_patterns(cls, patterns: Any) -> tuple[str, ...]:
         if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-            wrapped = f": write [{_text(patterns)}]" if isinstance(patterns, str) else ""
-            raise ValueError(f"is {_text(patterns)}, expected a list of regular expressions{wrapped}")
+            raise ValueError(f"is {_text(patterns)}, expected a list of regular expressions")
         for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:
-                literal = _text(re.escape(pattern))
-                raise ValueError(
-                    f"has {_text(pattern)}, which is no valid regular expression ({error}); "
-                    f"to match it literally write {literal}"
-                ) from None
+                raise ValueError(f"has {_text(pattern)}, which is no valid regular expression: {error}") from None
         return tuple(patterns)
 
     def _contradictions(self) -> list[str]:
@@ -126,17 +110,14 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         problems = [f'"{key}" needs the transport nvlink, but "transport" is "collective": leave one of the two out'
                     for key in of_nvlink if self.transport == "collective"]
         written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]
-        return problems + [
-            f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
-            for key in written
-            if self.recipe == "bf16" and getattr(self, key) == "mxfp8"
-        ]
+        problems += [f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
+                     for key in written if self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
+        return problems
 
     def selects(self, module_name: str) -> bool:
         """Whether `include` and `exclude` allow the conversion of the module with this dotted name."""
-        return any(re.fullmatch(pattern, module_name) for pattern in self.include) and not any(
-            re.fullmatch(pattern, module_name) for pattern in self.exclude
-        )
+        included = any(re.fullmatch(pattern, module_name) for pattern in self.include)
+        return included and not any(re.fullmatch(pattern, module_name) for pattern in self.exclude)
 
     def idle_patterns(self, module_names: Iterable[str]) -> list[str]:
         """Patterns of `include` and `exclude` that match none of these dotted names."""
@@ -152,10 +133,7 @@ class Recipe:
     Arguments:
         quantize_gemm: whether the expert GEMMs of forward and input gradient take MXFP8 operands.
         wgrad: the operands of the weight gradient: "hp" (unquantised) or "mxfp8".
-        block_size: how many values share one scale, 32 or 128.
-        scaling_mode: "rceil" or "floor".
-        dispatch_fwd, combine_fwd, dispatch_bwd, combine_bwd: "mxfp8", or "bf16" for the tokens' own dtype.
-        preactivation: the format of the pre-activation between forward and backward, "mxfp8" or "bf16".
+        block_size: the config's scale_block_size. The other fields are those of the config without "_dtype".
     """
 
     quantize_gemm: bool
@@ -185,15 +163,9 @@ def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEC
         return MXFP8MoEConfig()
     if not isinstance(config, dict):
         try:
-            loaded = load_ds_config(os.fspath(config))
+            config = load_ds_config(os.fspath(config))
         except (ValueError, OSError, TypeError) as error:
             raise ConfigError(f"the DeepSpeed config {config!r} cannot be read: {error}") from error
-        if not isinstance(loaded, dict):
-            raise ConfigError(
-                f"the DeepSpeed config {config!r} holds a {type(loaded).__name__}, expected a JSON object; "
-                f"if it is meant as a path, no such file exists"
-            )
-        config = loaded
     _check_section_name(config)
     if SECTION not in config:
         return MXFP8MoEConfig()
@@ -232,70 +204,37 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
     )
 
 
-def fingerprint(config: MXFP8MoEConfig) -> str:
-    """SHA-256 of the config as canonical JSON, 64 hex digits. Equal on two ranks if and only if their configs are."""
-    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _check_section_name(config: dict) -> None:
-    """Refuses keys that look like "mxfp8_moe". DeepSpeed ignores unknown keys, so a typo would silently do nothing."""
+    """Raises ConfigError for a key that looks like "mxfp8_moe". DeepSpeed ignores unknown keys, so a misspelt section
+    would have no effect."""
     for key, value in config.items():
-        if key != SECTION and _resembles_section(key):
-            raise ConfigError(
-                f'the DeepSpeed config has a section {_text(key)}: did you mean "{SECTION}"? '
-                f'(to switch the section off, write "enabled": false in it)'
-            )
-        for inner in value if key != SECTION and isinstance(value, dict) else ():
-            if _letters(inner) == _letters(SECTION):
-                raise ConfigError(
-                    f'the DeepSpeed config has {_text(inner)} inside {_text(key)}: '
-                    f'"{SECTION}" belongs at the top level of the config'
-                )
+        if key == SECTION:
+            continue
+        letters = re.sub(r"[^a-z0-9]", "", str(key).lower())
+        # A dropped, doubled or swapped letter and "mxfp8" alone pass 0.75. No key that DeepSpeed reads does.
+        if difflib.get_close_matches(letters, ("mxfp8moe", "moemxfp8"), cutoff=0.75):
+            raise ConfigError(f'the DeepSpeed config has a section {_text(key)}: did you mean "{SECTION}"? '
+                              '(to switch the section off, write "enabled": false in it)')
+        if isinstance(value, dict) and SECTION in value:
+            raise ConfigError(f'the DeepSpeed config has "{SECTION}" inside {_text(key)}: move it to the top level of '
+                              "the config")
 
 
-def _resembles_section(key: Any) -> bool:
-    # A dropped, doubled or swapped letter and "mxfp8" alone pass 0.75. No key that DeepSpeed reads does.
-    return bool(difflib.get_close_matches(_letters(key), ("mxfp8moe", "moemxfp8"), cutoff=0.75))
-
-
-def _letters(key: Any) -> str:
-    return re.sub(r"[^a-z0-9]", "", str(key).lower())
-
-
-def _value_problem(model: type[MXFP8MoEConfig], item: dict) -> str:
-    """One of pydantic's errors in a line of our own."""
-    key, given = item["loc"][0], item["input"]
+def _problem(item: dict) -> str:
+    """One of pydantic's errors as a line."""
+    key, given = item["loc"][0], _text(item["input"])
+    if item["type"] == "extra_forbidden":
+        valid_keys = list(MXFP8MoEConfig.model_fields)
+        near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
+        meant = f"did you mean {_text(near[0])}? " if near else ""
+        return f"unknown key {_text(key)} (given {given}); {meant}Valid: {', '.join(map(_text, valid_keys))}"
+    if item["input"] == "auto":
+        return f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
     if item["type"] == "value_error":
         return f'"{key}" {item["ctx"]["error"]}'
-    field = model.model_fields[key]
-    annotation = field.annotation
-    kinds = {annotation, *get_args(annotation)}
-    if kinds & {int, float}:
-        least = next(bound.ge for bound in field.metadata if hasattr(bound, "ge"))
-        return f'"{key}" is {_text(given)}, expected a {"whole " if int in kinds else ""}number of at least {least}'
-    valid = [True, False] if annotation is bool else _literals(annotation)
-    return f'"{key}" is {_text(given)}, which is not valid{_hint(given, valid)}'
-
-
-def _literals(annotation: Any) -> list:
-    """The values of a Literal, also of one that may be None."""
-    return [value for arg in get_args(annotation) for value in (get_args(arg) or [arg]) if arg is not type(None)]
-
-
-def _hint(given: Any, valid: list) -> str:
-    """Names the nearest valid value, if one is near, and lists all of them."""
-    texts = {str(value).lower(): value for value in valid}
-    near = difflib.get_close_matches(str(given).lower(), texts, n=1, cutoff=0.5)
-    if type(given) is int and type(valid[0]) is int:
-        near = [str(min(valid, key=lambda value: abs(value - given)))]
-    meant = f"; did you mean {_text(texts[near[0]])}?" if near else "."
-    return f"{meant} Valid: {', '.join(_text(value) for value in valid)}"
+    return f'"{key}" is {given}. {item["msg"]}'
 
 
 def _text(value: Any) -> str:
     """The value as JSON text."""
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return repr(value)
+    return json.dumps(value, ensure_ascii=False, default=str)

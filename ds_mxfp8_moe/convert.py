@@ -176,42 +176,28 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
 
 
 def _section(config) -> MXFP8MoEConfig:
-    if config is None:
-        return MXFP8MoEConfig()
-    if isinstance(config, MXFP8MoEConfig) or isinstance(config, dict) and SECTION in config:
+    if config is None or isinstance(config, MXFP8MoEConfig):
         return parse(config)
     if isinstance(config, dict):
-        # No key of the section takes an object: a dict with objects and no key of the section is a whole config.
-        if MXFP8MoEConfig.model_fields.keys() & config or not any(isinstance(v, dict) for v in config.values()):
-            return parse({SECTION: config})
-        name = "the config"
-    else:
-        section, name = parse(config), config
-        if section.model_fields_set:
-            return section
-    raise ConfigError(f'{name} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or give '
-                      "no config to convert in the default recipe")
+        return parse(config if SECTION in config else {SECTION: config})
+    section = parse(config)
+    if not section.model_fields_set:
+        raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
+                          "pass no config to convert in the default recipe")
+    return section
 
 
 def _describe(settings: LayerSettings) -> str:
     recipe, fewest_tokens = settings.recipe, settings.min_tokens_per_expert
     if not recipe.quantize_gemm:
         return f"recipe bf16 (no quantisation), {settings.formula}"
-    name = "mxfp8" if recipe.wgrad == "mxfp8" else "mxfp8_wgrad_with_hp"
     if fewest_tokens == 0:
         threshold = ""
     elif math.isinf(fewest_tokens):
         threshold = ", bf16 for batches of any size"
     else:
         threshold = f", bf16 below {fewest_tokens:.0f} tokens per expert"
-    return f"recipe {name}{threshold}, blocks of {recipe.block_size}, {settings.formula}"
-
-
-def restore(model_or_engine: torch.nn.Module) -> None:
-    """Puts every MoE layer back on DeepSpeed's own path. Prints nothing."""
-    for module in getattr(model_or_engine, "module", model_or_engine).modules():
-        if isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
-            _restore_layer(module)
+    return f"recipe {settings.config.recipe}{threshold}, blocks of {recipe.block_size}, {settings.formula}"
 
 
 def _restore_layer(module: torch.nn.Module) -> None:

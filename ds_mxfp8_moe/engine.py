@@ -9,8 +9,8 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .config import ConfigError, MXFP8MoEConfig, fingerprint, parse
-from .convert import ConversionReport, check_before_steps, choose_transports, convert_layers, print_on_rank_0, restore
+from .config import ConfigError, MXFP8MoEConfig, parse
+from .convert import ConversionReport, check_before_steps, choose_transports, convert_layers, print_on_rank_0
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -59,14 +59,8 @@ def _reading_the_section(plain_init):
 
 def _given_config(given: dict) -> Any:
     """The config as deepspeed.initialize finds it among its arguments. None: there is none, and it will complain."""
-    for config in (given.get("config"), given.get("config_params")):
-        if config is not None:
-            return config
-    for name in ("deepspeed_config", "deepscale_config"):
-        config = getattr(given.get("args"), name, None)
-        if config is not None:
-            return config
-    return None
+    places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    return next((config for config in places if config is not None), None)
 
 
 def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
@@ -74,7 +68,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         return
     engine._mxfp8_moe_config = config
     if config.model_fields_set and not config.enabled:  # without a section, converted layers stay so
-        restore(engine)
+        convert_layers(engine, MXFP8MoEConfig(enabled=False))
     report = ConversionReport(())
     if config.enabled:
         report = tell_peers_on_error(convert_layers)(engine, config)
@@ -95,7 +89,8 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return report
-    answers = answers_of_all(dist.get_world_group(), (fingerprint(config), report.layers), "the engine's start")
+    mine = config.model_dump_json(), report.layers
+    answers = answers_of_all(dist.get_world_group(), mine, "the engine's start")
     sections = [section for section, _ in answers]
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]

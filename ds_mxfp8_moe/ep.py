@@ -14,8 +14,6 @@ of ints. Under torch.compile each function breaks the graph and runs eagerly, wi
 T: rows of this rank, R: rows that arrive, D: columns, E: local experts, P: rows sorted by expert with their padding.
 """
 
-import operator
-
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -55,47 +53,39 @@ def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str) -> No
 
     Their values are checked only on the CPU: on a GPU the host would have to wait for them.
     """
-    plain = isinstance(counts, torch.Tensor)
-    if not plain or counts.shape != (size, ) or counts.dtype not in INTEGERS:
-        given = f"{counts.dtype} {list(counts.shape)}" if plain else f"the {type(counts).__name__} {counts}"
+    if counts.shape != (size, ) or counts.dtype not in INTEGERS:
         raise ValueError(f"{name}: num_tokens_per_expert must be a tensor of integers [{size}], {meaning}; got "
-                         f"{given}")
+                         f"{counts.dtype} {list(counts.shape)}")
     if counts.device.type == "cpu" and (counts < 0).any():
         raise ValueError(f"{name}: num_tokens_per_expert is {counts.tolist()}; expected 0 or more rows each")
 
 
-def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> tuple:
-    """Checks both lists against the group and the rows. Returns them as tuples of ints."""
+def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> None:
+    """Raises an error unless both lists fit the group and the rows."""
     check_rows(name, x)
-    splits = []
-    for label, given in (("output_splits", output_splits), ("input_splits", input_splits)):
-        try:
-            rows = tuple(map(operator.index, given))
-        except TypeError:
-            raise TypeError(f"{name}: {label} is {given!r}; expected a list of ints") from None
+    for label, rows in (("output_splits", output_splits), ("input_splits", input_splits)):
         if len(rows) != group.size() or min(rows) < 0:
             raise ValueError(f"{name}: {label} is {list(rows)}; expected a count of rows, 0 or more, for each of "
                              f"the {group.size()} ranks of the group")
-        splits.append(rows)
-    if sum(splits[1]) != x.shape[0]:
-        raise ValueError(f"{name}: input_splits {list(splits[1])} sum to {sum(splits[1])}, but the input has "
+    if sum(input_splits) != x.shape[0]:
+        raise ValueError(f"{name}: input_splits {list(input_splits)} sum to {sum(input_splits)}, but the input has "
                          f"{x.shape[0]} rows")
-    return tuple(splits)
 
 
-def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, phase: str) -> torch.Tensor:
-    """Sends rows to each rank and returns the rows that arrive."""
-    out = x.new_empty((sum(output_splits), x.shape[1]))
-    all_to_all(out, x.contiguous(), output_splits, input_splits, group, phase)
-    return out
+def _exchange(x: torch.Tensor, output_splits, input_splits, group, phase: str, cast: tuple | None) -> torch.Tensor:
+    """Sends rows to each rank and returns the rows that arrive.
 
-
-def _exchange_mxfp8(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group, phase: str, scaling_mode: str,
-                    block_size: int) -> MXTensor:
-    """Quantises rows, sends data and scales in one uint8 message: gloo has no float8, and one collective is faster."""
-    mx = quantize(x, block_size, scaling_mode)
-    message = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
-    arrived = _exchange(message, output_splits, input_splits, group, phase)
+    `cast`: the block size and scaling mode in which rows are quantised. Data and scales then travel as one uint8
+    message, since gloo has no float8, and one collective is faster than two. None sends rows as they are.
+    """
+    message, mx = x.contiguous(), None
+    if cast is not None:
+        mx = quantize(x, *cast)
+        message = torch.cat([mx.qdata.view(torch.uint8), mx.scale.view(torch.uint8)], dim=1)
+    arrived = message.new_empty((sum(output_splits), message.shape[1]))
+    all_to_all(arrived, message, output_splits, input_splits, group, phase)
+    if mx is None:
+        return arrived
     data, scale = arrived.split([mx.shape[1], mx.scale.shape[1]], dim=1)
     return mx.with_parts(data.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float8_e8m0fnu))
 
@@ -134,39 +124,33 @@ def generate_permute_indices(tokens_per_expert_group: torch.Tensor, experts_per_
         m_sizes, int32 [E]: padded rows of each expert.
         m_offsets, int32 [E]: where each expert's rows end.
     """
-    arrived = tokens_per_expert_group.long()
-    starts = arrived.cumsum(0) - arrived
-    sizes_ER = arrived.view(num_ranks, experts_per_rank).t()
-    starts_ER = starts.view(num_ranks, experts_per_rank).t().reshape(-1)
-    sizes_E = sizes_ER.sum(1)
+    sizes_RE = tokens_per_expert_group.long().view(num_ranks, experts_per_rank)
+    sizes_E = sizes_RE.sum(0)
     padded_E = ((sizes_E + alignment - 1) // alignment * alignment).clamp_min(alignment)
     ends_E = padded_E.cumsum(0)
 
-    place_P = torch.arange(max_len, device=arrived.device)
-    expert_P = torch.searchsorted(ends_E, place_P, right=True).clamp_max(experts_per_rank - 1)
-    within_P = place_P - (ends_E - padded_E)[expert_P]
-    # Counts the rows without padding, ascending by (expert, rank), to find the (expert, rank) of each.
-    unpadded_P = (sizes_E.cumsum(0) - sizes_E)[expert_P] + within_P
-    segment_ends = sizes_ER.reshape(-1).cumsum(0)
-    segment_P = torch.searchsorted(segment_ends, unpadded_P, right=True).clamp_max(segment_ends.shape[0] - 1)
-    row_P = starts_ER[segment_P] + unpadded_P - (segment_ends - sizes_ER.reshape(-1))[segment_P]
-    indices_P = torch.where(within_P < sizes_E[expert_P], row_P, -1)
+    # The rows of a rank for an expert lie together, where they arrive and in the layout.
+    arrived_ends = sizes_RE.reshape(-1).cumsum(0)
+    starts_RE = (ends_E - padded_E) + sizes_RE.cumsum(0) - sizes_RE
+    shifts = starts_RE.reshape(-1) - (arrived_ends - sizes_RE.reshape(-1))
+    row = torch.arange(max_len, device=ends_E.device)
+    part = torch.searchsorted(arrived_ends, row, right=True).clamp_max(arrived_ends.shape[0] - 1)
+    place = torch.where(row < arrived_ends[-1], row + shifts[part], max_len)  # the last place is cut off
+    indices_P = row.new_full((max_len + 1, ), -1).scatter_(0, place, row)[:max_len]
     return indices_P.to(torch.int32), padded_E.to(torch.int32), ends_E.to(torch.int32)
 
 
-class _Dispatch(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, x_TD, output_splits, input_splits, group, scaling_mode, block_size):
-        ctx.splits, ctx.group = (output_splits, input_splits), group
-        return _exchange_mxfp8(x_TD, output_splits, input_splits, group, "a2a_dispatch", scaling_mode, block_size)
+    def forward(ctx, x, output_splits, input_splits, group, phase, cast, cast_bwd):
+        ctx.back = (input_splits, output_splits, group, f"backward of {phase}", cast_bwd)
+        return _exchange(x, output_splits, input_splits, group, phase, cast)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_RD):
-        output_splits, input_splits = ctx.splits
-        grad_TD = _exchange(_hp(grad_RD), input_splits, output_splits, ctx.group, "backward of a2a_dispatch")
-        return grad_TD, None, None, None, None, None
+    def backward(ctx, grad):
+        return _exchange(_hp(grad), *ctx.back), None, None, None, None, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -196,23 +180,6 @@ class _Unpermute(torch.autograd.Function):
         return _gather_rows(grad_RN, ctx.saved_tensors[0]), None, None
 
 
-class _Combine(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, x_RN, output_splits, input_splits, group, scaling_mode, block_size, mxfp8_bwd):
-        ctx.splits, ctx.group = (output_splits, input_splits), group
-        ctx.cast = (scaling_mode, block_size) if mxfp8_bwd else None
-        return _exchange(x_RN, output_splits, input_splits, group, "a2a_combine")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_TN):
-        output_splits, input_splits = ctx.splits
-        call = (_hp(grad_TN), input_splits, output_splits, ctx.group, "backward of a2a_combine")
-        grad_RN = _exchange(*call) if ctx.cast is None else _exchange_mxfp8(*call, *ctx.cast)
-        return grad_RN, None, None, None, None, None, None
-
-
 @torch.compiler.disable(reason=GRAPH_BREAK)
 def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int], input_splits: list[int],
                                   group_name: str | None = None,
@@ -235,9 +202,9 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
         TypeError, ValueError: for bad arguments, before any collective.
     """
     group = _group(group_name)
-    output_splits, input_splits = _check_splits("a2a_dispatch", input, output_splits, input_splits, group)
+    _check_splits("a2a_dispatch", input, output_splits, input_splits, group)
     check_quantizable(input, block_size, scaling_mode)
-    return _Dispatch.apply(input, output_splits, input_splits, group, scaling_mode, block_size)
+    return _AllToAll.apply(input, output_splits, input_splits, group, "a2a_dispatch", (block_size, scaling_mode), None)
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
@@ -270,16 +237,9 @@ def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.T
                         f"{tuple(mx_tensor.shape)}; plain rows need use_mxfp8=False")
     if isinstance(mx_tensor, MXTensor) and mx_tensor.tiled:
         raise TypeError(f"permute: the rows of {mx_tensor} share scales; expected one of mx.quantize")
-    for label, given in (("ep_degree", ep_degree), ("num_local_experts", num_local_experts),
-                         ("group_size_multiple_of", group_size_multiple_of)):
-        if given < 1:
-            raise ValueError(f"permute: {label} must be at least 1, got {given}")
     check_counts("permute", num_tokens_per_expert, ep_degree * num_local_experts,
                  f"one for each of {ep_degree} ranks x {num_local_experts} local experts, rank-major")
     num_rows, columns = mx_tensor.shape
-    if num_tokens_per_expert.device != mx_tensor.device:
-        raise ValueError(f"permute: the rows are on {mx_tensor.device} and num_tokens_per_expert on "
-                         f"{num_tokens_per_expert.device}; expected both on one device")
     if num_tokens_per_expert.device.type == "cpu" and num_tokens_per_expert.sum() > num_rows:
         raise ValueError(f"permute: num_tokens_per_expert {num_tokens_per_expert.tolist()} sum to "
                          f"{int(num_tokens_per_expert.sum())}, but there are {num_rows} rows")
@@ -315,8 +275,6 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
         raise ValueError(f"unpermute: expected plain rows [P, N] and an int32 or int64 index for each of them on "
                          f"the same device, got {type(input).__name__} {tuple(input.shape)} on {input.device} and "
                          f"{tuple(permuted_indices.shape)} of {permuted_indices.dtype} on {permuted_indices.device}")
-    if num_rows < 0:
-        raise ValueError(f"unpermute: padded_shape is {tuple(padded_shape)}; expected permute's, (R + 1, D)")
     if input.device.type == "cpu" and (permuted_indices >= num_rows).any():
         raise ValueError(f"unpermute: permuted_indices go up to {int(permuted_indices.max())}, and by padded_shape "
                          f"{tuple(padded_shape)} there are {num_rows} rows; expected both from the same permute")
@@ -344,7 +302,8 @@ def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], 
         TypeError, ValueError: for bad arguments, before any collective.
     """
     group = _group(group_name)
-    output_splits, input_splits = _check_splits("a2a_combine", input, output_splits, input_splits, group)
+    _check_splits("a2a_combine", input, output_splits, input_splits, group)
     if mxfp8_bwd:
         check_quantizable(input, block_size, scaling_mode)
-    return _Combine.apply(input, output_splits, input_splits, group, scaling_mode, block_size, mxfp8_bwd)
+    cast_bwd = (block_size, scaling_mode) if mxfp8_bwd else None
+    return _AllToAll.apply(input, output_splits, input_splits, group, "a2a_combine", None, cast_bwd)

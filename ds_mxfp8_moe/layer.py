@@ -21,7 +21,7 @@ from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport.choose import choose
 from .transport.collective import Collective
-from .transport.deadline import check_same_call, tell_peers_on_error
+from .transport.deadline import deadline_for, tell_peers_on_error
 from .transport.nvlink import NVLink
 
 
@@ -52,14 +52,11 @@ class LayerSettings:
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
-        if experts_dtype not in DTYPES:
-            raise TypeError(f"{self.name}: the experts are {experts_dtype} since the layer was converted; expected "
-                            "bfloat16, float16 or float32. Cast the model before ds_mxfp8_moe.initialize or convert, "
-                            "which then leave the layer on DeepSpeed's path")
-        fits = x.dtype in DTYPES if weights_cast else x.dtype == experts_dtype
-        if not fits and not torch.is_autocast_enabled(x.device.type):
+        autocast = torch.is_autocast_enabled(x.device.type)
+        fits = autocast or x.dtype in DTYPES and (weights_cast or x.dtype == experts_dtype)
+        if not fits or experts_dtype not in DTYPES:
             raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
-                            "them, or enable autocast")
+                            "them, or enable autocast. Experts must be bfloat16, float16 or float32")
 
 
 class MoE(deepspeed_layer.MoE):
@@ -99,16 +96,13 @@ class MXFP8MOELayer(MOELayer):
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
                                "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")
-        if groups._get_expert_model_parallel_world_size() > 1 and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
-            raise RuntimeError(f"{settings.name}: its experts have become tensor-parallel, which this path does not "
-                               "compute: convert after deepspeed.initialize, which leaves such layers as they are")
 
     def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
-        if self.ep_size > 1 and not self.gate.drop_tokens:  # DeepSpeed's gate then reduces the capacity over ranks
-            check_same_call(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8_settings.name}")
-        with _enough_tokens(self.gate, x_TH.shape[0]):
-            l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
+        # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
+        reduces = self.ep_size > 1 and not self.gate.drop_tokens
+        call = self._call_gate_with_deadline if reduces else self._call_gate
+        l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()
         self.exp_counts = exp_counts
@@ -117,6 +111,15 @@ class MXFP8MOELayer(MOELayer):
             routes = self._balanced(routes, x_TH)
             self.exp_counts = routes.counts_E()
         return routes
+
+    def _call_gate(self, x_TH: torch.Tensor, used_token) -> tuple:
+        with _enough_tokens(self.gate, x_TH.shape[0]):
+            return self.gate(x_TH, used_token, True, False)
+
+    @torch.compiler.disable(reason="waits for peers with a deadline")
+    def _call_gate_with_deadline(self, x_TH: torch.Tensor, used_token) -> tuple:
+        with deadline_for(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8_settings.name}"):
+            return self._call_gate(x_TH, used_token)
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
         scores_TE = torch.nn.functional.linear(x_TH.float(), self.gate.wg.weight.float()).softmax(dim=1)
@@ -165,7 +168,7 @@ class MXFP8MOELayer(MOELayer):
 
 @contextmanager
 def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
-    """Lets the top-1 gate take fewer tokens than its min_capacity, where it would stop this rank with an assert.
+    """Lets the top-1 gate take fewer tokens than its min_capacity, for which its assert would stop this rank.
 
     An expert's capacity is at least the number of tokens either way, so no token is dropped for it.
     """

@@ -76,9 +76,6 @@ class MXFP8ExpertParallel(ParallelStyle):
         if device_mesh.ndim != 1:
             raise ValueError(f"MXFP8ExpertParallel takes a mesh with one axis, for expert parallelism; got the axes "
                              f"{device_mesh.mesh_dim_names or device_mesh.ndim}: pass mesh['ep']")
-        if "forward" in vars(module):
-            raise ValueError(f"this {name} has a forward that was set on the object, which would replace dispatch and "
-                             "combine: apply MXFP8ExpertParallel before you set it")
         shapes = {key: parameter.shape for key, parameter in module.named_parameters()}
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(f"{name} is distributed already: apply MXFP8ExpertParallel once, before fully_shard")

@@ -6,12 +6,10 @@ its gradients must be those of the formula. The user's module is never called an
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 
-import numpy
 import torch
 from torch import nn
 
@@ -50,8 +48,7 @@ def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormu
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Keeps the caller's modes out of the run, and the run out of the caller's random states."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    """Keeps the caller's modes out of the run, and the run out of torch's random state."""
     mkldnn, threads = torch.backends.mkldnn, torch.get_num_threads()
     # oneDNN may round float32 products to bf16 or tf32 after torch.set_float32_matmul_precision().
     enabled, *_ = mkldnn.set_flags(_enabled=False, _fp32_precision=None)
@@ -64,8 +61,6 @@ def _isolated() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         mkldnn.set_flags(_enabled=enabled, _fp32_precision=None)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 def _compare(expert: nn.Module, candidates: Sequence[ExpertFormula], sizes: Mapping[int, int]) -> ExpertFormula:

@@ -91,6 +91,11 @@ class Transport(ABC):
     Dispatch and combine over the same plan are each other's gradient. `phase` names an exchange in errors.
     """
 
+    name: str  # of the layer, for errors
+
+    def _where(self, phase: str) -> str:
+        return f"'{phase}' of {self.name}"
+
     @abstractmethod
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> Any:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transport the ranks of an expert-parallel group take, and why: all of them come to the same answer.
+"""Chooses the transport of an expert-parallel group. All its ranks choose the same, for the same reason.
 
-The ranks of a group ask each other once, at its first choice; after that a choice is a look into a table.
+The ranks of a group ask each other at its first choice. Later choices look the answer up.
 """
 
+import itertools
 import os
 import socket
 from pathlib import Path
@@ -27,42 +28,40 @@ class Place(NamedTuple):
     """Where a rank runs.
 
     Attributes:
-        host: equal on ranks that can hand each other memory: one kernel's, in one container.
-        gpu: its GPU, by an id that all processes of the host know it by.
-        reached: GPUs whose memory its GPU addresses, of those that this process sees.
-        may_share: whether torch lets ranks of one GPU share memory, as in tests.
+        host: equal on ranks that can hand each other memory. They run on one kernel, in one container.
+        gpu: id of its GPU, the same in all processes of the host.
+        reached: ids of the GPUs whose memory this rank can address where another rank allocated it.
     """
 
     host: str
     gpu: str
     reached: frozenset
-    may_share: bool
 
 
 class Verdict(NamedTuple):
-    """Whether a group takes NVLink, and why; `broken` where it should have, and something failed."""
+    """Whether a group takes NVLink, and the reason. `broken`: NVLink should be possible, but something failed."""
 
     nvlink: bool
     reason: str
     broken: bool = False
 
 
-# What each group came to. Keyed weakly: it goes when its process group goes.
+# Keyed weakly, so that an entry goes with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def choose(group: Any, name: str, requested: str | None = None, sms: int | None = None,
            capacity_factor: float | None = None, overlap: bool = True) -> Collective | NVLink:
-    """The transport of one layer. Collective over the group at its first choice, unless "collective" is requested.
+    """Returns the transport of one layer. Every rank of the group calls it.
 
     Args:
-        group: the layer's expert-parallel process group. None, or of one rank: nothing travels.
-        name: the layer's, for errors.
-        requested: "collective"; "nvlink"; or None, for nvlink wherever it is possible.
-        sms, capacity_factor, overlap: NVLink's, as in the config (`nvlink_sms`).
+        group: the layer's expert-parallel process group. None means that this rank has all experts.
+        name: of the layer, for errors.
+        requested: "collective" or "nvlink". None means nvlink where it is possible.
+        sms, capacity_factor, overlap: for NVLink. In the config, `sms` is `nvlink_sms`.
 
     Raises:
-        RuntimeError: nvlink is requested and impossible; on every rank of the group alike.
+        RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
         PeerFailure: a rank of the group did not come to the first choice.
     """
     if group is None or requested == "collective" or dist.get_world_size(group=group) == 1:
@@ -74,23 +73,15 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
     if verdict.nvlink:
         return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap)
     if requested == "nvlink":
-        raise RuntimeError(f'{name}: "transport" is "nvlink", which cannot be used here: {verdict.reason}. Mend that, '
-                           'or write "transport": "collective", or leave the key out to have it chosen')
+        raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
+                           '"transport": "collective" instead')
     return Collective(group, name)
 
 
-def why(group: Any) -> str:
-    """The reason of what `choose` came to for this group."""
-    return _OF_GROUP[group].reason
-
-
 def _decide(group: Any, name: str) -> Verdict:
-    """Each step asks all ranks, so that none begins a step that another cannot follow."""
-    reason = _plain_obstacle(dist.get_world_size(group=group))
-    if reason:
-        return Verdict(False, reason)
+    """After each step all ranks exchange their answers, so that all of them start the next step, or none."""
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
-    reason = _apart(ranks, answers_of_all(group, _place(), where))
+    reason = _plain_obstacle(len(ranks)) or _apart(ranks, answers_of_all(group, _place(), where))
     if reason:
         return Verdict(False, reason)
     module, failure = extension.try_load()
@@ -104,11 +95,11 @@ def _decide(group: Any, name: str) -> Verdict:
 
 
 def _plain_obstacle(ranks: int) -> str | None:
-    """What rules NVLink out by facts that all ranks know."""
+    """Why NVLink is not possible, by facts that are equal on all ranks. None if they allow it."""
     if get_accelerator().device_name() != "cuda":
         return "there is no CUDA device"
     if ranks > MOST_RANKS:
-        return f"the group has {ranks} ranks, and nvlink serves {MOST_RANKS} at most"
+        return f"the group has {ranks} ranks, and nvlink supports at most {MOST_RANKS}"
     return None
 
 
@@ -117,31 +108,31 @@ def _place() -> Place:
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     me = torch.cuda.current_device()
     ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    reached = frozenset(ids[i] for i in range(len(ids)) if i != me and torch.cuda.can_device_access_peer(me, i))
-    may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # torch's own switch
-    return Place(host, ids[me], reached, may_share)
+    reached = {ids[i] for i in range(len(ids)) if i != me and torch.cuda.can_device_access_peer(me, i)}
+    if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":  # torch's own switch, set by tests
+        reached.add(ids[me])
+    return Place(host, ids[me], frozenset(reached))
 
 
 def _apart(ranks: list, places: list) -> str | None:
-    """What keeps two ranks from each other's memory; None where nothing does."""
-    for rank, place in zip(ranks, places, strict=True):
-        for other_rank, other in zip(ranks, places, strict=True):
-            if place.host != other.host:
-                return (f"ranks {rank} and {other_rank} are on different hosts, {place.host.split()[0]} and "
-                        f"{other.host.split()[0]}")
-            if place.gpu == other.gpu and rank != other_rank and not (place.may_share and other.may_share):
-                return f"ranks {rank} and {other_rank} share a GPU"
-            if place.gpu != other.gpu and other.gpu not in place.reached:
-                return (f"the GPU of rank {rank} cannot reach the memory of rank {other_rank}'s, or rank {rank} does "
-                        "not see that GPU (CUDA_VISIBLE_DEVICES)")
+    """Why two of the ranks do not reach each other's memory. None if all of them do."""
+    for (rank, place), (other_rank, other) in itertools.permutations(zip(ranks, places, strict=True), 2):
+        if place.host != other.host:
+            return (f"ranks {rank} and {other_rank} are on different hosts, {place.host.split()[0]} and "
+                    f"{other.host.split()[0]}")
+        if other.gpu not in place.reached and place.gpu == other.gpu:
+            return f"ranks {rank} and {other_rank} share a GPU"
+        if other.gpu not in place.reached:
+            return (f"the GPU of rank {rank} cannot reach the memory of the GPU of rank {other_rank}, or rank {rank} "
+                    "does not see that GPU (CUDA_VISIBLE_DEVICES)")
     return None
 
 
 def _trial(group: Any, module: Any) -> str:
-    """Sets the group's staging up; returns what went wrong, or nothing."""
+    """Allocates the group's staging. Returns the error, or ""."""
     try:
         PeerMemory.of(group, module)
-    except Exception as error:  # whatever the driver or the container refuses: the collective transport serves
+    except Exception as error:  # the driver or the container may refuse; the group then takes the collective transport
         return f"peer memory cannot be set up: {type(error).__name__}: {error}"
     return ""
 
@@ -153,5 +144,5 @@ def _tell(group: Any, verdict: Verdict, capacity_factor: float | None) -> None:
         warning = "WARNING: " if verdict.broken else ""
         print(f"mxfp8_moe: {warning}transport {name} between ranks {ranks}: {verdict.reason}", flush=True)
         if capacity_factor is not None and not verdict.nvlink:
-            print('mxfp8_moe: WARNING: "capacity_factor" has no effect: the collective transport has no static mode, '
-                  "and takes all tokens", flush=True)
+            print('mxfp8_moe: WARNING: "capacity_factor" has no effect: only the transport nvlink has buffers of a '
+                  "fixed size", flush=True)

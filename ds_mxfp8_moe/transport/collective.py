@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport over deepspeed.comm (NCCL or gloo): small pieces composed, correct on every machine.
+"""The transport over deepspeed.comm (NCCL or gloo). It runs on every machine.
 
-One forward makes three all-to-alls (counts, expert ids, rows) on the way out and one on the way back; data, scales and
-routing weights share one uint8 message. On gloo, each comes after an all-gather of what the ranks are about to do. The
-only device-to-host read is `Collective._read_counts`.
+One forward makes three all-to-alls on the way out (counts, expert ids, rows) and one on the way back. Data, scales and
+routing weights share one uint8 message. `Collective._read_counts` is the only place where the host waits for a GPU.
+
+Every step exists twice, with the same bits: in plain torch, and in Triton kernels (`_dispatch`, `_combine`).
 """
 
 import zlib
@@ -25,19 +26,20 @@ from .deadline import SAME_CALLS, PeerFailure, all_to_all, ranks_of, set_deadlin
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """A 2-D tensor as rows of uint8."""
-    if x.numel() == 0:  # strides of empty tensors are anything, which view(dtype) refuses
+    if x.numel() == 0:  # an empty tensor may have any strides, and view(dtype) refuses some
         return x.new_empty((x.shape[0], x.shape[1] * x.element_size()), dtype=torch.uint8)
-    # By way of one axis: a column counts as contiguous at any stride, which view(dtype) refuses too.
+    # view(-1) comes first, since a single column counts as contiguous at any stride, and view(dtype) refuses some.
     return x.contiguous().view(-1).view(torch.uint8).view(x.shape[0], -1)
 
 
 def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the row of zeros that indices one beyond the rows read."""
+    """A copy with one more row, of zeros. An index equal to the number of rows reads it."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
 def _split(message: torch.Tensor, parts: list) -> list:
-    """A message split as `parts` were joined, each part with a row of zeros, in memory where any dtype is aligned."""
+    """Splits a message as `parts` were joined. Each part gets a row of zeros, and memory of its own, which is aligned
+    for any dtype."""
     return [_with_zero_row(part) for part in message.split([part.shape[1] for part in parts], dim=1)]
 
 
@@ -45,17 +47,13 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype)
     return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), wire.block_size, dtype)
 
 
-def _in_kernels(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels of the exchange run, and take such rows; else the same is done in plain torch. Tests
-    choose one or the other here."""
-    return runs_triton(x)
-
-
 @dataclass(frozen=True)
 class Collective(Transport):
-    """Expert-parallel exchange over the process group `group`; None means a group of this rank alone.
+    """Expert-parallel exchange over a process group.
 
-    Waits for peers end at the group's timeout with a PeerFailure (deadline.py); `name`, a layer's, says in it where.
+    Attributes:
+        group: None means that this rank is alone.
+        name: of the layer, for errors.
     """
 
     group: Any = None
@@ -65,20 +63,16 @@ class Collective(Transport):
     def world_size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(group=self.group)
 
-    def _where(self, phase: str) -> str:
-        return f"'{phase}' of {self.name}"
-
-    def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str,
-                  call: str = "") -> torch.Tensor:
-        """All-to-all of rows: `send_splits[w]` rows of x go to rank w; returns sum(recv_splits) rows by rank."""
+    def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+        """Sends `send_splits[w]` rows of x to rank w. Returns the sum(recv_splits) rows that arrive, in rank order."""
         if self.world_size == 1:
             return x
         out = x.new_empty((sum(recv_splits), x.shape[1]))
-        all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase), call)
+        all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase))
         return out
 
     def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None] | None) -> list:
-        """The transport's one device-to-host read: the sizes of what follows."""
+        """Reads counts on the host, which waits for the GPU here. `meanwhile`: called before the wait."""
         if self.world_size == 1 or counts.device.type == "cpu":
             return counts.tolist()
         on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
@@ -91,17 +85,15 @@ class Collective(Transport):
         return on_host.tolist()
 
     def _check_same_plan(self, signatures: list, call: str) -> None:
-        """Raises where a rank is in the plan of another layer or of other rows: NCCL would mix these up."""
+        """Raises PeerFailure, on every rank, if a rank is in the plan of another layer or of other rows."""
         if len(set(signatures)) > 1:
             ranks, me = ranks_of(self.group), dist.get_rank(group=self.group)
             others = tuple(rank for rank, one in zip(ranks, signatures, strict=True) if one != signatures[me])
-            raise PeerFailure(f"rank {ranks[me]} is in {self._where('counts')}{call}, and ranks {list(others)} are in "
-                              f"another call: {SAME_CALLS}", others)
+            raise PeerFailure(f"ranks are in different calls: rank {ranks[me]} is in {self._where('counts')}{call}, "
+                              f"and ranks {list(others)} are in another. {SAME_CALLS}", others)
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int,
              meanwhile: Callable[[], None] | None = None, rows: str = "") -> Plan:
-        """Plans the exchange of tokens routed to the global experts `expert_TK` (int64 [T, K], -1: nowhere). `rows`:
-        what is the same of the tokens on all ranks."""
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
         call = f" ({K} choices a token{rows and ', '}{rows})"
         device = expert_TK.device
@@ -113,7 +105,7 @@ class Collective(Transport):
                              send_counts_W.new_full((W, 1), T),
                              send_counts_W.new_full((W, 1), zlib.crc32((self.name + call).encode()))], dim=1)
         ones = (1, ) * W
-        arriving = self._exchange(message, ones, ones, "counts", call)
+        arriving = self._exchange(message, ones, ones, "counts")
         sizes_E = arriving[:, 1:E + 1].sum(0)
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
                                               arriving[:, E + 1].sum().view(1), arriving[:, E + 2]]), meanwhile)
@@ -122,7 +114,7 @@ class Collective(Transport):
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[2 * W + E]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)
 
-        # Rows to send in the order of (rank, token): each wanted pair's place is how many stand before it.
+        # Rows are sent in the order of (rank, token). A wanted pair's slot is the number of wanted pairs before it.
         wanted = wanted_TW.t().reshape(-1)
         slot = torch.where(wanted, wanted.cumsum(0) - 1, S)
         pair_S = slot.new_empty(S + 1).scatter_(0, slot, torch.arange(W * T, device=device))[:S]
@@ -134,7 +126,7 @@ class Collective(Transport):
         local_SK = torch.where(own_SK, expert_SK - send_rank_S.unsqueeze(1) * E, -1).to(id_dtype)
         local_RK = self._exchange(_bytes(local_SK), send_splits, recv_splits, "expert ids").view(id_dtype)
 
-        # Received choices sorted by expert, stable, each group padded to whole tiles.
+        # Received choices are sorted by expert, in a stable order, and each group is padded to whole tiles.
         ends, end = [], 0
         for size in group_sizes:
             end += -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -154,13 +146,7 @@ class Collective(Transport):
 
     def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
-        """Brings tokens to their experts' ranks, each once per rank, quantised once when the wire is MXFP8.
-
-        Returns:
-            x_PH, expert-sorted rows, zero in the padding: MXTensor if `wire.mxfp8`, else of x_TH's dtype; and
-            weight_P, float32 routing weight of each row (0 in the padding), or None without `weight_TK`.
-        """
-        if _in_kernels(x_TH):
+        if runs_triton(x_TH):
             return self._dispatch(plan, x_TH, wire, weight_TK, phase)
         parts = [x_TH]
         if wire.mxfp8:
@@ -184,16 +170,7 @@ class Collective(Transport):
 
     def combine(self, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
-        """Brings expert-sorted rows back to their tokens' ranks and adds up what belongs to one token.
-
-        Args:
-            dtype: of the rows on an unquantised wire, and of the result.
-            weight_P: float32 [P], a number for each row that returns beside it (the routing weights' gradient).
-
-        Returns:
-            y_TH in `dtype`, zeros for tokens without experts; and weight_TK float32, or None without `weight_P`.
-        """
-        if _in_kernels(y_PH):
+        if runs_triton(y_PH):
             return self._combine(plan, y_PH, wire, dtype, weight_P, phase)
         H = y_PH.shape[1]
         y_PH = _with_zero_row(y_PH)
@@ -226,7 +203,7 @@ class Collective(Transport):
     def _dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None,
                   phase: str) -> tuple:
         """`dispatch` in kernels. An MXFP8 result's scales are a view of K-block-major memory, as GEMMs read them."""
-        from ..ops.triton_kernels import message, permute  # Triton is there on Linux alone
+        from ..ops.triton_kernels import message, permute  # Triton exists on Linux alone
         data, scale, row_R = x_TH, None, None
         if wire.mxfp8:
             mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -37,11 +37,8 @@ class NVLinkPlan:
     """What one forward's routing means for this rank, with the tables that the kernels read. Immutable.
 
     Attributes:
-        num_tokens, top_k: T and K.
-        tokens_per_expert: mean number of choices per expert over the whole group, dropped ones included. Equal on all
-            ranks.
-        group_ends_E: int32, the end of each local expert's rows among the P, on the device.
-        group_ends: the same on the host. None where the host does not know it.
+        num_tokens, top_k, tokens_per_expert, group_ends_E: as in Plan.
+        group_ends: as in Plan. None where the host does not know it.
         num_rows: P. With a capacity it may be more than the last group's end.
         received: number of rows that arrive here. With a capacity it is an upper bound.
         most_rows: the most rows that any rank receives or sends. Equal on all ranks.
@@ -61,26 +58,6 @@ class NVLinkPlan:
     rows: Any = field(repr=False)
     group_sizes_E: int = field(repr=False)
     tables: tuple = field(repr=False)
-
-
-class _Sizes(NamedTuple):
-    """What the host knows of a plan's sizes.
-
-    Attributes:
-        group_ends: the end of each local expert's rows. None where only the device knows it.
-        rows: P.
-        received: R, or an upper bound.
-        tokens: number of tokens of all ranks.
-        most_rows: the most rows that any rank receives or sends.
-        limit: rows that fit into an expert-sorted buffer. 0: the buffer was sized by the counts, so all rows fit.
-    """
-
-    group_ends: tuple | None
-    rows: int
-    received: int
-    tokens: int
-    most_rows: int
-    limit: int
 
 
 @lru_cache(maxsize=4096)
@@ -109,7 +86,7 @@ def _tables(device: torch.device, *sizes: int) -> tuple[torch.Tensor, list]:
     return table, [table.data_ptr() + beginning for beginning in beginnings]
 
 
-def _regions(rows: int, *row_bytes: int) -> list:
+def regions(rows: int, *row_bytes: int) -> list:
     """Where in a half the regions begin that hold `rows` rows of each of `row_bytes`, and where the last one ends."""
     beginnings = [0]
     for size in row_bytes:
@@ -147,9 +124,6 @@ class NVLink(Transport):
         """Multiprocessors for an exchange that runs beside nothing."""
         return min(self.sms or overlap.ALONE, self.memory.multiprocessors)
 
-    def _where(self, phase: str) -> str:
-        return f"'{phase}' of {self.name}"
-
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> NVLinkPlan:
         memory, ext = self.memory, self.memory.extension
@@ -173,17 +147,19 @@ class NVLink(Transport):
         known |= {"counts_WC": counts, "segments": segments}
         sizes = self._totals(T, K, E, known | {"place_base_E": place_base, "group_ends_E": ends,
                                                "group_sizes_E": group_sizes}, rows, meanwhile)
-        of_rows, (slot, place, arriving) = _tables(memory.device, W * T, sizes.received * K, 2 * W * ext.MAX_CHUNKS)
+        of_rows, (slot, place, arriving) = _tables(memory.device, W * T, sizes["received"] * K,
+                                                   2 * W * ext.MAX_CHUNKS)
         known |= {"slot_WT": slot, "place_RK": place, "arriving_WC": arriving, "K": K, "chunk": chunk}
         self._places(K, E, known | {"expert_TK": ids, "place_base_E": place_base}, sizes)
-        return NVLinkPlan(num_tokens=T, top_k=K, tokens_per_expert=sizes.tokens * K / (W * E),
-                          group_ends=sizes.group_ends, group_ends_E=of_all[:E], num_rows=sizes.rows,
-                          received=sizes.received, most_rows=sizes.most_rows,
-                          rows=ext.Rows(P=sizes.rows, **known), group_sizes_E=group_sizes, tables=(of_all, of_rows))
+        return NVLinkPlan(num_tokens=T, top_k=K, group_ends_E=of_all[:E], rows=ext.Rows(P=sizes["num_rows"], **known),
+                          group_sizes_E=group_sizes, tables=(of_all, of_rows), **sizes)
 
     def _totals(self, T: int, K: int, E: int, known: dict, rows: str,
-                meanwhile: Callable[[], None] | None) -> _Sizes:
-        """Tells every rank how many rows go where, and returns what this rank gets. known: fields of Totals."""
+                meanwhile: Callable[[], None] | None) -> dict:
+        """Tells every rank how many rows go where. Returns the fields of NVLinkPlan that the host then knows.
+
+        `known`: fields of Totals.
+        """
         memory, ext, W = self.memory, self.memory.extension, self.world_size
         static, where, width = self.capacity_factor is not None, self._where("counts"), 2 + W + W * E
         memory.reserve(4 * W * width, where)
@@ -194,7 +170,8 @@ class NVLink(Transport):
             room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
             memory.unchecked = True
             ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, **known), memory.stream())
-            return _Sizes(None, room, W * T, W * T, W * T, room)
+            return {"group_ends": None, "num_rows": room, "received": W * T, "most_rows": W * T,
+                    "tokens_per_expert": T * K / E}
         ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(), host=memory.host.data_ptr(),
                               **known), memory.stream())
         if meanwhile is not None:
@@ -204,15 +181,17 @@ class NVLink(Transport):
         tokens_W, _, *to_WW = memory.host_words[1:end].reshape(W, width).T[:2 + W].tolist()
         received_W, sent_W = [sum(to_W) for to_W in to_WW], map(sum, zip(*to_WW, strict=True))
         ends = tuple(itertools.accumulate(map(_padded, memory.host_words[end:end + E].tolist())))
-        return _Sizes(ends, ends[-1], received_W[memory.rank], sum(tokens_W), max(*received_W, *sent_W), 0)
+        return {"group_ends": ends, "num_rows": ends[-1], "received": received_W[memory.rank],
+                "most_rows": max(*received_W, *sent_W), "tokens_per_expert": sum(tokens_W) * K / (W * E)}
 
-    def _places(self, K: int, E: int, known: dict, sizes: _Sizes) -> None:
-        """Finds the place of every choice, and tells it to the rank that serves it. known: fields of Places."""
+    def _places(self, K: int, E: int, known: dict, sizes: dict) -> None:
+        """Finds the place of every choice, and tells it to the rank that serves it. `known`: fields of Places."""
         memory, ext, where = self.memory, self.memory.extension, self._where("places")
-        _, ranges_at = _regions(sizes.most_rows, 4 * K)
+        _, ranges_at = regions(sizes["most_rows"], 4 * K)
         memory.reserve(ranges_at + 8 * self.world_size * ext.MAX_CHUNKS, where)
         group = memory.begin(signature("places", K, E), where)
-        ext.places(ext.Places(group=group, local_experts=E, ranges_at=ranges_at, most_rows=sizes.limit, **known),
+        limit = 0 if self.capacity_factor is None else sizes["num_rows"]  # 0: all rows fit
+        ext.places(ext.Places(group=group, local_experts=E, ranges_at=ranges_at, most_rows=limit, **known),
                    self._sms_alone, memory.stream())
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
@@ -222,7 +201,7 @@ class NVLink(Transport):
         block = wire.block_size if wire.mxfp8 else 0
         scale_row = -(-H // (block * 16)) * 16 if block else 0
         data_row = H if block else H * dtype.itemsize
-        data_at, scale_at, weight_at, end = _regions(plan.most_rows, data_row, scale_row,
+        data_at, scale_at, weight_at, end = regions(plan.most_rows, data_row, scale_row,
                                                      4 * plan.top_k if weights else 0)
         memory.reserve(end, where)
         group = memory.begin(signature(kind, where, H, block or str(dtype), weights, plan.top_k), where)

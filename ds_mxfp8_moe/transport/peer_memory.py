@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of every rank of a group that the kernels of all its ranks address: the NVLink transport's staging.
+"""The staging of the NVLink transport: memory of every rank of a group, which the kernels of all its ranks address.
 
-Providers of it are interchangeable, since kernels see a pointer for each rank and offsets. `Symmetric` is torch's
-symmetric memory over CUDA's peer access, inside one node; multicast is never used. The tests bring another, for ranks
-without GPUs.
+Kernels get a pointer for each rank. `Symmetric` allocates the memory as torch's symmetric memory, over CUDA's peer
+access inside one node. It never uses multicast. The tests bring another provider, for ranks without GPUs.
 """
 
 import time
@@ -18,26 +17,27 @@ from deepspeed.accelerator import get_accelerator
 
 from ..ops.device import multiprocessors
 from .deadline import (
+    DEADLINE,
     LOOK_SECONDS,
     SAME_CALLS,
     PeerFailure,
     absence,
     answers_of_all,
+    before_watchdog,
     peer_failure,
     ranks_of,
     set_deadline,
     wait_for_device,
 )
 
-FIRST_BYTES = 8 << 20  # of a half: counts and the places of a first batch
-SLACK = 1.25  # with which a half grows, since routing varies
+FIRST_BYTES = 8 << 20  # size of a half at first: enough for the counts, and for the places of a first batch
+SLACK = 1.25  # a half grows to this times what is needed, since routing varies
 CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
 # kernels.h, Kind
 KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
-HISTORY = 64  # exchanges whose names are remembered
-SIGNATURES = 4096  # whose Groups are kept: with a capacity, every number of tokens has signatures of its own
+HISTORY = 64  # how many exchanges are remembered by name
 
-# One staging serves all layers of a group. Keyed weakly: it goes when its process group goes.
+# One staging serves all layers of a group. Keyed weakly, so that an entry goes with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -46,25 +46,27 @@ class Symmetric:
 
     @staticmethod
     def empty(size: int, device: torch.device) -> torch.Tensor:
-        """uint8 [size] that other ranks may come to address."""
+        """uint8 [size] that `addresses` can make known to the other ranks."""
         import torch.distributed._symmetric_memory as symmetric_memory
         return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
     @staticmethod
     def addresses(staging: torch.Tensor, group: Any) -> list[int]:
-        """Where this rank addresses each rank's staging. Collective."""
+        """The address of each rank's staging, as this rank's kernels use it. Collective."""
         import torch.distributed._symmetric_memory as symmetric_memory
         return [int(pointer) for pointer in symmetric_memory.rendezvous(staging, group).buffer_ptrs]
 
 
 class PeerMemory:
-    """A group's staging on this rank's current device, its state, and what the host knows of its exchanges.
+    """A group's staging on this rank's current device, the state of its kernels, and what the host knows of exchanges.
+
+    The constructor is collective.
 
     Args:
-        group: a process group of 2 to 8 ranks on one node. Collective.
+        group: a process group of 2 to 8 ranks on one node.
         extension: the loaded module of ops/csrc/nvlink.
-        first_epoch: of the first exchange; tests begin just below 2^32.
-        provider: as `Symmetric`.
+        first_epoch: number of the first exchange. Tests start just below 2^32.
+        provider: allocates the staging, as `Symmetric` does.
     """
 
     def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric):
@@ -74,23 +76,24 @@ class PeerMemory:
         self.epoch = first_epoch
         self.seconds = set_deadline(group, self.device)
         self.captured = False
-        self.sent: tuple | None = None  # the exchange of which only the first half was launched: whose, and its name
+        # Of an exchange that was sent and not received yet: the handle of its AllToAll, and its name.
+        self.sent: tuple | None = None
         self._where: dict = {}
         self._first_epoch, self.state, self.side = first_epoch, None, None
-        self._last: tuple = (None, None)  # the stream of the last launch, as kernels take it, and as torch knows it
+        self._last: tuple = (None, None)  # the stream of the last launch: its raw handle, and torch's object
         self.multiprocessors = multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.serial = 0
         self.host_waits = 0
         self.generation = 0
-        self.unchecked = False  # an exchange was launched that no host has waited for, and counts may not have fit
+        self.unchecked = False  # an exchange with a capacity was launched, and the host has not waited for it
         self._allocate(FIRST_BYTES, "the first exchange")
 
     def _set_up(self) -> None:
-        """What there is once beside the staging."""
+        """Makes what does not change when the staging grows."""
         pinned = self.device.type == "cuda"
-        if pinned:  # for exchanges beside GEMMs: first where a multiprocessor becomes free
+        if pinned:  # for exchanges beside GEMMs, with a high priority: they get the multiprocessors that become free
             self.side = get_accelerator().Stream(priority=-1)
-        # The host's, whatever torch.set_default_device says.
+        # device="cpu", since torch.set_default_device may name another.
         self._failure = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._failed = self._failure.numpy()
         self.host = torch.zeros(1 << 16, dtype=torch.int32, device="cpu", pin_memory=pinned)
@@ -101,12 +104,12 @@ class PeerMemory:
 
     @property
     def group(self) -> Any:
-        """The process group, which this does not keep alive."""
+        """The process group. This object does not keep it alive."""
         return self._group()
 
     @staticmethod
     def of(group: Any, extension: ModuleType) -> "PeerMemory":
-        """The group's; made at the first call, which is collective."""
+        """The group's PeerMemory. The first call makes it, and is collective."""
         if group not in _OF_GROUP:
             _OF_GROUP[group] = PeerMemory(group, extension)
         return _OF_GROUP[group]
@@ -118,8 +121,10 @@ class PeerMemory:
             memory.wait_and_check()
 
     def wait_and_check(self) -> None:
-        """Raises what went wrong so far; waits for exchanges whose counts the host does not know. Others were waited
-        for in their layer's forward."""
+        """Raises the errors of exchanges so far. Waits for those with a capacity and for replays of CUDA graphs.
+
+        For all others the host has waited in their layer's forward.
+        """
         if (self.unchecked or self.captured) and self.device.type == "cuda":  # replays pass no host
             self.unchecked = False
             self.host_waits += 1
@@ -130,11 +135,11 @@ class PeerMemory:
         self.check()
 
     def _allocate(self, half_bytes: int, where: str) -> None:
-        """New staging. Collective: whoever is still in an exchange is waited for. Raises on every rank or on none."""
+        """Allocates new staging. Collective. It waits for all exchanges, and raises on every rank or on none."""
         get_accelerator().synchronize()
         if self.state is not None:
             self.check()
-            # The kernels': of an exchange that was counted here, the launch may have failed, or memory run out before.
+            # The kernels count the exchanges that were launched. The host may have counted one that was not.
             self.epoch = int(self.state[0]) & 0xFFFFFFFF
         self._closed(where)
         half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
@@ -142,23 +147,23 @@ class PeerMemory:
         if len(set(told)) > 1:
             each = ", ".join(f"rank {rank} {size} bytes for {what}"
                              for rank, (size, what) in zip(ranks_of(self.group), told, strict=True))
-            raise RuntimeError(f"the ranks' staging is to grow differently: {each}; {SAME_CALLS}")
-        # Until the new one is there: room for nothing, not even for an exchange of no rows.
+            raise RuntimeError(f"the ranks need staging of different sizes: {each}. {SAME_CALLS}")
+        # If the allocation fails, the next exchange allocates again, even an exchange of no rows.
         self.half_bytes, self._staging = -1, None
         header = self.extension.HALVES_AT
 
         def on_every_rank(step: Callable) -> Any:
-            """What `step` returns, if it raises on no rank; when this returns, all ranks are through."""
+            """Calls `step`. Returns its result after the call on all ranks, or raises on all if it raised on one."""
             result, failure = None, ""
             try:
                 result = step()
-            except Exception as error:  # whatever the driver or the container refuses
+            except Exception as error:  # the driver or the container may refuse
                 failure = f"{type(error).__name__}: {error}"
             failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
             for rank, failure in zip(ranks_of(self.group), failures, strict=True):
                 if failure:
-                    raise RuntimeError(f"{where}: no staging of {header + 2 * half_bytes} bytes, rank {rank}: "
-                                       f"{failure}")
+                    raise RuntimeError(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be "
+                                       f"allocated on rank {rank}: {failure}")
             return result
 
         def make() -> torch.Tensor:
@@ -168,7 +173,7 @@ class PeerMemory:
 
         def share() -> list[int]:
             peers = self._provider.addresses(staging, self.group)
-            # As if all had been through the exchange before this one.
+            # Every flag says that its rank has finished the exchange before this one.
             staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
             get_accelerator().synchronize()
             return peers
@@ -176,33 +181,34 @@ class PeerMemory:
         staging = on_every_rank(make)
         peers = on_every_rank(share)
         self._staging, self.half_bytes = staging, half_bytes
-        # Before NCCL's watchdog, which knows no phase, would end the process; kernels count in 64 bits.
-        timeout_ns = int(min(max(self.seconds - min(10.0, self.seconds / 4), 0.1) * 1e9, 2**63))
+        timeout_ns = int(min(max(before_watchdog(self.seconds), 0.1) * 1e9, 2**63))  # kernels count in 64 bits
         self._template = self.extension.Group(
             peer=peers + [0] * (self.extension.MAX_RANKS - len(peers)), state=self.state.data_ptr(),
             failure=self._failure.data_ptr(), rank=self.rank, world=self.world_size, half_bytes=half_bytes,
             timeout_ns=timeout_ns)
         self.generation += 1
-        self._groups: dict = {}
 
     def reserve(self, needed: int, where: str) -> None:
-        """Sees that a half holds so many bytes: a number that every rank comes to alike, for it may be collective."""
+        """Makes room for `needed` bytes in a half. All ranks pass the same number, since this may be collective."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.captured = True
         if needed <= self.half_bytes:
             return
         if self.captured:
-            raise RuntimeError(f"{where} needs {needed} bytes of staging on every rank and has {self.half_bytes}, "
-                               "which cannot grow any more: a CUDA graph holds its address. Run the largest batch "
-                               "once before the capture")
+            raise RuntimeError(f"{where} needs {needed} bytes of staging on every rank and has {self.half_bytes}. It "
+                               "cannot grow, since a CUDA graph holds its address. Run the largest batch once before "
+                               "the capture")
         self._allocate(int(needed * SLACK), where)
 
     def stream(self) -> int:
-        """The current stream, as kernels are launched on it. What the group did on another one comes first: exchanges
-        share the staging and its state. Graphs are put in order by whoever replays them."""
+        """The raw handle of the current stream, for launches.
+
+        If the group's last launch was on another stream, this one waits for it, since exchanges share the staging and
+        its state. Whoever replays CUDA graphs puts them in order.
+        """
         if self.device.type != "cuda":
             return 0
-        # torch.cuda.current_stream makes an object of it: some 30 us of the host.
+        # The raw handle, since torch.cuda.current_stream takes about 30 us of the host.
         raw, (last_raw, last) = torch._C._cuda_getCurrentRawStream(self.device.index), self._last
         if raw != last_raw and not torch.cuda.is_current_stream_capturing():
             current = torch.cuda.current_stream(self.device)
@@ -212,21 +218,16 @@ class PeerMemory:
         return raw
 
     def group_for(self, signature: int):
-        """The kernels' Group for exchanges of one signature; as long as `generation` stays."""
-        group = self._groups.get(signature)
-        if group is None:
-            if len(self._groups) >= SIGNATURES:
-                self._groups.clear()
-            group = self._groups[signature] = self.extension.Group(self._template, signature=signature)
-        return group
+        """The kernels' Group for exchanges of one signature. Valid until `generation` changes."""
+        return self.extension.Group(self._template, signature=signature)
 
     def _closed(self, where: str) -> None:
         if self.sent is not None:
-            raise ValueError(f"{where}: what {self.sent[1]} sent is not received yet, and a group has one exchange at "
-                             "a time: receive it first")
+            raise ValueError(f"{where}: the rows that {self.sent[1]} sent are not received yet. Receive them first, "
+                             "since a group has one exchange at a time")
 
     def advance(self, where: str) -> None:
-        """Counts an exchange that is about to be launched, on the current stream or on one that waits for it."""
+        """Counts the next exchange. It is launched on the current stream, or on one that waits for that."""
         self._closed(where)
         self.stream()
         self._where[self.epoch] = where
@@ -234,30 +235,30 @@ class PeerMemory:
         self.epoch = self.epoch + 1 & 0xFFFFFFFF
 
     def begin(self, signature: int, where: str):
-        """Both: the kernels' Group for the next exchange."""
+        """Counts the next exchange. Returns the kernels' Group for it."""
         self.advance(where)
         return self.group_for(signature)
 
     def next_serial(self) -> int:
-        """What `wait_for_counts` will wait for."""
+        """The next value of `serial`, for which `wait_for_counts` waits."""
         self.serial = self.serial % 0x7FFFFFFF + 1
         return self.serial
 
     def wait_for_counts(self, where: str) -> None:
-        """The transport's only wait on the host: until `serial` stands in the first of `host_words`."""
+        """Waits on the host until the kernel has written `serial` to the first of `host_words`."""
         self.host_waits += 1
         start, left, counted = time.monotonic(), self.seconds, False
-        while not counted and left > 0 and self._failed[0] == 0:  # Ctrl-C is heard between two waits
+        while not counted and left > 0 and self._failed[0] == 0:  # Python handles Ctrl-C between two waits
             counted = self.extension.wait_for_totals(self.host.data_ptr(), self.serial, self._failure.data_ptr(),
                                                      min(left, LOOK_SECONDS))
             left = start + self.seconds - time.monotonic()
         if counted:
             return
         self.check()
-        raise peer_failure(self.group, f"'counts' of {where}, on the host", start)
+        raise peer_failure(self.group, f"'counts' of {where}, on the host", start, self.seconds)
 
     def check(self) -> None:
-        """Raises what a kernel recorded. Costs no synchronisation: it sees what has happened by now."""
+        """Raises the error that a kernel has recorded by now. The host does not wait for the device."""
         if self._failed[0] == 0:
             return
         code, rank, peer, phase, epoch, detail = (int(word) & 0xFFFFFFFF for word in self._failed[:6])
@@ -267,16 +268,14 @@ class PeerMemory:
         me, other = f"rank {ranks[rank]}", f"rank {ranks[peer]}"
         place = f"exchange {epoch} over NVLink, {where}"
         if CODES[code] == "overflow":
-            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity; nothing was "
-                              'computed from what does not fit. Raise "capacity_factor", or leave it out')
+            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
+                              'computed from the rows that do not fit. Raise "capacity_factor", or leave it out')
         if CODES[code] == "mismatch":
             theirs = KINDS[detail & 255]
             why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
-            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}: {SAME_CALLS}", (ranks[peer], ))
-        what = f"{place} (phase {kind}, epoch {epoch})"
-        deadline = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
-        raise PeerFailure(f"{me} waited in vain for {other} in {what}: {absence(ranks[peer])}. {deadline}",
-                          (ranks[peer], ))
+            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
+        raise PeerFailure(f"{me} waited in {place} (phase {kind}) until the deadline, for {other}: "
+                          f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ))
 
 
 def _signed(epoch: int) -> int:

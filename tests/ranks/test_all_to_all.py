@@ -2,6 +2,7 @@
 """AllToAll on ranks without GPUs, over the emulator of CUDA; the cases are those of the GPU tests."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import all_to_all_cases as cases
@@ -113,7 +114,7 @@ def test_ranks_of_other_sizes_raise(ranks2):
 @needs_nvcc
 def test_a_rank_that_does_not_come_is_named(ranks2):
     text, nothing = ranks2.run(failing, "late")
-    assert nothing is None and "rank 0 waited in vain for rank 1" in text and "AllToAll.dispatch" in text
+    assert nothing is None and "until the deadline, for rank 1" in text and "AllToAll.dispatch" in text
 
 
 def interleaved() -> list[str]:
@@ -185,4 +186,10 @@ def refused(change: dict) -> str:
 
 def test_without_gpus_it_says_why_not(ranks2):
     for told in ranks2.run(refused, {}):
-        assert told == "AllToAll is for ranks whose GPUs reach each other's memory; here there is no CUDA device"
+        assert told.startswith("AllToAll: the transport nvlink cannot be used here: there is no CUDA device")
+
+
+def test_a_handle_is_never_used_again():
+    """A compiled graph holds the handle of an AllToAll that may be gone."""
+    memory = SimpleNamespace(multiprocessors=1, world_size=2, device=CPU, reserve=lambda *args: None)
+    assert len({AllToAll(memory, 4, 4, 2, 64, 128, 0)._handle for _ in range(10)}) == 10

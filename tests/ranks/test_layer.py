@@ -324,6 +324,21 @@ def test_force_load_balance(ranks2, k):
     ranks2.run(balanced, dict(k=k))
 
 
+def compiled_without_dropping():
+    model, x = converted(make(k=2, drop_tokens=False)), tokens()
+    results = []
+    for function in (model, torch.compile(model, backend="aot_eager")):
+        torch.manual_seed(5)
+        results.append(function(x)[0])
+    torch._dynamo.reset()
+    return torch.equal(*results)
+
+
+def test_torch_compile_gives_the_same_bits_without_dropping(ranks2):
+    """DeepSpeed's gate then communicates, with our deadline around it."""
+    assert ranks2.run(compiled_without_dropping) == [True, True]
+
+
 def small_groups_run_bf16():
     plain = make(k=2)
     x = tokens()  # 2 ranks x 120 tokens x 2 choices / 8 experts = 60 tokens an expert

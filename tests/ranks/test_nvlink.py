@@ -273,17 +273,6 @@ def test_exchanges_that_were_never_launched(ranks2):
     ranks2.run(never_launched)
 
 
-def batches_of_many_sizes(exchange: NVLink) -> None:
-    with mock.patch.object(peer_memory, "SIGNATURES", 8):
-        for T in range(1, 13):
-            cases.check_static(Case(tokens=(T, T)), exchange)
-            assert len(exchange.memory._groups) <= 8
-
-
-def test_what_is_kept_does_not_grow_with_the_number_of_other_batches(ranks2):
-    ranks2.run(in_case, batches_of_many_sizes, capacity_factor=8.0)
-
-
 # ---------------------------------------------------------------- peers that fail
 
 

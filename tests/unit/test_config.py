@@ -106,7 +106,7 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
          "'mxfp8_wgrad_with_hp', 'mxfp8' or 'bf16'"),
         ("recipe", None, "is null. Input should be 'mxfp8_wgrad_with_hp', 'mxfp8' or 'bf16'"),
         ("scaling_mode", "ceil", "Input should be 'rceil' or 'floor'"),
-        ("combine_bwd_dtype", torch.bfloat16, "is torch.bfloat16. Input should be 'mxfp8' or 'bf16'"),
+        ("combine_bwd_dtype", torch.bfloat16, 'is "torch.bfloat16". Input should be \'mxfp8\' or \'bf16\''),
         ("scale_block_size", "128", 'is "128". Input should be 32 or 128'),
         ("transport", "nccl", "Input should be 'collective' or 'nvlink'"),
         ("enabled", "true", 'is "true". Input should be a valid boolean'),
