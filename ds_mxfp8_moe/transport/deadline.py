@@ -29,7 +29,6 @@ from torch.distributed import distributed_c10d as c10d
 GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the notes of others
 STORE_SECONDS = 5.0  # how long the store has to answer
 LOOK_SECONDS = 1.0  # how often a wait for the device looks whether a peer gave up
-PREFIX = "ds_mxfp8_moe"
 SAME_CALLS = ("All ranks of the group must make the same calls in the same order, with rows of the same width and "
               "dtype and as many choices a token")
 DEADLINE = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
@@ -183,7 +182,9 @@ def peer_failure(group: Any, where: str, start: float, seconds: float) -> PeerFa
                            "launcher keeps the store, so rank 0 has probably died. Look at its log")
     waits, raised = notes
     missing = tuple(rank for rank in ranks if rank not in waits)
-    peers = "its peers" if not missing else f"rank {missing[0]}" if len(missing) == 1 else f"ranks {list(missing)}"
+    peers = f"ranks {list(missing)}"
+    if len(missing) < 2:
+        peers = f"rank {missing[0]}" if missing else "its peers"
     if any(" until the deadline, for" in note for note in waits.values()):
         lines = [f"rank {me} waited for {peers} in {where} until the deadline, for {waited}:"]
         silent, last = "it hangs elsewhere, is late, or has died. Look at its log", [DEADLINE]
@@ -199,16 +200,15 @@ def peer_failure(group: Any, where: str, start: float, seconds: float) -> PeerFa
 
 def absence(rank: int) -> str:
     """Why a rank may not have come, with the error that it told its peers."""
-    raised = _ask(lambda store: _raised_by(store, rank))
-    return raised or "it hangs elsewhere, is late, or has died. Look at its log"
+    return _ask(lambda store: _raised_by(store, rank)) or "it hangs elsewhere, is late, or has died. Look at its log"
 
 
 def _wait_key(group: Any, rank: int) -> str:
-    return f"{PREFIX}/waited/{group.group_name}/{rank}"
+    return f"ds_mxfp8_moe/waited/{group.group_name}/{rank}"
 
 
 def _raised_key(rank: int) -> str:
-    return f"{PREFIX}/raised/{rank}"
+    return f"ds_mxfp8_moe/raised/{rank}"
 
 
 def _a_peer_gave_up(store: Any, group: Any) -> bool:
