@@ -134,7 +134,7 @@ def imports(*folders: str) -> set[str]:
     """Packages that the sources import, other than Python's and their own."""
     found, own = set(), {"ds_mxfp8_moe"}
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        own.add(path.stem)
+        own |= {path.stem, path.parent.name}
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
