@@ -1,132 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the result files say: the goals of what a training is made of, and where they stand, into the README,
-between its two marks; every table of every file with its machine, versions, command and spread into RESULTS.md beside
-this file; and the plots beside the files.
+"""Writes what the result files say: one page for each benchmark beside them, with their plots, and the README's
+section between its two marks.
 
-    make report                                      # or python examples/benchmarks/report.py: rewrites both
-    python examples/benchmarks/report.py --check     # exits with 1 if that would change a figure
+    make report                                      # or python examples/benchmarks/report.py
+    python examples/benchmarks/report.py --check     # writes nothing; checks the files against lib/bars.yaml
 """
 
 import argparse
+import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from lib import results_file, show
-from lib.tables import read
 
 ROOT = Path(__file__).resolve().parents[2]
-README, PAGE = ROOT / "README.md", Path(__file__).with_name("RESULTS.md")
+README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-OLDER = " **Older than the code that it measures.**"
-IN_README = ("convergence", "train", "moe_layer", "ep_pipeline", "expert_ffn", "latency")
-LEGEND = """\
-Goals were set for 8 H200. Reached: *bar*, what it must reach; *aim*, that and the aim; *MISSED*, neither. *A over B*:
-how many times as fast A is as B. Recipes: *default*, *hp*: `mxfp8_wgrad_with_hp`; *all MXFP8*: `mxfp8`; _32 and _128
-are block sizes. *Today's NCCL*: a bf16 row for each choice of a token, by all_to_all_single. *Link-real*: bytes that
-leave or reach the busiest rank, over the call's time. *Host waits*: how often the CPU waits for the GPU in a layer's
-step, *static* with `capacity_factor`, *exact* without. *With the selection on*: without `min_tokens_per_expert`, so
-that small layers run bf16. *Seed shapes*: 8192x5120, 7168x2048, 2048x1408."""
+BENCHMARKS = ("training.train", "training.convergence", "training.parity", "exchange.moe_layer",
+              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "kernels.expert_ffn",
+              "kernels.grouped_gemm", "kernels.quantize")
+Found = list[tuple[Path, dict]]
 
 
-def results(folder: Path = results_file.RESULTS) -> list[tuple[Path, dict]]:
-    """The files that tables are made of."""
-    found = [(path, read(path)) for path in sorted(folder.glob("*.json"))]
-    return [(path, result) for path, result in found if result["benchmark"] in show.SHOWN]
+def results(benchmark: str) -> Found:
+    """Its files, the latest first; of one day, that of most ranks first."""
 
+    def when(file: tuple[Path, dict]) -> tuple:
+        ranks = re.search(r"_(\d+)ranks", file[0].stem)
+        return file[1]["date"][:10], int(ranks[1]) if ranks else 1
 
-def is_older(result: dict) -> bool:
-    """Whether the package, its kernels or the benchmark changed since the commit that was measured; False where git
-    does not know."""
-    commit = (result["commit"] or "").rstrip("+")
-    if not commit:
-        return False
-    try:
-        asked = subprocess.run(["git", "log", "-1", "--format=%H", f"{commit}..HEAD", "--", "ds_mxfp8_moe", "ops",
-                                f"examples/benchmarks/{result['benchmark']}.py"], cwd=ROOT, capture_output=True,
-                               text=True, check=False)
-    except OSError:  # there is no git
-        return False
-    return asked.returncode == 0 and bool(asked.stdout.strip())
-
-
-def latest(found: list[tuple[Path, dict]]) -> list[tuple[Path, dict]]:
-    """The files of IN_README's benchmarks, in that order; of those named alike but for their ranks, that of the last
-    day, and of one day that of most ranks."""
-
-    def ranks(path: Path) -> int:
-        named = re.search(r"_(\d+)ranks", path.stem)
-        return int(named[1]) if named else 1
-
-    by_name: dict = {}
-    for path, result in sorted(found, key=lambda file: (file[1]["date"][:10], ranks(file[0]))):
-        by_name[re.sub(r"_\d+ranks", "", path.stem)] = path, result
-    return sorted((file for file in by_name.values() if file[1]["benchmark"] in IN_README),
-                  key=lambda file: (IN_README.index(file[1]["benchmark"]), file[0].stem))
+    files = [(path, results_file.read(path)) for path in sorted(results_file.RESULTS.glob("*.json"))]
+    return sorted((file for file in files if file[1]["benchmark"] == benchmark), key=when, reverse=True)
 
 
 def spread(result: dict) -> str:
-    """How far the 10th and 90th percentiles of a row's times lie apart, of its median: in most rows, and at most."""
+    """How far the 10th and 90th percentiles of a row's times lie apart."""
     shares = sorted((row["p90_ms"] - row["p10_ms"]) / row["median_ms"] for row in result["rows"]
                     if row.get("median_ms") and "p90_ms" in row)
     if not shares:
         return ""
     return (f"p10 to p90 of a time: {shares[len(shares) // 2]:.1%} of the median in the middle row, "
-            f"{shares[int(0.9 * (len(shares) - 1))]:.1%} in nine of ten, at most {shares[-1]:.1%}")
+            f"{shares[int(0.9 * (len(shares) - 1))]:.1%} in nine of ten, at most {shares[-1]:.1%}.")
 
 
-def origin(result: dict) -> str:
-    commit = result["commit"] or "unknown"
-    return f"{result['machine']}, {result['date'][:10]}, commit {commit[:10]}{'+' * commit.endswith('+')}"
+def page(module, found: Found) -> str:
+    """All tables of a benchmark's files."""
+    name = module.SHOWN.benchmark
+    what = module.__doc__.split("\n\n")[0].replace("\n", " ")
+    script = f"../{module.__name__.replace('.', '/')}.py"
+    parts = [f"# {name}", f"{what} By [{name}.py]({script}). `make report` wrote this page. *A over B*: how many "
+             "times as fast A is as B."]
+    for path, result in found:
+        versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items() if version)
+        about = [f"{show.origin(result)}: [{path.name}]({path.name}), by `{result['command']}`.",
+                 f"Versions: {versions}.", spread(result)]
+        parts += [f"## {path.stem}", "\n".join(filter(None, about)),
+                  *show.texts(module.SHOWN, module.SHOWN.prepared(result)), f"![{path.stem}]({path.stem}.png)"]
+    return compact("\n\n".join(parts)) + "\n"
 
 
-def _text(*tables: str) -> str:
-    return "```text\n" + "\n\n".join(tables) + "\n```"
-
-
-def readme(text: str) -> str:
-    """The README with the goals of IN_README: the worst case of each, and where it was."""
-    link = "(examples/benchmarks/RESULTS.md#"
-    # GitHub's anchors are in small letters.
-    parts = [f"[{path.stem}]{link}{path.stem.lower()}): {origin(result)}.{OLDER * is_older(result)}\n"
-             f"{_text(show.SHOWN[result['benchmark']][0](result)[-1])}" for path, result in latest(results())]
+def readme(text: str, pages: dict) -> str:
+    """The README with the main measures of each benchmark's latest file."""
+    lines = []
+    for module, found in pages.items():
+        path, result = found[0]
+        prepared = module.SHOWN.prepared(result)
+        keys = show.varying(prepared)
+        name = module.SHOWN.benchmark
+        for measure in module.SHOWN.measures:
+            values = measure.values(prepared)
+            if measure.main and values:
+                spans = dict.fromkeys(measure.form.format(one.value) for one in (values[0], values[-1]))
+                lines.append([f"[{name}](examples/benchmarks/results/{name}.md)", measure.what, " to ".join(spans),
+                              measure.place(values[0], keys), show.origin(result)])
+    table = show.markdown(lines, ["benchmark", "measured", "worst to best", "worst case", "on"])
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n" + "\n\n".join([LEGEND, *parts]) + f"\n{END}{after}"
+    return f"{before}{BEGIN}\n{compact(table)}\n{END}{after}"
 
 
-def page() -> str:
-    """Every table of every file."""
-    parts = ["# Results\nWritten by `make report` out of the files in `results/`. A `+` behind a commit: tracked "
-             "files differed from it.", LEGEND]
-    for path, result in results():
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-        parts.append("\n\n".join(filter(None, (
-            f"## {path.stem}",
-            f"[{path.stem}](results/{path.name}): {origin(result)}, `{result['command']}`.{OLDER * is_older(result)}",
-            f"Versions: {versions}.", spread(result),
-            _text(*show.SHOWN[result["benchmark"]][0](result)),
-            f"![{path.stem}](results/{path.stem}.png)"))))
-    return "\n\n".join(parts) + "\n"
+def compact(text: str) -> str:
+    """Markdown tables without the spaces and dashes that align them."""
+    return re.sub(r"(?<=-)-{3,}(?=[:|-])", "--", re.sub(r"(?<=\S) {2,}|(?<=\|) {2,}", " ", text))
 
 
-def outdated() -> list[str]:
-    """Which of the two pages say other figures than the files."""
-    pages = ((README, readme(README.read_text())), (PAGE, page()))
-    return [path.name for path, new in pages if path.read_text().replace(OLDER, "") != new.replace(OLDER, "")]
+def texts() -> dict[Path, str]:
+    """Every page that `make report` writes, and the README."""
+    modules = [importlib.import_module(name) for name in BENCHMARKS]
+    pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
+    written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
+               for module, found in pages.items()}
+    return written | {README: readme(README.read_text(), pages)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a figure would change")
-    if parser.parse_args(arguments).check:
-        wrong = outdated()
-        sys.exit(f"not what the results say: {', '.join(wrong)}; run make report" if wrong else 0)
-    README.write_text(readme(README.read_text()))
-    PAGE.write_text(page())
-    for path, result in results():
-        show.draw(path, result)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a bar is not reached")
+    check = parser.parse_args(arguments).check
+    missed = []
+    for name in BENCHMARKS:
+        shown = importlib.import_module(name).SHOWN
+        for path, result in results(shown.benchmark):
+            if check:
+                bars, _ = show.missed(shown, shown.prepared(result))
+                missed += [f"{path.name}: {line}" for line in bars]
+            else:
+                show.draw(shown, path, shown.prepared(result))
+    if check:
+        sys.exit("\n".join(missed) or 0)
+    for path, text in texts().items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training benchmark on two gloo ranks: a tiny size from engines to rows, what is noticed, how rows are added to,
-where time goes, tables and plot."""
+"""The training benchmarks on two gloo ranks: a tiny size from engines to rows, what is noticed, how rows are added to;
+and parity's comparison."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from lib import results_file, show, show_train
-from lib.show_train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
-from training import breakdown, train, train_models
+from lib import results_file, show
+from training import parity, train, train_models
+from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
 pytestmark = pytest.mark.slow
 NO_END = float("inf")
@@ -26,13 +25,13 @@ def _args(*more):
         return train.parse_args()
 
 
-def _run(size, contenders, profiled=True, zero=1):
+def _run(size, contenders, zero=1):
     engines = train.cases_of(_args("--sizes", size, "--zero", zero, "--steps", 1, "--accumulation", 2, 1))
     rows: dict = {}
-    runs = [one for one in train.wanted(engines, contenders, rows, False) if profiled or not one.profiled]
+    runs = train.wanted(engines, contenders, rows, False)
     with mock.patch.object(train, "WARM_UP", 1), mock.patch.object(train_models, "LEARNING_RATE", 1.3e-3):
-        written = [json.dumps(list(rows.values())) for _ in train.run(runs, rows, NO_END, "abc")]
-    assert not profiled or not train.wanted(engines, contenders, rows, True)  # nothing is lacking
+        written = [json.dumps(list(rows.values())) for _ in train.fill(runs, rows, NO_END, "abc")]
+    assert not train.wanted(engines, contenders, rows, False)  # nothing is lacking
     return list(rows.values()), written
 
 
@@ -47,40 +46,27 @@ def test_cases_that_there_are_not_are_named_as_the_reason(ranks2):
         assert all("no such case on 2 ranks" in told for told in ranks2.run(_no_case, *more))
 
 
-def test_contenders_train_alike_and_their_time_is_broken_down(ranks2):
+def test_contenders_train_alike(ranks2):
     (rows, written), (others, _) = ranks2.run(_run, "tiny", [AUTOEP, HP, CLASSIC])
     assert [(row["contender"], row["case"]["routing"], row["case"]["accumulation"]) for row in rows] == [
         (name, routing, count) for name in (AUTOEP, HP, CLASSIC) for count in (1, 2) for routing in ("even", "router")]
     assert all(row["correct"] for row in rows)
     assert [row["losses"] for row in others] == [row["losses"] for row in rows]  # the mean over ranks
     for row in rows:
-        even, count = row["case"]["routing"] == "even", row["case"]["accumulation"]
+        count = row["case"]["accumulation"]
         assert row["tokens_per_s"] == pytest.approx(2 * 128 * count / row["median_ms"] * 1e3, rel=1e-3)
         # Each stage's and the step's are the slowest rank's.
         assert row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"] > 0.999 * row["median_ms"]
-        assert row["case"]["tokens_per_expert"] == 64 and len(row["losses"]) == 1 + 1 + 1
-        assert (row["fewest_tokens"], row["most_tokens"]) == (64, 64) if even else (
-            row["fewest_tokens"] < 64 < row["most_tokens"])
-        assert row["commit"] == "abc" and ("breakdown" in row) == (count == 1)
+        assert row["case"]["tokens_per_expert"] == 64 and len(row["losses"]) == 1 + 1
+        assert row["commit"] == "abc"
         assert row.get("experts_in") == ("MXFP8" if row["contender"] == HP else None)
     pairs = [(rows[i], rows[i + 2]) for i in range(len(rows)) if rows[i]["case"]["accumulation"] == 1]
     for row, later in pairs:
         assert later["losses"][-1] < sum(row["losses"][:2]) / 2  # of the same two batches
-        assert list(row["breakdown"]) == list(breakdown.PARTS) and min(row["breakdown"].values()) > 0
-        assert row["breakdown"]["rest"] < 0.5 * sum(row["breakdown"].values())
     for quantised, classic in zip(rows[4:8:2], rows[8:12:2], strict=True):  # even routing
         assert 0 < classic["loss_off"] < 1e-3 and 1e-4 < quantised["loss_off"]
     # Before a contender trains, its rows say that it did not end.
     assert [row.get("failure") for row in json.loads(written[0])] == [train.UNFINISHED] * 4
-
-
-def _cases():
-    return [[(case.routing, case.accumulation, case.steps) for case in cases] for cases in train.cases_of(_args())]
-
-
-def test_steps_are_counted_in_micro_batches(ranks2):
-    engine = [(routing, *of_it) for of_it in ((1, 10), (4, 3)) for routing in ("even", "router")]
-    assert ranks2.run(_cases)[0] == [engine] * 2  # ZeRO-1 and 2
 
 
 def _updates(zero):
@@ -138,7 +124,7 @@ def _wrong(size):
         return engine
 
     with mock.patch.dict(train.CONTENDERS, {OURS_BF16: engine_of, MXFP8: none, HP: failing}):
-        return _run(size, [AUTOEP, OURS_BF16, MXFP8, HP, CLASSIC], profiled=False, zero=2)[0]
+        return _run(size, [AUTOEP, OURS_BF16, MXFP8, HP, CLASSIC], zero=2)[0]
 
 
 def test_wrong_results_and_failures_are_noticed_and_both_families_are_what_the_classic_layer_computes(ranks2):
@@ -155,23 +141,20 @@ def test_wrong_results_and_failures_are_noticed_and_both_families_are_what_the_c
 def test_rows_are_added_to_what_is_there(tmp_path):
     once, more = (train.Case("tiny", 2, 1, 2, 2, 6, "even", count) for count in (1, 4))
     wanted = train.wanted([(once, more)], [AUTOEP, HP], {}, False)
-    assert wanted == [((once, more), AUTOEP, False), ((once, more), HP, False), ((once, ), AUTOEP, True),
-                      ((once, ), HP, True)]
+    assert wanted == [((once, more), AUTOEP), ((once, more), HP)]
     row = {"case": once.described(), "contender": AUTOEP, "correct": True, "losses": [1.0]}
     rows = {train.key(r): r for r in (row, {**row, "case": more.described()}, {
         "case": once.described(), "contender": HP, "correct": False, "failure": train.UNFINISHED},
         {"case": more.described(), "contender": HP, "correct": False, "failure": train.UNFINISHED})}
-    lacking = train.wanted([(once, more)], [AUTOEP, HP], rows, False)
-    assert lacking == [((once, ), AUTOEP, True)]
-    assert ((once, more), HP, False) in train.wanted([(once, more)], [AUTOEP, HP], rows, True)
-    assert not train.wanted([(more, )], [AUTOEP, HP], rows, False)  # where their time goes is not asked
+    assert train.wanted([(once, more)], [AUTOEP, HP], rows, False) == []
+    assert train.wanted([(once, more)], [AUTOEP, HP], rows, True) == [((once, more), HP)]
 
     path = tmp_path / "train.json"
     assert train.stored(path) == []
     results_file.write("train", [row], path, of_commit="abc")
     assert train.stored(path) == [json.loads(json.dumps(row))]
     results_file.write("moe_layer", [row], path, of_commit="abc")
-    with pytest.raises(SystemExit, match="--out"):
+    with pytest.raises(SystemExit, match="has results of moe_layer, expected train"):
         train.stored(path)
 
 
@@ -210,116 +193,39 @@ def test_layers_fit_by_the_formula():
     assert train_models.expert_parallel(size, 8) == [8, 4] and train_models.expert_parallel(size, 2) == [2]
 
 
-# ---- breakdown ----------------------------------------------------------------------------------------------------
+# ---- how results are shown ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, phase, wanted", [
-    ("plan", {}, "dispatch"), ("dispatch", {}, "dispatch"), ("combine", {}, "combine"),
-    ("start_combine", {}, "combine"), ("dispatch", {"phase": "dispatch of the gradient"}, "combine"),
-    ("start_combine", {"phase": "combine of the gradient"}, "dispatch")])
-def test_an_exchange_is_timed_with_the_one_that_it_is_the_gradient_of(monkeypatch, name, phase, wanted):
-    parts = []
-    monkeypatch.setattr(breakdown, "part", lambda part: parts.append(part) or contextlib.nullcontext())
-
-    def method(rows, phase="forward"):
-        return rows
-
-    method.__name__ = name
-    assert breakdown._exchange(method)(7, **phase) == 7 and parts == [wanted]
-
-
-def _event(cat, name, ts, dur, tid=1, **args):
-    return {"ph": "X", "pid": 1, "tid": tid, "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
-
-
-def test_kernels_belong_to_the_range_that_launched_them_or_whose_gradient_they_compute():
-    forward = [_event("user_annotation", "part: whole step", 0, 100),
-               _event("user_annotation", "part: experts", 5, 30),
-               _event("user_annotation", "part: dispatch", 10, 10), _event("cpu_op", "aten::copy_", 12, 3),
-               _event("cuda_runtime", "cudaLaunchKernel", 13, 1, correlation=1),
-               _event("cpu_op", "aten::mm", 25, 5, **{"Sequence number": 7}),
-               _event("cuda_driver", "cuLaunchKernelEx", 26, 1, correlation=2),
-               _event("cpu_op", "aten::add", 40, 5, **{"External id": 99, "Sequence number": 8})]
-    node = {"Sequence number": 7, "Fwd thread id": 1}
-    backward = [_event("cpu_op", f"{breakdown.BACKWARD}: MmBackward0", 50, 10, 2, **node),
-                _event("cpu_op", "aten::mm", 51, 8, 2, **{"Sequence number": 8}),
-                _event("cuda_runtime", "cudaLaunchKernel", 52, 1, 2, correlation=3),
-                _event("cpu_op", f"{breakdown.BACKWARD}: _Function", 70, 10, 2, **node),
-                _event("user_annotation", "part: combine", 71, 5, 2),
-                _event("cuda_runtime", "cudaMemcpyAsync", 72, 1, 2, correlation=4),
-                _event("cpu_op", f"{breakdown.BACKWARD}: AccumulateGrad", 82, 3, 2),
-                _event("cuda_runtime", "cudaLaunchKernel", 83, 1, 2, correlation=5)]
-    device = [_event("kernel", "a", 20, 8, 90, correlation=1), _event("kernel", "b", 30, 16, 90, correlation=2),
-              _event("kernel", "c", 60, 4, 90, correlation=3), _event("gpu_memcpy", "d", 61, 2, 91, correlation=4),
-              _event("kernel", "e", 90, 1, 90, correlation=5),
-              _event("kernel", "f", 92, 3, 90, **{"correlation": 77, "External id": 99})]
-    found = breakdown.parts_us([*backward, *device, *forward, {"ph": "i", "name": "no span"}])
-    assert found == {"attention": 0, "router": 0, "dispatch": 8, "experts": 16 + 4, "combine": 2, "optimizer": 0,
-                     "rest": 1 + 3, "idle": 100 - (8 + 16 + 4 + 1 + 3)}
-
-
-class _Block(torch.nn.Module):
-
-    def __init__(self):
-        super().__init__()
-        self.self_attn, self.last = torch.nn.Linear(32, 16), torch.nn.Linear(16, 1)
-
-    def forward(self, x):
-        return self.last(self.self_attn(x)).sum()
-
-
-def test_backward_is_attributed_in_a_real_trace():
-    block, x = _Block(), torch.randn(8, 32, requires_grad=True)
-    with breakdown.marked(block):
-        events = [event for event in breakdown.trace(lambda: block(x).backward(), 1) if event.get("ph") == "X"]
-    found = [(event["name"], part) for event, part, _ in breakdown.parts_of_host(events)]
-    assert found.count(("aten::addmm", "attention")) == found.count(("aten::addmm", "rest")) == 1
-    assert found.count(("aten::mm", "attention")) == 2  # gradients of its input and of its weight
-    assert not block.self_attn._forward_hooks and not block.self_attn._forward_pre_hooks
-
-
-# ---- tables and plot ----------------------------------------------------------------------------------------------
-
-
-def _row(name, ms, size, routing, peak, **figures):
-    case = {"size": size, "layers": 14, "zero": 1, "ep": 8, "ranks": 8, "steps": 6, "dp": 1, "routing": routing,
-            "hidden": 2048, "ffn": 1408, "experts": 64, "top_k": 6, "tokens_per_rank": 8192, "tokens_per_expert": 6144,
-            "predicted_bytes": 10**11}
+def _row(name, ms, size, routing, peak, **case):
+    case = {"size": size, "layers": 14, "zero": 1, "ep": 8, "ranks": 8, "dp": 1, "routing": routing, "hidden": 2048,
+            "tokens_per_expert": 6144} | case
     return {"case": case, "contender": name, "commit": "abc", "median_ms": ms, "p90_ms": ms, "forward_ms": ms / 3,
             "backward_ms": ms / 2, "optimizer_ms": ms / 6, "tokens_per_s": round(65536e3 / ms), "peak_bytes": peak,
-            "staging_bytes": 2**28, "fewest_tokens": 1, "most_tokens": 2, "losses": [3.0], "loss_off": 0.001,
-            "norm_off": 0.01, "correct": True, **figures}
+            "losses": [3.0], "loss_off": 0.001, "norm_off": 0.01, "correct": True}
 
 
-def test_tables_state_the_bars(tmp_path, capsys):
-    parts = dict.fromkeys((*breakdown.PARTS, "idle"), 10.0)
-    rows = [_row(name, ms, size, routing, peak, breakdown=parts) for size in ("deepseek", "mixtral")
-            for routing in ("even", "router") for name, ms, peak in (
-                (AUTOEP, 200, 3 << 30), (HP, 150 if size == "deepseek" else 190, 2 << 30), (CLASSIC, 330, 3 << 30))]
-    rows += [{"case": rows[0]["case"], "contender": MXFP8, "correct": False, "failure": train.UNFINISHED}]
-    for name, ms in ((AUTOEP, 390), (HP, 300)):  # the rows above are an older file's, which do not say micro-batches
-        rows.append(_row(name, ms, "deepseek", "even", 2 << 30))
-        rows[-1]["case"]["accumulation"] = 4
+def test_trainings_are_compared_within_their_case(tmp_path, capsys):
+    rows = [_row(name, ms, size, routing, peak) for size in ("deepseek", "mixtral") for routing in ("even", "router")
+            for name, ms, peak in ((AUTOEP, 200, 3 << 30), (HP, 150 if size == "deepseek" else 190, 2 << 30),
+                                   (CLASSIC, 330, 3 << 30))]
+    rows += [_row(name, ms, "deepseek", "even", 2 << 30, accumulation=4) for name, ms in ((AUTOEP, 390), (HP, 300))]
+    rows.append({"case": rows[0]["case"], "contender": MXFP8, "correct": False, "failure": train.UNFINISHED})
     path = tmp_path / "train.json"
     results_file.write("train", rows, path, of_commit="abc")
-    assert not show.show(path) and path.with_suffix(".png").stat().st_size > 5000
-    out = capsys.readouterr().out
-    lines = {line.split("  ")[0].strip(): line.split()[-1] for line in out.splitlines() if line}
-    assert lines["deepseek: tokens/s, default recipe over AutoEP bf16, 8 ranks"] == "bar"
-    assert lines["mixtral: tokens/s, default recipe over AutoEP bf16, 8 ranks"] == "MISSED"
-    assert lines["qwen3: tokens/s, default recipe over AutoEP bf16, 8 ranks"] == "measured"  # not
-    assert lines["the same over classic bf16"] == lines["peak memory with staging, of AutoEP's"] == "aim"
-    assert "deepseek, ZeRO-1, EP 8 x DP 1, even, 4 micro-batches" in out
-    speeds = [line.split() for line in out.splitlines() if AUTOEP in line and "x" in line]
-    assert [words[5] for words in speeds if words[4] == "even" and words[5].isdigit()] == ["1", "4", "1"]
-    assert f"did not run to their end:\n  {MXFP8}, deepseek, ZeRO-1, EP 8 x DP 1, even: did not end" in out
-    assert "6144" in out and out.count("did not run to their end") == 1 and set(show_train.COLORS) == set(parts)
+    assert show.show(train.SHOWN, path, check=True) == "some results were wrong"
+    assert path.with_suffix(".png").stat().st_size > 5000
+    told = capsys.readouterr()
+    assert [line.split(" (")[0] for line in told.err.splitlines() if "the bar is" in line] == [
+        f"train: tokens per second: {HP} over {AUTOEP} is 1.053"]
+    assert f"| {MXFP8}" in told.out and train.UNFINISHED in told.out and "1.30x" in told.out and "3.00" in told.out
 
 
-def test_a_model_that_no_contender_can_train_is_in_the_tables():
-    failure = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 60.00 MiB."
-    row = {"case": _row(CLASSIC, 1.0, "deepseek", "router", 1)["case"], "contender": CLASSIC, "correct": False,
-           "failure": failure}
-    table, _ = show_train.train_tables({"rows": [row]})
-    assert table.endswith(f"did not run to their end:\n  {CLASSIC}, deepseek, ZeRO-1, EP 8 x DP 1, own router: "
-                          "out of memory")
+def test_parity_compares_means_over_seeds():
+    def one(name, seed, loss):
+        return {"case": {"model": "classic", "steps": 2, "seed": seed}, "contender": name, "final_loss": loss,
+                "heldout_loss": loss, "losses": [5.0, loss], "layers_converted": 0, "correct": True}
+
+    rows = parity.prepare({"rows": [one("bf16", 1, 1.0), one("bf16", 2, 3.0), one("mxfp8", 1, 2.2),
+                                    one("mxfp8", 2, 2.0)]})
+    assert [row["seeds"] for row in rows] == [2, 2] and rows[1]["losses"] == [5.0, 2.1]
+    assert rows[1]["to_bf16"] == rows[1]["distance"] == pytest.approx(0.05) and rows[0]["seeds_range"] == 1

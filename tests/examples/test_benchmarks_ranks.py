@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks of several GPUs on two gloo ranks: tiny sizes, and checks that notice wrong results.
 
-NVLink is played by the collective transport under its name.
+NVLink is played by the collective transport under its name, and for few tokens by the emulator of CUDA.
 """
 
 import json
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
+import deepspeed.comm as dist
+import emulator
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-
+from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
-from lib import show_ranks, world
-from lib.today import Today
-from lib.world import Contender
+from exchange.dispatch_combine import Today
+from lib import run, timing, world
+from lib.timing import Contender
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.slow
-NO_END = float("inf")
 
 
 class NVLink(Collective):
@@ -65,11 +66,11 @@ def _agree():
         return {"correct": True}
 
     stages = {"first": lambda: 3, "second": lambda value: value + 1}
-    assert world.run(stages) == 4
+    assert timing.run(stages) == 4
     contenders = {"good": Contender(stages, lambda: {"correct": True}, {"bytes": 7}),
                   "bad": Contender(stages, lambda: {"correct": world.rank() == 0}),
                   "failing": Contender({"only": lambda: None}, fails)}
-    return world.rows({"n": 1}, contenders, 0.001)
+    return timing.rows({"n": 1}, contenders, 0.001)
 
 
 def test_a_row_for_each_stage_and_what_one_rank_finds_wrong_is_wrong(ranks2):
@@ -103,13 +104,15 @@ def test_a_rank_that_fails_alone_ends_the_run(ranks2):
 
 
 def _slowest():
-    rows = world._quantiles(["a", "b"], world.largest(torch.tensor([[1.0 + world.rank(), 2 - world.rank(), 3, 4]] * 5,
-                                                                  dtype=torch.float64)))
-    return rows["a"]["median_ms"], rows["b"]["median_ms"], rows["total"]["median_ms"], rows["a"]["host_ms"]
+    time.sleep(0.01)
+    times = timing.times_ms({"one": {"a": lambda: time.sleep(0.01 * (1 + world.rank())),
+                                     "b": lambda _: time.sleep(0.01 * (2 - world.rank()))}}, 0.001)["one"]
+    return [times[name]["median_ms"] for name in ("a", "b", "total")]
 
 
 def test_times_are_the_slowest_rank_s(ranks2):
-    assert ranks2.run(_slowest) == [(2, 2, 3, 4)] * 2
+    found, other = ranks2.run(_slowest)
+    assert found == other and min(found[:2]) > 20 and found[2] > 30
 
 
 class Event:
@@ -128,9 +131,9 @@ class Event:
 def _on_device(warm):
     slept, first = [], mock.Mock(side_effect=lambda: time.sleep(2e-3))
     stages = {"first": first, "second": lambda _: time.sleep(4e-3)}
-    with mock.patch.object(world, "on_gpu", lambda: True), mock.patch.object(world, "FLUSHED_BYTES", 64), \
+    with mock.patch.object(world, "on_gpu", lambda: True), mock.patch.object(timing, "FLUSHED_BYTES", 64), \
             mock.patch.object(torch.cuda, "Event", Event), mock.patch.object(torch.cuda, "_sleep", slept.append):
-        times = world.times_ms({"one": stages, "other": {"only": stages["first"]}}, 0.1, warm=warm)
+        times = timing.times_ms({"one": stages, "other": {"only": stages["first"]}}, 0.1, warm=warm)
     return times, slept, first.call_count
 
 
@@ -164,71 +167,60 @@ def test_what_the_slowest_rank_has_no_time_for_is_left_out(ranks2):
 
 
 def _main(path):
-    args = world.parser("", 0.001, 9).parse_args(["--out", str(path), "--commit", "abc", "--local_rank=0"])
-    contenders = {"one": Contender({"total": lambda: None}, lambda: {"correct": True})}
-    case = {"dim": 7168, "hidden": 2048, "rows": 1, "block_size": 32}
+    args = run.timed_parser("", 0.001, 9).parse_args(["--out", str(path), "--commit", "abc", "--local_rank=0"])
+    contenders = {name: Contender({"total": lambda: None}, lambda: {"correct": True})
+                  for name in ("NCCL bf16", "ours, mxfp8")}
 
     def batches():
-        yield world.rows(case, contenders, 0.001)
-        if world.rank() == 0:
-            seen.append(json.loads(path.read_text()))
-        yield world.rows(case, contenders, 0.001)
+        for dim in (7168, 2048):
+            yield timing.rows({"dim": dim, "hidden": 2048}, contenders, 0.001)
+            if world.rank() == 0:
+                seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
 
     seen = []
     with (mock.patch.object(world, "start"), mock.patch.object(world, "FAILURES", []),  # other tests' ranks met some
           mock.patch.object(torch.distributed, "destroy_process_group")):
-        world.main("ep_pipeline", args, batches)
+        run.main(ep_pipeline.SHOWN, args, batches, ranks=True)
     return seen
 
 
 def test_every_batch_is_written_by_rank_0(ranks2, tmp_path):
     path = tmp_path / "results.json"
-    (first, ), nothing = ranks2.run(_main, path)
+    assert ranks2.run(_main, path) == [[2, 4], []]
     result = json.loads(path.read_text())
-    assert not nothing and first["rows"] == result["rows"][:1] and len(result["rows"]) == 2
-    assert result["commit"] == "abc" and path.with_suffix(".png").exists()
+    assert len(result["rows"]) == 4 and result["commit"] == "abc" and path.with_suffix(".png").exists()
 
 
-@pytest.mark.parametrize("rank, rows, failures, shown, code", [
-    (0, [{"correct": True}], [], True, None), (0, [{"correct": False}], [], False, "some results were wrong"),
-    (0, [], [], False, "there was no time"), (0, [{"correct": False}], ["rank 0: out of memory"], False, 1),
-    (0, [{"correct": True}], ["rank 1: a profiled run"], True, 0), (1, [{"correct": False}], ["rank 0"], False, 0)])
-def test_what_failed_keeps_no_rank_from_its_end(rank, rows, failures, shown, code, monkeypatch, tmp_path):
+@pytest.mark.parametrize("failures, error, code", [
+    ([], "", None), ([], "some results were wrong", "some results were wrong"),
+    (["rank 0: out of memory"], "wrong", 1), (["rank 1: a run"], "", 0)])
+def test_what_failed_keeps_no_rank_from_its_end(failures, error, code, monkeypatch, capsys):
     left, gone = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(world, "rank", lambda: rank)
     monkeypatch.setattr(world, "FAILURES", failures)
-    monkeypatch.setattr(world.show, "show", lambda path: shown)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", left)
     monkeypatch.setattr(world.os, "_exit", gone)
     with pytest.raises(SystemExit, match=code) if isinstance(code, str) else nullcontext():
-        world.end(rows, tmp_path)
+        world.leave(error)
     assert left.called != bool(failures) and gone.mock_calls == [mock.call(code)] * bool(failures)
-
-
-def test_tables_that_cannot_be_drawn_keep_no_rank_from_its_end(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(world, "rank", lambda: 0)
-    monkeypatch.setattr(world, "FAILURES", ["rank 0: out of memory"])
-    monkeypatch.setattr(world.show, "show", mock.Mock(side_effect=ValueError("no figure")))
-    monkeypatch.setattr(world.os, "_exit", mock.Mock())
-    world.end([{"correct": True}], tmp_path)
-    assert world.os._exit.mock_calls == [mock.call(1)] and "ValueError: no figure" in capsys.readouterr().err
+    assert (error in capsys.readouterr().err) or not failures
 
 
 # ---- ep_pipeline --------------------------------------------------------------------------------------------------
 
 
 def _pipeline(spoilt=None):
-    with nvlink_played(spoilt):
-        return flat(ep_pipeline.run([(128, 64)], 1024, 2, 0.001, NO_END, bits=True))
+    with nvlink_played(spoilt), mock.patch.object(ep_pipeline, "EXPERTS", 2):
+        return flat(ep_pipeline.measured_rows([(128, 64)], 1024, 0.001))
 
 
 def test_pipelines_are_correct_by_their_own_check(ranks2):
     rows = correct(ranks2.run(_pipeline))
     total = [row for row in rows if row["case"]["operation"] == "total"]
-    assert [row["contender"] for row in total] == list(show_ranks.PIPELINES)
+    assert [row["contender"] for row in total] == [ep_pipeline.NCCL_BF16, ep_pipeline.NCCL_MXFP8_GEMM,
+                                                   *ep_pipeline.OURS]
     assert [row.get("transport") for row in total] == [None, None, "nvlink", "nvlink", "nvlink"]
-    assert {row["case"]["operation"] for row in rows} == {"all-to-all", "forward GEMM", "dgrad GEMM", "wgrad GEMM",
-                                                         "forward", "backward", "total"}
+    assert {row["case"]["operation"] for row in rows} == {"forward", "backward", "total"}
     # Only what is quantised is far from float32, and each further wire adds its noise.
     noise = {row["contender"]: row["sqnr_db"]["y"] for row in total}
     assert noise["ours, mxfp8"] < noise["ours, mxfp8_wgrad_with_hp"] < 35 < 45 < noise["NCCL bf16"]
@@ -251,7 +243,7 @@ def test_a_pipeline_that_mixes_rows_up_is_noticed(ranks2):
 
 def _exchanges(case, spoilt=None):
     with nvlink_played(spoilt):
-        return flat(dispatch_combine.run([case], 0.001, NO_END))
+        return flat(dispatch_combine.measured_rows([case], 0.001))
 
 
 @pytest.mark.parametrize("routing", dispatch_combine.ROUTINGS)
@@ -259,10 +251,11 @@ def test_exchanges_are_correct_by_their_own_check(ranks2, routing):
     case = dispatch_combine.Case(96, 128, 2, 8, routing)
     rows = correct(ranks2.run(_exchanges, case))
     names = [row["contender"] for row in rows if row["case"]["operation"] == "dispatch"]
-    assert sorted(names) == sorted(show_ranks.EXCHANGES)
-    assert [row["contender"] for row in rows if row["case"]["operation"] == "plan"] == list(show_ranks.PLANS)
+    plans = [row["contender"] for row in rows if row["case"]["operation"] == "plan"]
+    assert plans == [dispatch_combine.TODAY, "collective", "nvlink"]
+    assert set(names + plans) == set(dispatch_combine.CONTENDERS)
     moved = {row["contender"]: row["bytes"] for row in rows if row["case"]["operation"] == "combine"}
-    assert moved[show_ranks.TODAY] > moved["nvlink, bf16"]
+    assert moved[dispatch_combine.TODAY] > moved["nvlink, bf16"]
     assert moved["nvlink, bf16"] * (128 + 4) == moved["nvlink, mxfp8"] * 256
 
 
@@ -279,25 +272,6 @@ def test_an_exchange_that_rounds_otherwise_is_noticed(ranks2):
     rows = ranks2.run(_exchanges, dispatch_combine.Case(96, 128, 2, 8, "random"), Rounded)[0]
     wrong = {row["contender"] for row in rows if not row["correct"]}
     assert wrong == {"nvlink, mxfp8"}
-
-
-def test_the_cases_are_what_was_asked_for():
-    full = dispatch_combine.cases("full")
-    assert len(set(full)) == 2 * 3 * 2 * 2 * 2 and set(dispatch_combine.cases("short")) <= set(full)
-    assert asdict(dispatch_combine.BIG_CASE) == show_ranks.BIG
-
-
-def _popularity():
-    case = dispatch_combine.Case(2048, 32, 4, 16, "skewed")
-    expert_TK = case.expert_TK()
-    assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
-    return torch.bincount(expert_TK.flatten(), minlength=16).tolist()
-
-
-def test_skewed_routing_favours_the_same_experts_everywhere(ranks2):
-    counts = ranks2.run(_popularity)
-    favourites = [sorted(range(16), key=lambda e: -count[e])[:3] for count in counts]
-    assert set(favourites[0]) & set(favourites[1]) and max(counts[0]) > 4 * min(counts[0])
 
 
 def _today(tokens, top_k):
@@ -321,60 +295,62 @@ def test_todays_exchange_gives_the_collective_transport_s_rows(ranks2, tokens, t
 
 def _layers():
     case = moe_layer.Case(tokens=64, dim=64, hidden=96, experts=8, top_k=2)
-    return flat(moe_layer.run(case, 0.001, NO_END))
+    return flat(moe_layer.measured_rows(case, 0.001))
 
 
 def test_layers_are_correct_by_their_own_check(ranks2):
     rows = correct(ranks2.run(_layers))
     totals = {row["contender"]: row for row in rows if row["case"]["operation"] == "total"}
-    assert set(totals) == {show_ranks.AUTOEP, show_ranks.CLASSIC, show_ranks.DROPLESS,
+    assert set(totals) == {moe_layer.AUTOEP, moe_layer.CLASSIC, moe_layer.DROPLESS,
                            *(f"collective, {recipe}" for recipe in moe_layer.RECIPES),
                            "collective, mxfp8_wgrad_with_hp, classic"}
-    assert all({"synchronising_calls", "copies_to_host", "counted_waits"} <= row.keys() for row in totals.values())
-    in_a_row = [row for row in rows if row["case"]["operation"] == show_ranks.IN_A_ROW]
-    assert {row["contender"] for row in in_a_row} == set(totals)
-    assert all(row["median_ms"] > 0 and row["repeats"] == 3 and row["case"]["tokens"] == 64 for row in in_a_row)
+    assert all(("counted_waits" in row) == name.startswith("collective") for name, row in totals.items())
     assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
 
 
-def _no_layers():
-    with (mock.patch.object(moe_layer, "check", side_effect=RuntimeError("spoilt")),
-          mock.patch.object(world, "FAILURES", []) as failures):
-        rows = flat(moe_layer.run(moe_layer.Case(tokens=64, dim=64, hidden=96, experts=8, top_k=2), 0.001, NO_END))
-    return rows, failures
+# ---- latency ------------------------------------------------------------------------------------------------------
 
 
-def test_layers_that_all_fail_have_rows_that_say_so(ranks2):
-    for rows, failures in ranks2.run(_no_layers):
-        assert failures and rows and not any(row["correct"] for row in rows)
-        assert all("spoilt" in row["failure"] for row in rows)
+class Spoilt(AllToAll):
+
+    def combine(self, out_tokens, *args, **kwargs):
+        super().combine(out_tokens, *args, **kwargs)
+        out_tokens[0] *= 1.25
 
 
-def test_only_what_begins_within_the_step_counts_as_a_wait():
-    events = [("one step", 4, 9), ("cudaStreamSynchronize", 0, 1), ("one step", 2, 10), ("aten::mm", 4, 5),
-              ("cudaStreamSynchronize", 3, 4), ("Memcpy DtoH (Device -> Pageable)", 11, 12),
-              ("cudaEventSynchronize", 9, 12), ("cudaDeviceSynchronize", 11, 12)]
-    assert moe_layer.synchronisations(events) == {"synchronising_calls": 2, "copies_to_host": 1}
+def _latencies(kind, sizes):
+    """With AllToAll over the emulator of CUDA."""
+    memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), provider=emulator.Shared)
+
+    def intranode(rank, world_size, dp_size, group, **sizes):
+        return kind(memory, **sizes)
+
+    with mock.patch.object(latency.AllToAll, "intranode", intranode), \
+            mock.patch.object(latency, "available", lambda: True):
+        return flat(latency.measured_rows(sizes, 0.001))
 
 
-@pytest.mark.parametrize("module, name", [(moe_layer, "moe_layer"), (ep_pipeline, "ep_pipeline"),
-                                          (dispatch_combine, "dispatch_combine"), (latency, "latency")])
-def test_without_a_gpu_the_default_case_is_tiny(monkeypatch, module, name):
-    asked = []
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--out", "x.json"])
-    monkeypatch.setattr(module, "run", lambda *of: asked.append(of[0]))
-    monkeypatch.setattr(world, "main", lambda benchmark, args, batches: batches())
-    module.main()
-    assert asked == [{"moe_layer": moe_layer.TINY, "ep_pipeline": [(256, 128)],
-                      "dispatch_combine": dispatch_combine.cases("tiny"),
-                      "latency": [latency.Size(8, 2, 256, tokens) for tokens in (1, 8)]}[name]]
+@pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+def test_exchanges_of_few_tokens_are_right_and_a_wrong_one_is_noticed(ranks2):
+    emulator.build()
+    sizes = [latency.Size(8, 2, 256, 1), latency.Size(8, 2, 256, 4)]
+    rows = correct(ranks2.run(_latencies, AllToAll, sizes))
+    for size in sizes:
+        for operation in ("dispatch", "combine", "total"):
+            found = {row["contender"]: row["median_ms"] for row in rows
+                     if row["case"] == {"operation": operation, "ranks": 2, **size.case("eager")}}
+            assert set(found) == {*latency.OURS, *latency.NCCL} and all(ms > 0 for ms in found.values())
+    rows = ranks2.run(_latencies, Spoilt, sizes[:1])[0]
+    assert {row["contender"] for row in rows if not row["correct"]} == set(latency.OURS)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module, arguments, told", [
     (moe_layer, ["--tokens", "0"], "0 is less than 1"), (ep_pipeline, ["--shapes", "big"], "dims value: 'big'"),
     (ep_pipeline, ["--shapes", "64x0"], "0 is less than 1"), (latency, ["--tokens", "-1"], "-1 is less than 1"),
-    (dispatch_combine, ["--case", "8", "64", "2", "8", "even"], "expected four numbers and one of random skewed"),
-    (dispatch_combine, ["--case", "8", "64", "two", "8", "random"], "expected four numbers")])
+    (dispatch_combine, ["--cases", "big"], "invalid choice: 'big'")])
 def test_odd_arguments_end_in_one_line(monkeypatch, capsys, module, arguments, told):
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--out", "x.json", *arguments])
     with pytest.raises(SystemExit):

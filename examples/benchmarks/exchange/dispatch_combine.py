@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine of training batches, each with all that it does around the links: casts, permutes, padding.
 
-Beside ours over every transport, in bf16 and MXFP8, stands what one writes in PyTorch today (today.py). Plans are
+Beside ours over every transport, in bf16 and MXFP8, stands what one writes in PyTorch today. Plans are
 timed apart. GB/s are link-real: bytes that leave or reach the busiest rank, over the whole call's time.
 
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/dispatch_combine.py    # run, store, show
-    python examples/benchmarks/exchange/dispatch_combine.py --show FILE             # table and plot of a result file
 """
 
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,17 +24,105 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
-from ds_mxfp8_moe.transport import Wire
-from lib import results_file, world
-from lib.show_ranks import BIG, TODAY
-from lib.timing import device, poisoned
-from lib.today import Today
-from lib.world import BF16, Contender
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire
+from lib import run, show, timing, world
+from lib.show import Measure
+from lib.timing import TOTAL, Contender, poisoned
+from lib.world import BF16, device
 
+TODAY = "today, NCCL bf16"
 TOKENS, HIDDEN, TOP_K, EXPERTS = (4096, 16384), (2048, 4096, 7168), (6, 8), (64, 256)
 ROUTINGS = ("random", "skewed")
 # Sums of rows; an MXFP8 wire rounds each of them once more.
 LEAST_SQNR_DB = {False: 38, True: 26}
+
+
+# ---- the exchange as one writes it in PyTorch today -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TodayPlan:
+    """C: choices of this rank's tokens, R: rows received; the others as in ds_mxfp8_moe.transport.
+
+    Attributes:
+        choice_C: the choice (token * K + k) in each row sent, ascending by (expert, token); None: the tokens stand so.
+        place_C: the row sent of each choice.
+        row_P: the received row at each of the expert-sorted places, R in padding.
+        place_R: the inverse.
+    """
+
+    top_k: int
+    send_splits: list
+    recv_splits: list
+    choice_C: torch.Tensor | None
+    place_C: torch.Tensor
+    row_P: torch.Tensor
+    place_R: torch.Tensor
+    group_ends: tuple
+    group_ends_E: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_P.shape[0]
+
+
+@dataclass(frozen=True)
+class Today(Transport):
+    """One row for each choice of a token, in bf16, gathered into expert order before and after an all_to_all_single.
+
+    Every choice must have an expert.
+    """
+
+    group: dist.ProcessGroup
+
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int) -> TodayPlan:
+        W, E, device = self.group.size(), num_local_experts, expert_TK.device
+        flat = expert_TK.reshape(-1)
+        choice_C = flat.argsort(stable=True)
+        sent_WE = torch.bincount(flat, minlength=W * E).view(W, E)
+        arriving_WE = torch.empty_like(sent_WE)
+        dist.all_to_all_single(arriving_WE, sent_WE, group=self.group)
+        sent, arriving = torch.stack([sent_WE, arriving_WE]).tolist()
+
+        sizes = [sum(column) for column in zip(*arriving, strict=True)]
+        ends, end = [], 0
+        for size in sizes:
+            end += -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            ends.append(end)
+        # Received rows stand by (rank, expert); wanted: by (expert, rank), every expert's padded.
+        expert_R = torch.arange(E, device=device).repeat(W).repeat_interleave(arriving_WE.view(-1))
+        order_R = expert_R.argsort(stable=True)
+        shift_E = torch.tensor([0, *ends[:-1]], device=device) - (arriving_WE.sum(0).cumsum(0) - arriving_WE.sum(0))
+        place = torch.arange(len(order_R), device=device) + shift_E[expert_R[order_R]]
+        row_P = torch.full((end, ), len(order_R), device=device).scatter_(0, place, order_R)
+        place_R = torch.empty_like(order_R).scatter_(0, order_R, place)
+        here = torch.arange(len(flat), device=device)
+        place_C = torch.empty_like(choice_C).scatter_(0, choice_C, here)
+        in_order = expert_TK.shape[1] == 1 and torch.equal(choice_C, here)
+        return TodayPlan(expert_TK.shape[1], [sum(counts) for counts in sent], [sum(counts) for counts in arriving],
+                         None if in_order else choice_C, place_C, row_P, place_R, tuple(ends),
+                         torch.tensor(ends, dtype=torch.int32, device=device))
+
+    def dispatch(self, plan: TodayPlan, x_TH: torch.Tensor, wire=None, weight_TK=None, phase: str = "") -> tuple:
+        rows_CH = x_TH
+        if plan.choice_C is not None:
+            rows_CH = x_TH.index_select(0, plan.choice_C.div(plan.top_k, rounding_mode="floor"))
+        arrived = x_TH.new_empty(sum(plan.recv_splits) + 1, x_TH.shape[1])
+        arrived[-1] = 0  # what padding reads
+        dist.all_to_all_single(arrived[:-1], rows_CH, plan.recv_splits, plan.send_splits, group=self.group)
+        return arrived.index_select(0, plan.row_P), None
+
+    def combine(self, plan: TodayPlan, y_PH: torch.Tensor, wire=None, dtype: torch.dtype = torch.bfloat16,
+                weight_P=None, phase: str = "") -> tuple:
+        back = y_PH.new_empty(sum(plan.send_splits), y_PH.shape[1])
+        dist.all_to_all_single(back, y_PH.index_select(0, plan.place_R), plan.send_splits, plan.recv_splits,
+                               group=self.group)
+        if plan.choice_C is not None:
+            back = back.index_select(0, plan.place_C)
+        return (back.view(-1, plan.top_k, y_PH.shape[1]).sum(1) if plan.top_k > 1 else back), None
+
+
+# ---- cases and contenders ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,7 +216,7 @@ def measure(case: Case, budget_s: float) -> list[dict]:
             same = None if name == "collective" else exchanges[f"collective, {dtype}"].stages["combine"]
             exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, wire, same),
                                                       {"bytes": batch.bytes_on_links(wire, "ours")})
-    return world.rows(described, exchanges, budget_s) + world.rows(
+    return timing.rows(described, exchanges, budget_s) + timing.rows(
         described, {name: Contender({"plan": call}, partial(_planned, call)) for name, call in planners.items()},
         budget_s / 4)
 
@@ -137,35 +225,56 @@ def _planned(call: Callable) -> dict:
     return {"correct": call().num_rows > 0}
 
 
-def run(cases: list[Case], budget_s: float, seconds: float) -> Iterator[list[dict]]:
+def measured_rows(cases: list[Case], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
     for case in world.in_time(cases, seconds):
         yield measure(case, budget_s)
         get_accelerator().empty_cache()
 
 
 def cases(which: str) -> list[Case]:
-    """Those of "tiny"; those of "short", what the bars speak of and its neighbours, and then of "full" the rest."""
+    """Those of "tiny"; those of "short"; and of "full" these first, then the rest."""
     if which == "tiny":
         return [Case(256, 256, 2, 8, routing) for routing in ROUTINGS]
-    short = [BIG_CASE, Case(16384, 7168, 8, 256, "skewed"), Case(4096, 2048, 6, 64, "random")]
+    short = [Case(16384, 7168, 8, 256, "random"), Case(16384, 7168, 8, 256, "skewed"),
+             Case(4096, 2048, 6, 64, "random")]
     # By what kernels are compiled for.
     full = [Case(tokens, hidden, top_k, *rest) for hidden, top_k, tokens, *rest in product(
         reversed(HIDDEN), reversed(TOP_K), reversed(TOKENS), reversed(EXPERTS), ROUTINGS)]
     return short if which == "short" else list(dict.fromkeys(short + full))
 
 
-BIG_CASE = Case(**BIG)
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+
+NVLINK_BF16, NVLINK_MXFP8 = "nvlink, bf16", "nvlink, mxfp8"
+CONTENDERS = (TODAY, "collective", "nvlink", "collective, bf16", "collective, mxfp8", NVLINK_BF16, NVLINK_MXFP8)
+MEASURES = [Measure(f"{operation}: nvlink in MXFP8 over today's bf16 exchange by NCCL", (NVLINK_MXFP8, ), TODAY,
+                    when=lambda case, operation=operation: case["operation"] == operation, main=True)
+            for operation in ("dispatch", "combine")]
+
+
+def prepare(result: dict) -> list[dict]:
+    return [{**row, "gb_per_s": row["bytes"] / row["median_ms"] / 1e6}
+            if row["contender"] in (NVLINK_BF16, NVLINK_MXFP8) and "median_ms" in row else row
+            for row in result["rows"] if row["case"]["operation"] != TOTAL]
+
+
+def plot(result: dict, pyplot) -> None:
+    panels = show.parts_of_cases(result, ("dispatch", "combine"))
+    show.stacked(pyplot, dict(list(panels.items())[:3]), "ms")  # those of --cases short
+
+
+SHOWN = show.Shown("dispatch_combine", MEASURES, [show.MS, ("GB/s", "gb_per_s", "{:.0f}")], plot,
+                   contenders=CONTENDERS, ratios=((TODAY, "collective, mxfp8"), (TODAY, NVLINK_MXFP8)),
+                   prepare=prepare,
+                   note="GB/s: bytes that leave or reach the busiest rank, over the time of the whole call.")
 
 
 def main() -> None:
-    parser = world.parser(__doc__, budget=0.15, seconds=85)
-    parser.add_argument("--case", nargs=5, metavar=("TOKENS", "HIDDEN", "TOP_K", "EXPERTS", "ROUTING"),
-                        help="only this one; ROUTING is random or skewed")
-    args = results_file.parse(parser)
-    if args.case and not (all(map(str.isdecimal, args.case[:4])) and args.case[4] in ROUTINGS):
-        parser.error(f"--case {' '.join(args.case)}: expected four numbers and one of {' '.join(ROUTINGS)}")
-    chosen = [Case(*map(int, args.case[:4]), args.case[4])] if args.case else cases(args.cases)
-    world.main("dispatch_combine", args, lambda: run(chosen, args.budget, args.seconds - world.ENDING_S))
+    parser = run.timed_parser(__doc__, budget=0.15, seconds=85)
+    args = run.parse(parser)
+    run.main(SHOWN, args, lambda: measured_rows(cases(args.cases), args.budget, args.seconds - world.ENDING_S),
+             ranks=True)
 
 
 if __name__ == "__main__":

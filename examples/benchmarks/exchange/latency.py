@@ -4,10 +4,9 @@ values go out, bf16 rows come back; random experts; no pause between dispatch an
 
 `AllToAll` with rows that come in e4m3, and with bf16 rows that it quantises itself, launched one by one and from CUDA
 graphs. Beside it bare NCCL all-to-alls without any permute: of exactly the rows that must move, one for each choice,
-and of pplx-kernels' padded layout. Also how much of a dispatch a GEMM between its send and its receive hides.
+and of pplx-kernels' padded layout.
 
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/latency.py   # run, store, show
-    python examples/benchmarks/exchange/latency.py --show FILE               # table and plot of a result file
 """
 
 import sys
@@ -24,18 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.mx import sqnr_db
-from lib import options, results_file, world
-from lib.show_ranks import A2A_BF16, A2A_E4M3, GEMM_ALONE, GEMM_BETWEEN, NCCL_EXACT, NCCL_PADDED
-from lib.timing import device, on_gpu
-from lib.world import BF16, Contender
+from lib import run, show, timing, world
+from lib.show import Measure
+from lib.timing import Contender
+from lib.world import BF16, device, on_gpu
 
+A2A_E4M3, A2A_BF16 = "AllToAll, e4m3 in", "AllToAll, bf16 in"
+NCCL_EXACT, NCCL_PADDED = "NCCL, exact splits", "NCCL, padded"
 CONFIGS = ((256, 8, 7168), (64, 6, 2048))  # experts, top-k, hidden
 TINY_CONFIGS = ((8, 2, 256), )
 TOKENS = {"tiny": (1, 8), "short": (1, 8, 32, 128), "full": (1, 4, 8, 16, 32, 64, 128)}
 BLOCK = 128
 HOW = {"repeats": 200, "cold": False}
 LEAST_SQNR_DB = 38  # of rows that were added in float32 and rounded to bf16
-GEMM = 4096  # rows, columns; 2048 deep: about as long as a dispatch of 128 tokens
 
 
 class Size(NamedTuple):
@@ -165,7 +165,7 @@ class Nccl:
 
     def check(self, stages: dict[str, Callable]) -> dict:
         """Every row holds the number of the rank that it came from."""
-        world.run(stages)
+        timing.run(stages)
         ranks = torch.arange(world.size())
         return {"correct": all(torch.equal(got[:, 0].long().cpu(), ranks.repeat_interleave(torch.tensor(splits)))
                                for got, splits in ((self.arrived, self.arriving), (self.back, self.sent)))}
@@ -201,32 +201,8 @@ def available() -> bool:
     return "nvlink" in world.transports()
 
 
-def hidden_rows(ours: Ours, budget_s: float) -> list[dict]:
-    """Dispatch alone, a GEMM alone, and the GEMM between send and receive."""
-    a, b = world.randn(GEMM, GEMM // 2), world.randn(GEMM // 2, GEMM)
-    out = torch.empty(GEMM, GEMM, dtype=BF16, device=device())
-
-    def gemm():
-        torch.mm(a, b, out=out)
-
-    def between():
-        ours.dispatch(do_recv=False)
-        gemm()
-        ours.dispatch(do_send=False)
-
-    def right():
-        gemm()
-        return {"correct": sqnr_db(a.float() @ b.float(), out) >= LEAST_SQNR_DB}
-
-    calls = {A2A_E4M3: ours.dispatch, GEMM_ALONE: gemm, GEMM_BETWEEN: between}
-    checks = {name: partial(ours.check, {"dispatch": call, "combine": ours.combine}) for name, call in calls.items()}
-    checks[GEMM_ALONE] = right
-    return world.rows(ours.batch.size.case("eager"), {name: Contender({"send, GEMM, receive": call}, checks[name])
-                                                      for name, call in calls.items()}, budget_s, **HOW)
-
-
-def measure(size: Size, budget_s: float, overlap: bool) -> list[dict]:
-    """The rows of one size; `overlap`: with those of the GEMM."""
+def measure(size: Size, budget_s: float) -> list[dict]:
+    """The rows of one size."""
     batch = Batch(size)
     ways: dict = {NCCL_EXACT: Nccl(batch, padded=False), NCCL_PADDED: Nccl(batch, padded=True)}
     if available():
@@ -236,32 +212,54 @@ def measure(size: Size, budget_s: float, overlap: bool) -> list[dict]:
         launches["graph"] = {name: Graphed(way) for name, way in ways.items()}
     rows = []
     for launch, these in launches.items():
-        rows += world.rows(size.case(launch), {name: _contender(way) for name, way in these.items()}, budget_s, **HOW)
-    if overlap and available():
-        rows += hidden_rows(ways[A2A_E4M3], budget_s)
+        rows += timing.rows(size.case(launch), {name: _contender(way) for name, way in these.items()}, budget_s, **HOW)
     return rows
 
 
-def run(sizes: list[Size], budget_s: float, seconds: float) -> Iterator[list[dict]]:
+def measured_rows(sizes: list[Size], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
     if available():
         for size in reversed(sizes):  # the staging cannot grow once a graph holds it
             size.exchange()
     else:
         world.say("AllToAll is left out: it needs the nvlink transport")
-    most = max(size.tokens for size in sizes)
     for size in world.in_time(sizes, seconds):
-        yield measure(size, budget_s, overlap=size.tokens == most)
+        yield measure(size, budget_s)
+
+
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+
+OURS, NCCL = (A2A_E4M3, A2A_BF16), (NCCL_EXACT, NCCL_PADDED)
+
+
+def prepare(result: dict) -> list[dict]:
+    return [{**row, "us": 1e3 * row["median_ms"]} if "median_ms" in row else row for row in result["rows"]
+            if row["case"]["operation"] in ("dispatch", "combine")]
+
+
+MEASURES = [
+    Measure("AllToAll over NCCL's all-to-all of exactly the rows that move", OURS, NCCL_EXACT, main=True),
+    Measure("AllToAll over NCCL's all-to-all of padded rows", OURS, NCCL_PADDED),
+    Measure("AllToAll, microseconds", OURS, figure="us", better=show.SMALLER, form="{:.1f}")]
+
+
+def plot(result: dict, pyplot) -> None:
+    panels = show.points_over(result, "tokens", ("operation", "experts"), (*OURS, *NCCL), "launch", "us")
+    show.lines(pyplot, panels, "tokens of a rank", "us", columns=2, xscale="log", yscale="log")
+
+
+SHOWN = show.Shown("latency", MEASURES, [("us", "us", "{:.1f}")], plot, contenders=(*OURS, *NCCL), prepare=prepare)
 
 
 def main() -> None:
-    parser = world.parser(__doc__, budget=0.1, seconds=85)
-    parser.add_argument("--config", nargs=3, type=options.one_or_more, metavar=("EXPERTS", "TOP_K", "HIDDEN"),
+    parser = run.timed_parser(__doc__, budget=0.1, seconds=85)
+    parser.add_argument("--config", nargs=3, type=run.one_or_more, metavar=("EXPERTS", "TOP_K", "HIDDEN"),
                         help="only this one")
-    parser.add_argument("--tokens", nargs="+", type=options.one_or_more, help="of a rank")
-    args = results_file.parse(parser)
+    parser.add_argument("--tokens", nargs="+", type=run.one_or_more, help="of a rank")
+    args = run.parse(parser)
     configs = [args.config] if args.config else TINY_CONFIGS if args.cases == "tiny" else CONFIGS
     sizes = [Size(*config, count) for config in configs for count in args.tokens or TOKENS[args.cases]]
-    world.main("latency", args, lambda: run(sizes, args.budget, args.seconds - world.ENDING_S))
+    run.main(SHOWN, args, lambda: measured_rows(sizes, args.budget, args.seconds - world.ENDING_S), ranks=True)
 
 
 if __name__ == "__main__":

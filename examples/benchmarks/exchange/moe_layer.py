@@ -5,11 +5,10 @@ beside ours in every recipe, over every transport that the machine has.
 Each contender is a layer of a DeepSpeed engine of its own (ZeRO-1), as users make it: ours by the section "mxfp8_moe".
 Gradients of the tokens and of every parameter of the layer. Each timed step follows an untimed one of the same layer,
 as in a training, where the host has just run the same code for the layer before; the ranks' devices begin it together,
-so that what a layer waits for the host shows. Steps in a row are timed too: there the host may be ahead, as in a
-training. Also peak memory beyond the weights, and how often the host waits for the device in a forward and backward.
+so that what a layer waits for the host shows. Also peak memory beyond the weights, and how often the host waits for
+the device in a forward and backward.
 
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/moe_layer.py   # run, store, show
-    python examples/benchmarks/exchange/moe_layer.py --show FILE               # table and plot of a result file
 """
 
 import sys
@@ -21,7 +20,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from torch import nn
 
@@ -32,18 +30,20 @@ from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport import collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from lib import options, results_file, world
-from lib.show_ranks import AUTOEP, CLASSIC, DROPLESS, HP_STATIC, IN_A_ROW
-from lib.timing import device, on_gpu, poisoned
-from lib.world import BF16, Contender
+from lib import run, show, timing, world
+from lib.show import Measure
+from lib.timing import TOTAL, Contender, poisoned
+from lib.world import BF16, device, on_gpu
 
+AUTOEP, CLASSIC, DROPLESS = "AutoEP bf16", "classic bf16, drops", "classic bf16, dropless"
+BF16_EXACT, HP_EXACT = "nvlink, bf16", "nvlink, mxfp8_wgrad_with_hp"
+HP_STATIC = "nvlink, mxfp8_wgrad_with_hp, static"
 RECIPES = {"bf16": {"recipe": "bf16"}, "mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"},
            "mxfp8": {"recipe": "mxfp8", **dict.fromkeys(WIRE_KEYS, "mxfp8")}}
 STATIC = {**RECIPES["mxfp8_wgrad_with_hp"], "transport": "nvlink", "capacity_factor": 2.0}
 # Against DeepSpeed's layer in bf16 with the same weights.
 LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 35, 17
 BUILDING = 0.6  # at most, of a run's time
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,12 @@ class Layer(NamedTuple):
     inner: nn.Module
     outputs: Callable[[object], tuple]
 
-    def staging_bytes(self) -> int:
-        """Of the peer memory that its transport shares with all others."""
-        settings = getattr(self.inner, "mxfp8_settings", None)
-        memory = getattr(settings and settings.choose_transport(self.inner.ep_group), "memory", None)
-        return 0 if memory is None else 2 * memory.half_bytes
+
+def staging_bytes(inner: nn.Module) -> int:
+    """Of the peer memory that a layer's transport shares with all others. It is not the allocator's."""
+    settings = getattr(inner, "mxfp8_settings", None)
+    memory = getattr(settings and settings.choose_transport(inner.ep_group), "memory", None)
+    return 0 if memory is None else 2 * memory.half_bytes
 
 
 def _engine(model: nn.Module, section: dict | None, **config) -> nn.Module:
@@ -148,7 +149,7 @@ class Way:
 def seeded(way: Way) -> tuple:
     """Its results with the same random numbers each time: DeepSpeed's top-2 gate draws some."""
     torch.manual_seed(world.rank())
-    return world.run(way.stages)
+    return timing.run(way.stages)
 
 
 def check(way: Way, reference: Way | None, twin: Way | None, least_db: float) -> dict:
@@ -175,38 +176,20 @@ def memory(way: Way) -> dict[str, int]:
     """Bytes at most beyond the weights in one forward and backward; the staging of peer memory apart."""
     if not on_gpu():
         return {}
-    accelerator = get_accelerator()
-    accelerator.synchronize()
-    accelerator.reset_peak_memory_stats()
-    before = accelerator.memory_allocated()
-    world.run(way.stages)
-    accelerator.synchronize()
-    return {"peak_bytes": accelerator.max_memory_allocated() - before, "staging_bytes": way.layer.staging_bytes()}
+    return {"peak_bytes": timing.peak_bytes(partial(timing.run, way.stages)),
+            "staging_bytes": staging_bytes(way.layer.inner)}
 
 
 def waits(way: Way) -> dict[str, int]:
-    """Of one forward and backward: CUDA calls that wait for the device, copies to the host, and waits in the one
-    function of each transport that does."""
-    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu()
-    get_accelerator().synchronize()
+    """How often the host waits for the device in a forward and backward of ours: by the one function of each transport
+    that does. tests/gpu checks that nothing else does."""
+    if not hasattr(way.layer.inner, "mxfp8_settings"):
+        return {}
     with (mock.patch.object(collective, "wait_for_device", wraps=collective.wait_for_device) as over_nccl,
           mock.patch.object(PeerMemory, "wait_for_counts", autospec=True,
-                            side_effect=PeerMemory.wait_for_counts) as over_nvlink,
-          torch.profiler.profile(activities=kinds) as profile):
-        with torch.profiler.record_function("one step"):
-            world.run(way.stages)
-        get_accelerator().synchronize()
-    found = synchronisations([(event.name, event.time_range.start, event.time_range.end)
-                              for event in profile.events()])
-    return found | {"counted_waits": over_nccl.call_count + over_nvlink.call_count}
-
-
-def synchronisations(events: list[tuple[str, float, float]]) -> dict[str, int]:
-    """Out of a profile's (name, start, end): calls that begin within "one step" on the host, which the device's own
-    mark of that name follows, and copies whenever the device comes to them."""
-    start, end = min(times for name, *times in events if name == "one step")
-    return {"synchronising_calls": sum(name in WAITS and start <= begin <= end for name, begin, _ in events),
-            "copies_to_host": sum(name.startswith("Memcpy DtoH") for name, *_ in events)}
+                            side_effect=PeerMemory.wait_for_counts) as over_nvlink):
+        timing.run(way.stages)
+    return {"counted_waits": over_nccl.call_count + over_nvlink.call_count}
 
 
 class Wanted(NamedTuple):
@@ -242,7 +225,7 @@ def wanted(case: Case) -> list[Wanted]:
                            DROPLESS), Wanted(CLASSIC, partial(classic, case, True))]
 
 
-def run(case: Case, budget_s: float, seconds: float) -> Iterator[list[dict]]:
+def measured_rows(case: Case, budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
     x, g = (world.randn(1, case.tokens, case.dim) for _ in range(2))
     ways: dict = {}
     contenders = {}
@@ -255,18 +238,14 @@ def run(case: Case, budget_s: float, seconds: float) -> Iterator[list[dict]]:
         built = world.everywhere(build)
         if "failure" in built:
             world.say(f"{one}: {built}")
-            described = {"operation": world.TOTAL, "ranks": world.size(), **asdict(case)}
+            described = {"operation": TOTAL, "ranks": world.size(), **asdict(case)}
             yield [{"case": described, "contender": one.name, **built}]
         else:
             contenders[one.name] = Contender(ways[one.name].stages, partial(_check, ways, one))
     world.say("all are built")
-    rows = world.rows(asdict(case), contenders, budget_s, warm=True)
+    rows = timing.rows(asdict(case), contenders, budget_s, warm=True)
     yield rows
     sound = [name for name in contenders if "failure" not in rows_of(rows, name)[0]]
-    times = world.in_a_row_ms({name: contenders[name].stages for name in sound}, budget_s)
-    yield [{"case": {"operation": IN_A_ROW, "ranks": world.size(), **asdict(case)}, "contender": name, **time,
-            "correct": rows_of(rows, name)[0]["correct"]} for name, time in times.items()]
-    # Once all are timed: a profiler leaves its traces in what comes after it.
     for name in world.in_time(sound, seconds):
         found = world.everywhere(lambda way=ways[name]: memory(way) | waits(way))
         for row in rows_of(rows, name):
@@ -282,15 +261,57 @@ def rows_of(rows: list[dict], contender: str) -> list[dict]:
     return [row for row in rows if row["contender"] == contender]
 
 
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+
+PARTS = ("forward", "backward")
+WAITED = {"better": show.SMALLER, "form": "{:g}"}
+
+
+def prepare(result: dict) -> list[dict]:
+    """One row for each layer, with the times of its parts. Host waits are counted of ours alone."""
+    of_part = {(row["contender"], row["case"]["operation"]): row for row in result["rows"]}
+    rows = []
+    for (name, operation), row in of_part.items():
+        if operation == TOTAL:
+            parts = {f"{part}_ms": of_part.get((name, part), {}).get("median_ms") for part in PARTS}
+            case = {key: value for key, value in row["case"].items() if key != "operation"}
+            rows.append({**row, **parts, "case": case})
+            if name in (AUTOEP, CLASSIC, DROPLESS):
+                rows[-1].pop("counted_waits", None)
+    return rows
+
+
+MEASURES = [
+    Measure(f"{HP_EXACT} over AutoEP bf16", (HP_EXACT, ), AUTOEP, main=True),
+    Measure(f"{HP_EXACT} over classic bf16, dropless", (HP_EXACT, ), DROPLESS, main=True),
+    Measure(f"{HP_EXACT} over our own bf16", (HP_EXACT, ), BF16_EXACT, main=True),
+    Measure("times that the host waits for the GPU in a step", (HP_EXACT, ), figure="counted_waits", **WAITED),
+    Measure("times that the host waits for the GPU in a step, with capacity_factor", (HP_STATIC, ),
+            figure="counted_waits", **WAITED)]
+
+
+def plot(result: dict, pyplot) -> None:
+    layers = {row["contender"]: {part: row[f"{part}_ms"] for part in PARTS} for row in result["rows"]}
+    show.stacked(pyplot, {"": layers}, "ms")
+
+
+SHOWN = show.Shown(
+    "moe_layer", MEASURES, [*((f"{part}, ms", f"{part}_ms", "{:.3f}") for part in PARTS), show.MS,
+                            ("host, ms", "host_ms", "{:.3f}"), ("peak, GiB", "peak_bytes", show.GIB),
+                            ("staging, GiB", "staging_bytes", show.GIB), ("host waits", "counted_waits", "{}")],
+    plot, wide=False, ratios=((AUTOEP, HP_EXACT), (DROPLESS, HP_EXACT)), prepare=prepare)
+
+
 def main() -> None:
-    parser = world.parser(__doc__, budget=0.6, seconds=85)
+    parser = run.timed_parser(__doc__, budget=0.6, seconds=85)
     for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=options.one_or_more,
+        parser.add_argument(f"--{name.replace('_', '-')}", type=run.one_or_more,
                             help=f"default: {value}; of --cases tiny {getattr(TINY, name)}")
-    args = results_file.parse(parser)
+    args = run.parse(parser)
     asked = {one.name: getattr(args, one.name) for one in fields(Case) if getattr(args, one.name) is not None}
     case = replace(TINY if args.cases == "tiny" else Case(), **asked)
-    world.main("moe_layer", args, lambda: run(case, args.budget, args.seconds - world.ENDING_S))
+    run.main(SHOWN, args, lambda: measured_rows(case, args.budget, args.seconds - world.ENDING_S), ranks=True)
 
 
 if __name__ == "__main__":

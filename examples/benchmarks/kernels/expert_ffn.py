@@ -3,28 +3,21 @@
 
 Every recipe of ds_mxfp8_moe beside our bf16 recipe and a plain PyTorch one (torch._grouped_mm and autograd). Tokens
 stand sorted by expert already: nothing is exchanged. Also how many bytes a step holds between forward and backward
-and at its peak, and how long the first step of a fresh process takes with kernels in Triton's cache.
+and at its peak.
 
     python examples/benchmarks/kernels/expert_ffn.py [--cases short]     # run, store, show
-    python examples/benchmarks/kernels/expert_ffn.py --show FILE         # table and plot of a result file
 """
 
-import importlib
-import json
-import pkgutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby, product
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,24 +28,26 @@ from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
-from lib import options, results_file, show, timing
-from lib.shapes import TILE, Case, ends, padded, padded_rows, starts
-from lib.timing import device, on_gpu, poisoned
+from kernels import shapes
+from kernels.shapes import Case, ends, padded, padded_rows, starts
+from lib import run, show, timing
+from lib.show import Measure
+from lib.timing import Contender, poisoned
+from lib.world import device, on_gpu
 
 BF16 = torch.bfloat16
-PLAIN = "plain torch"
+STEP = "forward and backward"
+PLAIN, BF16_RECIPE, HP, MXFP8 = "plain torch", "bf16", "mxfp8_wgrad_with_hp", "mxfp8"
 KEPT_IN_BF16 = "mxfp8_wgrad_with_hp, pre-activation bf16"
 RECIPES = {
-    "bf16": {"recipe": "bf16"},
-    "mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"},
+    BF16_RECIPE: {"recipe": "bf16"},
+    HP: {"recipe": "mxfp8_wgrad_with_hp"},
     KEPT_IN_BF16: {"recipe": "mxfp8_wgrad_with_hp", "preactivation_dtype": "bf16"},
-    "mxfp8": {"recipe": "mxfp8"},
+    MXFP8: {"recipe": "mxfp8"},
 }
 UNTIMED = (KEPT_IN_BF16, )  # its memory is what it is for
-FIRST_STEPS = ("mxfp8_wgrad_with_hp", "mxfp8")
-# Against float32 without quantisation. MXFP8 adds its own noise in five or six places of a gradient.
-LEAST_SQNR_DB = {PLAIN: 38, "bf16": 38}
-LEAST_SQNR_MXFP8_DB = 18
+# Against plain PyTorch in bf16. MXFP8 adds its own noise in five or six places of a gradient.
+LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 38, 18
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class Step(NamedTuple):
     Attributes:
         inputs: leaves: rows, routing weights, then all expert weights.
         forward: takes rows in place of the first input.
-        starts: of the groups among its rows.
+        counts, starts: of the groups' tokens, and where they begin among its rows.
         gradients: (gradients of inputs) -> those of gate and up [E, 2F, H] and of down [E, H, F], as functions of e.
         unquantized: the selection has a recipe of MXFP8 compute in bf16.
     """
@@ -132,6 +127,7 @@ class Step(NamedTuple):
     inputs: list
     g_PH: torch.Tensor
     forward: Callable[[torch.Tensor], torch.Tensor]
+    counts: tuple
     starts: tuple
     gradients: Callable[[tuple], tuple[Callable, Callable]]
     unquantized: bool = False
@@ -157,7 +153,7 @@ def plain_step(shape: Shape, case: Case) -> Step:
     ends_E = torch.tensor(ends(counts), dtype=torch.int32, device=device())
     inputs = [_leaf(shape.x_PH[:rows]), _leaf(shape.weight_P[:rows]), _leaf(shape.up_EGH[:E]),
               _leaf(shape.down_EHF[:E])]
-    return Step(inputs, shape.g_PH[:rows], lambda x: plain_ffn(x, *inputs[1:], ends_E), starts(counts),
+    return Step(inputs, shape.g_PH[:rows], lambda x: plain_ffn(x, *inputs[1:], ends_E), counts, starts(counts),
                 lambda grads: (grads[2].__getitem__, grads[3].__getitem__))
 
 
@@ -182,77 +178,29 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
         return lambda e: torch.cat([gate[e], up[e]]), down.__getitem__
 
     few = ffn.transport.plan_of_all.tokens_per_expert < fewest
-    return Step(inputs, g_TH, lambda x: ffn(x, routes, weights), starts(padded(counts)), gradients, few)
+    return Step(inputs, g_TH, lambda x: ffn(x, routes, weights), counts, starts(padded(counts)), gradients, few)
 
 
-def checked_groups(counts: tuple) -> list[int]:
-    """First, largest and last of the groups that have rows."""
-    filled = [e for e, count in enumerate(counts) if count]
-    return sorted({filled[0], max(filled, key=counts.__getitem__), filled[-1]})
+def compared(step: Step, results: tuple) -> dict[str, torch.Tensor]:
+    """Some rows of the output and of the tokens' gradients, and the weights' gradients of the smallest group."""
+    y, (dx, dweight, *_) = results[0], results[1]
+    rows, e = shapes.some_rows(step.counts, step.starts), shapes.filled(step.counts)[-1]
+    dup, ddown = (of(e) for of in step.gradients(results[1]))
+    # Clones: a view would keep the gradients of all experts.
+    return {"y": y[rows], "x": dx[rows], "weight": dweight.view(-1)[rows], "up": dup.clone(), "down": ddown.clone()}
 
 
-class Expected:
-    """Parts of a case's results, computed in float32 without quantisation: some rows, and some of one group's weight
-    gradients."""
-
-    def __init__(self, shape: Shape, case: Case, rows: int = 16, columns: int = 16):
-        self.counts = counts = case.counts()
-        self.group = min((e for e, count in enumerate(counts) if count), key=counts.__getitem__)
-        self.h = torch.linspace(0, case.dim - 1, columns, dtype=torch.float64).round().long().to(device())
-        self.f = torch.linspace(0, case.hidden - 1, columns, dtype=torch.float64).round().long().to(device())
-        self.within, self.rows = {}, {}
-        for e in checked_groups(counts):
-            self.within[e] = torch.linspace(0, counts[e] - 1, min(rows, counts[e]),
-                                            dtype=torch.float64).round().long().to(device())
-            self.rows[e] = self._rows(shape, e, self.within[e] + starts(counts)[e])
-        self.up, self.down = self._weights(shape, case, slice(starts(counts)[self.group], ends(counts)[self.group]))
-
-    @staticmethod
-    def _rows(shape: Shape, e: int, rows: torch.Tensor) -> tuple:
-        """Output, and the gradients of rows and routing weights."""
-        x, weight = (t[rows].float().requires_grad_() for t in (shape.x_PH, shape.weight_P))
-        gate, up = (x @ shape.up_EGH[e].float().t()).chunk(2, dim=1)
-        h = torch.nn.functional.silu(gate) * up * weight.unsqueeze(1)
-        y = h @ shape.down_EHF[e].float().t()
-        return y.detach(), *torch.autograd.grad(y, (x, weight), shape.g_PH[rows].float())
-
-    def _weights(self, shape: Shape, case: Case, rows: slice) -> tuple:
-        """[2 columns, columns] of the gradient of gate and up, and [columns, columns] of down's."""
-        e, F = self.group, case.hidden
-        gate_and_up = shape.up_EGH[e][torch.cat([self.f, self.f + F])].float()
-        x, g = shape.x_PH[rows].float(), shape.g_PH[rows].float()
-        pre = (x @ gate_and_up.t()).requires_grad_()
-        gate, up = pre.chunk(2, dim=1)
-        h = torch.nn.functional.silu(gate) * up * shape.weight_P[rows].unsqueeze(1)
-        t = g @ shape.down_EHF[e][:, self.f].float()
-        dpre, = torch.autograd.grad(h, pre, t)
-        return dpre.t() @ x[:, self.h], g[:, self.h].t() @ h.detach()
-
-    def sqnr_db(self, step: Step, results: tuple) -> dict[str, float]:
-        """Of the output and every gradient of a step."""
-        y, (dx, dweight, *_) = results[0], results[1]
-        dup, ddown = (of(self.group) for of in step.gradients(results[1]))
-        picked = {e: self.within[e] + step.starts[e] for e in self.rows}
-        got = {name: torch.cat([out[rows].reshape(-1) for rows in picked.values()])
-               for name, out in (("y", y), ("x", dx), ("weight", dweight))}
-        expected = {name: torch.cat([values[i].reshape(-1) for values in self.rows.values()])
-                    for i, name in enumerate(got)}
-        F = dup.shape[0] // 2
-        got["up"], expected["up"] = dup[torch.cat([self.f, self.f + F])][:, self.h], self.up
-        got["down"], expected["down"] = ddown[self.h][:, self.f], self.down
-        return {name: sqnr_db(expected[name], got[name]) for name in got}
-
-
-def check(name: str, step: Step, expected: Expected) -> dict:
-    """Runs it once, on poisoned memory, and then once more to see what memory it takes."""
+def check(name: str, step: Step, plain: Step) -> dict:
+    """Runs it once, on poisoned memory, compares with plain PyTorch, and runs it once more to see what memory it
+    takes."""
+    expected = compared(plain, plain())
     with poisoned():
-        results = step()
-    sqnr = expected.sqnr_db(step, results)
-    least = LEAST_SQNR_DB.get(name, LEAST_SQNR_MXFP8_DB)
+        got = compared(step, step())
+    sqnr = {part: sqnr_db(expected[part], got[part]) for part in expected}
+    least = LEAST_SQNR_DB if name in (PLAIN, BF16_RECIPE) else LEAST_SQNR_MXFP8_DB
     correct = all(value >= least for value in sqnr.values())  # NaN is not
-    del results
-    return {"correct": correct, "sqnr_db": {key: round(value, 1) for key, value in sqnr.items() if value == value},
-            **memory(step)}
+    return {"correct": correct, "sqnr_db": {part: round(min(value, 99.0), 1) for part, value in sqnr.items()
+                                            if value == value}, **memory(step)}
 
 
 def memory(step: Step) -> dict[str, int]:
@@ -262,109 +210,118 @@ def memory(step: Step) -> dict[str, int]:
     """
     if not on_gpu():
         return {}
-    accelerator = get_accelerator()
-    accelerator.synchronize()
-    accelerator.reset_peak_memory_stats()
-    before = accelerator.memory_allocated()
-    x_PH = step.inputs[0].clone()  # no leaf, which autograd would keep alive
-    y_PH = step.forward(x_PH)
-    del x_PH
-    held = accelerator.memory_allocated() - before - y_PH.nbytes
-    grads = torch.autograd.grad(y_PH, step.inputs, step.g_PH)
-    accelerator.synchronize()
-    del grads
-    return {"held_bytes": held, "peak_bytes": accelerator.max_memory_allocated() - before}
+    held = 0
+
+    def once() -> None:
+        nonlocal held
+        before = get_accelerator().memory_allocated()
+        x_PH = step.inputs[0].clone()  # no leaf, which autograd would keep alive
+        y_PH = step.forward(x_PH)
+        del x_PH
+        held = get_accelerator().memory_allocated() - before - y_PH.nbytes
+        torch.autograd.grad(y_PH, step.inputs, step.g_PH)
+
+    peak = timing.peak_bytes(once)
+    return {"held_bytes": held, "peak_bytes": peak}
 
 
 def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: int | None) -> list[dict]:
     """The rows of one case."""
     steps = {PLAIN: plain_step(shape, case)}
     steps |= {name: our_step(shape, case, name, min_tokens_per_expert) for name in RECIPES}
-    expected = Expected(shape, case)
-    described = {"operation": "forward and backward", **case.as_dict(), "flops": 18 * sum(case.counts()) * case.dim
-                 * case.hidden, "min_tokens_per_expert": min_tokens_per_expert}
-    rows = timing.rows(described, {name: (step, partial(check, name, step, expected)) for name, step in steps.items()},
-                       budget_s, UNTIMED)
+    described = case.as_dict() | {"flops": 18 * sum(case.counts()) * case.dim * case.hidden,
+                                  "min_tokens_per_expert": min_tokens_per_expert}
+    contenders = {name: Contender({STEP: step}, partial(check, name, step, steps[PLAIN]), timed=name not in UNTIMED)
+                  for name, step in steps.items()}
+    rows = timing.rows(described, contenders, budget_s)
     for row in rows[1:]:
         row["unquantized"] = steps[row["contender"]].unquantized
     return rows
 
 
-def run(cases: list[Case], budget_s: float, min_tokens_per_expert: int | None) -> Iterator[dict]:
-    """The rows of all cases; a shape's buffers are freed before the next one's are made."""
-    with tqdm(total=len(cases), unit="case") as progress:
-        for _, group in groupby(cases, key=lambda case: (case.dim, case.hidden)):
-            same = list(group)
-            shape = Shape(same)
-            for case in same:
-                progress.set_postfix_str(str(case))
-                yield from measure(shape, case, budget_s, min_tokens_per_expert)
-                progress.update()
-            del shape
-            get_accelerator().empty_cache()
+def measured_rows(cases: list[Case], budget_s: float, min_tokens_per_expert: int | None,
+                  seconds: float = float("inf")) -> Iterator[list[dict]]:
+    for shape, case in shapes.with_buffers(cases, Shape, seconds):
+        yield measure(shape, case, budget_s, min_tokens_per_expert)
+        del shape
 
 
 def bytes_needed(case: Case) -> float:
     return 2 * case.rows() * (4 * case.dim + 11 * case.hidden) + 12 * case.experts * case.dim * case.hidden
 
 
-def first_step_s(case: Case, name: str, min_tokens_per_expert: int | None) -> float:
-    """Of this process: kernels are loaded, and compiled if they wait in no cache; imports are done before."""
-    if on_gpu():
-        from ds_mxfp8_moe.ops import triton_kernels
-        for module in pkgutil.iter_modules(triton_kernels.__path__):
-            importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
-    step = our_step(Shape([case]), case, name, min_tokens_per_expert)
-    get_accelerator().synchronize()
-    begin = time.perf_counter()
-    step()
-    get_accelerator().synchronize()
-    return time.perf_counter() - begin
+# ---- how results are shown ------------------------------------------------------------------------------------------
 
 
-def first_steps(case: Case, names: tuple, min_tokens_per_expert: int | None) -> Iterator[dict]:
-    """The first step of one fresh process for each recipe."""
-    get_accelerator().empty_cache()  # the device's memory is theirs now
-    for name in names:
-        command = [sys.executable, __file__, "--first", json.dumps(case.as_dict()), name]
-        if min_tokens_per_expert is not None:
-            command += ["--min-tokens-per-expert", str(min_tokens_per_expert)]
-        row = {"case": {"operation": "first step of a process", **case.as_dict()}, "contender": name}
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            yield {**row, "correct": False, "failure": ended.stderr[-300:]}
-        else:
-            yield {**row, "first_s": json.loads(ended.stdout.splitlines()[-1]), "correct": True}
+MXFP8_RECIPES = (HP, MXFP8)
+
+
+def is_large(case: dict) -> bool:
+    return (case["dim"], case["hidden"]) in ((8192, 5120), (7168, 2048)) and case["tokens_per_expert"] == 16384
+
+
+def is_smaller(case: dict) -> bool:
+    return (case["dim"], case["hidden"]) not in ((8192, 5120), (7168, 2048)) and case["tokens_per_expert"] >= 2048
+
+
+def prepare(result: dict) -> list[dict]:
+    """An MXFP8 recipe that computed in bf16 saves no memory: its rows do not say what it takes."""
+    return [{key: value for key, value in row.items() if not (row.get("unquantized") and key.endswith("_bytes"))}
+            for row in result["rows"] if row["case"]["operation"] == STEP]
+
+
+MEASURES = [
+    Measure(f"8192x5120 and 7168x2048, 16384 tokens each: {HP} over bf16", (HP, ), BF16_RECIPE, when=is_large,
+            main=True),
+    Measure("8192x5120 and 7168x2048, 16384 tokens each: mxfp8 over bf16", (MXFP8, ), BF16_RECIPE, when=is_large,
+            main=True),
+    Measure("smaller shapes from 2048 tokens each: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
+            when=is_smaller),
+    Measure("every case, min_tokens_per_expert left out: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
+            when=lambda case: case.get("min_tokens_per_expert") is None, main=True),
+    Measure("our bf16 recipe over plain torch", (BF16_RECIPE, ), PLAIN, main=True),
+    Measure("bytes held for backward, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "held_bytes", better=show.SMALLER,
+            form="{:.1%}", main=True),
+    Measure("bytes held with a pre-activation in bf16, of bf16's", (KEPT_IN_BF16, ), BF16_RECIPE, "held_bytes",
+            better=show.SMALLER, form="{:.1%}"),
+    Measure("peak memory of a step, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "peak_bytes", better=show.SMALLER,
+            form="{:.1%}", main=True)]
+
+
+def plot(result: dict, pyplot) -> None:
+    over = {"x": "tokens_per_expert", "keys": ("dim", "hidden"), "over": BF16_RECIPE, "when": shapes.plotted}
+    panels = show.points_over(result, contenders=(PLAIN, *MXFP8_RECIPES), title="time, ", **over)
+    panels |= show.points_over(result, contenders=(PLAIN, *MXFP8_RECIPES, KEPT_IN_BF16), figure="held_bytes",
+                               title="bytes held, ", **over)
+    show.lines(pyplot, panels, "tokens per expert", "of our bf16's", xscale="log")
+
+
+SHOWN = show.Shown("expert_ffn", MEASURES, [show.MS, ("held, MiB", "held_bytes", show.MIB),
+                                            ("peak, MiB", "peak_bytes", show.MIB)], plot,
+                   ratios=((PLAIN, BF16_RECIPE), (BF16_RECIPE, HP), (BF16_RECIPE, MXFP8)),
+                   prepare=prepare)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = options.parser(__doc__)
-    options.add_shapes(parser)
+    parser = run.timed_parser(__doc__, budget=0.1, jobs=True)
+    shapes.add_arguments(parser)
     parser.add_argument("--min-tokens-per-expert", type=int,
                         help="below it, the layer runs the bf16 recipe (default: what was measured for its shape and "
                         "recipe; 0: never)")
-    parser.add_argument("--first", nargs=2, metavar=("CASE", "RECIPE"),
-                        help="only print the seconds that this process takes for its first step")
-    args = results_file.parse(parser, unwritten=("show", "first"))
-    if args.show:
-        show.show(args.show)
-        return
+    args = run.parse(parser)
     torch.manual_seed(0)
-    selection = args.min_tokens_per_expert
-    if args.first:
-        print(first_step_s(Case(**json.loads(args.first[0])), args.first[1], selection))
-        return
-    cases = options.chosen(args, bytes_needed)
+    cases = shapes.chosen(args, bytes_needed)
     if args.warm_up is not None:
-        for dims, experts in options.part(product({(case.dim, case.hidden): None for case in cases}, (4, 32)), args):
-            case = Case(*dims, experts, TILE, "even")
+        for case in run.part(shapes.warm_up(cases), args):
             for name in RECIPES:
                 our_step(Shape([case]), case, name, 0)()
         return
-    options.compile_beforehand(args)
-    first = Case(cases[0].dim, cases[0].hidden, 8, 2048, "even")
-    names = {"tiny": (), "short": FIRST_STEPS[-1:], "full": FIRST_STEPS}[args.cases]
-    options.finish("expert_ffn", chain(run(cases, args.budget, selection), first_steps(first, names, selection)), args)
+    if not args.show:
+        run.compile_beforehand(args)
+    run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert, args.seconds))
 
 
 if __name__ == "__main__":

@@ -6,127 +6,74 @@ torch._scaled_grouped_mm with one FP8 scale a row. Weight gradients include what
 they take. Where a group is no whole number of tiles, ours run on padded rows and torch's on the tokens alone.
 
     python examples/benchmarks/kernels/grouped_gemm.py [--cases short]     # run, store, show
-    python examples/benchmarks/kernels/grouped_gemm.py --show FILE         # table and plot of a result file
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, groupby, product
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe import grouped_gemm as ours
-from ds_mxfp8_moe.mx import MXTensor
-from lib import options, results_file, show, timing
-from lib.shapes import TILE, Case, ends, padded, padded_rows, starts
-from lib.timing import device, on_gpu, poisoned
+from ds_mxfp8_moe.mx import sqnr_db
+from kernels import shapes
+from kernels.shapes import Case, ends, padded, padded_rows, starts
+from lib import results_file, run, show, timing
+from lib.show import Measure
+from lib.timing import poisoned
+from lib.world import device, on_gpu
 
 BF16 = torch.bfloat16
+OPERATIONS = ("forward", "dgrad", "wgrad")
+TORCH, LOOP, ROWWISE = "torch._grouped_mm", "cuBLAS loop", "torch rowwise fp8"
+OURS_BF16, FROM_MXFP8, MXFP8 = "ours, bf16", "ours, bf16 from MXFP8", "ours, MXFP8"
+BF16_GEMMS = (TORCH, LOOP, OURS_BF16)
 BLOCK, MODE = 128, "rceil"
-SAMPLED = 64  # rows and columns of a result that are compared
-MOST_ERROR = 4e-3  # of the norm: results are rounded to bf16
-MOST_ERROR_FAST = 2e-2  # with use_fast_accum, FP8 wgmma's short accumulator is never promoted
-
-
-class Rowwise(NamedTuple):
-    """FP8 data with one float32 scale a row."""
-
-    data: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def of(x: torch.Tensor) -> "Rowwise":
-        scale = x.abs().amax(-1).float() / 448
-        return Rowwise((x / scale.unsqueeze(-1).to(x.dtype)).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
+# Against torch._grouped_mm in bf16. Two roundings to bf16 leave about 52 dB, two MXFP8 operands 24 to 28 dB.
+LEAST_SQNR_DB, LEAST_SQNR_FP8_DB = 45, 20
 
 
 class Contender(NamedTuple):
     """One way to compute an operation: out[rows of e] = a[rows of e] b[e]^T, or for wgrad out[e] = a^T b there.
 
     Attributes:
-        a, b: the operands as the GEMM sees them: bf16, MXTensor or Rowwise; those of wgrad lie as rows.
-        counts, starts: the groups' rows in them.
+        starts: where the groups' rows begin in its operands.
     """
 
     name: str
     call: Callable[[], torch.Tensor]
-    a: torch.Tensor | Rowwise
-    b: torch.Tensor | Rowwise
-    counts: tuple
     starts: tuple
 
 
-def values(x: torch.Tensor | Rowwise, rows: torch.Tensor | slice, columns: torch.Tensor) -> torch.Tensor:
-    """float64 values of some rows and columns of what a GEMM takes."""
-    if isinstance(x, MXTensor):
-        data = _bytes(x.qdata)[rows][:, columns].view(torch.float8_e4m3fn).double()
-        if x.tiled:
-            rows = torch.div(rows, TILE, rounding_mode="floor")
-        scale = x.scale_bytes[rows][:, torch.div(columns, x.block_size, rounding_mode="floor")]
-        return data * torch.exp2(scale.double() - 127)
-    if isinstance(x, Rowwise):
-        return _bytes(x.data)[rows][:, columns].view(torch.float8_e4m3fn).double() * x.scale[rows].double()[:, None]
-    return x[rows][:, columns].double()
+def rowwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 data and one float32 scale a row."""
+    scale = x.abs().amax(-1).float() / 448
+    return (x / scale.unsqueeze(-1).to(x.dtype)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)  # what indexes float8 is not there on every device
-
-
-def _of_expert(x: torch.Tensor | Rowwise, e: int) -> torch.Tensor | Rowwise:
-    return Rowwise(x.data[e], x.scale[e]) if isinstance(x, Rowwise) else x[e]
-
-
-def spread(first: int, size: int, most: int = SAMPLED) -> torch.Tensor:
-    """Indices from `first` on, the first and last of `size` among them."""
-    return torch.linspace(first, first + size - 1, min(size, most), dtype=torch.float64).round().long().to(device())
-
-
-def error_of_rows(contender: Contender, out: torch.Tensor) -> float:
-    """|out - expected| / |expected| on some rows and columns of the first, largest and last group."""
-    filled = [e for e, count in enumerate(contender.counts) if count]
-    wrong = norm = 0.0
-    for e in {filled[0], max(filled, key=contender.counts.__getitem__), filled[-1]}:
-        rows = spread(contender.starts[e], contender.counts[e])
-        columns, along = spread(0, out.shape[1]), torch.arange(_width(contender.a), device=out.device)
-        expected = values(contender.a, rows, along) @ values(_of_expert(contender.b, e), columns, along).t()
-        wrong += (out[rows][:, columns].double() - expected).square().sum().item()
-        norm += expected.square().sum().item()
-    return (wrong / norm)**0.5
-
-
-def error_of_wgrad(contender: Contender, out: torch.Tensor) -> float:
-    """The same for the weight gradient of the smallest group that has rows, and of the last."""
-    filled = [e for e, count in enumerate(contender.counts) if count]
-    wrong = norm = 0.0
-    for e in {min(filled, key=contender.counts.__getitem__), filled[-1]}:
-        rows = slice(contender.starts[e], contender.starts[e] + contender.counts[e])
-        n, k = spread(0, out.shape[1], 16), spread(0, out.shape[2], 16)
-        expected = values(contender.a, rows, n).t() @ values(contender.b, rows, k)
-        wrong += (out[e][n][:, k].double() - expected).square().sum().item()
-        norm += expected.square().sum().item()
-    return (wrong / norm)**0.5
-
-
-def _width(x: torch.Tensor | Rowwise) -> int:
-    return (x.data if isinstance(x, Rowwise) else x).shape[-1]
-
-
-def stray(operation: str, contender: Contender, out: torch.Tensor) -> bool:
-    """Whether something stands where zeros belong: in padding rows, in the gradient of an expert without rows."""
+def compared(operation: str, case: Case, way: Contender, out: torch.Tensor) -> torch.Tensor:
+    """Some rows of a result; of weight gradients those of the smallest and of the last group that has rows."""
+    counts = case.counts()
     if operation == "wgrad":
-        parts = [out[e] for e, count in enumerate(contender.counts) if count == 0]
+        groups = shapes.filled(counts)
+        return torch.stack([out[groups[-1]], out[max(groups)]]).float()
+    return out[shapes.some_rows(counts, way.starts)].float()
+
+
+def stray(operation: str, case: Case, way: Contender, out: torch.Tensor) -> bool:
+    """Whether something stands where zeros belong: in padding rows, in the gradient of an expert without rows."""
+    counts = case.counts()
+    if operation == "wgrad":
+        parts = [out[e] for e, count in enumerate(counts) if count == 0]
     else:
         parts = [out[start + count:start + whole] for start, count, whole in
-                 zip(contender.starts, contender.counts, padded(contender.counts), strict=True) if whole > count]
+                 zip(way.starts, counts, padded(counts), strict=True) if whole > count]
     return any(bool(part.count_nonzero()) for part in parts)
 
 
@@ -143,7 +90,7 @@ class Shape:
                                     for transposed in (False, True))
         self.has_rowwise = on_gpu()  # torch has it nowhere else
         if self.has_rowwise:
-            self.x_rowwise, self.w_rowwise = Rowwise.of(self.x_PK), Rowwise.of(self.w_ENK)
+            self.x_rowwise, self.w_rowwise = rowwise(self.x_PK), rowwise(self.w_ENK)
 
 
 def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
@@ -152,7 +99,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
     total, sizes = sum(counts), padded(counts)
     tokens_E, rows_E = (torch.tensor(ends(c), dtype=torch.int32, device=device()) for c in (counts, sizes))
     spans = list(zip(range(E), starts(counts), ends(counts), strict=True))
-    tokens, rows = (counts, starts(counts)), (counts, starts(sizes))
+    tokens, rows = starts(counts), starts(sizes)
     x, g, w = shape.x_PK[:total], shape.g_PN[:total], shape.w_ENK[:E]
     w_t = w.transpose(1, 2)
     mx_w, mx_w_t = shape.mx_ENK[:E], shape.mx_EKN[:E]
@@ -169,34 +116,28 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
         return call
 
     forward = [
-        Contender("torch._grouped_mm", lambda: torch._grouped_mm(x, w_t, offs=tokens_E), x, w, *tokens),
-        Contender("cuBLAS loop", loop(y, lambda e, s, t: torch.mm(x[s:t], w_t[e], out=y[s:t])), x, w, *tokens),
-        Contender("ours, bf16", lambda: ours.grouped_mm(padded_x, w, rows_E, covered=True), padded_x, w, *rows),
-        Contender("ours, MXFP8", lambda: ours.grouped_mm(mx_x, mx_w, rows_E), mx_x, mx_w, *rows)]
+        Contender(TORCH, lambda: torch._grouped_mm(x, w_t, offs=tokens_E), tokens),
+        Contender(LOOP, loop(y, lambda e, s, t: torch.mm(x[s:t], w_t[e], out=y[s:t])), tokens),
+        Contender(OURS_BF16, lambda: ours.grouped_mm(padded_x, w, rows_E, covered=True), rows),
+        Contender(MXFP8, lambda: ours.grouped_mm(mx_x, mx_w, rows_E), rows)]
     if shape.has_rowwise:
-        x8 = Rowwise(shape.x_rowwise.data[:total], shape.x_rowwise.scale[:total])
-        w8 = Rowwise(shape.w_rowwise.data[:E], shape.w_rowwise.scale[:E])
-        forward.insert(2, Contender(
-            "torch rowwise fp8",
-            lambda: torch._scaled_grouped_mm(x8.data, w8.data.transpose(1, 2), x8.scale, w8.scale, offs=tokens_E,
-                                             out_dtype=BF16, use_fast_accum=True), x8, w8, *tokens))
+        (x_data, x_scale), (w_data, w_scale) = shape.x_rowwise, shape.w_rowwise
+        forward.append(Contender(ROWWISE, lambda: torch._scaled_grouped_mm(
+            x_data[:total], w_data[:E].transpose(1, 2), x_scale[:total], w_scale[:E], offs=tokens_E, out_dtype=BF16,
+            use_fast_accum=True), tokens))
     return {
         "forward": forward,
         "dgrad": [
-            Contender("torch._grouped_mm", lambda: torch._grouped_mm(g, w, offs=tokens_E), g, w_t, *tokens),
-            Contender("cuBLAS loop", loop(dx, lambda e, s, t: torch.mm(g[s:t], w[e], out=dx[s:t])), g, w_t, *tokens),
-            Contender("ours, bf16", lambda: ours.grouped_mm(padded_g, w_t, rows_E, covered=True), padded_g, w_t,
-                      *rows),
-            Contender("ours, MXFP8", lambda: ours.grouped_mm(mx_g, mx_w_t, rows_E), mx_g, mx_w_t, *rows)],
+            Contender(TORCH, lambda: torch._grouped_mm(g, w, offs=tokens_E), tokens),
+            Contender(LOOP, loop(dx, lambda e, s, t: torch.mm(g[s:t], w[e], out=dx[s:t])), tokens),
+            Contender(OURS_BF16, lambda: ours.grouped_mm(padded_g, w_t, rows_E, covered=True), rows),
+            Contender(MXFP8, lambda: ours.grouped_mm(mx_g, mx_w_t, rows_E), rows)],
         "wgrad": [
-            Contender("torch._grouped_mm", lambda: torch._grouped_mm(g.t(), x, offs=tokens_E), g, x, *tokens),
-            Contender("cuBLAS loop", loop(dw, lambda e, s, t: torch.mm(g[s:t].t(), x[s:t], out=dw[e])), g, x, *tokens),
-            Contender("ours, bf16", lambda: ours.grouped_mm_wgrad(padded_g, padded_x, rows_E), padded_g, padded_x,
-                      *rows),
-            Contender("ours, bf16 from MXFP8",
-                      lambda: ours.grouped_mm_wgrad_rows(mx_g, mx_x, rows_E, BF16), mx_g, mx_x, *rows),
-            Contender("ours, MXFP8",
-                      lambda: ours.grouped_mm_wgrad_rows(mx_g, mx_x, rows_E, BF16, MODE), mx_g, mx_x, *rows)],
+            Contender(TORCH, lambda: torch._grouped_mm(g.t(), x, offs=tokens_E), tokens),
+            Contender(LOOP, loop(dw, lambda e, s, t: torch.mm(g[s:t].t(), x[s:t], out=dw[e])), tokens),
+            Contender(OURS_BF16, lambda: ours.grouped_mm_wgrad(padded_g, padded_x, rows_E), rows),
+            Contender(FROM_MXFP8, lambda: ours.grouped_mm_wgrad_rows(mx_g, mx_x, rows_E, BF16), rows),
+            Contender(MXFP8, lambda: ours.grouped_mm_wgrad_rows(mx_g, mx_x, rows_E, BF16, MODE), rows)],
     }
 
 
@@ -215,63 +156,108 @@ def bytes_needed(case: Case) -> float:
     return 6 * case.rows() * (case.dim + case.hidden) + 12 * case.experts * case.dim * case.hidden
 
 
-def check(operation: str, way: Contender) -> dict:
-    """Runs it once, on poisoned memory."""
+def check(operation: str, case: Case, torchs: Contender, way: Contender) -> dict:
+    """Runs it once, on poisoned memory, and compares with torch's way."""
+    expected = compared(operation, case, torchs, torchs.call())
     with poisoned():
         out = way.call()
-    error = (error_of_wgrad if operation == "wgrad" else error_of_rows)(way, out)
-    most = MOST_ERROR_FAST if isinstance(way.a, Rowwise) else MOST_ERROR
-    right = error < most and not (way.name.startswith("ours") and stray(operation, way, out))
-    return {"correct": right, "error": error if error == error else None}
+    db = sqnr_db(expected, compared(operation, case, way, out))
+    least = LEAST_SQNR_DB if way.name in BF16_GEMMS else LEAST_SQNR_FP8_DB
+    right = db >= least and not (way.name.startswith("ours") and stray(operation, case, way, out))  # NaN is not
+    return {"correct": right, "sqnr_db": round(min(db, 99.0), 1) if db == db else None}
 
 
 def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
     """The rows of one case."""
     rows = []
     for operation, ways in contenders(shape, case).items():
-        described = {"operation": operation, **case.as_dict(), **least_work(operation, case)}
-        rows += timing.rows(described, {way.name: (way.call, partial(check, operation, way)) for way in ways},
-                            budget_s)
+        timed = {way.name: timing.Contender({operation: way.call}, partial(check, operation, case, ways[0], way))
+                 for way in ways}
+        rows += timing.rows({**case.as_dict(), **least_work(operation, case)}, timed, budget_s)
     return rows
 
 
-def run(cases: list[Case], budget_s: float) -> Iterator[dict]:
-    """The rows of all cases; a shape's buffers are freed before the next one's are made."""
-    with tqdm(total=len(cases), unit="case") as progress:
-        for _, group in groupby(cases, key=lambda case: (case.dim, case.hidden)):
-            same = list(group)
-            shape = Shape(same)
-            for case in same:
-                progress.set_postfix_str(str(case))
-                yield from measure(shape, case, budget_s)
-                progress.update()
-            del shape
-            get_accelerator().empty_cache()
+def measured_rows(cases: list[Case], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
+    for shape, case in shapes.with_buffers(cases, Shape, seconds):
+        yield measure(shape, case, budget_s)
+        del shape
 
 
-def warm_up(dims: tuple[int, int], experts: int) -> None:
-    """Calls every kernel once; compiled ones differ with the shape, and between few and many experts."""
-    case = Case(*dims, experts, TILE, "even")
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+
+FASTEST, FLOOR = "fastest bf16", "floor"
+CONTENDERS = (TORCH, LOOP, ROWWISE, OURS_BF16, FROM_MXFP8, MXFP8, FLOOR)
+
+
+def prepare(result: dict) -> list[dict]:
+    """Every row with TFLOP/s; and for each GEMM the fastest in bf16, and the floor: its FLOPs at the rate of cuBLAS'
+    FP8 product, or its bytes at that of a device copy. No version is faster."""
+    ms_of = {row["case"]["operation"]: row for row in result["rows"] if "median_ms" in row}
+    copy, product = ms_of["device copy"], ms_of["fp8 product"]
+    rows = []
+    for group in results_file.groups(result, *OPERATIONS):
+        case, found = group.case, dict(group.rows)
+        bf16 = [found[name] for name in BF16_GEMMS if name in found]
+        if bf16:
+            found[FASTEST] = {**min(bf16, key=lambda row: row["median_ms"]), "contender": FASTEST}
+        floor_ms = max(case["least_bytes"] * copy["median_ms"] / copy["case"]["bytes"],
+                       case["flops"] * product["median_ms"] / product["case"]["flops"])
+        found[FLOOR] = {"case": case, "contender": FLOOR, "median_ms": floor_ms, "correct": True}
+        rows += [{**row, "tflops": case["flops"] / row["median_ms"] / 1e9} for row in found.values()]
+    return rows + [row for row in result["rows"] if not row["correct"]]
+
+
+def is_large(*operations: str) -> Callable[[dict], bool]:
+    return lambda case: (case["operation"] in operations and case["tokens_per_expert"] == 16384
+                         and shapes.is_seed(case))
+
+
+MEASURES = [
+    Measure("forward and dgrad of large layers: MXFP8 over torch._grouped_mm", (MXFP8, ), TORCH,
+            when=is_large("forward", "dgrad"), main=True),
+    Measure("forward and dgrad of large layers: MXFP8 over the fastest bf16", (MXFP8, ), FASTEST,
+            when=is_large("forward", "dgrad")),
+    Measure("wgrad of large layers: bf16 from MXFP8 over torch._grouped_mm", (FROM_MXFP8, ), TORCH,
+            when=is_large("wgrad")),
+    Measure("wgrad of large layers: MXFP8 over bf16 from MXFP8", (MXFP8, ), FROM_MXFP8, when=is_large("wgrad")),
+    Measure("all GEMMs: MXFP8 over the fastest bf16", (MXFP8, ), FASTEST)]
+
+
+def plot(result: dict, pyplot) -> None:
+    panels = show.points_over(result, "tokens_per_expert", ("operation", "dim", "hidden"), CONTENDERS, figure="tflops",
+                              when=shapes.plotted)
+    show.lines(pyplot, panels, "tokens per expert", "TFLOP/s", xscale="log")
+
+
+SHOWN = show.Shown("grouped_gemm", MEASURES, [("TFLOP/s", "tflops", "{:.0f}")], plot, contenders=CONTENDERS,
+                   ratios=((TORCH, MXFP8), (FASTEST, MXFP8)), prepare=prepare)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def warm_up(case: Case) -> None:
+    """Calls every kernel once."""
     for ways in contenders(Shape([case]), case).values():
         for way in ways:
             way.call()
 
 
 def main() -> None:
-    parser = options.parser(__doc__)
-    options.add_shapes(parser)
-    args = results_file.parse(parser)
-    if args.show:
-        show.show(args.show)
-        return
+    parser = run.timed_parser(__doc__, budget=0.1, jobs=True)
+    shapes.add_arguments(parser)
+    args = run.parse(parser)
     torch.manual_seed(0)
-    cases = options.chosen(args, bytes_needed)
+    cases = shapes.chosen(args, bytes_needed)
     if args.warm_up is not None:
-        for dims, experts in options.part(product({(case.dim, case.hidden): None for case in cases}, (4, 32)), args):
-            warm_up(dims, experts)
+        for case in run.part(shapes.warm_up(cases), args):
+            warm_up(case)
         return
-    options.compile_beforehand(args)
-    options.finish("grouped_gemm", chain(options.rate_rows(args), run(cases, args.budget)), args)
+    if not args.show:
+        run.compile_beforehand(args)
+    run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
+                                        measured_rows(cases, args.budget, args.seconds)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result files: one JSON a run under examples/benchmarks/results/, from which every table and plot is derived."""
+"""Result files: one JSON a run under examples/benchmarks/results/, from which every table and plot is made."""
 
-import argparse
 import datetime
 import json
 import os
@@ -9,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,29 +16,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from .timing import on_gpu
+from .world import on_gpu
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-
-
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
-          unwritten: tuple[str, ...] = ("show", )) -> argparse.Namespace:
-    """A benchmark's arguments; without a GPU, --out is required. A name that no result file can have is refused before
-    anything is measured.
-
-    Args:
-        unwritten: the options with which no result file is written.
-    """
-    args = parser.parse_args(arguments)
-    if not on_gpu() and not args.out and all(getattr(args, name) is None for name in unwritten):
-        parser.error("name the result file with --out: there is no GPU here, and the files under "
-                     "examples/benchmarks/results are a GPU's")
-    if args.out and (args.out.suffix == ".png" or args.out.is_dir()):
-        parser.error(f"--out {args.out}: expected the name of a JSON file; its plot goes beside it")
-    above = next((one for one in args.out.absolute().parents if one.exists()), None) if args.out else None
-    if above and not above.is_dir():
-        parser.error(f"--out {args.out}: {above} is no folder")
-    return args
+HEAD = ("benchmark", "machine", "versions", "commit", "command", "date", "rows")
 
 
 def _version(package: str) -> str | None:
@@ -49,14 +30,20 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" where tracked files differ from it; None outside of git."""
+    """The checkout's commit, with "+" where tracked files differ from it. None outside of git."""
     root = Path(__file__).parent
     try:
-        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=root, text=True).strip()
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=root, text=True, stderr=subprocess.DEVNULL)
         changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=root, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed.strip() else "")
+    return head.strip() + ("+" if changed.strip() else "")
+
+
+def machine() -> str:
+    if on_gpu():
+        return f"{get_accelerator().device_count()} x {torch.cuda.get_device_name()}"
+    return platform.machine()
 
 
 def _launcher() -> list[str]:
@@ -64,22 +51,22 @@ def _launcher() -> list[str]:
     return ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
 
 
-def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None = None) -> None:
+def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = None) -> None:
     """Writes one run's rows with the machine, versions, commit, command and date.
 
     Args:
         rows: {"case": {...}, "contender": str, figures with their unit in the name, "correct": bool}.
         of_commit: the commit measured, for machines that have the files without the repository.
     """
+    # Without the folders of the machine that ran it.
+    command = [Path(word).name if Path(word).is_absolute() else word for word in (*_launcher(), *sys.argv)]
     result = {
         "benchmark": benchmark,
-        "machine": (f"{get_accelerator().device_count()} x {torch.cuda.get_device_name()}" if on_gpu()
-                    else platform.machine()),
+        "machine": machine(),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
         | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
         "commit": of_commit or commit(),
-        # Without the folders of the machine that ran it.
-        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in (*_launcher(), *sys.argv)),
+        "command": shlex.join(command),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,3 +77,40 @@ def write(benchmark: str, rows: list[dict], path: Path, *, of_commit: str | None
     unfinished.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
     unfinished.replace(path)
 
+
+def read(path: Path, benchmark: str | None = None) -> dict:
+    """A result file, of this benchmark if one is named. Exits with one line if it is none."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} is no result file: {error}")
+    if not isinstance(result, dict) or not result.keys() >= set(HEAD):
+        sys.exit(f'{path} is no result file: expected what a benchmark writes, with "benchmark" and "rows"')
+    if benchmark not in (None, result["benchmark"]):
+        sys.exit(f"{path} has results of {result['benchmark']}, expected {benchmark}")
+    return result
+
+
+class Group:
+    """The rows of one case by contender, without those that failed or are wrong."""
+
+    def __init__(self, case: dict, rows: Iterable[dict]):
+        self.case = case
+        self.rows = {row["contender"]: row for row in rows if row["correct"]}
+
+    def figure(self, contender: str, name: str = "median_ms") -> float | None:
+        return self.rows.get(contender, {}).get(name)
+
+    def ratio(self, over: str, contender: str, name: str = "median_ms") -> float | None:
+        """How many times as large the figure of `over` is. Of times: the speed-up of `contender` over it."""
+        above, below = self.figure(over, name), self.figure(contender, name)
+        return above / below if above is not None and below else None
+
+
+def groups(result: dict, *operations: str) -> list[Group]:
+    """The cases of a result file, in its order. `operations`: only those with one of these."""
+    found: dict = {}
+    for row in result["rows"]:
+        if not operations or row["case"].get("operation") in operations:
+            found.setdefault(json.dumps(row["case"], sort_keys=True), []).append(row)
+    return [Group(rows[0]["case"], rows) for rows in found.values()]

@@ -1,269 +1,336 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of the benchmarks, out of their result files; show_ranks.py has those of several GPUs,
-show_convergence.py those of whole trainings.
+"""Tables and plots of result files. Each benchmark describes its own in a `Shown`.
 
-    python examples/benchmarks/show.py FILE...     # prints each file's tables and draws its plot beside it
+What a run measured in short is a list of `Measure`s: each has one value for a case and a contender, of which the worst
+one is stated. bars.yaml says which of them must reach a bar, and which should reach an aim.
 """
 
-import argparse
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import yaml
 from tabulate import tabulate
 
-from . import shapes, show_convergence, show_ranks, show_train
-from .tables import Group, bar, bars, groups, legends, read, speedup
+from . import results_file
+from .results_file import Group, groups
 
-WGRAD_FROM_MXFP8 = "ours, bf16 from MXFP8"
-GEMMS = ("torch._grouped_mm", "cuBLAS loop", "torch rowwise fp8", "ours, bf16", WGRAD_FROM_MXFP8, "ours, MXFP8")
-BF16_GEMMS = ("torch._grouped_mm", "cuBLAS loop", "ours, bf16")
-PLAIN, HP, KEPT_IN_BF16 = "plain torch", "mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_hp, pre-activation bf16"
-COLORS = {"torch._grouped_mm": "tab:gray", "cuBLAS loop": "black", "torch rowwise fp8": "tab:olive",
-          "ours, bf16": "tab:blue", WGRAD_FROM_MXFP8: "tab:orange", "ours, MXFP8": "tab:red", "floor": "tab:green",
-          PLAIN: "tab:gray", "bf16": "tab:blue", HP: "tab:orange", KEPT_IN_BF16: "tab:purple", "mxfp8": "tab:red"}
+BARS = Path(__file__).with_name("bars.yaml")
+LARGER, SMALLER = "larger", "smaller"  # what is better
+GIB, MIB = (lambda value: f"{value / 2**30:.2f}"), (lambda value: f"{value / 2**20:.0f}")
+DERIVED = ("flops", "least_bytes", "bytes", "predicted_bytes")  # of a case: they follow from its other keys
+MS = ("ms", "median_ms", "{:.3f}")
 
 
-def rates(result: dict) -> tuple[float, float]:
-    """Bytes and FP8 FLOPs a ms that the run measured."""
-    copy, = groups(result, "device copy")
-    product, = groups(result, "fp8 product")
-    return (copy.case["bytes"] / copy.figure("copy_"),
-            product.case["flops"] / product.figure("torch._scaled_mm"))
+class Value(NamedTuple):
+    value: float
+    contender: str
+    case: dict
 
 
-def floor_ms(case: dict, bytes_per_ms: float, flops_per_ms: float) -> float:
-    """No version is faster: FLOPs at the best FP8 rate, or bytes at a copy's bandwidth."""
-    return max(case["flops"] / flops_per_ms, case["least_bytes"] / bytes_per_ms)
+class Measure(NamedTuple):
+    """One number for each case and contender.
+
+    Attributes:
+        what: its name, also in bars.yaml.
+        contenders: whose figure it is.
+        over: another contender. The value is then a speed-up over it (its figure over the contender's) or, where
+            smaller is better, a share of it (the contender's figure over its own).
+        figure: the figure's name in the rows.
+        when: takes a case; whether the measure is of it.
+        form: how a value is printed.
+        main: the README shows it.
+    """
+
+    what: str
+    contenders: tuple[str, ...]
+    over: str | None = None
+    figure: str = "median_ms"
+    when: Callable[[dict], bool] = lambda case: True
+    better: str = LARGER
+    form: str = "{:.2f}x"
+    main: bool = False
+
+    def values(self, result: dict) -> list[Value]:
+        """From the worst to the best."""
+        found = [Value(value, name, group.case) for group in groups(result) if self.when(group.case)
+                 for name in self.contenders if (value := self._of(group, name)) is not None]
+        return sorted(found, key=lambda one: one.value, reverse=self.better == SMALLER)
+
+    def _of(self, group: Group, name: str) -> float | None:
+        if self.over is None:
+            return group.figure(name, self.figure)
+        if self.better == SMALLER:
+            return group.ratio(name, self.over, self.figure)
+        return group.ratio(self.over, name, self.figure)
 
 
-def _shape(case: dict) -> list:
-    return [f"{case['dim']}x{case['hidden']}", case["experts"], case["tokens_per_expert"], case["split"]]
+    def place(self, one: Value, keys: list[str]) -> str:
+        """In words, where a value was measured; `keys`: of its case."""
+        name = [one.contender] if len(self.contenders) > 1 else []
+        return ", ".join(filter(None, [*name, described(one.case, keys)]))
 
 
-SHAPE_HEADERS = ["dim x hidden", "experts", "tokens\neach", "split"]
+class Shown(NamedTuple):
+    """How the result files of one benchmark are shown.
+
+    Attributes:
+        benchmark: its name.
+        measures: what is measured, in short.
+        figures: (title, name in the rows, format or function) of what the table shows of each contender.
+        plot: takes a result and matplotlib's pyplot.
+        wide: the table has a line for each case, and columns for each contender. Else a line for each of both.
+        contenders: those that the table shows. Empty: all.
+        ratios: (over, contender) of speed-ups that a wide table shows too, or that a long one shows over each `over`.
+        prepare: makes the rows to show from those in the file, for example means over seeds.
+        note: a line above the table.
+    """
+
+    benchmark: str
+    measures: list[Measure]
+    figures: list[tuple[str, str, Any]]
+    plot: Callable[[dict, Any], None]
+    wide: bool = True
+    contenders: tuple[str, ...] = ()
+    ratios: tuple[tuple[str, str], ...] = ()
+    prepare: Callable[[dict], list[dict]] = lambda result: result["rows"]
+    note: str = ""
+
+    def prepared(self, result: dict) -> dict:
+        return {**result, "rows": self.prepare(result)}
 
 
-def _bar(what: str, found: Iterable[tuple[float | None, dict]], least: float, aim: float, most: bool = False) -> list:
-    """tables.bar with cases in place of their descriptions."""
-    return bar(what, ((value, ", ".join(map(str, _shape(case) if "dim" in case else (case["kernel"], case["shape"]))))
-                      for value, case in found), least, aim, most)
+# ---- tables -------------------------------------------------------------------------------------------------------
 
 
-# ---- grouped_gemm -------------------------------------------------------------------------------------------------
+def markdown(lines: list[list], headers: list[str]) -> str:
+    """A table of texts and None, without columns that are empty. Texts that begin with a digit or sign stand right."""
+    kept = [i for i in range(len(headers)) if any(line[i] not in (None, "") for line in lines)]
+    if not kept:
+        return ""
+    cells = [["" if line[i] is None else line[i] for i in kept] for line in lines]
+    numeric = [all(not text or text[0] in "+-0123456789" for text in column) for column in zip(*cells, strict=True)]
+    return tabulate(cells, [headers[i] for i in kept], tablefmt="pipe", disable_numparse=True,
+                    colalign=["right" if is_number else "left" for is_number in numeric])
 
 
-def gemm_tables(result: dict) -> list[str]:
-    per_ms = rates(result)
-    lines = []
-    found = groups(result, "forward", "dgrad", "wgrad")
-    for group in found:
-        rows = [group.tflops(c) for c in GEMMS]
-        floor = floor_ms(group.case, *per_ms)
-        ours = group.figure("ours, MXFP8")
-        lines.append([group.case["operation"], *_shape(group.case), *rows, group.case["flops"] / floor / 1e9,
-                      ours, speedup(group.ratio("torch._grouped_mm", "ours, MXFP8")),
-                      speedup(group.ratio(group.fastest(BF16_GEMMS), "ours, MXFP8")),
-                      f"{floor / ours:.0%}" if ours else ""])
-    table = tabulate(lines, ["TFLOP/s of", *SHAPE_HEADERS, "torch", "cuBLAS\nloop", "rowwise\nfp8", "our\nbf16",
-                             "bf16 from\nMXFP8", "MXFP8", "floor", "MXFP8\nms", "over\ntorch", "over best\nbf16",
-                             "of\nfloor"], floatfmt=("", "", "d", "d", "") + (".0f", ) * 7 + (".3f", "", "", ""))
-
-    def seeds(*operations):
-        return [g for g in found if g.case["operation"] in operations and g.case["tokens_per_expert"] == 16384
-                and (g.case["dim"], g.case["hidden"]) in shapes.SEED_SHAPES]
-
-    def worst(what, operations, over, contender, least, aim):
-        return _bar(what, ((g.ratio(over(g), contender), g.case) for g in seeds(*operations)), least, aim)
-
-    products, name = ("forward", "dgrad"), "16384 tokens each, seed shapes: "
-    return [table, bars([
-        worst(name + "forward, dgrad over torch", products, lambda g: "torch._grouped_mm", "ours, MXFP8", 1.55, 1.75),
-        worst(name + "the same over the fastest bf16", products, lambda g: g.fastest(BF16_GEMMS), "ours, MXFP8", 1.3,
-              1.5),
-        worst(name + "wgrad, bf16 from MXFP8, over torch", ("wgrad", ), lambda g: "torch._grouped_mm",
-              WGRAD_FROM_MXFP8, 0.87, 0.95),
-        worst(name + "wgrad, MXFP8, over the row above", ("wgrad", ), lambda g: WGRAD_FROM_MXFP8, "ours, MXFP8", 1.25,
-              1.5)])]
+def _text(value: Any, form: str | Callable[[Any], str] = "{}") -> str | None:
+    if value is None:
+        return None
+    return form(value) if callable(form) else form.format(value)
 
 
-def _one_split(found: list) -> list:
-    """Even splits; those that there are, if there are none."""
-    return [g for g in found if g.case["split"] == "even"] or found
+def varying(result: dict) -> list[str]:
+    """The keys of cases that tell them apart."""
+    cases = [group.case for group in groups(result)]
+    keys = dict.fromkeys(key for case in cases for key in case if key not in DERIVED)
+    return [key for key in keys if len({str(case.get(key)) for case in cases}) > 1]
 
 
-def gemm_plot(result: dict, pyplot) -> None:
-    per_ms = rates(result)
-    operations = ("forward", "dgrad", "wgrad")
-    found = _one_split(groups(result, *operations))
-    dims = list(dict.fromkeys((g.case["dim"], g.case["hidden"]) for g in found))
-    _, axes = pyplot.subplots(3, len(dims), figsize=(3.6 * len(dims), 9), squeeze=False, sharex=True, sharey="row")
-    for row, operation in zip(axes, operations, strict=True):
-        for axis, (dim, hidden) in zip(row, dims, strict=True):
-            here = _most_alike([g for g in found if g.case["operation"] == operation
-                                and (g.case["dim"], g.case["hidden"]) == (dim, hidden)])
-            for name in GEMMS:
-                _line(axis, here, lambda g, name=name: g.tflops(name), name)
-            _line(axis, here, lambda g: g.case["flops"] / floor_ms(g.case, *per_ms) / 1e9, "floor", linestyle=":")
-            axis.set(title=f"{operation}, {dim}x{hidden}, {here[0].case['experts']} experts" if here else operation,
-                     xscale="log")
-    for axis in axes[:, 0]:
-        axis.set(ylabel="TFLOP/s")
-    for axis in axes[-1]:
-        axis.set(xlabel="tokens per expert")
-    legends(axes[:, 0])
+def described(case: dict, keys: Iterable[str]) -> str:
+    """Like "forward, dim 7168, experts 8"."""
+    named = [(key, case[key]) for key in keys if case.get(key) is not None]
+    return ", ".join(value if isinstance(value, str) else f"{key.replace('_', ' ')} {value}" for key, value in named)
 
 
-def _most_alike(found: list[Group]) -> list[Group]:
-    """Those with one number of experts, 8 if there are any: a line over tokens."""
-    experts = {g.case["experts"] for g in found}
-    one = 8 if 8 in experts else max(experts, default=0)
-    return sorted((g for g in found if g.case["experts"] == one), key=lambda g: g.case["tokens_per_expert"])
+def measures_table(shown: Shown, result: dict) -> str:
+    """The worst, the middle and the best value of each measure, and where the worst one was measured."""
+    keys, lines = varying(result), []
+    for measure in shown.measures:
+        values = measure.values(result)
+        if values:
+            numbers = (values[0].value, statistics.median(one.value for one in values), values[-1].value)
+            lines.append([measure.what, *(measure.form.format(number) for number in numbers),
+                          measure.place(values[0], keys)])
+    return markdown(lines, ["measured", "worst", "median", "best", "worst case"])
 
 
-def _line(axis, found: list[Group], figure: Callable, name: str, **style) -> None:
-    points = [(g.case["tokens_per_expert"], figure(g)) for g in found if figure(g) is not None]
-    if points:
-        axis.plot(*zip(*points, strict=True), label=name, color=COLORS[name], marker=".", **style)
+def failures_table(result: dict) -> str:
+    keys = varying(result)
+    return markdown([[row["contender"], described(row["case"], keys),
+                      row.get("failure") or row.get("error") or str(row.get("sqnr_db", ""))]
+                     for row in result["rows"] if not row["correct"]], ["failed or wrong", "case", "why"])
 
 
-# ---- quantize -----------------------------------------------------------------------------------------------------
+def main_table(shown: Shown, result: dict) -> str:
+    keys = varying(result)
+    found = groups(result)
+    names = shown.contenders or tuple(dict.fromkeys(name for group in found for name in group.rows))
+    columns = [[_text(group.case.get(key)) for key in keys] for group in found]
+    headers = [key.replace("_", " ") for key in keys]
+    if shown.wide:
+        lines = [[*case, *(_text(group.figure(name, figure), form) for _, figure, form in shown.figures
+                           for name in names),
+                  *(_text(group.ratio(over, name), "{:.2f}x") for over, name in shown.ratios)]
+                 for group, case in zip(found, columns, strict=True)]
+        headers += [f"{name}: {title}" for title, _, _ in shown.figures for name in names]
+        headers += [f"{name} over {over}" for over, name in shown.ratios]
+    else:
+        overs = list(dict.fromkeys(over for over, _ in shown.ratios))
+        lines = [[*case, name, *(_text(group.figure(name, figure), form) for _, figure, form in shown.figures),
+                  *(_text(group.ratio(over, name), "{:.2f}x") for over in overs)]
+                 for group, case in zip(found, columns, strict=True) for name in names if name in group.rows]
+        headers += ["contender", *(title for title, _, _ in shown.figures), *(f"over {over}" for over in overs)]
+    return markdown(lines, headers)
 
 
-def _cast_shares(result: dict) -> list[tuple[float | None, dict]]:
-    bytes_per_ms, _ = rates(result)
-    return [(g.case["bytes"] / g.figure("ours") / bytes_per_ms if g.figure("ours") else None, g.case)
-            for g in groups(result) if "kernel" in g.case]
+def texts(shown: Shown, result: dict) -> list[str]:
+    """The tables of a prepared result in Markdown."""
+    case = groups(result)[0].case
+    keys = varying(result)
+    same = described(case, [key for key in case if key not in keys and key not in DERIVED])
+    return list(filter(None, [measures_table(shown, result), failures_table(result),
+                              same and f"All cases: {same}.", shown.note, main_table(shown, result)]))
 
 
-def cast_tables(result: dict) -> list[str]:
-    bytes_per_ms, _ = rates(result)
-    lines = [[g.case["kernel"], g.case["shape"], g.case["dtype"], g.case["block_size"], g.case["bytes"] / 2**20,
-              g.figure("ours"), g.case["bytes"] / g.figure("ours") / 1e9, share]
-             for g, (share, _) in zip((g for g in groups(result) if "kernel" in g.case), _cast_shares(result),
-                                      strict=True) if share is not None]
-    return [tabulate(lines, ["kernel", "shape", "dtype", "block", "MiB moved", "ms", "TB/s", "of copy"],
-                     floatfmt=("", "", "", "d", ".0f", ".3f", ".2f", ".1%"))
-            + f"\ndevice copy: {bytes_per_ms / 1e9:.2f} TB/s",
-            bars([_bar(f"{what}, of the copy's bandwidth",
-                        [found for found in _cast_shares(result) if ("SwiGLU" in found[1]["kernel"]) == fused], 0.85,
-                        0.95) for what, fused in (("casts", False), ("SwiGLU with its casts", True))])]
+# ---- bars ---------------------------------------------------------------------------------------------------------
 
 
-def cast_plot(result: dict, pyplot) -> None:
-    shares = [(share, case) for share, case in _cast_shares(result) if share is not None]
-    names = [f"{case['kernel']}, {case['shape']}, {case['dtype']}, {case['block_size']}" for _, case in shares]
-    _, axis = pyplot.subplots(figsize=(9, 1 + 0.22 * len(names)))
-    axis.barh(names[::-1], [share for share, _ in shares][::-1], color="tab:red")
-    for share in (0.85, 0.95):
-        axis.axvline(share, color="black", linewidth=0.7, linestyle=":")
-    axis.set(xlabel="bytes that must move / time, of the device copy's bandwidth")
-    axis.tick_params(labelsize=7)
+def missed(shown: Shown, result: dict) -> tuple[list[str], list[str]]:
+    """One line for each bar, and one for each aim, that this prepared result does not reach."""
+    goals = yaml.safe_load(BARS.read_text()).get(shown.benchmark, {})
+    measures = {measure.what: measure for measure in shown.measures}
+    unknown = goals.keys() - measures.keys()
+    if unknown:
+        sys.exit(f"{BARS} has bars of {shown.benchmark} that it does not measure: {', '.join(sorted(unknown))}")
+    bars, aims = [], []
+    for what, goals_of_it in goals.items():
+        values = measures[what].values(result)
+        for goal in goals_of_it:
+            of_it = [one for one in values if goal.get("where", {}).items() <= one.case.items()]
+            for kind, found in (("bar", bars), ("aim", aims)):
+                if of_it and kind in goal and _misses(of_it[0].value, goal[kind], measures[what].better):
+                    place = measures[what].place(of_it[0], varying(result))
+                    found.append(f"{shown.benchmark}: {what} is {of_it[0].value:.4g} ({place or 'its only case'}); "
+                                 f"the {kind} is {goal[kind]:g}")
+                    break
+    return bars, aims
 
 
-# ---- expert_ffn ---------------------------------------------------------------------------------------------------
+def _misses(value: float, goal: float, better: str) -> bool:
+    return value > goal if better == SMALLER else value < goal
 
 
-def ffn_tables(result: dict) -> list[str]:
-    found = groups(result, "forward and backward")
-    lines = [[*_shape(g.case), *(g.figure(c) for c in (PLAIN, "bf16", HP, "mxfp8")),
-              *(speedup(g.ratio(over, c)) for over, c in ((PLAIN, "bf16"), ("bf16", HP), ("bf16", "mxfp8"))),
-              *(speedup(g.ratio(c, "bf16", "held_bytes")) for c in (HP, KEPT_IN_BF16)),
-              *(speedup(g.ratio(c, "bf16", "peak_bytes")) for c in (HP, "mxfp8")), g.figure(HP, "host_ms")]
-             for g in found]
-    table = tabulate(lines, [*SHAPE_HEADERS, "plain\nms", "bf16\nms", "hp\nms", "mxfp8\nms", "bf16\nover plain",
-                             "hp\nover bf16", "mxfp8\nover bf16", "held\nhp", "held\npre bf16", "peak\nhp",
-                             "peak\nmxfp8", "host ms\nhp"],
-                     floatfmt=("", "d", "d", "") + (".3f", ) * 4 + ("", ) * 7 + (".2f", ))
-    firsts = [[r["contender"], *_shape(r["case"]), r["first_s"]] for r in result["rows"] if "first_s" in r]
-    first_table = tabulate(firsts, ["first step of a process", *SHAPE_HEADERS, "s"], floatfmt=".2f")
-
-    def dims(case):
-        return case["dim"], case["hidden"]
-
-    def worst(what, contenders, chosen, least, aim):
-        return _bar(what, ((g.ratio("bf16", c), g.case) for g in found if chosen(g.case) for c in contenders), least,
-                    aim)
-
-    def memory(what, contenders, figure, least, aim):
-        return _bar(what, ((g.ratio(c, "bf16", figure), g.case) for g in found for c in contenders
-                           if not g.figure(c, "unquantized")), least, aim, most=True)
-
-    def big(case):
-        return case["tokens_per_expert"] == 16384 and dims(case) in ((8192, 5120), (7168, 2048))
-
-    both = (HP, "mxfp8")
-    return [table, *([first_table] if firsts else []), bars([
-        worst("8192x5120, 7168x2048, 16384 tokens each: default recipe over bf16", (HP, ), big, 1.2, 1.35),
-        worst("the same: all MXFP8", ("mxfp8", ), big, 1.35, 1.6),
-        worst("other shapes from 2048 tokens each: both", both, lambda case: case["tokens_per_expert"] >= 2048
-              and dims(case) not in ((8192, 5120), (7168, 2048)), 1.1, 1.25),
-        worst("every shape and count, with the selection on: both", both,
-              lambda case: case.get("min_tokens_per_expert") is None, 0.98, 0.98),
-        _bar("our bf16 over plain torch", ((g.ratio(PLAIN, "bf16"), g.case) for g in found), 1.0, 1.0),
-        memory("held, over bf16: pre-activation in MXFP8", both, "held_bytes", 0.55, 0.5),
-        memory("held, over bf16: pre-activation in bf16", (KEPT_IN_BF16, ), "held_bytes", 0.8, 0.75),
-        memory("peak, over bf16", both, "peak_bytes", 1.0, 0.8),
-        _bar("first step of a process, s", ((r["first_s"], r["case"]) for r in result["rows"] if "first_s" in r), 5, 2,
-             most=True)])]
+# ---- plots --------------------------------------------------------------------------------------------------------
 
 
-def ffn_plot(result: dict, pyplot) -> None:
-    found = _one_split(groups(result, "forward and backward"))
-    dims = list(dict.fromkeys((g.case["dim"], g.case["hidden"]) for g in found))
-    _, axes = pyplot.subplots(2, len(dims), figsize=(3.6 * len(dims), 6.5), squeeze=False, sharex=True, sharey="row")
-    for column, (dim, hidden) in zip(axes.T, dims, strict=True):
-        here = _most_alike([g for g in found if (g.case["dim"], g.case["hidden"]) == (dim, hidden)])
-        for name in (PLAIN, HP, "mxfp8"):
-            _line(column[0], here, lambda g, name=name: g.ratio("bf16", name), name)
-        for name in (PLAIN, HP, KEPT_IN_BF16, "mxfp8"):
-            _line(column[1], here, lambda g, name=name: g.ratio(name, "bf16", "held_bytes"), name)
-        column[0].set(title=f"{dim}x{hidden}, {here[0].case['experts']} experts", xscale="log")
-        column[1].set(xlabel="tokens per expert")
-        for axis in column:
-            axis.axhline(1, color=COLORS["bf16"], linewidth=0.7)
-    axes[0, 0].set(ylabel="speed over our bf16")
-    axes[1, 0].set(ylabel="bytes held, over our bf16")
-    legends(axes[:, 0])
+def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 3, **settings) -> None:
+    """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}. `settings`: of each axis."""
+    colors = _colors(panels.values())
+    for axis, (title, series) in zip(_axes(pyplot, len(panels), columns, 3.4), panels.items(), strict=True):
+        for name, points in series.items():
+            if points:
+                axis.plot(*zip(*sorted(points), strict=True), ".-", color=colors[name], label=name, linewidth=1,
+                          markersize=4)
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+        if series:
+            axis.legend(fontsize=6)
 
 
-SHOWN = {"grouped_gemm": (gemm_tables, gemm_plot), "quantize": (cast_tables, cast_plot),
-         "expert_ffn": (ffn_tables, ffn_plot), **show_ranks.SHOWN, **show_train.SHOWN, **show_convergence.SHOWN}
+def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, columns: int = 2) -> None:
+    """Panels with one bar for each label, made of parts: {title: {label: {part: length}}}."""
+    colors = _colors(bar for panel in panels.values() for bar in panel.values())
+    tallest = max((len(panel) for panel in panels.values()), default=1)
+    axes = _axes(pyplot, len(panels), columns, 1 + 0.28 * tallest)
+    for axis, (title, bars) in zip(axes, panels.items(), strict=True):
+        left = dict.fromkeys(bars, 0.0)
+        for part, color in colors.items():
+            axis.barh(list(bars), [bar.get(part) or 0 for bar in bars.values()], left=list(left.values()),
+                      color=color, label=part)
+            left = {label: at + (bars[label].get(part) or 0) for label, at in left.items()}
+        axis.set(xlabel=xlabel)
+        axis.set_title(title, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.invert_yaxis()
+        axis.legend(fontsize=6)
 
 
-def draw(path: Path, result: dict) -> None:
-    """The plot of a result file, beside it."""
+def points_over(result: dict, x: str, keys: tuple[str, ...], contenders: Iterable[str], series_key: str = "",
+                figure: str = "median_ms", over: str | None = None, when: Callable[[dict], bool] = lambda case: True,
+                title: str = "") -> dict[str, dict[str, list]]:
+    """Panels for `lines`: one for each combination of the `keys`, a figure over the case's `x`.
+
+    Args:
+        series_key: a key of cases that get lines of their own.
+        over: a contender; shows each figure over its figure.
+    """
+    panels: dict = {}
+    for group in groups(result):
+        if when(group.case):
+            panel = panels.setdefault(f"{title}{described(group.case, keys)}", {})
+            for name in contenders:
+                value = group.ratio(name, over, figure) if over else group.figure(name, figure)
+                if value is not None:
+                    series = f"{name}, {group.case[series_key]}" if series_key else name
+                    panel.setdefault(series, []).append((group.case[x], value))
+    return panels
+
+
+def parts_of_cases(result: dict, parts: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:
+    """Panels for `stacked`: one a case, with the ms of each contender's operations `parts`."""
+    keys = [key for key in varying(result) if key != "operation"]
+    panels: dict = {}
+    for group in groups(result, *parts):
+        panel = panels.setdefault(described(group.case, keys), {})
+        for name in group.rows:
+            panel.setdefault(name, {})[group.case["operation"]] = group.figure(name)
+    return panels
+
+
+def _colors(series: Iterable[Iterable[str]]) -> dict[str, str]:
+    names = dict.fromkeys(name for names in series for name in names)
+    return {name: f"C{i}" for i, name in enumerate(names)}
+
+
+def _axes(pyplot, count: int, columns: int, height: float) -> list:
+    columns = max(1, min(columns, count))
+    rows = max(1, -(-count // columns))
+    _, axes = pyplot.subplots(rows, columns, figsize=(6 * columns, height * rows), squeeze=False)
+    for axis in axes.flat[count:]:
+        axis.axis("off")
+    return list(axes.flat[:count])
+
+
+def draw(shown: Shown, path: Path, result: dict) -> None:
+    """Draws the plot of a prepared result beside its file."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    _, plot = SHOWN[result["benchmark"]]
-    plot(result, pyplot)
+    shown.plot(result, pyplot)
     pyplot.tight_layout()
-    pyplot.savefig(path.with_suffix(".png"), dpi=75, bbox_inches="tight")
+    pyplot.savefig(path.with_suffix(".png"), dpi=75)
     pyplot.close()
 
 
-def show(path: Path) -> bool:
-    """Draws the plot of a result file beside it and prints its tables; whether every row of it is correct."""
-    result = read(path)
-    if result["benchmark"] not in SHOWN:
-        sys.exit(f"{path} has results of {result['benchmark']}; shown here: {', '.join(SHOWN)}")
-    tables, _ = SHOWN[result["benchmark"]]
-    draw(path, result)
-    wrong = [row for row in result["rows"] if not row["correct"]]
-    for row in wrong:
-        print("WRONG:", row["contender"], row["case"], row.get("failure") or row.get("error") or row.get("sqnr_db"))
-    print(f"\n{result['machine']}, commit {result['commit']}, {result['date']}; plot: {path.with_suffix('.png')}")
-    print("\n\n".join(tables(result)))
-    return not wrong
+# ---- one result file ----------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    if not all([show(path) for path in parser.parse_args(arguments).files]):
-        sys.exit("some results are wrong")
+def origin(result: dict) -> str:
+    """Machine, date and commit. A "+" behind the commit: tracked files differed from it."""
+    commit = result["commit"] or "unknown"
+    return f"{result['machine']}, {result['date'][:10]}, commit {commit[:10]}{'+' * commit.endswith('+')}"
 
 
-if __name__ == "__main__":
-    main()
+def show(shown: Shown, path: Path, check: bool = False) -> str:
+    """Prints the tables of a result file and draws its plot beside it.
+
+    Args:
+        check: also compares with bars.yaml, and prints a line for each bar or aim that is not reached.
+
+    Returns:
+        What is wrong with the result, in one line; "" if nothing is.
+    """
+    result = results_file.read(path, shown.benchmark)
+    if not result["rows"]:
+        return f"{path} has no rows: there was no time for any case"
+    prepared = shown.prepared(result)
+    draw(shown, path, prepared)
+    print("\n\n".join([f"{path}: {origin(result)}; plot: {path.with_suffix('.png')}", *texts(shown, prepared)]))
+    bars, aims = missed(shown, prepared) if check else ([], [])
+    for line in (*bars, *aims):
+        print(line, file=sys.stderr)
+    if not all(row["correct"] for row in result["rows"]):
+        return "some results were wrong"
+    return f"bars not reached: {len(bars)}" if bars else ""

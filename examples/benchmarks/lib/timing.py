@@ -1,78 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long calls take on the device, cold and side by side, and the two rates that floors are made of."""
+"""How long contenders take on the device, timed side by side, and the rows of a result file that say it.
+
+With several ranks, a time is that of the slowest rank, sample by sample.
+"""
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from . import world
+from .world import device
+
+TOTAL = "total"
 FLUSHED_BYTES = 256 << 20  # several times any L2
 CLOCK_HZ = 2e9  # at most, of the cycles that _sleep counts
 LONGEST_SLEEP_S = 0.02
+SLOW_S = 1.0  # a check that takes longer is announced: it compiles, and is no hang
 
 
-def device() -> torch.device:
-    return torch.device(get_accelerator().current_device_name())
+class Contender(NamedTuple):
+    """One way to do what a case asks for.
+
+    Attributes:
+        stages: calls in their order. The first takes nothing, each other one takes what the one before returned.
+        check: runs them once and returns {"correct": bool, ...}.
+        about: what else its rows say.
+        timed: False: it is checked alone.
+    """
+
+    stages: dict[str, Callable]
+    check: Callable[[], dict]
+    about: dict = {}
+    timed: bool = True
 
 
-def on_gpu() -> bool:
-    return get_accelerator().device_name() == "cuda"
+def run(stages: dict[str, Callable], mark: Callable[[], None] = lambda: None):
+    """Returns what the last stage returns; calls `mark` after each stage."""
+    result = ()
+    for call in stages.values():
+        result = (call(*result), )
+        mark()
+    return result[0]
 
 
-def seconds_of(call: Callable) -> tuple[float, float]:
-    """Wall time of one call on an idle device: until the host is through, and until the device is."""
-    get_accelerator().synchronize()
-    begin = time.perf_counter()
-    call()
-    issued = time.perf_counter()
-    get_accelerator().synchronize()
-    return issued - begin, time.perf_counter() - begin
+def rows(case: dict, contenders: dict[str, Contender], budget_s: float, **how) -> list[dict]:
+    """The rows of one case in a result file: one for each contender and stage, and for the total of several stages.
+
+    Every contender is checked first, then all are timed beside each other. One that raises has rows that say so, and
+    no times. The stage is the case's "operation". `how`: arguments of `times_ms`.
+    """
+    checked = {}
+    for name, contender in contenders.items():
+        begin = time.monotonic()
+        checked[name] = world.everywhere(contender.check)
+        if not checked[name]["correct"] or time.monotonic() - begin > SLOW_S:
+            world.say(f"{name}: {checked[name]}")
+    timed = {name: contender.stages for name, contender in contenders.items()
+             if contender.timed and "failure" not in checked[name]}
+    times = times_ms(timed, budget_s, **how) if timed else {}
+    ranks = {"ranks": world.size()} if dist.is_initialized() else {}
+    found = []
+    for name, contender in contenders.items():
+        for operation in _operations(contender.stages):
+            found.append({"case": {"operation": operation, **ranks, **case}, "contender": name,
+                          **times.get(name, {}).get(operation, {}), **contender.about, **checked[name]})
+    return found
 
 
-def quantiles_ms(contenders: dict[str, Callable], repeats: int = 20, budget_s: float = 0.3,
-                 least: int = 3) -> dict[str, dict]:
-    """Times calls that have each run once already: in turn, so that heat and clocks meet all of them alike, and to and
-    fro, so that none always follows the same other one.
+def _operations(stages: Collection[str]) -> list[str]:
+    return [*stages, TOTAL] if len(stages) > 1 else list(stages)
 
-    Before each timed call L2 is flushed, and the device kept busy until the host has issued it: what is timed is the
-    device's work, and gaps only where the host lags behind even then. `host_ms` is the issuing.
+
+def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeats: int = 30, least: int = 5,
+             cold: bool = True, warm: bool = False) -> dict[str, dict[str, dict]]:
+    """Times contenders that have each run once already. They run in turn, to and fro: heat and clocks meet all alike.
+
+    Before each timed run L2 is flushed, and the device is kept busy until the host is ahead. What is timed is the
+    device's work, with gaps only where the host lags behind even then.
 
     Args:
-        repeats: of each call; fewer, but `least`, where a call's would take longer than `budget_s`.
+        contenders: the stages of each.
+        budget_s: seconds for each contender. If `repeats` runs take longer, there are fewer, but `least`.
+        cold: flushes L2.
+        warm: each timed run follows an untimed one of the same contender. The host then finds its code in its caches,
+            as in a training, where every layer but the first follows another one.
 
     Returns:
-        For each: median_ms, p10_ms, p90_ms of the device, host_ms (median), repeats.
+        For each contender and operation (a stage, or the total of several): median_ms, p10_ms, p90_ms and repeats, of
+        the slowest rank in each sample; and host_ms, the median of issuing the whole run.
     """
-    first = {name: seconds_of(call) for name, call in contenders.items()}
-    mean_s = sum(total for _, total in first.values()) / len(first)
-    count = max(least, min(repeats, int(budget_s / mean_s)))
-    flushed = torch.ones(FLUSHED_BYTES // 4, device=device()) if on_gpu() else None
-    times: dict = {name: [] for name in contenders}
+    first = {name: _first(stages) for name, stages in contenders.items()}
+    issued = world.largest(torch.tensor([s for s, _ in first.values()])).tolist()
+    issued_s = dict(zip(first, issued, strict=True))
+    count = max(least, min(repeats, int(budget_s / _mean_s(first.values()) / (1 + warm))))
+    if world.on_gpu():
+        flushed = torch.ones(FLUSHED_BYTES // 4 if cold else 1, device=device())
+        token = torch.zeros(1, device=device())
+    samples: dict = {name: [] for name in contenders}
     turn = list(contenders.items())
     for _ in range(count):
         running = []
         turn.reverse()
-        for name, call in turn:
-            if flushed is None:
-                issued, total = seconds_of(call)
-                times[name].append((total * 1e3, issued * 1e3))
-                continue
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flushed.sum()  # reads: what stays in L2 need not be written back
-            torch.cuda._sleep(int(CLOCK_HZ * min(1.5 * first[name][0] + 5e-5, LONGEST_SLEEP_S)))
-            begin.record()
-            at = time.perf_counter()
-            call()
-            host_ms = (time.perf_counter() - at) * 1e3
-            end.record()
-            running.append((name, begin, end, host_ms))
+        for name, stages in turn:
+            if warm:
+                run(stages)
+            if world.on_gpu():
+                running.append((name, _sample_on_device(stages, 1.5 * issued_s[name] + 1e-4, flushed, token)))
+            else:
+                running.append((name, _sample_on_host(stages)))
         get_accelerator().synchronize()
-        for name, begin, end, host_ms in running:
-            times[name].append((begin.elapsed_time(end), host_ms))
-    return {name: _quantiles(*zip(*measured, strict=True)) for name, measured in times.items()}
+        for name, read in running:
+            samples[name].append(read())
+    return {name: _quantiles(_operations(stages), world.largest(torch.tensor(samples[name], dtype=torch.float64)))
+            for name, stages in contenders.items()}
+
+
+def _first(stages: dict[str, Callable]) -> tuple[float, float]:
+    """Seconds of one run on an idle device: until the host is through, and until the device is."""
+    get_accelerator().synchronize()
+    world.barrier()
+    begin = time.perf_counter()
+    run(stages)
+    issued = time.perf_counter() - begin
+    get_accelerator().synchronize()
+    return issued, time.perf_counter() - begin
+
+
+def _mean_s(firsts: Collection[tuple[float, float]]) -> float:
+    """The mean of whole runs that `_first` timed, on the slowest rank."""
+    return world.largest(torch.tensor([sum(total_s for _, total_s in firsts) / len(firsts)])).item()
+
+
+def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
+    world.barrier()
+    at = [time.perf_counter()]
+    run(stages, lambda: at.append(time.perf_counter()))
+    times = [(b - a) * 1e3 for a, b in zip(at, at[1:], strict=False)]
+    return lambda: [*times, sum(times), sum(times)]
+
+
+def _sample_on_device(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
+                      token: torch.Tensor) -> Callable[[], list]:
+    """Issues one run behind `busy_s` seconds of waiting. The ranks' devices then meet and begin together.
+
+    Returns:
+        A function that reads milliseconds: of each stage, of all, and of the host.
+    """
+    events = [torch.cuda.Event(enable_timing=True)]
+    flushed.sum()  # reads: what stays in L2 need not be written back
+    torch.cuda._sleep(int(CLOCK_HZ * min(busy_s, LONGEST_SLEEP_S)))
+    if dist.is_initialized():
+        dist.all_reduce(token)
+    events[0].record()
+
+    def mark():
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+
+    begin = time.perf_counter()
+    run(stages, mark)
+    host_ms = (time.perf_counter() - begin) * 1e3
+    return lambda: [*(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)),
+                    events[0].elapsed_time(events[-1]), host_ms]
+
+
+def _quantiles(operations: list[str], samples: torch.Tensor) -> dict[str, dict]:
+    """`samples`: [samples, stages + their sum + host]."""
+    of_all = {"host_ms": spread_ms(samples[:, -1])["median_ms"], "repeats": len(samples)}
+    return {name: spread_ms(samples[:, i]) | of_all for i, name in enumerate(operations)}
 
 
 def spread_ms(samples: Sequence[float] | torch.Tensor) -> dict[str, float]:
@@ -82,49 +183,40 @@ def spread_ms(samples: Sequence[float] | torch.Tensor) -> dict[str, float]:
     return {"median_ms": round(middle, 5), "p10_ms": round(low, 5), "p90_ms": round(high, 5)}
 
 
-def _quantiles(times_ms: tuple, host_ms: tuple) -> dict:
-    return spread_ms(times_ms) | {"host_ms": spread_ms(host_ms)["median_ms"], "repeats": len(times_ms)}
-
-
-def rows(case: dict, contenders: dict[str, tuple[Callable, Callable]], budget_s: float,
-         untimed: tuple = ()) -> list[dict]:
-    """The rows of one case in a result file: each contender is checked, and then timed beside the others.
-
-    Args:
-        contenders: for each name a call, and what runs it once and returns {"correct": bool, ...}. One that raises
-            has a row that says so, and no times.
-    """
-    checked: dict = {}
-    for name, (_, check) in contenders.items():
-        try:
-            checked[name] = check()
-        except Exception as error:  # one kernel's failure must not cost the run, whose machine is lent for minutes
-            checked[name] = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
-    calls = {name: call for name, (call, _) in contenders.items()
-             if "failure" not in checked[name] and name not in untimed}
-    times = quantiles_ms(calls, budget_s=budget_s) if calls else {}
-    return [{"case": case, "contender": name, **times.get(name, {}), **checked[name]} for name in contenders]
-
-
-def rate_rows(copied_bytes: int = 1 << 30, size: int = 8192) -> list[dict]:
-    """Rows of a result file: a device copy of `copied_bytes`, and cuBLAS' per-tensor FP8 product of `size` cubed."""
+def rate_rows(tiny: bool) -> list[dict]:
+    """Rows with this device's rates: a copy in its memory, and cuBLAS' FP8 product with one scale for each matrix."""
+    copied_bytes, n = (1 << 20, 256) if tiny else (1 << 30, 8192)
     source = torch.randint(0, 256, (copied_bytes, ), dtype=torch.uint8, device=device())
     target = torch.zeros_like(source)
-    a, b = (torch.randn(size, size, device=device()).to(torch.float8_e4m3fn) for _ in range(2))
+    a, b = (torch.randn(n, n, device=device()).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device())
 
     def product():
         return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    target.copy_(source)
-    some = product()[:64, :64].float()
-    expected = a[:64].float() @ b[:64].float().t()
-    calls = {"copy": lambda: target.copy_(source), "product": product}
-    times = quantiles_ms(calls, repeats=30, budget_s=1)
-    return [{"case": {"operation": "device copy", "bytes": 2 * copied_bytes}, "contender": "copy_", **times["copy"],
-             "correct": torch.equal(source, target)},
-            {"case": {"operation": "fp8 product", "flops": 2 * size**3}, "contender": "torch._scaled_mm",
-             **times["product"], "correct": bool((some - expected).norm() < 2e-2 * expected.norm())}]
+    def copied():
+        target.copy_(source)
+        return {"correct": torch.equal(source, target)}
+
+    def multiplied():
+        expected = a[:64].float() @ b[:64].float().t()
+        error = (product()[:64, :64].float() - expected).norm() / expected.norm()
+        return {"correct": bool(error < 2e-2)}
+
+    copy = {"copy_": Contender({"device copy": lambda: target.copy_(source)}, copied)}
+    multiply = {"torch._scaled_mm": Contender({"fp8 product": product}, multiplied)}
+    return [*rows({"bytes": 2 * copied_bytes}, copy, 0.5), *rows({"flops": 2 * n**3}, multiply, 0.5)]
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that a call takes beyond what is allocated before it. What it returns counts."""
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    accelerator.reset_peak_memory_stats()
+    before = accelerator.memory_allocated()
+    call()
+    accelerator.synchronize()
+    return accelerator.max_memory_allocated() - before
 
 
 @contextmanager

@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, median
 from typing import NamedTuple
 
 import deepspeed
@@ -42,12 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 import data
 import train
 from arguments import none_or_more, one_or_more
-from ds_mxfp8_moe import MXFP8MoEConfig, casts
+from ds_mxfp8_moe import MXFP8MoEConfig
 from ds_mxfp8_moe.config import current_device, resolve
 from ds_mxfp8_moe.layer import MXFP8MOELayer
-from ds_mxfp8_moe.mx import sqnr_db
 from finetune import free_port
-from lib import results_file, show
+from lib import results_file, run, show
+from lib.show import Measure
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,14 +62,13 @@ class Size(NamedTuple):
 SIZES = {"50M": Size("configs/models/gpt_50m.yaml", 6e-4), "300M": Size("configs/models/gpt_300m.yaml", 3e-4),
          "tiny": Size("configs/models/gpt_tiny.yaml", 1e-3, 2)}
 BF16 = "bf16"
-# The section "mxfp8_moe" of each; None: plain DeepSpeed. By priority, bf16's further seeds before the ablations.
+# The section "mxfp8_moe" of each, by priority. None: plain DeepSpeed. "own_bf16" is the converted layer without
+# quantisation: it tells the layer's doing from that of MXFP8.
 RECIPES = {BF16: None, "default_128": {"scale_block_size": 128},
-           "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, "default_32": {"scale_block_size": 32}}
-# "own_bf16": the converted layer without quantisation, which tells the layer's doing from that of MXFP8.
-ABLATIONS = {"own_bf16": {"recipe": "bf16"},
-             "combine_mxfp8": {"scale_block_size": 128, "combine_fwd_dtype": "mxfp8"},
-             "dispatch_gradient_mxfp8": {"scale_block_size": 128, "dispatch_bwd_dtype": "mxfp8"},
-             "floor": {"scale_block_size": 128, "scaling_mode": "floor"}}
+           "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, "default_32": {"scale_block_size": 32},
+           "own_bf16": {"recipe": "bf16"}, "floor": {"scale_block_size": 128, "scaling_mode": "floor"}}
+LAST = ("own_bf16", "floor")  # after bf16's further seeds
+CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16")
 HELDOUT_SHARE = 0.05  # of the texts
 EPOCHS_AT_MOST = 2
 ENDING_S = 40  # of the budget, for checkpoints and tables
@@ -87,17 +87,16 @@ class Run(NamedTuple):
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run.parser(__doc__)
     parser.add_argument("--state", type=Path, help="folder of tokens, checkpoints and logs, outside of the repository")
     parser.add_argument("--seconds", type=float, default=540, help="for this piece with its start")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
-    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, *ABLATIONS], default=[*RECIPES, *ABLATIONS])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=none_or_more, default=1, help="seeds of each recipe")
     parser.add_argument("--bf16_seeds", type=none_or_more, default=5)
     parser.add_argument("--steps", type=one_or_more, default=1000)
     parser.add_argument("--log_every", type=one_or_more, default=10, help="steps; a run can stop at these only")
     parser.add_argument("--heldout_every", type=one_or_more, default=100)
-    parser.add_argument("--sqnr_every", type=one_or_more, default=250)
     parser.add_argument("--heldout_windows", type=one_or_more, default=128)
     parser.add_argument("--data", default="installed", help="stdlib, pydoc, installed, or a file or folder")
     parser.add_argument("--ranks", type=one_or_more, default=2,
@@ -105,16 +104,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sharing", type=one_or_more, default=1, help="runs that share a GPU")
     parser.add_argument("--known", type=Path, metavar="FILE", help="a result file whose runs are not run again; they "
                         "stand in the new file too, which is then called as old as that one")
-    parser.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
-    parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
     parser.add_argument("--rank_of", nargs=3, help=argparse.SUPPRESS)  # this process is a rank of that run
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    args = results_file.parse(parser, arguments, ("show", "rank_of"))
+    args = run.parse(parser, arguments, ("rank_of", ))
     if not args.show and (args.state is None or ROOT in (args.state.resolve(), *args.state.resolve().parents)):
         parser.error("--state: name a folder outside of the repository")
-    if args.heldout_every % args.log_every or args.sqnr_every % args.log_every:
-        parser.error("--heldout_every and --sqnr_every must be multiples of --log_every")
+    if args.heldout_every % args.log_every:
+        parser.error("--heldout_every must be a multiple of --log_every")
     return args
 
 
@@ -122,10 +118,9 @@ def plan(args: argparse.Namespace) -> list[Run]:
     """All runs, the most important ones first."""
     runs = []
     for size in args.sizes:
-        runs += [Run(size, recipe, 0) for recipe in RECIPES]
+        runs += [Run(size, recipe, 0) for recipe in RECIPES if recipe not in LAST]
         runs += [Run(size, BF16, seed) for seed in range(args.bf16_seeds)]
-        runs += [Run(size, recipe, 0) for recipe in ABLATIONS]
-        runs += [Run(size, recipe, seed) for seed in range(args.seeds) for recipe in (*RECIPES, *ABLATIONS)]
+        runs += [Run(size, recipe, seed) for seed in range(args.seeds) for recipe in RECIPES]
     return [run for run in dict.fromkeys(runs) if run.recipe in args.recipes
             and run.seed < (args.bf16_seeds if run.recipe == BF16 else args.seeds)]
 
@@ -176,7 +171,7 @@ def build(run: Run, args: argparse.Namespace) -> tuple:
     config = json.loads((ROOT / "configs/ds/zero2.json").read_text())
     config["train_micro_batch_size_per_gpu"] = size.sequences
     config["optimizer"]["params"]["lr"] = size.lr
-    section = (RECIPES | ABLATIONS)[run.recipe]
+    section = RECIPES[run.recipe]
     if section is not None:
         config["mxfp8_moe"] = {"enabled": True, "min_tokens_per_expert": 0, **section}
     settings = train.parse_args(["--model", str(ROOT / size.model), "--seed", str(run.seed),
@@ -201,38 +196,15 @@ def case_of(run: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
     return case
 
 
-def expert_load(layers: list) -> dict[str, float]:
-    """Means over the layers of the fraction that the busiest expert gets, and of the entropy of the fractions, 1 if
-    all experts get equally much. Of the last forward, over all ranks."""
-    busiest, entropy = [], []
+def busiest_expert(layers: list) -> float:
+    """The fraction of all choices that the busiest expert gets, in the mean over the layers. Of the last forward, over
+    all ranks."""
+    busiest = []
     for layer in layers:
         count_E = layer.deepspeed_moe.exp_counts.float()
         dist.all_reduce(count_E)
-        share_E = count_E / count_E.sum()
-        busiest.append(share_E.max())
-        entropy.append(-torch.xlogy(share_E, share_E).sum() / math.log(len(share_E)))
-    return {"busiest_expert": torch.stack(busiest).mean().item(), "entropy": torch.stack(entropy).mean().item()}
-
-
-class Caught(contextlib.AbstractContextManager):
-    """What goes into a layer, and the gradient of what comes out, in the forward and backward within."""
-
-    def __init__(self, layer: torch.nn.Module):
-        self.layer, self.x, self.gradient = layer, None, None
-
-    def __enter__(self):
-        self._handle = self.layer.register_forward_hook(self._forward)
-        return self
-
-    def __exit__(self, *_):
-        self._handle.remove()
-
-    def _forward(self, _layer, inputs, output):
-        self.x = inputs[0].detach()
-        output.register_hook(self._backward)
-
-    def _backward(self, gradient):
-        self.gradient = gradient
+        busiest.append((count_E / count_E.sum()).max())
+    return torch.stack(busiest).mean().item()
 
 
 @contextlib.contextmanager
@@ -249,30 +221,6 @@ def in_bf16(layers: list[MXFP8MOELayer]) -> Iterator[None]:
             layer.mxfp8_settings = own
 
 
-def sqnr(layer: MXFP8MOELayer, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, float]:
-    """dB of the layer in its recipe against the bf16 recipe: same weights, input and gradient; the mean over ranks.
-
-    "tokens": as they are dispatched; "output"; "input_gradient"; "weight_gradient", of this rank's experts.
-    """
-
-    def outcome() -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)  # routing may draw at random, twice alike; every step seeds anew
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf, None)
-        weights = list(layer.experts.parameters())
-        dx, *dw = torch.autograd.grad(y, [leaf, *weights], gradient)  # leaves the optimizer's gradients alone
-        return {"output": y, "input_gradient": dx, "weight_gradient": torch.cat([w.flatten() for w in dw])}
-
-    recipe = layer.mxfp8_settings.recipe
-    x_TH = x.reshape(-1, x.shape[-1])
-    rounded_TH = casts.dequantize(casts.quantize(x_TH, recipe.block_size, recipe.scaling_mode), x.dtype)
-    actual = {"tokens": rounded_TH} | outcome()
-    with in_bf16([layer]):
-        expected = {"tokens": x_TH} | outcome()
-    values = train.mean_over_ranks([sqnr_db(expected[name], actual[name]) for name in actual], x.device)
-    return dict(zip(actual, values, strict=True))
-
-
 def train_piece(run: Run, args: argparse.Namespace) -> bool:
     """Trains from the run's checkpoint, or from scratch, to its end or until args.until. Every rank calls it.
 
@@ -287,7 +235,6 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
     case = case_of(run, engine, seq_len, args)
     windows, heldout = (stored(args.state, name, seq_len) for name in ("training", "heldout"))
     layers = train.moe_layers(engine)
-    probed = layers[len(layers) // 2].deepspeed_moe
     converted = [layer.deepspeed_moe for layer in layers if isinstance(layer.deepspeed_moe, MXFP8MOELayer)]
     quantised = [layer for layer in converted if layer.mxfp8_settings.recipe.quantize_gemm]
     first, seconds = 0, 0.0
@@ -317,13 +264,10 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
     for done in range(first + 1, args.steps + 1):
         # What a step draws at random depends on seed, step and rank alone, so that a resumed run repeats it.
         torch.manual_seed((run.seed * 1_000_003 + done) * case["ranks"] + dist.get_rank())
-        probing = quantised and (done % args.sqnr_every == 0 or done == args.log_every)
         tokens_BS = windows.training_batch(run.seed, done - 1, SIZES[run.size].sequences, dist.get_rank(),
                                            case["ranks"])
-        with Caught(probed) if probing else contextlib.nullcontext() as caught:
-            cross_entropy, aux_loss = train.losses(engine, tokens_BS)
-            engine.backward(cross_entropy + settings.moe_loss_coeff * aux_loss)
-        noise = {"sqnr_db": sqnr(probed, caught.x, caught.gradient)} if probing else {}
+        cross_entropy, aux_loss = train.losses(engine, tokens_BS)
+        engine.backward(cross_entropy + settings.moe_loss_coeff * aux_loss)
         engine.step()
         totals += torch.stack((cross_entropy, aux_loss)).detach()
         norms.append(engine.get_global_grad_norm())
@@ -332,7 +276,7 @@ def train_piece(run: Run, args: argparse.Namespace) -> bool:
         loss, aux, late = train.mean_over_ranks([*(totals / len(norms)).tolist(), time.time() > args.until],
                                                 engine.device)
         row = {"step": done, "loss": loss, "aux_loss": aux, "grad_norm": float(sum(norms) / len(norms)),
-               **expert_load(layers), **noise}
+               "busiest_expert": busiest_expert(layers)}
         totals.zero_()
         norms.clear()
         if done % args.heldout_every == 0 or done == args.steps:
@@ -387,7 +331,7 @@ def launch(run: Run, place: str | None, until: float, args: argparse.Namespace) 
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "--master-addr",
                "127.0.0.1", "--master-port", str(free_port()), __file__, "--rank_of", *map(str, run), "--until",
                str(until)]
-    for name in ("state", "steps", "log_every", "heldout_every", "sqnr_every", "heldout_windows"):
+    for name in ("state", "steps", "log_every", "heldout_every", "heldout_windows"):
         command += [f"--{name}", str(getattr(args, name))]
     with (folder / "output.txt").open("a") as output:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -401,25 +345,19 @@ def say(line: str) -> None:
     print(f"{time.time() - STARTED:5.0f} s  {line}", file=sys.stderr, flush=True)
 
 
-def check_alike(case: dict, args: argparse.Namespace, where: str, instead: str) -> None:
-    """Exits where a run that has ended, by its case, is of other runs than these arguments ask for."""
-    asked = {"steps": args.steps, "ranks": args.ranks, "heldout_windows": args.heldout_windows,
-             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
-    given = {key: case.get(key) for key in asked}
-    if given != asked:
-        sys.exit(f"{where} has runs of {given}, and these are of {asked}: {instead}")
-
-
 def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], str | None]:
-    """The rows of --known by their runs, and its commit; nothing without it. Exits where they are of other runs than
-    these arguments ask for."""
+    """The rows of --known by their runs, and its commit. Exits if they are of other runs than asked for."""
     if args.known is None:
         return {}, None
-    result = show.read(args.known)
-    for row in result["rows"]:
-        check_alike(row["case"], args, f"--known {args.known}", "leave it out")
-    return {Run(row["case"]["size"], row["contender"], row["case"]["seed"]): row
-            for row in result["rows"]}, result["commit"]
+    result = results_file.read(args.known, "convergence")
+    asked = {"steps": args.steps, "ranks": args.ranks, "heldout_windows": args.heldout_windows,
+             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
+    for one in result["rows"]:
+        given = {key: one["case"].get(key) for key in asked}
+        if given != asked:
+            sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked}: leave it out")
+    return {Run(one["case"]["size"], one["contender"], one["case"]["seed"]): one
+            for one in result["rows"]}, result["commit"]
 
 
 def work(runs: Iterable[Run], args: argparse.Namespace) -> bool:
@@ -456,9 +394,8 @@ def row(folder: Path) -> dict:
     """The result row of a finished run."""
     summary = json.loads((folder / "summary.json").read_text())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    curves: dict = {name: {str(entry["step"]): _rounded(entry[name]) for entry in log if name in entry}
-                    for name in ("loss", "grad_norm", "busiest_expert", "entropy", "heldout_loss", "heldout_loss_bf16",
-                                 "sqnr_db")}
+    curves: dict = {name: {str(entry["step"]): float(f"{entry[name]:.5g}") for entry in log if name in entry}
+                    for name in CURVES}
     heldout = list(curves["heldout_loss"].values())
     expected = summary["moe_layers"] if summary["contender"] != BF16 else 0
     return {**summary, "heldout_loss": heldout[-1], "curves": curves,
@@ -466,10 +403,61 @@ def row(folder: Path) -> dict:
             and heldout[-1] < heldout[0]}
 
 
-def _rounded(value: float | dict):
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return float(f"{value:.5g}")
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+
+def prepare(result: dict) -> list[dict]:
+    """Means over the seeds of a case. Training figures are medians of the last tenth."""
+    cases: dict = {}
+    for one in result["rows"]:
+        case = {key: one["case"].get(key) for key in ("size", "steps", "tokens_per_step", "expert_parallel")}
+        cases.setdefault(json.dumps(case), {}).setdefault(one["contender"], []).append(one)
+    rows = []
+    for case, recipes in cases.items():
+        seeds = [one["heldout_loss"] for one in recipes.get(BF16, []) if one["correct"]]
+        for recipe, found in recipes.items():
+            loss = mean(one["heldout_loss"] for one in found)
+            curves = {name: {int(step): mean(one["curves"][name][step] for one in found)
+                             for step in found[0]["curves"].get(name, ())} for name in CURVES}
+            rows.append({"case": json.loads(case), "contender": recipe, "seeds": len(found), "heldout_loss": loss,
+                         "curves": curves, "correct": all(one["correct"] for one in found)}
+                        | {name: median(list(curves[name].values())[-max(1, len(curves[name]) // 10):])
+                           for name in TRAINING}
+                        | ({"heldout_bf16": list(in_bf16.values())[-1]}
+                           if (in_bf16 := curves.get("heldout_loss_bf16")) else {})
+                        | ({"to_bf16": loss / mean(seeds) - 1, "beyond": max(0.0, loss / max(seeds) - 1),
+                            "lowest": min(seeds) / mean(seeds) - 1, "highest": max(seeds) / mean(seeds) - 1}
+                           if seeds else {}))
+    return rows
+
+
+TRAINING = {"loss": "training loss", "grad_norm": "gradient norm", "busiest_expert": "share of the busiest expert"}
+MXFP8_RECIPES = tuple(name for name in RECIPES if name not in (BF16, "own_bf16"))
+MEASURES = [
+    Measure("held-out loss, to the mean of bf16's seeds", MXFP8_RECIPES, figure="to_bf16", better=show.SMALLER,
+            form="{:+.2%}", main=True),
+    Measure("held-out loss, beyond the highest of bf16's seeds", MXFP8_RECIPES, figure="beyond", better=show.SMALLER,
+            form="{:.2%}")]
+
+
+def plot(result: dict, pyplot) -> None:
+    panels: dict = {}
+    for one in result["rows"]:
+        size = one["case"]["size"]
+        for name, title in (TRAINING | {"heldout_loss": "held-out loss"}).items():
+            panels.setdefault(f"{size}: {title}", {})[one["contender"]] = list(one["curves"][name].items())
+    show.lines(pyplot, panels, "step", "", columns=4, yscale="log")
+
+
+SHOWN = show.Shown("convergence", MEASURES, [
+    ("seeds", "seeds", "{}"), ("held-out loss", "heldout_loss", "{:.4f}"), ("to bf16's mean", "to_bf16", "{:+.2%}"),
+    ("bf16's seeds from", "lowest", "{:+.2%}"), ("to", "highest", "{:+.2%}"),
+    ("the same weights in bf16", "heldout_bf16", "{:.4f}"), ("training loss", "loss", "{:.4f}"),
+    ("gradient norm", "grad_norm", "{:.3f}"), ("busiest expert", "busiest_expert", "{:.1%}")], plot, wide=False,
+    prepare=prepare)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -477,26 +465,21 @@ def main() -> None:
     if args.rank_of:
         rank_main(args)
         return
-    path = args.show
-    good = True
-    if path is None:
-        store_tokens(args.data, args.state)
-        known, known_commit = known_rows(args)
-        runs = plan(args)
-        for run in runs:
-            if finished(run, args):
-                case = json.loads((args.state / run.name / "summary.json").read_text())["case"]
-                check_alike(case, args, f"--state {args.state}", "name another --state")
-        good = work([run for run in runs if run not in known], args)
-        rows = known | {run: row(args.state / run.name) for run in runs if run not in known and finished(run, args)}
-        left = len(set(runs) - set(rows))
-        say(f"{len(runs) - left} of {len(runs)} runs are finished" + (": run this again" if left else ""))
-        if not rows:
-            sys.exit("no run is finished: nothing to show yet")
-        path = args.out or results_file.RESULTS / "convergence.json"
-        results_file.write("convergence", list(rows.values()), path, of_commit=known_commit or args.commit)
-    if not (show.show(path) and good):
-        sys.exit("a run failed or went wrong")
+    if args.show:
+        sys.exit(show.show(SHOWN, args.show, args.check) or None)
+    store_tokens(args.data, args.state)
+    known, known_commit = known_rows(args)
+    runs = plan(args)
+    good = work([one for one in runs if one not in known], args)
+    rows = known | {one: row(args.state / one.name) for one in runs if one not in known and finished(one, args)}
+    left = len(set(runs) - set(rows))
+    say(f"{len(runs) - left} of {len(runs)} runs are finished" + (": run this again" if left else ""))
+    if not rows:
+        sys.exit("no run is finished: nothing to show yet")
+    path = args.out or results_file.RESULTS / "convergence.json"
+    results_file.write("convergence", list(rows.values()), path, known_commit or args.commit)
+    error = show.show(SHOWN, path, args.check)
+    sys.exit(error or (None if good else "a run failed"))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ rounding, so single runs of one seed lie about 1 % apart: the losses compared ar
 GPUs at the same time, so their speed says nothing.
 
     python examples/benchmarks/training/parity.py             # run, store, show
-    python examples/benchmarks/training/parity.py --show FILE    # table and plot of a result file
 """
 
-import argparse
 import json
 import socket
 import subprocess
@@ -18,14 +16,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean
 
 from deepspeed.accelerator import get_accelerator
-from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import options, results_file
-from lib.tables import read
+from lib import run, show
+from lib.show import Measure
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = ROOT / "examples/gpt_moe/train.py"
@@ -35,19 +33,6 @@ MODELS = {
 }
 CONTENDERS = {"bf16": None, "mxfp8": {"enabled": True, "min_tokens_per_expert": 0}}
 LAST_STEPS = 50  # the final loss is a mean over these: one batch's loss says little
-BAR = 0.005
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=options.one_or_more, default=250)
-    parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--out", type=Path, help="the result file (default: under examples/benchmarks/results)")
-    parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
-    return results_file.parse(parser)
 
 
 def launch(model: str, contender: str, seed: int, args, folder: Path) -> subprocess.Popen:
@@ -98,60 +83,55 @@ def row(model: str, contender: str, seed: int, args, summary: dict, log: list[di
             "correct": converted and losses[-1] < losses[0]}
 
 
-def show(path: Path) -> bool:
-    """Prints the table of a result file and draws its plot; whether MXFP8's mean loss is within the bar of bf16's."""
-    result = read(path)
-    if result["benchmark"] != "parity":
-        sys.exit(f"{path} has results of {result['benchmark']}: show them by show.py")
-    groups: dict = {}
-    for r in result["rows"]:
-        groups.setdefault((r["case"]["model"], r["contender"]), []).append(r)
-    lines, within = [], True
-    for (model, contender), rows in groups.items():
-        loss, heldout = mean(rows, "final_loss"), mean(rows, "heldout_loss")
-        gap = loss / mean(groups[model, "bf16"], "final_loss") - 1
-        heldout_gap = heldout / mean(groups[model, "bf16"], "heldout_loss") - 1
-        within &= all(r["correct"] for r in rows) and abs(gap) <= BAR
-        spread = (max(r["final_loss"] for r in rows) - min(r["final_loss"] for r in rows)) / loss
-        lines.append([model, contender, rows[0]["case"]["steps"], len(rows), loss, f"{spread:.2%}", f"{gap:+.2%}",
-                      heldout, f"{heldout_gap:+.2%}", rows[0]["layers_converted"]])
-    print(f"\n{result['machine']}, commit {result['commit']}, {result['date']}")
-    print(tabulate(lines, ["model", "run", "steps", "seeds", f"loss (last {LAST_STEPS})",
-                           "seeds' range", "to bf16", "held-out", "to bf16", "layers converted"],
-                   floatfmt=("", "", "d", "d", ".4f", "", "", ".4f", "", "d")))
-    _plot(groups, path.with_suffix(".png"))
-    print(f"plot: {path.with_suffix('.png')}")
-    return within
+# ---- how results are shown ------------------------------------------------------------------------------------------
 
 
-def mean(rows: list[dict], figure: str) -> float:
-    return sum(r[figure] for r in rows) / len(rows)
+def prepare(result: dict) -> list[dict]:
+    """Means over the seeds."""
+    seeds: dict = {}
+    for one in result["rows"]:
+        seeds.setdefault((one["case"]["model"], one["contender"]), []).append(one)
+    rows = []
+    for (model, name), found in seeds.items():
+        loss, heldout = (mean(one[key] for one in found) for key in ("final_loss", "heldout_loss"))
+        bf16 = {key: mean(one[key] for one in seeds[model, "bf16"]) for key in ("final_loss", "heldout_loss")}
+        losses = [one["final_loss"] for one in found]
+        curve = [mean(step) for step in zip(*(one["losses"] for one in found), strict=True)]
+        rows.append({"case": {"model": model, "steps": len(curve)}, "contender": name, "seeds": len(found),
+                     "loss": loss, "seeds_range": (max(losses) - min(losses)) / loss,
+                     "to_bf16": loss / bf16["final_loss"] - 1, "distance": abs(loss / bf16["final_loss"] - 1),
+                     "heldout_loss": heldout, "heldout_to_bf16": heldout / bf16["heldout_loss"] - 1,
+                     "losses": curve, "layers_converted": found[0]["layers_converted"],
+                     "correct": all(one["correct"] for one in found)})
+    return rows
 
 
-def _plot(groups: dict, path: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    models = list(dict.fromkeys(model for model, _ in groups))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(11, 4), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        for contender, color in zip(CONTENDERS, ("tab:gray", "tab:red"), strict=True):
-            for i, r in enumerate(groups[model, contender]):
-                axis.plot(r["losses"], label=None if i else contender, linewidth=0.7, color=color)
-        axis.set(title=f"{model}, every seed", xlabel="step", ylabel="training loss, nats a token")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+MEASURES = [Measure("distance of the final loss from bf16's", ("mxfp8", ), figure="distance", better=show.SMALLER,
+                    form="{:.2%}", main=True)]
+
+
+def plot(result: dict, pyplot) -> None:
+    panels: dict = {}
+    for one in result["rows"]:
+        panels.setdefault(one["case"]["model"], {})[one["contender"]] = list(enumerate(one["losses"], 1))
+    show.lines(pyplot, panels, "step", "training loss, mean over seeds, nats a token")
+
+
+SHOWN = show.Shown("parity", MEASURES, [
+    ("seeds", "seeds", "{}"), (f"loss of the last {LAST_STEPS} steps", "loss", "{:.4f}"),
+    ("range of its seeds", "seeds_range", "{:.2%}"), ("to bf16", "to_bf16", "{:+.2%}"),
+    ("held-out loss", "heldout_loss", "{:.4f}"), ("held-out, to bf16", "heldout_to_bf16", "{:+.2%}"),
+    ("layers converted", "layers_converted", "{}")], plot, wide=False, prepare=prepare)
 
 
 def main() -> None:
-    args = parse_args()
-    path = args.show
-    if path is None:
-        path = args.out or results_file.RESULTS / "parity.json"
-        results_file.write("parity", train_all(args), path, of_commit=args.commit)
-    if not show(path):
-        sys.exit(f"MXFP8 ends further than {BAR:.1%} from bf16, or a run went wrong")
+    parser = run.parser(__doc__)
+    parser.add_argument("--steps", type=run.one_or_more, default=250)
+    parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    args = run.parse(parser)
+    run.main(SHOWN, args, lambda: [train_all(args)])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a GPT-MoE: tokens per second, peak memory and where the time goes, of DeepSpeed's classic MoE and AutoEP in
-bf16 beside ours in every recipe.
+"""Training a GPT-MoE: tokens per second, peak memory and the phases of a step, of DeepSpeed's classic MoE and AutoEP
+in bf16 beside ours in every recipe.
 
 One model for all contenders, of Hugging Face's classes built from their config, with the same weights, batches and
 seeds: AutoEP replaces its MoE layers, or deepspeed.moe.layer.MoE (dropless) stands in their place with the same
@@ -9,17 +9,14 @@ with one micro-batch in a step and with gradients accumulated over several. The 
 norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
 
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
-where the last one ended. Where the time goes is measured at a run's end, on engines built anew: a profiler leaves its
-traces in what comes after it.
+where the last one ended.
 
     torchrun --nproc-per-node 8 examples/benchmarks/training/train.py --cases short  # again, until nothing is lacking
-    python examples/benchmarks/training/train.py --show FILE        # tables and plot of a result file
 """
 
 import argparse
 import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -36,18 +33,18 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-from exchange.moe_layer import RECIPES
-from lib import options, results_file, show, world
-from lib.show_train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
-from lib.tables import read
-from lib.timing import device, on_gpu, spread_ms
-from training import breakdown
+from exchange.moe_layer import RECIPES, staging_bytes
+from lib import results_file, run, show, world
+from lib.show import Measure
+from lib.timing import spread_ms
+from lib.world import device, on_gpu
 from training import train_models as models
 
+AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
+HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
+HP_CLASSIC = "ours, mxfp8_wgrad_with_hp, classic"
 WARM_UP = 4  # micro-batches
-PROFILED = 2  # steps
 BATCHES = 2
-LEFT_BYTES = 1 << 30  # of an engine that is gone: worth a word
 ROUTINGS = ("even", "router")
 PHASES = ("forward", "backward", "optimizer")  # of a step
 # Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
@@ -100,22 +97,6 @@ CONTENDERS: dict[str, Callable[..., nn.Module]] = {  # what matters most comes f
 }
 
 
-def tokens_of_experts(engine: nn.Module, step: Callable[[], None], ep: int) -> dict[str, int]:
-    """Runs a step; the most and the fewest tokens that an expert of any layer got of a micro-batch from its group."""
-    counts: list[torch.Tensor] = []
-
-    def read(_router, _inputs, outputs) -> None:
-        counts.append(outputs[-1].detach().long())
-
-    hooks = [models.router_of(layer).register_forward_hook(read) for layer in models.moe_layers(engine)]
-    step()
-    for hook in hooks:
-        hook.remove()
-    counts_LE = torch.stack(counts)
-    grouped = world.gathered(counts_LE).view(-1, ep, *counts_LE.shape).sum(1)
-    return {"most_tokens": int(grouped.max()), "fewest_tokens": int(grouped.min())}
-
-
 class Training:
     """Steps of one engine over the batches of its rank, which are the same for every contender.
 
@@ -147,8 +128,7 @@ class Training:
         mark()
         self.engine.backward(loss / self.accumulation)
         mark()
-        with breakdown.part("optimizer"):
-            self.engine.step()
+        self.engine.step()
         mark()
         return loss.detach().float()
 
@@ -184,7 +164,7 @@ class Training:
 
 
 def measure(training: Training, case: Case, before: int) -> dict:
-    """Trains case.steps steps after those of WARM_UP and one in which tokens are counted. Times are the slowest rank's
+    """Trains case.steps steps after those of WARM_UP. Times are the slowest rank's
     in each step, the peak is the largest, beyond `before`: bytes allocated when there was no engine."""
     engine, accelerator = training.engine, get_accelerator()
     accelerator.reset_peak_memory_stats()
@@ -192,44 +172,30 @@ def measure(training: Training, case: Case, before: int) -> dict:
     for _ in range(math.ceil(WARM_UP / case.accumulation)):
         training.step()
         training.noted()
-    counted = tokens_of_experts(engine, training.step, case.ep)
-    training.noted()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
     *phases, step = (spread_ms(column) for column in samples.T)
-    staging = models.staging_bytes(engine)
+    staging = staging_bytes(models.moe_layers(engine)[0])
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
     return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
             "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
-            **models.experts_in(engine, case.tokens_per_expert), **counted,
+            **models.experts_in(engine, case.tokens_per_expert),
             "losses": [round(loss, 5) for loss in losses],
             "gradient_norm": round(training.norms[first], 6), "correct": all(map(math.isfinite, losses))}
 
 
-def broken_down(training: Training) -> dict[str, float]:
-    """ms of each part in a step, the mean over ranks."""
-    with breakdown.marked(training.engine.module):
-        training.step()
-        get_accelerator().synchronize()
-        dist.barrier()
-        found = breakdown.breakdown(training.step, PROFILED)
-    mean = world.total(torch.tensor(list(found.values()), device=device())) / world.size()
-    return {name: round(ms, 3) for name, ms in zip(found, mean.tolist(), strict=True)}
-
-
 class Run(NamedTuple):
-    """One contender's engine, to be timed or to be broken down in cases that differ in none of its properties."""
+    """One contender's engine, in cases that differ in none of its properties."""
 
     cases: tuple[Case, ...]
     contender: str
-    profiled: bool
 
     def __str__(self) -> str:
         case = self.cases[0]
         return (f"{case.size}, {case.layers} layers, ZeRO-{case.zero}, EP {case.ep} x DP {case.ranks // case.ep}, "
-                f"{self.contender}{', where the time goes' if self.profiled else ''}")
+                f"{self.contender}")
 
     def key(self, case: Case) -> tuple:
         return key({"case": case.described(), "contender": self.contender})
@@ -238,8 +204,6 @@ class Run(NamedTuple):
         """Each case with what a row about it says; collective."""
         of_all, held = self.cases[0], []
         before = get_accelerator().memory_allocated() if on_gpu() else 0
-        if before > LEFT_BYTES:
-            world.say(f"{before / 2**30:.1f} GiB are still held of what ran before")
 
         def build() -> dict:
             held.append(CONTENDERS[self.contender](of_all.shape, of_all.layers, of_all.ep, of_all.zero))
@@ -248,7 +212,7 @@ class Run(NamedTuple):
         def trained(case: Case) -> dict:
             models.route(held[0], case.shape, case.routing)
             training.accumulation = case.accumulation
-            return {"breakdown": broken_down(training)} if self.profiled else measure(training, case, before)
+            return measure(training, case, before)
 
         found = _everywhere(build)
         training = None if "failure" in found else Training(held[0], of_all.shape)
@@ -304,51 +268,40 @@ def stored(path: Path) -> list[dict]:
     """The rows of a result file of this kind of machine; none where there is no such file."""
     if not path.exists():
         return []
-    result = read(path)
-    here = torch.cuda.get_device_name() if on_gpu() else platform.machine()
-    if result["benchmark"] != "train" or not result["machine"].endswith(here):
-        sys.exit(f"{path} has results of {result['benchmark']} on {result['machine']}: name another file by --out")
+    result = results_file.read(path, "train")
+    if result["machine"] != results_file.machine():
+        sys.exit(f"{path} has results of {result['machine']}: name another file by --out")
     return result["rows"]
 
 
 def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict],
            retry: bool) -> list[Run]:
-    """What the rows lack: first times, engine by engine; then where the time goes, of these too, in steps of one
-    micro-batch. An engine runs all its cases again if one is lacking."""
+    """What the rows lack. An engine runs all its cases again if one is lacking; with `retry`, if one failed."""
 
     def lacks(run: Run) -> bool:
         there = [rows.get(run.key(case)) for case in run.cases]
-        if run.profiled:
-            return any(row is None or retry and "failure" in row or "losses" in row and (
-                "breakdown" not in row or retry and not row["breakdown"]) for row in there)
         return any(row is None or retry and "failure" in row for row in there)
 
-    return [run for profiled in (False, True) for cases in engines for name in contenders if lacks(
-        run := Run(tuple(case for case in cases if case.accumulation == 1 or not profiled), name, profiled))]
+    return [run for cases in engines for name in contenders if lacks(run := Run(cases, name))]
 
 
-def run(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
-    """Fills `rows`, and yields whenever they are to be written: before each run too, so that one which ends the
-    process does not do so again and again."""
+def fill(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
+    """Fills `rows`, and yields whenever they are to be written. That is before each run too: one that ends the process
+    does not do so again and again."""
+
+    def note(one: Run, case: Case, found: dict) -> None:
+        rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
+
     for one in world.in_time(wanted_runs, seconds):
-        if one.profiled and not all("losses" in rows.get(one.key(case), ()) for case in one.cases):
-            continue  # it failed
         for case in one.cases:
-            _note(rows, one, case, {"correct": False, "failure": UNFINISHED}, commit)
+            note(one, case, {"correct": False, "failure": UNFINISHED})
         yield
         for case, found in one.rows():
-            _note(rows, one, case, found, commit)
+            note(one, case, found)
             if "failure" in found:
                 world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {found['failure']}")
             settle(rows.values())
             yield
-
-
-def _note(rows: dict[tuple, dict], one: Run, case: Case, found: dict, commit: str | None) -> None:
-    if one.profiled:
-        rows[one.key(case)]["breakdown"] = found.get("breakdown", {})
-    else:
-        rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
@@ -372,27 +325,64 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
     return found
 
 
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+
+def prepare(result: dict) -> list[dict]:
+    """Cases without what follows from their size. Older files have steps of one micro-batch and do not say so."""
+    rows = []
+    for row in result["rows"]:
+        told = {"accumulation": 1, **row["case"]}
+        case = {key: told[key] for key in ("size", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers")}
+        rows.append({**row, "case": case})
+    return rows
+
+
+MEASURES = [
+    *(Measure(f"tokens per second: {HP} over {over}", (HP, ), over, main=True)
+      for over in (AUTOEP, CLASSIC, OURS_BF16)),
+    Measure("peak memory with staging, of AutoEP's", (HP, MXFP8), AUTOEP, "peak_bytes", better=show.SMALLER,
+            form="{:.1%}", main=True)]
+
+
+def plot(result: dict, pyplot) -> None:
+    panels: dict = {}
+    keys = show.varying(result)
+    for row in result["rows"]:
+        if "median_ms" in row:
+            phases = {phase: row[f"{phase}_ms"] for phase in PHASES}
+            panels.setdefault(show.described(row["case"], keys), {})[row["contender"]] = phases
+    show.stacked(pyplot, panels, "ms of a step")
+
+
+SHOWN = show.Shown("train", MEASURES, [
+    ("experts in", "experts_in", "{}"), ("tokens/s", "tokens_per_s", "{}"), ("step, ms", "median_ms", "{:.1f}"),
+    ("p90, ms", "p90_ms", "{:.1f}"), *((f"{phase}, ms", f"{phase}_ms", "{:.1f}") for phase in PHASES),
+    ("peak, GiB", "peak_bytes", show.GIB), ("loss off", "loss_off", "{:.2%}"),
+    ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")], plot, wide=False,
+    ratios=((AUTOEP, HP), (CLASSIC, HP)), prepare=prepare)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run.parser(__doc__)
     parser.add_argument("--cases", choices=("short", "full"), default="full", help="short: ZeRO-1, EP over all ranks")
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
     parser.add_argument("--zero", nargs="+", type=int, choices=(1, 2))
     parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--layers", type=options.one_or_more, help="at most; default: as many as fit")
-    parser.add_argument("--accumulation", nargs="+", type=options.one_or_more, default=[1, 4], metavar="N",
+    parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as many as fit")
+    parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, default=[1, 4], metavar="N",
                         help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
                         "compare between contenders that have run the same cases before")
-    parser.add_argument("--steps", type=options.one_or_more, default=10,
+    parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
     parser.add_argument("--retry", action="store_true", help="run again what failed, or did not end")
-    parser.add_argument("--out", type=Path, help="the result file, which is added to (default: under results)")
-    parser.add_argument("--commit", help="the commit measured, where the repository is not at hand")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, which sets LOCAL_RANK too
-    return results_file.parse(parser)
+    return run.parse(parser)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -406,18 +396,17 @@ def train(args: argparse.Namespace) -> None:
         sys.exit(f"there is no such case on {world.size()} ranks: its expert parallelism is over all of them or half, "
                  "ZeRO is 1 in --cases short, and a layer has to fit")
     runs = wanted(engines, args.contenders, rows, args.retry)
-    for _ in run(runs, rows, args.seconds - world.ENDING_S, commit):
+    for _ in fill(runs, rows, args.seconds - world.ENDING_S, commit):
         if world.rank() == 0:
-            results_file.write("train", list(rows.values()), path, of_commit=commit)
+            results_file.write("train", list(rows.values()), path, commit)
     world.say("nothing is lacking" if not runs else "measured")
-    world.end(list(rows.values()), path)
+    run.finish(SHOWN, path, args.check)
 
 
 def main() -> None:
     args = parse_args()
     if args.show:
-        show.show(args.show)
-        return
+        sys.exit(show.show(SHOWN, args.show, args.check) or None)
     world.start()
     train(args)
 

@@ -15,8 +15,7 @@ from torch import nn
 import ds_mxfp8_moe
 from exchange.moe_layer import SwiGLU
 from lib import world
-from lib.timing import device
-from lib.world import BF16
+from lib.world import BF16, device
 
 HEAD = 128
 VOCABULARY = 32000
@@ -156,14 +155,6 @@ def moe_layers(engine: nn.Module) -> list[nn.Module]:
 
 def router_of(layer: nn.Module) -> nn.Module:
     return layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
-
-
-def staging_bytes(engine: nn.Module) -> int:
-    """Peer memory of the exchanges, which is not the allocator's."""
-    layer = moe_layers(engine)[0]
-    settings = getattr(layer, "mxfp8_settings", None)
-    memory = getattr(settings and settings.choose_transport(layer.ep_group), "memory", None)
-    return 0 if memory is None else 2 * memory.half_bytes
 
 
 def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:

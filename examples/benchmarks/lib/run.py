@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark from its arguments to its result file, tables and plot."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from . import results_file, show, world
+
+
+def one_or_more(text: str) -> int:
+    """The type of an argument that is an integer from 1 on."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
+def dims(text: str) -> tuple[int, int]:
+    """The type of an argument like 7168x2048."""
+    dim, _, hidden = text.partition("x")
+    return one_or_more(dim), one_or_more(hidden)
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The arguments of every benchmark."""
+    out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--out", type=Path, help="the result file (default on GPUs: under examples/benchmarks/results)")
+    out.add_argument("--commit", help="the commit measured, where the repository is not at hand")
+    out.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
+    out.add_argument("--check", action="store_true", help="exit with 1 if a bar of lib/bars.yaml is not reached")
+    out.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, which sets LOCAL_RANK too
+    return out
+
+
+def timed_parser(doc: str, budget: float, seconds: float = float("inf"),
+                 jobs: bool = False) -> argparse.ArgumentParser:
+    """The arguments of benchmarks that time contenders case by case. `jobs`: with those of `compile_beforehand`."""
+    out = parser(doc)
+    out.add_argument("--cases", choices=("tiny", "short", "full"), default="full" if world.on_gpu() else "tiny",
+                     help="default: full, and without a GPU tiny, which takes seconds there")
+    out.add_argument("--budget", type=float, default=budget, metavar="S",
+                     help="seconds for each contender of a case (default: %(default)s)")
+    out.add_argument("--seconds", type=float, default=seconds,
+                     help="for the whole run with its start (default: %(default)s): what does not fit is left out")
+    if jobs:
+        out.add_argument("--jobs", type=int, default=8 if world.on_gpu() else 0,
+                         help="processes that compile kernels beforehand; 0: none do")
+        out.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
+    return out
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
+          unwritten: tuple[str, ...] = ()) -> argparse.Namespace:
+    """A benchmark's arguments. A result file that cannot be written is refused before anything is measured.
+
+    Args:
+        unwritten: options beside --show with which no result file is written.
+    """
+    args = parser.parse_args(arguments)
+    if not world.on_gpu() and not args.out and all(getattr(args, name) is None for name in ("show", *unwritten)):
+        parser.error("name the result file with --out: there is no GPU here, and the files under "
+                     "examples/benchmarks/results are a GPU's")
+    if args.out and (args.out.suffix == ".png" or args.out.is_dir()):
+        parser.error(f"--out {args.out}: expected the name of a JSON file; its plot goes beside it")
+    above = next((one for one in args.out.absolute().parents if one.exists()), None) if args.out else None
+    if above and not above.is_dir():
+        parser.error(f"--out {args.out}: {above} is no folder")
+    return args
+
+
+def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[], Iterable[list[dict]]],
+         ranks: bool = False) -> None:
+    """Runs a benchmark by taking its rows, batch by batch; or shows `--show FILE`. Ends this process.
+
+    The file is written after every batch, should the run be cut short. The exit status is 1 if any row is wrong, or
+    if `--check` finds a bar that is not reached.
+
+    Args:
+        ranks: it runs on ranks that a launcher starts. A rank that fails ends at once, and its launcher ends the
+            others.
+    """
+    if args.show:
+        sys.exit(show.show(shown, args.show, args.check) or None)
+    if ranks:
+        world.start()
+    path = args.out or results_file.RESULTS / f"{shown.benchmark}{f'_{world.size()}ranks' if ranks else ''}.json"
+    commit = args.commit or results_file.commit()
+    taken: list[dict] = []
+    for rows in batches():
+        taken += rows
+        if world.rank() == 0:
+            results_file.write(shown.benchmark, taken, path, commit)
+    if not taken:
+        world.leave("there was no time for any case" if world.rank() == 0 else "")
+        return
+    world.say("measured")
+    finish(shown, path, args.check)
+
+
+def finish(shown: show.Shown, path: Path, check: bool) -> None:
+    """Shows a result file on rank 0, and ends this rank."""
+    error = ""
+    if world.rank() == 0:
+        try:
+            error = show.show(shown, path, check)
+        except Exception as problem:
+            if not world.FAILURES:
+                raise
+            error = f"{type(problem).__name__}: {problem}"
+    world.leave(error)
+
+
+def part(items: Iterable, args: argparse.Namespace) -> list:
+    """What this process of `compile_beforehand` takes."""
+    return list(items)[args.warm_up::args.jobs]
+
+
+def compile_beforehand(args: argparse.Namespace) -> None:
+    """Starts this very command --jobs times. Each process calls a part of the kernels once (`--warm-up` says which),
+    which leaves them in Triton's cache."""
+    started = [subprocess.Popen([sys.executable, *sys.argv, "--warm-up", str(part)], stdin=subprocess.DEVNULL,
+                                stdout=subprocess.DEVNULL) for part in range(args.jobs)]
+    if any([process.wait() for process in started]):
+        print("a process that compiles kernels beforehand failed: they are compiled on their first call",
+              file=sys.stderr)
