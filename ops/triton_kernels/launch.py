@@ -81,11 +81,20 @@ class Launched:
     def __init__(self, jitted: Any):
         self.fn = jitted  # Triton's own wrappers use this name
         self._compiled: dict = {}
+        self._bound: dict = {}
         self._names: list = list(getattr(jitted, "arg_names", ()))
         self._constant: list = [param.is_constexpr for param in getattr(jitted, "params", ())]
 
     def __getitem__(self, grid: tuple) -> Any:
         return partial(self._launch, grid)
+
+    def bind(self, *constants: Any, **options: Any) -> "Bound":
+        """The kernel with its constants, which are its last parameters, and with Triton's options (num_warps)."""
+        key = constants, *options.items()
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = Bound(self, constants, options)
+        return bound
 
     def _launch(self, grid: tuple, *args: Any, **named: Any) -> None:
         device = _device(args)
@@ -114,4 +123,40 @@ class Launched:
         run, function, metadata = found
         stream = driver.active.get_current_stream(device)
         run(*grid, *(1, ) * (3 - len(grid)), stream, function, metadata, None, None, None, *values)
+        return None
+
+
+class Bound:
+    """A kernel whose constants are known. A call takes the grid and the other arguments: tensors, integers, None."""
+
+    def __init__(self, kernel: Launched, constants: tuple, options: dict):
+        self._kernel, self._constants, self._options = kernel, constants, options
+        self._compiled: dict = {}
+
+    def __call__(self, grid: tuple, *args: Any) -> None:
+        values, key, address = [], [], 0
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                at = x.data_ptr()
+                address |= at
+                values.append(at)
+                key.append(x.dtype)
+            elif type(x) is int:
+                values.append(x)
+                key.append(x if x == 1 else x % 16 == 0 if x <= 0x7FFFFFFF else "int64")
+            else:
+                values.append(x)
+                key.append(None if x is None else x.specialization)
+        device = _device(args)
+        if device < 0 or address % 16 or not self._kernel.remembers or device != torch._C._cuda_getDevice():
+            return self._kernel[grid](*args, *self._constants, **self._options)
+        key = device, *key
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self._kernel.fn[grid](*args, *self._constants, **self._options)
+            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return None
+        run, function, metadata = found
+        run(*grid, *(1, ) * (3 - len(grid)), torch._C._cuda_getCurrentRawStream(device), function, metadata, None,
+            None, None, *values, *self._constants)
         return None

@@ -43,20 +43,20 @@ def sum_tile(H: int, block_size: int) -> RowTile:
 
 
 @triton.jit
-def _rounded(x, B: tl.constexpr, FLOOR: tl.constexpr):
+def rounded(x, B: tl.constexpr, FLOOR: tl.constexpr):
     """Quantises float32 [N] in blocks of B: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
     data, byte = quantized_rows(tl.reshape(x, [x.shape[0] // B, B]), B, FLOOR)
     return data, tl.reshape(byte, [x.shape[0] // B])
 
 
 @triton.jit
-def _values(data, byte):
+def values(data, byte):
     """Dequantises e4m3 bytes [N, B] with scale bytes [N] to float32 [N, B]."""
     return from_e4m3(data) * power_of_two(byte)[:, None]
 
 
 @triton.jit
-def _partial(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ONCE: tl.constexpr):
+def partial_sum(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ONCE: tl.constexpr):
     """The float32 sum of the rows at `slots`, in their order.
 
     AT_ONCE rows are loaded together. P in `slots` stands for no row, and only P follows it: loading stops there.
@@ -71,7 +71,7 @@ def _partial(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ONCE:
 
 
 @triton.jit
-def _weights(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
+def weights_of(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
     """The values of weight_P for the choices of row r, float32 [LANES]. 0 for a choice that another rank serves."""
     k = tl.arange(0, LANES)
     slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
@@ -93,9 +93,9 @@ def _combine_kernel(
     slots = places_of_row(slot_ptr, r, True, P, K, LANES)
     for first in range(0, H, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        total = _partial(y_ptr, slots, column, P, H, K, 2)
+        total = partial_sum(y_ptr, slots, column, P, H, K, 2)
         if B:
-            data, byte = _rounded(total, B, FLOOR)
+            data, byte = rounded(total, B, FLOOR)
             tl.store(out_ptr + r * STRIDE + column, tl.reshape(data, [BLOCK]), mask=column < H)
             block = first // B + tl.arange(0, BLOCK // B)
             tl.store(out_ptr + (r * STRIDE + H) + block, byte, mask=block < SCALES)
@@ -103,7 +103,7 @@ def _combine_kernel(
             tl.store(out_ptr + r * STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if WEIGHTS:
         k = tl.arange(0, LANES)
-        weight = _weights(weight_ptr, slot_ptr, r, True, P, K, LANES)
+        weight = weights_of(weight_ptr, slot_ptr, r, True, P, K, LANES)
         tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < K)
 
 
@@ -130,7 +130,7 @@ def _sum_kernel(
                 block = first // B + tl.arange(0, BLOCK // B)
                 inside = (block < SCALES) & (rows[i] < S)
                 byte = tl.load(data_ptr + (rows[i] * STRIDE + H) + block, mask=inside, other=0)
-                total += tl.reshape(_values(tl.reshape(data, [BLOCK // B, B]), byte), [BLOCK])
+                total += tl.reshape(values(tl.reshape(data, [BLOCK // B, B]), byte), [BLOCK])
             else:
                 total += data.to(tl.float32)
         tl.store(y_ptr + t * H + column, total.to(y_ptr.dtype.element_ty), mask=column < H)
@@ -162,14 +162,14 @@ def _combine_local_kernel(
     slots = places_of_row(slot_ptr, r, r < R, P, K, LANES)
     for first in range(0, H, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        total = _partial(y_ptr, slots, column, P, H, K, K)
+        total = partial_sum(y_ptr, slots, column, P, H, K, K)
         if B:
-            data, byte = _rounded(total, B, FLOOR)
-            total = 0.0 + tl.reshape(_values(data, byte), [BLOCK])  # as sum_rows adds to 0: -0 becomes 0
+            data, byte = rounded(total, B, FLOOR)
+            total = 0.0 + tl.reshape(values(data, byte), [BLOCK])  # as sum_rows adds to 0: -0 becomes 0
         tl.store(out_ptr + t * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if WEIGHTS:
         k = tl.arange(0, LANES)
-        weight = 0.0 + _weights(weight_ptr, slot_ptr, r, r < R, P, K, LANES)
+        weight = 0.0 + weights_of(weight_ptr, slot_ptr, r, r < R, P, K, LANES)
         tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
 
 

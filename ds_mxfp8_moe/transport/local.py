@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport of one rank that holds all experts: nothing travels, and the host waits for nothing.
+
+It gives the same bits as the other transports: tokens are quantised as if they travelled, and sums are rounded so. The
+number of rows is the most that the choices can need, since the host does not know how many each expert got.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import casts
+from ..mx import MXTensor
+from ..ops.device import runs_triton
+from ..routing import count
+from . import ROW_ALIGNMENT, Transport, Wire
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalPlan:
+    """What one forward's routing means. Immutable.
+
+    Attributes:
+        num_tokens, top_k: T and K.
+        tokens_per_expert: mean number of choices per expert, dropped ones included.
+        group_ends: None: the host does not know them.
+        group_ends_E: int32, the end of each expert's rows among the P.
+        num_rows: P.
+        slot_TK: int32, the row of each choice. P where it was dropped.
+        source_P: int32, the choice t * K + k of each row. T * K in padding rows.
+    """
+
+    num_tokens: int
+    top_k: int
+    tokens_per_expert: float
+    group_ends: None = None
+    group_ends_E: torch.Tensor
+    num_rows: int
+    slot_TK: torch.Tensor
+    source_P: torch.Tensor
+
+
+def most_rows(choices: int, experts: int) -> int:
+    """P: the most rows that so many choices need. Each expert with a choice has at most 127 padding rows."""
+    return (choices + (ROW_ALIGNMENT - 1) * min(experts, choices)) // ROW_ALIGNMENT * ROW_ALIGNMENT
+
+
+def plan_rows(expert_TK: torch.Tensor, experts: int) -> tuple:
+    """ops.triton_kernels.local.plan_rows in plain torch: its oracle."""
+    flat = expert_TK.reshape(-1)
+    N, device, P = flat.numel(), flat.device, most_rows(flat.numel(), experts)
+    kept = (flat >= 0) & (flat < experts)
+    sizes_E = count(flat, experts)
+    padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    ends_E = padded_E.cumsum(0)
+    # Sorted by expert, dropped choices last. A choice's row is its place in that order, shifted by the padding.
+    order = torch.where(kept, flat, experts).argsort(stable=True)
+    shift_E = (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
+    row_N = torch.arange(N, device=device) + shift_E.index_select(0, flat.index_select(0, order).clamp(0, experts - 1))
+    row_N = torch.where(kept.index_select(0, order), row_N, P)
+    slot_N = torch.empty(N, dtype=torch.int32, device=device).scatter_(0, order, row_N.int())
+    source = torch.full((P + 1, ), N, dtype=torch.int32, device=device).scatter_(0, row_N, order.int())
+    return sizes_E.int(), ends_E.int(), slot_N.view(expert_TK.shape), source[:P]
+
+
+@dataclass(frozen=True)
+class Local(Transport):
+    """`name`: of the layer, for errors."""
+
+    name: str = "an expert-parallel exchange"
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
+             rows: str = "") -> LocalPlan:
+        (T, K), E = expert_TK.shape, num_local_experts
+        if _in_kernels(expert_TK):
+            from ..ops.triton_kernels import local as kernels  # Triton is there on Linux alone
+            _, ends_E, slot_TK, source_P = kernels.plan_rows(expert_TK.contiguous(), E)
+        else:
+            _, ends_E, slot_TK, source_P = plan_rows(expert_TK, E)
+        return LocalPlan(num_tokens=T, top_k=K, tokens_per_expert=T * K / E, group_ends_E=ends_E,
+                         num_rows=source_P.shape[0], slot_TK=slot_TK, source_P=source_P)
+
+    def dispatch(self, plan: LocalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+                 phase: str = "dispatch") -> tuple:
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
+        if _in_kernels(x_TH):
+            from ..ops.triton_kernels import local as kernels
+            x_PH, scale_BP, weight_P = kernels.dispatch_rows(
+                x_TH.detach(), weight_TK, plan.slot_TK, plan.source_P, wire.block_size if wire.mxfp8 else 0,
+                wire.scaling_mode)
+            if wire.mxfp8:
+                x_PH = MXTensor(x_PH, scale_BP.t(), wire.block_size, x_TH.dtype)
+            return x_PH, weight_P
+        if wire.mxfp8:
+            mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)
+            data, scale = (self._expanded(plan, part.view(torch.uint8)) for part in (mx_TH.qdata, mx_TH.scale_bytes))
+            x_PH = MXTensor(data.view(torch.float8_e4m3fn), scale, wire.block_size, x_TH.dtype)
+        else:
+            x_PH = self._expanded(plan, x_TH)
+        if weight_TK is None:
+            return x_PH, None
+        return x_PH, _with_zero_row(weight_TK.view(-1, 1)).view(-1).index_select(0, plan.source_P)
+
+    def _expanded(self, plan: LocalPlan, x_TN: torch.Tensor) -> torch.Tensor:
+        token_P = plan.source_P.div(plan.top_k, rounding_mode="floor")
+        return _with_zero_row(x_TN).index_select(0, token_P)
+
+    def combine(self, plan: LocalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+                weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
+        if _in_kernels(y_PH):
+            from ..ops.triton_kernels import local as kernels
+            return kernels.combine_rows(y_PH, weight_P, plan.slot_TK, dtype, wire.block_size if wire.mxfp8 else 0,
+                                        wire.scaling_mode)
+        y_PH = _with_zero_row(y_PH)
+        y_TH = y_PH.new_zeros((plan.num_tokens, y_PH.shape[1]), dtype=torch.float32)
+        for slot_T in plan.slot_TK.unbind(1):
+            y_TH += y_PH.index_select(0, slot_T)
+        if wire.mxfp8:
+            y_TH = 0.0 + casts.quantize(y_TH, wire.block_size, wire.scaling_mode).dequantize()
+        if weight_P is None:
+            return y_TH.to(dtype), None
+        weight_TK = _with_zero_row(weight_P.view(-1, 1)).view(-1).index_select(0, plan.slot_TK.view(-1))
+        return y_TH.to(dtype), 0.0 + weight_TK.view(plan.slot_TK.shape)
+
+
+def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the row of zeros that indices one beyond the rows read."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])
+
+
+def _in_kernels(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels run. Tests choose one or the other here."""
+    return runs_triton(x)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-1 and 2 check the gradients of all parameters of a group at once.
+
+DeepSpeed looks for overflow and takes the norm of each parameter's gradient by itself: eight kernels each. A classic
+MoE model has three parameters an expert, often a thousand and more, and its optimizer step is spent on launches. Here
+a few calls check all gradients. What they decide is DeepSpeed's: a step is skipped, and gradients are clipped, as
+without them.
+"""
+
+import math
+from types import MethodType
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch.nn.utils import get_total_norm
+
+TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
+
+
+def check_gradients_together(optimizer: Any) -> bool:
+    """Lets an engine's optimizer check all gradients of a group together. Returns whether it does.
+
+    It does not for other optimizers than DeepSpeed's of ZeRO-1 and 2, for those with offload to the CPU, which check
+    gradients where they copy them, and in releases of DeepSpeed that this was not tested with.
+    """
+    if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.cpu_offload or (
+            deepspeed.__version__.split("+")[0] not in TESTED):
+        return False
+    optimizer.has_overflow_partitioned_grads_serial = MethodType(_has_overflow, optimizer)
+    optimizer.get_grad_norm_direct = MethodType(_grad_norm, optimizer)
+    return True
+
+
+def _has_overflow(self: DeepSpeedZeroOptimizer) -> torch.Tensor:
+    """Whether any gradient of this rank's partitions holds a NaN or an Inf: bool [1], on the device."""
+    gradients = [g for i in range(len(self.bit16_groups)) for g in _whole(self.averaged_gradients[i])
+                 if g is not None and g.numel()]
+    if not gradients:
+        return torch.zeros(1, dtype=torch.bool, device=get_accelerator().current_device_name())
+    return get_total_norm(gradients, math.inf).isfinite().logical_not().view(1)
+
+
+def _whole(gradients: list) -> list:
+    """One tensor where DeepSpeed accumulates in float32, and the gradients of a group are parts of it."""
+    whole = getattr(gradients, "flat_partition", None)
+    return gradients if whole is None else [whole]
+
+
+def _grad_norm(self: DeepSpeedZeroOptimizer, gradients: list, params: list, norm_type: float = 2) -> torch.Tensor:
+    """DeepSpeed's `get_grad_norm_direct`, with the norms of all gradients taken together.
+
+    Each gradient's norm is a float64, as in DeepSpeed. Their sum is rounded to float32.
+    """
+    if norm_type != 2:
+        return DeepSpeedZeroOptimizer.get_grad_norm_direct(self, gradients, params, norm_type)
+    parts = (g for g in gradients if not getattr(g, "_zero_padding", False))
+    counted = [g.detach() for g, p in zip(parts, params, strict=False)
+               if not (hasattr(p, PIPE_REPLICATED) and p.ds_pipe_replicated)
+               and (is_model_parallel_parameter(p) or self.model_parallel_rank == 0)]
+    if counted:
+        norms = torch._foreach_norm(counted, 2, dtype=get_norm_dtype())
+        total = torch.stack(norms).pow(2).sum().float()
+    else:
+        total = torch.tensor(0.0, dtype=torch.float32, device=self.device)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+    self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+    total = total.pow(1. / norm_type)
+    mask_nan_or_inf_with_val_inplace(total, device=self.device)
+    return total
