@@ -9,9 +9,10 @@
 
 Triton compiles a kernel anew for each specialization of its arguments: their types, the values of constants, and
 whether integers and addresses are 1 or multiples of 16. `Launched` computes that specialization itself. It remembers
-the kernel that Triton compiled for it, and launches that kernel directly the next time. The first launch of a
-specialization goes through Triton. So does every launch with an argument of a type unknown here, every launch while a
-profiler has set Triton's hooks, and every launch with another version of Triton.
+the kernel that Triton compiled for it, and the next time hands its launcher addresses and numbers, which spares a
+query of the driver for each tensor. The first launch of a specialization goes through Triton. So does every launch
+with an address that is no multiple of 16, or an argument of a type unknown here, every launch while a profiler has
+set Triton's hooks, and every launch with another version of Triton.
 """
 
 from functools import partial
@@ -24,19 +25,19 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Whether the launch at the end of this file works with this version of Triton.
+# Whether this version of Triton has the launcher that _Bound calls.
 KNOWN = triton.__version__.startswith("3.6.")
 
 
 class _Unknown(Exception):
-    """An argument whose specialization this file does not compute."""
+    """An argument whose specialization only Triton knows."""
 
 
 def _specialization(x: Any) -> Any:
-    """The properties of an argument that decide which code Triton compiles.
+    """What of an argument that is no tensor decides which code Triton compiles.
 
-    Arguments that Triton specializes differently get different results. Arguments that it treats alike may also get
-    different results. That costs one more launch through Triton.
+    Arguments that Triton specializes differently get different results. Arguments that it treats alike may get
+    different ones too: that costs one more launch through Triton.
     """
     kind = type(x)
     if kind is int:
@@ -49,8 +50,6 @@ def _specialization(x: Any) -> Any:
         return -16 if x % 16 == 0 else -1
     if x is None:
         return None
-    if isinstance(x, torch.Tensor):
-        return x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, )
     if kind is tuple:
         return tuple(map(_specialization, x))
     if kind is bool or kind is float:
@@ -62,7 +61,7 @@ def _specialization(x: Any) -> Any:
 
 
 def _device(values: tuple) -> int:
-    """Index of the GPU that holds the first tensor among the values. -1 if no GPU does, or if there is no tensor."""
+    """Index of the GPU that holds the first tensor among the values; -1 if no GPU holds it, or there is no tensor."""
     for x in values:
         x = getattr(x, "base", x)
         if isinstance(x, torch.Tensor):
@@ -73,31 +72,26 @@ def _device(values: tuple) -> int:
 class Launched:
     """Decorates a kernel that the host launches. It runs on the device of its first tensor.
 
-    The kernel's parameters must not have defaults.
+    The kernel's constants are its last parameters. No parameter has a default.
     """
 
     remembers = KNOWN
 
     def __init__(self, jitted: Any):
         self.fn = jitted  # Triton's own wrappers use this name
-        self._compiled: dict = {}
+        constant = [param.is_constexpr for param in getattr(jitted, "params", ())]
+        self._variable = constant.index(True) if True in constant else len(constant)  # parameters before the constants
+        if not all(constant[self._variable:]):
+            raise TypeError(f"{jitted.__name__}: its constants must be its last parameters")
+        self._constants: list = list(getattr(jitted, "arg_names", ()))[self._variable:]
         self._bound: dict = {}
-        self._names: list = list(getattr(jitted, "arg_names", ()))
-        self._constant: list = [param.is_constexpr for param in getattr(jitted, "params", ())]
 
     def __getitem__(self, grid: tuple) -> Any:
         return partial(self._launch, grid)
 
-    def bind(self, *constants: Any, **options: Any) -> "Bound":
-        """The kernel with its constants, which are its last parameters, and with Triton's options (num_warps)."""
-        key = constants, *options.items()
-        bound = self._bound.get(key)
-        if bound is None:
-            bound = self._bound[key] = Bound(self, constants, options)
-        return bound
-
     def _launch(self, grid: tuple, *args: Any, **named: Any) -> None:
-        device = _device(args)
+        variable = args[:self._variable]
+        device = _device(variable)
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self._launch(grid, *args, **named)
@@ -105,58 +99,47 @@ class Launched:
                 knobs.runtime.launch_exit_hook.calls):
             self.fn[grid](*args, **named)
             return None
-        options = dict(named)
-        values = (*args, *[options.pop(name) for name in self._names[len(args):]])
+        key = device, args[self._variable:], *named.items()
+        bound = self._bound.get(key)
+        if bound is None:
+            options = dict(named)
+            constants = args[self._variable:]
+            constants += tuple(options.pop(name) for name in self._constants[len(constants):])
+            bound = self._bound[key] = _Bound(self.fn, device, constants, options)
+        bound.launch(grid, variable)
+        return None
+
+
+class _Bound:
+    """A kernel on one device with all its constants and options: what is known before a launch."""
+
+    def __init__(self, jitted: JITFunction, device: int, constants: tuple, options: dict):
+        self.jitted, self.device, self.constants, self.options = jitted, device, constants, options
+        self.compiled: dict = {}
+
+    def launch(self, grid: tuple, args: tuple) -> None:
+        values, key, addresses = [], [], 0
         try:
-            key = (device, *options.items(), *[
-                value if constant else _specialization(value)
-                for value, constant in zip(values, self._constant, strict=True)])
+            for x in args:
+                if isinstance(x, torch.Tensor):
+                    key.append(x.dtype)
+                    x = x.data_ptr()
+                    addresses |= x
+                else:
+                    key.append(_specialization(x))
+                values.append(x)
         except _Unknown:
-            self.fn[grid](*args, **named)
-            return None
-        found = self._compiled.get(key)
+            addresses = 1
+        if addresses % 16:
+            self.jitted[grid](*args, *self.constants, **self.options)
+            return
+        key = tuple(key)
+        found = self.compiled.get(key)
         if found is None:
-            compiled = self.fn[grid](*args, **named)
+            compiled = self.jitted[grid](*args, *self.constants, **self.options)
             if isinstance(compiled, CompiledKernel):
-                self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
-            return None
+                self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return
         run, function, metadata = found
-        stream = driver.active.get_current_stream(device)
-        run(*grid, *(1, ) * (3 - len(grid)), stream, function, metadata, None, None, None, *values)
-        return None
-
-
-class Bound:
-    """A kernel whose constants are known. A call takes the grid and the other arguments: tensors, integers, None."""
-
-    def __init__(self, kernel: Launched, constants: tuple, options: dict):
-        self._kernel, self._constants, self._options = kernel, constants, options
-        self._compiled: dict = {}
-
-    def __call__(self, grid: tuple, *args: Any) -> None:
-        values, key, address = [], [], 0
-        for x in args:
-            if isinstance(x, torch.Tensor):
-                at = x.data_ptr()
-                address |= at
-                values.append(at)
-                key.append(x.dtype)
-            elif type(x) is int:
-                values.append(x)
-                key.append(x if x == 1 else x % 16 == 0 if x <= 0x7FFFFFFF else "int64")
-            else:
-                values.append(x)
-                key.append(None if x is None else x.specialization)
-        device = _device(args)
-        if device < 0 or address % 16 or not self._kernel.remembers or device != torch._C._cuda_getDevice():
-            return self._kernel[grid](*args, *self._constants, **self._options)
-        key = device, *key
-        found = self._compiled.get(key)
-        if found is None:
-            compiled = self._kernel.fn[grid](*args, *self._constants, **self._options)
-            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
-            return None
-        run, function, metadata = found
-        run(*grid, *(1, ) * (3 - len(grid)), torch._C._cuda_getCurrentRawStream(device), function, metadata, None,
-            None, None, *values, *self._constants)
-        return None
+        stream = driver.active.get_current_stream(self.device)
+        run(*grid, *(1, ) * (3 - len(grid)), stream, function, metadata, None, None, None, *values, *self.constants)

@@ -202,11 +202,9 @@ def plan_rows(expert_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torc
         return total_E, total_E, slot_TK, source_P
     ends_E, count = torch.empty_like(total_E), torch.empty((experts, chunks), dtype=torch.int32, device=device)
     lanes = lanes_for(experts)
-    _count_kernel.bind(experts, lanes, CHUNK, num_warps=4)((chunks, ), expert_TK, count, total_E, N, chunks)
-    _scan_kernel.bind(experts, lanes, GROUP, SPAN, num_warps=4)(
-        (experts, ), count, total_E, ends_E, source_P, N, P, chunks)
-    _place_kernel.bind(experts, CHUNK, num_warps=4)(
-        (chunks, ), expert_TK, count, slot_TK, source_P, N, P, chunks)
+    _count_kernel[(chunks, )](expert_TK, count, total_E, N, chunks, experts, lanes, CHUNK, num_warps=4)
+    _scan_kernel[(experts, )](count, total_E, ends_E, source_P, N, P, chunks, experts, lanes, GROUP, SPAN, num_warps=4)
+    _place_kernel[(chunks, )](expert_TK, count, slot_TK, source_P, N, P, chunks, experts, CHUNK, num_warps=4)
     return total_E, ends_E, slot_TK, source_P
 
 
@@ -244,10 +242,10 @@ def dispatch_rows(x_TH: torch.Tensor, weight_TK: torch.Tensor | None, slot_TK: t
         x_TH = x_TH.contiguous()
     tile = _tile(H, block_size)
     word = 16 // dtype.itemsize * 4
-    launch = _dispatch_kernel.bind(H, K, block_size, scaling_mode == "floor", tile.block, GROUP, word,
-                                   num_warps=tile.warps)
-    launch((T + P // GROUP, ), x_TH, weight_TK, slot_TK, source_P, out.view(torch.uint8) if block_size else out, scale,
-           weight, T, P, x_TH.stride(0))
+    data = out.view(torch.uint8) if block_size else out
+    _dispatch_kernel[(T + P // GROUP, )](x_TH, weight_TK, slot_TK, source_P, data, scale, weight, T, P, x_TH.stride(0),
+                                         H, K, block_size, scaling_mode == "floor", tile.block, GROUP, word,
+                                         num_warps=tile.warps)
     return out, scale, weight
 
 
@@ -270,7 +268,6 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_TK: tor
     if T == 0:
         return out, weight_TK
     tile = _tile(H, block_size)
-    launch = _combine_kernel.bind(H, K, lanes_for(K), block_size, scaling_mode == "floor", tile.block,
-                                  num_warps=tile.warps)
-    launch((T, ), y_PH.contiguous(), weight_P, slot_TK, out, weight_TK, P)
+    _combine_kernel[(T, )](y_PH.contiguous(), weight_P, slot_TK, out, weight_TK, P, H, K, lanes_for(K), block_size,
+                           scaling_mode == "floor", tile.block, num_warps=tile.warps)
     return out, weight_TK
