@@ -20,9 +20,8 @@ from .experts import DTYPES, ExpertFormula, expert_weights
 from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport.choose import choose
-from .transport.collective import Collective
+from .transport import Transport
 from .transport.deadline import deadline_for, tell_peers_on_error
-from .transport.nvlink import NVLink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class LayerSettings:
     config: MXFP8MoEConfig
     min_tokens_per_expert: float
 
-    def choose_transport(self, group: Any) -> Collective | NVLink:
+    def choose_transport(self, group: Any) -> Transport:
         """The layer's transport over its expert-parallel group. None as the group: this rank has all experts."""
         config = self.config
         return choose(group, self.name, config.transport, config.nvlink_sms, config.capacity_factor, config.overlap)

@@ -24,9 +24,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def runs_triton(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels of casts, activations and exchanges take x.
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on a device. They need casts to e4m3, which NVIDIA has from sm_89 on."""
+    return capability(device) >= (8, 9)
 
-    They need casts to e4m3, which NVIDIA has from sm_89 on, and a last axis that is a multiple of 32.
-    """
-    return capability(x.device) >= (8, 9) and x.shape[-1] % 32 == 0
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels of casts, activations and exchanges take x: its last axis is a multiple of 32."""
+    return has_kernels(x.device) and x.shape[-1] % 32 == 0

@@ -16,8 +16,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..ops.op_builder import nvlink as extension
+from . import Transport
 from .collective import Collective
 from .deadline import answers_of_all, ranks_of
+from .local import Local
 from .nvlink import NVLink
 from .peer_memory import PeerMemory
 
@@ -51,7 +53,7 @@ _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def choose(group: Any, name: str, requested: str | None = None, sms: int | None = None,
-           capacity_factor: float | None = None, overlap: bool = True) -> Collective | NVLink:
+           capacity_factor: float | None = None, overlap: bool = True) -> Transport:
     """Returns the transport of one layer. Every rank of the group calls it.
 
     Args:
@@ -64,7 +66,9 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
         PeerFailure: a rank of the group did not come to the first choice.
     """
-    if group is None or requested == "collective" or dist.get_world_size(group=group) == 1:
+    if group is None or dist.get_world_size(group=group) == 1:
+        return Local(name)
+    if requested == "collective":
         return Collective(group, name)
     if group not in _OF_GROUP:
         _OF_GROUP[group] = _decide(group, name)

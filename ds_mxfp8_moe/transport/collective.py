@@ -52,28 +52,26 @@ class Collective(Transport):
     """Expert-parallel exchange over a process group.
 
     Attributes:
-        group: None means that this rank is alone.
+        group: of two ranks or more.
         name: of the layer, for errors.
     """
 
-    group: Any = None
+    group: Any
     name: str = "an expert-parallel exchange"
 
     @property
     def world_size(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(group=self.group)
+        return dist.get_world_size(group=self.group)
 
     def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
         """Sends `send_splits[w]` rows of x to rank w. Returns the sum(recv_splits) rows that arrive, in rank order."""
-        if self.world_size == 1:
-            return x
         out = x.new_empty((sum(recv_splits), x.shape[1]))
         all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase))
         return out
 
     def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None] | None) -> list:
         """Reads counts on the host, which waits for the GPU here. `meanwhile`: called before the wait."""
-        if self.world_size == 1 or counts.device.type == "cpu":
+        if counts.device.type == "cpu":
             return counts.tolist()
         on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
         on_host.copy_(counts, non_blocking=True)
@@ -204,20 +202,16 @@ class Collective(Transport):
                   phase: str) -> tuple:
         """`dispatch` in kernels. An MXFP8 result's scales are a view of K-block-major memory, as GEMMs read them."""
         from ..ops.triton_kernels import message, permute  # Triton exists on Linux alone
-        data, scale, row_R = x_TH, None, None
+        data, scale = x_TH, None
         if wire.mxfp8:
             mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)
             data, scale = mx_TH.qdata, mx_TH.scale_bytes
         weight = None if weight_TK is None else weight_TK.float()
-        if self.world_size == 1:
-            row_R = plan.send_token_S
-        else:
-            sizes = (data.shape[1] * data.element_size(), *(0 if x is None else x.shape[1] for x in (scale, weight)))
-            message_S = permute.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0],
-                                          plan.top_k)
-            message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
-            data, scale, weight = message.unpack_rows(message_R, *sizes)
-        x_PH, scale_BP, weight_P = permute.expand_rows(data, scale, weight, row_R, plan.slot_RK, plan.source_P)
+        sizes = (data.shape[1] * data.element_size(), *(0 if x is None else x.shape[1] for x in (scale, weight)))
+        message_S = permute.pack_rows(data, scale, weight, plan.sent_slot_WT, plan.send_token_S.shape[0], plan.top_k)
+        message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
+        data, scale, weight = message.unpack_rows(message_R, *sizes)
+        x_PH, scale_BP, weight_P = permute.expand_rows(data, scale, weight, plan.slot_RK, plan.source_P)
         x_PH = _mx(x_PH, scale_BP.t(), wire, x_TH.dtype) if wire.mxfp8 else x_PH.view(x_TH.dtype)
         return x_PH, None if weight_TK is None else weight_P
 
@@ -226,13 +220,9 @@ class Collective(Transport):
         """`combine` in kernels."""
         from ..ops.triton_kernels import unpermute
         block_size = wire.block_size if wire.mxfp8 else 0
-        if self.world_size == 1:
-            y_TH, weight_TK = unpermute.combine_local(y_PH, weight_P, plan.slot_RK, plan.sent_slot_WT[0], dtype,
-                                                      block_size, wire.scaling_mode)
-        else:
-            message_R = unpermute.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
-            message_S = self._exchange(message_R, plan.recv_splits, plan.send_splits, phase)
-            weights = 0 if weight_P is None else plan.top_k
-            y_TH, weight_TK = unpermute.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k,
-                                                 dtype, block_size)
+        message_R = unpermute.combine_rows(y_PH, weight_P, plan.slot_RK, dtype, block_size, wire.scaling_mode)
+        message_S = self._exchange(message_R, plan.recv_splits, plan.send_splits, phase)
+        weights = 0 if weight_P is None else plan.top_k
+        y_TH, weight_TK = unpermute.sum_rows(message_S, plan.sent_slot_WT, y_PH.shape[1], weights, plan.top_k, dtype,
+                                             block_size)
         return y_TH, None if weight_P is None else weight_TK

@@ -12,7 +12,7 @@ import torch
 
 from .. import casts
 from ..mx import MXTensor
-from ..ops.device import runs_triton
+from ..ops.device import has_kernels
 from ..routing import count
 from . import ROW_ALIGNMENT, Transport, Wire
 
@@ -77,7 +77,7 @@ class Local(Transport):
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> LocalPlan:
         (T, K), E = expert_TK.shape, num_local_experts
-        if _in_kernels(expert_TK):
+        if has_kernels(expert_TK.device):
             from ..ops.triton_kernels import local as kernels  # Triton is there on Linux alone
             _, ends_E, slot_TK, source_P = kernels.plan_rows(expert_TK.contiguous(), E)
         else:
@@ -88,7 +88,7 @@ class Local(Transport):
     def dispatch(self, plan: LocalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
-        if _in_kernels(x_TH):
+        if has_kernels(x_TH.device):
             from ..ops.triton_kernels import local as kernels
             x_PH, scale_BP, weight_P = kernels.dispatch_rows(
                 x_TH.detach(), weight_TK, plan.slot_TK, plan.source_P, wire.block_size if wire.mxfp8 else 0,
@@ -112,7 +112,7 @@ class Local(Transport):
 
     def combine(self, plan: LocalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
-        if _in_kernels(y_PH):
+        if has_kernels(y_PH.device):
             from ..ops.triton_kernels import local as kernels
             return kernels.combine_rows(y_PH, weight_P, plan.slot_TK, dtype, wire.block_size if wire.mxfp8 else 0,
                                         wire.scaling_mode)
@@ -131,8 +131,3 @@ class Local(Transport):
 def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
     """A copy with the row of zeros that indices one beyond the rows read."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
-
-
-def _in_kernels(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels run. Tests choose one or the other here."""
-    return runs_triton(x)

@@ -77,20 +77,15 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["P"])
 def _expand_kernel(
         data_ptr,  # [*, STRIDE] int64
-        row_ptr,  # [R] int64: the row of data that is row r, if INDIRECT
         slot_ptr,  # [R, K] int64
         out_ptr,  # [P, WORDS] int64
-        P, STRIDE: tl.constexpr, WORDS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, INDIRECT: tl.constexpr,
-        BLOCK: tl.constexpr):
+        P, STRIDE: tl.constexpr, WORDS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """Copies the data of each received row to its places. Grid (R, )."""
     r = tl.program_id(0).to(tl.int64)
     slots = places_of_row(slot_ptr, r, True, P, K, LANES)
-    row = r
-    if INDIRECT:
-        row = tl.load(row_ptr + r)
     for first in range(0, WORDS, BLOCK):
         word = first + tl.arange(0, BLOCK)
-        data = tl.load(data_ptr + row * STRIDE + word, mask=word < WORDS)
+        data = tl.load(data_ptr + r * STRIDE + word, mask=word < WORDS)
         for k in tl.static_range(K):
             tl.store(out_ptr + slots[k] * WORDS + word, data, mask=(word < WORDS) & (slots[k] < P))
 
@@ -100,14 +95,13 @@ def _expand_kernel(
 def _expand_tiles_kernel(
         scale_ptr,  # [*, SCALE_STRIDE] uint8
         weight_ptr,  # [*, WEIGHT_STRIDE] float32
-        row_ptr,  # [R] int64: the row of scale and weight that is row r, if INDIRECT
         source_ptr,  # [P] int64
         out_ptr,  # [P, WORDS] int64
         out_scale_ptr,  # [SCALES, P] uint8
         out_weight_ptr,  # [P] float32
         choices,  # R * K
         P, SCALE_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
-        WEIGHTS: tl.constexpr, K: tl.constexpr, INDIRECT: tl.constexpr, ROWS: tl.constexpr, SPAN_WORDS: tl.constexpr,
+        WEIGHTS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SPAN_WORDS: tl.constexpr,
         SPAN_SCALES: tl.constexpr):
     """Writes the scales and weights of ROWS expert-sorted rows, and zeros for the data of padding rows.
 
@@ -119,8 +113,6 @@ def _expand_tiles_kernel(
     real = source < choices
     row = source // K
     choice = source - row * K
-    if INDIRECT:
-        row = tl.load(row_ptr + row, mask=real, other=0)
     if SCALES:
         block = span * SPAN_SCALES + tl.arange(0, SPAN_SCALES)
         scale = tl.load(scale_ptr + row[:, None] * SCALE_STRIDE + block[None, :],
@@ -179,14 +171,12 @@ def pack_rows(data_TD: torch.Tensor, scale_TB: torch.Tensor | None, weight_TK: t
 
 
 def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK: torch.Tensor | None,
-                row_R: torch.Tensor | None, slot_RK: torch.Tensor,
-                source_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                slot_RK: torch.Tensor, source_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copies received rows to their places in the expert-sorted order. Padding rows are zeros.
 
     Args:
         data_RD: any dtype, any stride between rows. A row takes a multiple of 32 bytes.
         scale_RB, weight_RK: uint8 and float32, any stride between rows. None if rows have none.
-        row_R: int64, for each row r its row in the three tensors above. With None it is r itself.
 
     Returns:
         data [P, D] in data_RD's dtype; scales in K-block-major memory, uint8 [B, P]; weights, float32 [P]. Without
@@ -199,13 +189,12 @@ def expand_rows(data_RD: torch.Tensor, scale_RB: torch.Tensor | None, weight_RK:
     out_weight = source_P.new_empty(0 if weight_RK is None else P, dtype=torch.float32)
     if P == 0:
         return out, out_scale, out_weight
-    tile, spans, row = copy_tile(words), cdiv(words, TILE_WORDS), slot_RK if row_R is None else row_R
+    tile, spans, out_words = copy_tile(words), cdiv(words, TILE_WORDS), out.view(torch.int64)
     scale, weight = _rows(scale_RB, data), _rows(weight_RK, data)
-    out_words, indirect = out.view(torch.int64), row_R is not None
-    _expand_kernel[(R, )](data, row, slot_RK, out_words, P, data.stride(0), words, K, lanes_for(K), indirect,
-                          tile.block, num_warps=tile.warps)
-    _expand_tiles_kernel[(P // TILE_ROWS, spans)](scale, weight, row, source_P, out_words, out_scale, out_weight,
-                                                  R * K, P, scale.stride(0), weight.stride(0), words, scales,
-                                                  weight_RK is not None, K, indirect, TILE_ROWS, TILE_WORDS,
+    _expand_kernel[(R, )](data, slot_RK, out_words, P, data.stride(0), words, K, lanes_for(K), tile.block,
+                          num_warps=tile.warps)
+    _expand_tiles_kernel[(P // TILE_ROWS, spans)](scale, weight, source_P, out_words, out_scale, out_weight, R * K, P,
+                                                  scale.stride(0), weight.stride(0), words, scales,
+                                                  weight_RK is not None, K, TILE_ROWS, TILE_WORDS,
                                                   lanes_for(cdiv(scales, spans)))
     return out, out_scale, out_weight

@@ -3,7 +3,6 @@
 
     combine_rows    sums the experts' outputs of a row and rounds the sum to the wire format     P rows -> R rows
     sum_rows        sums the rows that come back for a token                                     S rows -> T tokens
-    combine_local   does both at once, if one rank holds all experts and nothing travels         P rows -> T tokens
 
 Oracle, letters, tables and sizes are those of permute.py. Here too each byte is read once and written once.
 """
@@ -142,37 +141,6 @@ def _sum_kernel(
         tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
 
 
-@Launched
-@triton.jit(do_not_specialize=["P", "R"])
-def _combine_local_kernel(
-        y_ptr,  # [P, H]
-        weight_ptr,  # [P] float32
-        slot_ptr,  # [R, K] int64
-        sent_slot_ptr,  # [T] int64
-        out_ptr,  # [T, H]
-        out_weight_ptr,  # [T, K] float32
-        P, R, H: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, WEIGHTS: tl.constexpr, B: tl.constexpr,
-        FLOOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the outputs of each token's choices. Grid (T, ).
-
-    B other than 0 rounds the sum to MXFP8 and back, as if it had travelled.
-    """
-    t = tl.program_id(0).to(tl.int64)
-    r = tl.load(sent_slot_ptr + t)
-    slots = places_of_row(slot_ptr, r, r < R, P, K, LANES)
-    for first in range(0, H, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        total = partial_sum(y_ptr, slots, column, P, H, K, K)
-        if B:
-            data, byte = rounded(total, B, FLOOR)
-            total = 0.0 + tl.reshape(values(data, byte), [BLOCK])  # as sum_rows adds to 0: -0 becomes 0
-        tl.store(out_ptr + t * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
-    if WEIGHTS:
-        k = tl.arange(0, LANES)
-        weight = 0.0 + weights_of(weight_ptr, slot_ptr, r, r < R, P, K, LANES)
-        tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
-
-
 def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
     """The dtype and the bytes of a row's data on the wire, and the number of its scales.
 
@@ -231,23 +199,4 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
                        where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
                        min(ranks, top_k), block_size, tile.block, num_warps=tile.warps, enable_fp_fusion=False)
-    return y_TH, weight_TK
-
-
-def combine_local(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, sent_slot_T: torch.Tensor,
-                  dtype: torch.dtype, block_size: int, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `sum_rows` returns for the rows of `combine_rows` in a group of one rank, with the same rounding.
-
-    Args:
-        sent_slot_T: int64, the row r of each token. R for a token without experts.
-    """
-    (P, H), (R, K), T = y_PH.shape, slot_RK.shape, sent_slot_T.shape[0]
-    y_TH = y_PH.new_empty((T, H), dtype=dtype)
-    weight_TK = y_PH.new_empty((T, 0 if weight_P is None else K), dtype=torch.float32)
-    if T == 0:
-        return y_TH, weight_TK
-    tile = combine_tile(H, block_size)
-    _combine_local_kernel[(T, )](y_PH.contiguous(), contiguous_or(weight_P, y_TH), slot_RK, sent_slot_T, y_TH,
-                                 weight_TK, P, R, H, K, lanes_for(K), weight_P is not None, block_size,
-                                 scaling_mode == "floor", tile.block, num_warps=tile.warps)
     return y_TH, weight_TK

@@ -5,7 +5,7 @@ import deepspeed.comm as dist
 import pytest
 import test_expert_ffn
 import torch
-from test_expert_ffn import FORMULAS, RECIPES, formula, problem, run_layer
+from test_expert_ffn import FORMULAS, RECIPES, formula, problem, run_layer, transport
 
 from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
@@ -78,7 +78,7 @@ def test_two_runs_give_the_same_bits(gpu_ranks):
 
 
 def run_without_waiting(recipe):
-    """Forward and backward with CUDA's sync-debug mode on, but in the one read that is named."""
+    """Forward and backward with CUDA's sync-debug mode on, but in the one read that is named. One rank reads nothing."""
     read_counts = Collective._read_counts
 
     def named(self, counts, meanwhile):
@@ -103,7 +103,7 @@ def run_without_waiting(recipe):
     weights = {role: [e[role].cuda().requires_grad_() for e in experts[:local]] for role in experts[0]}
     x, weight = xs[rank].cuda().requires_grad_(), routes[rank][1].cuda().requires_grad_()
     expert_TK, grad = routes[rank][0].cuda(), grads[rank].cuda()
-    ffn = ExpertFFN(formula("swiglu"), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
+    ffn = ExpertFFN(formula("swiglu"), recipe, transport(world), local)
     Collective._read_counts = named
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -92,7 +92,7 @@ def activations():
 
 
 def exchanges():
-    permute, unpermute = module("permute"), module("unpermute")
+    local, permute, unpermute = module("local"), module("permute"), module("unpermute")
     R, S = T * W, T * W
     x, scale, weight = torch.empty(T, H, dtype=BF16), torch.empty(T, H // 32, dtype=BYTE), torch.empty(T, K)
     sent, slot, source = torch.empty(W, T).long(), torch.empty(R, K).long(), torch.empty(P).long()
@@ -101,10 +101,12 @@ def exchanges():
         data, scales = (mx(T, H).qdata, scale[:, :H // block]) if block else (x, None)
         permute.pack_rows(data, scales, weight, sent, S, K)
         received = [part if part is None else part.repeat(W, 1) for part in (data.view(BYTE), scales, weight)]
-        permute.expand_rows(*received, None, slot, source)
+        permute.expand_rows(*received, slot, source)
         answers = unpermute.combine_rows(y, weight_P, slot, BF16, block, "rceil")
         unpermute.sum_rows(answers, sent, H, K, K, BF16, block)
-        unpermute.combine_local(y, weight_P, slot, sent[0], BF16, block, "rceil")
+        local.dispatch_rows(x, weight, slot.int(), source.int(), block, "rceil")
+        local.combine_rows(y, weight_P, slot.int(), BF16, block, "rceil")
+    local.plan_rows(slot, E)
 
 
 def hopper_gemms():
@@ -230,7 +232,7 @@ def test_hopper_multiplies_natively(launches):
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. Sums of a few numbers a row, and a table of pointers,
     move next to nothing."""
-    rooms = r"\.(quantize|rescale_tiles|activation|permute|unpermute)\."
+    rooms = r"\.(quantize|rescale_tiles|activation|permute|unpermute|local)\."
     moving = [launch for launch in launches if re.search(rooms, launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_pointers_kernel"))]
     assert moving

@@ -6,5 +6,5 @@ from local_cases import ONE_RANK, check_local
 
 
 @pytest.mark.parametrize("name", ONE_RANK)
-def test_same_bits_as_plain_torch_and_as_the_collective_transport(interpreter, name):
+def test_same_bits_as_plain_torch(interpreter, name):
     interpreter(check_local, "cpu", ONE_RANK[name])

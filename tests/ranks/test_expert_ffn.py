@@ -18,6 +18,7 @@ from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Pending
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.local import Local
 
 HIDDEN, FFN = 96, 160  # multiples of 32 but not of 128
 
@@ -104,6 +105,10 @@ def in_one_buffer(experts: list) -> list:
     return [{role: next(views).view(value.shape) for role, value in expert.items()} for expert in experts]
 
 
+def transport(world):
+    return Collective(dist.get_world_group()) if world > 1 else Local()
+
+
 def run_layer(recipe, name, flat=False, stacked=False, calls=1, device="cpu", **kwargs):
     """One rank: forward and backward of its tokens; returns everything as float32."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -118,7 +123,7 @@ def run_layer(recipe, name, flat=False, stacked=False, calls=1, device="cpu", **
         weights = {role: [e[role].detach().requires_grad_() for e in mine] for role in mine[0]}
     x = xs[rank].to(device).requires_grad_()
     expert_TK, weight = routes[rank][0].to(device), routes[rank][1].to(device).requires_grad_()
-    ffn = ExpertFFN(formula(name), recipe, Collective(dist.get_world_group() if world > 1 else None), local)
+    ffn = ExpertFFN(formula(name), recipe, transport(world), local)
     for _ in range(calls):
         y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=len(experts)), weights)
     y.backward(grads[rank].to(device))
@@ -234,7 +239,7 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
     steps, quantize_weights = [], casts.quantize_weights
 
-    class Waiting(Collective):
+    class Waiting(Local):
         """Waits in every plan."""
 
         def plan(self, expert_TK, num_local_experts, meanwhile=None, rows=""):
@@ -256,7 +261,7 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
         y.backward(g)
         return y, x_TH.grad
 
-    wanted = run(Collective())
+    wanted = run(Local())
     monkeypatch.setattr(casts, "quantize_weights", quantize)
     got = run(Waiting())
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
@@ -271,7 +276,7 @@ def test_compiled_autograd_breaks_its_graph_at_backward():
     from torch._dynamo import compiled_autograd
     experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    ffn = ExpertFFN(formula("swiglu"), recipe(), Collective(), len(experts))
+    ffn = ExpertFFN(formula("swiglu"), recipe(), Local(), len(experts))
 
     def gradients(context):
         x_TH = x.clone().requires_grad_()
@@ -300,7 +305,7 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
     seen, asked = [], []
 
-    class Beside(Collective):
+    class Beside(Local):
         """Says that a GEMM may run beside every combine of a gradient."""
 
         def sms_beside(self, *args):
@@ -333,7 +338,7 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
     weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
     seen = []
 
-    class Watching(Collective):
+    class Watching(Local):
 
         def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
             rows, weight_P = super().dispatch(plan, x_TH, wire, weight_TK, phase)
@@ -364,7 +369,7 @@ def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypat
         seen.extend((keep, weakref.ref(pre_PG)))
         return activate(pre_PG, *args, keep=keep, **keys)
 
-    class Watching(Collective):
+    class Watching(Local):
 
         def combine(self, *args, **keys):
             seen[1] = seen[1]() is not None

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.mx import MXTensor, quantize
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.local import Local, most_rows
 
 PLAIN, MX = Wire(False), Wire(True)
 TOKENS = (50, 37, 0, 161)  # of ranks 0, 1, 2, 3
@@ -59,13 +60,18 @@ class Problem:
 
 
 def rows_of(rank: int, local_experts: int, experts: list) -> tuple:
-    """The expert-sorted rows of a rank as (source, token, choice), None in padding; and the ends of the groups."""
+    """The expert-sorted rows of a rank as (source, token, choice), None in padding; and the ends of the groups.
+
+    A rank that is alone has as many rows as its choices can need at most.
+    """
     rows, ends = [], []
     for expert in range(rank * local_experts, (rank + 1) * local_experts):
         for source, expert_TK in enumerate(experts):
             rows += [(source, token, choice) for token, choice in (expert_TK == expert).nonzero().tolist()]
         rows += [None] * (-len(rows) % ROW_ALIGNMENT)
         ends.append(len(rows))
+    if len(experts) == 1:
+        rows += [None] * (most_rows(experts[0].numel(), local_experts) - len(rows))
     return rows, tuple(ends)
 
 
@@ -130,20 +136,21 @@ def naive_combine(problem: Problem, owner: int, inputs: list, outputs: list) -> 
     return total_TH.to(problem.dtype), weight_TK
 
 
-def transport() -> Collective:
-    return Collective(dist.get_world_group() if dist.is_initialized() else None)
+def transport() -> Transport:
+    return Collective(dist.get_world_group()) if dist.is_initialized() else Local()
 
 
 def check_exchange(problem: Problem, y_dtype: torch.dtype | None = None) -> None:
     """On every rank: the whole exchange equals the naive one bit for bit, and leaves its inputs alone."""
     exchange = transport()
-    rank, world = (dist.get_rank() if exchange.group else 0), exchange.world_size
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     inputs = problem.inputs(world)
     expert_TK, x_TH, weight_TK = inputs[rank]
     before = [t.clone() for t in inputs[rank]]
     plan = exchange.plan(expert_TK, problem.local_experts)
     rows, ends = rows_of(rank, problem.local_experts, [expert for expert, _, _ in inputs])
-    assert plan.num_rows == len(rows) and plan.group_ends == ends == tuple(plan.group_ends_E.tolist())
+    assert plan.num_rows == len(rows) and tuple(plan.group_ends_E.tolist()) == ends
+    assert plan.group_ends == (ends if world > 1 else None)
     assert plan.group_ends_E.dtype == torch.int32 and (plan.num_tokens, plan.top_k) == tuple(expert_TK.shape)
     assert plan.tokens_per_expert == pytest.approx(
         sum(problem.tokens[:world]) * problem.top_k / (world * problem.local_experts))
