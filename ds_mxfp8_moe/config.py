@@ -57,6 +57,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             from the layer's shape, its recipe and the device (crossover.py).
         include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
             of `include` matches and none of `exclude` does.
+        batch_gradient_checks: true lets ZeRO-1 and 2 look for overflow in all gradients of a parameter group at once,
+            and take their norms so. false leaves it to DeepSpeed, which does so for each parameter.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -80,6 +82,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     min_tokens_per_expert: int | None = Field(default=None, ge=0)
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
+    batch_gradient_checks: bool = True
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):

@@ -9,6 +9,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from . import zero
 from .config import ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, check_before_steps, choose_transports, convert_layers, print_on_rank_0
 from .transport.deadline import answers_of_all, tell_peers_on_error
@@ -77,6 +78,10 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         print_on_rank_0(report)
         choose_transports(engine.module)
         check_before_steps(engine)
+        if config.batch_gradient_checks:
+            obstacle = zero.batch_gradient_checks(engine.optimizer)
+            if obstacle:
+                print_on_rank_0(f"mxfp8_moe: DeepSpeed checks each parameter's gradient by itself: {obstacle}")
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
 

@@ -19,8 +19,8 @@ from .expert_ffn import ExpertFFN
 from .experts import DTYPES, ExpertFormula, expert_weights
 from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
-from .transport.choose import choose
 from .transport import Transport
+from .transport.choose import choose
 from .transport.deadline import deadline_for, tell_peers_on_error
 
 

@@ -24,18 +24,21 @@ from torch.nn.utils import get_total_norm
 TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
 
 
-def check_gradients_together(optimizer: Any) -> bool:
-    """Lets an engine's optimizer check all gradients of a group together. Returns whether it does.
+def batch_gradient_checks(optimizer: Any) -> str | None:
+    """Lets an engine's optimizer check all gradients of a parameter group at once.
 
-    It does not for other optimizers than DeepSpeed's of ZeRO-1 and 2, for those with offload to the CPU, which check
-    gradients where they copy them, and in releases of DeepSpeed that this was not tested with.
+    Returns:
+        None if it does, or if it is no optimizer of ZeRO-1 or 2. Otherwise the reason why it does not.
     """
-    if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.cpu_offload or (
-            deepspeed.__version__.split("+")[0] not in TESTED):
-        return False
+    if type(optimizer) is not DeepSpeedZeroOptimizer:
+        return None
+    if deepspeed.__version__.split("+")[0] not in TESTED:
+        return f"this was tested with DeepSpeed {', '.join(TESTED)}, and {deepspeed.__version__} is installed"
+    if optimizer.cpu_offload:
+        return "with offload it checks them where it copies them"
     optimizer.has_overflow_partitioned_grads_serial = MethodType(_has_overflow, optimizer)
     optimizer.get_grad_norm_direct = MethodType(_grad_norm, optimizer)
-    return True
+    return None
 
 
 def _has_overflow(self: DeepSpeedZeroOptimizer) -> torch.Tensor:

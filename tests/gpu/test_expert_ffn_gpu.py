@@ -78,7 +78,7 @@ def test_two_runs_give_the_same_bits(gpu_ranks):
 
 
 def run_without_waiting(recipe):
-    """Forward and backward with CUDA's sync-debug mode on, but in the one read that is named. One rank reads nothing."""
+    """Forward and backward with CUDA's sync-debug mode on, but in the one read of several ranks that is named."""
     read_counts = Collective._read_counts
 
     def named(self, counts, meanwhile):

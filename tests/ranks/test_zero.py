@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings whose gradients are checked together against DeepSpeed's own, bit for bit."""
 
+from unittest import mock
+
 import pytest
 import torch
 from models import DEFAULT, Layout, make_engine, parameters, train_steps
@@ -32,10 +34,14 @@ def poison(engine, rank):
         parameter.register_hook(lambda grad: grad.index_fill(0, torch.zeros(1, dtype=torch.long), float("nan")))
 
 
-def trained(layout, together, poisoned=False):
+def is_batched(engine):
+    return "get_grad_norm_direct" in vars(engine.optimizer)
+
+
+def trained(layout, batched, poisoned=False):
     reset_deepspeed_groups()
-    engine = make_engine(layout, DEFAULT)
-    assert not together or zero.check_gradients_together(engine.optimizer)
+    engine = make_engine(layout, {**DEFAULT, "batch_gradient_checks": batched})
+    assert is_batched(engine) == batched
     records = train_steps(engine, layout)
     if poisoned:
         poison(engine, torch.distributed.get_rank())
@@ -71,16 +77,28 @@ def test_a_nan_in_one_experts_gradient_skips_the_step_everywhere(ranks2, name):
     assert all([r["skipped"] for r in records] == [0] * steps + [1] * steps for _, (records, *_) in results)
 
 
-def checks_together(layout):
+def reason(layout):
     reset_deepspeed_groups()
     engine = make_engine(layout, DEFAULT)
-    together = zero.check_gradients_together(engine.optimizer)
+    obstacle = zero.batch_gradient_checks(engine.optimizer)
+    assert not is_batched(engine)
     engine.destroy()
-    return together
+    return obstacle
 
 
-@pytest.mark.parametrize("layout", [Layout(dtype="bf16"), Layout(zero=1, dtype="bf16", config=FP32_SUMS),
-                                    Layout(zero=2, dtype="bf16", config={**ADAM, **OFFLOAD})],
-                         ids=["zero0", "BF16_Optimizer", "offload"])
-def test_other_optimizers_keep_their_own_checks(ranks2, layout):
-    assert ranks2.run(checks_together, layout) == [False, False]
+@pytest.mark.parametrize("layout, obstacle", [
+    (Layout(dtype="bf16"), None), (Layout(zero=1, dtype="bf16", config=FP32_SUMS), None),
+    (Layout(zero=2, dtype="bf16", config={**ADAM, **OFFLOAD}), "with offload")],
+    ids=["zero0", "BF16_Optimizer", "offload"])
+def test_other_optimizers_keep_their_own_checks(ranks2, layout, obstacle):
+    found = ranks2.run(reason, layout)
+    assert found == [None, None] if obstacle is None else all(obstacle in text for text in found)
+
+
+def of_another_release():
+    with mock.patch.object(zero, "TESTED", ("0.0.1", )):
+        return reason(Layout(zero=1))
+
+
+def test_other_releases_of_deepspeed_keep_their_own_checks(ranks2):
+    assert all("0.0.1" in text for text in ranks2.run(of_another_release))

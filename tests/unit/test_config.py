@@ -34,6 +34,7 @@ ALL_KEYS = {
     "nvlink_sms": 24,
     "capacity_factor": 1.5,
     "overlap": False,
+    "batch_gradient_checks": False,
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],

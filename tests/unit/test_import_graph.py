@@ -17,7 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx"],
     ["casts"],
-    ["routing", "experts", "config"],
+    ["routing", "experts", "config", "zero"],
     ["activation", "grouped_gemm"],
     ["crossover"],
     ["transport*"],
