@@ -230,8 +230,8 @@ def test_hopper_multiplies_natively(launches):
 
 
 def test_memory_is_moved_by_16_bytes(launches):
-    """Of what is read or what is written, whichever is wider. A few numbers a row, and a table of pointers, are next to
-    nothing."""
+    """Of what is read or what is written, whichever is wider. A few numbers a row, and a table of pointers, are left
+    out."""
     rooms = r"\.(quantize|rescale_tiles|activation|permute|unpermute|local)\."
     moving = [launch for launch in launches if re.search(rooms, launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_pointers_kernel", "_count_kernel",
