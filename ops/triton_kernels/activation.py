@@ -309,9 +309,8 @@ def _bytes(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return like.new_empty(shape, dtype=torch.uint8)
 
 
-def _num_experts(bias_EN: torch.Tensor | None) -> dict:
-    E = 1 if bias_EN is None else bias_EN.shape[0]
-    return {"E": E, "E_PAD": next_power_of_2(E)}
+def _num_experts(bias_EN: torch.Tensor | None) -> int:
+    return 1 if bias_EN is None else bias_EN.shape[0]
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
@@ -334,12 +333,12 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     h_scale = _bytes(pre_PG, blocks, P) if quantize else None
     kept_PG = _bytes(pre_PG, P, G) if keep else None
     kept_scale = _bytes(pre_PG, G // F * blocks, P) if keep else None
-    tile = FORWARD
+    tile, E = FORWARD, _num_experts(bias_EG)
     if P:
         _forward_kernel[(tile.programs(P, F), )](
-            pre_PG, bias_EG, ends_E, weight_P, h_PF, h_scale, kept_PG, kept_scale, P, **_num_experts(bias_EG), F=F,
-            GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size, FLOOR=scaling_mode == "floor", R=tile.rows,
-            C=tile.columns, num_warps=tile.warps)
+            pre_PG, bias_EG, ends_E, weight_P, h_PF, h_scale, kept_PG, kept_scale, P, E, F=F, GATE_AT=gate_at,
+            UP_AT=up_at, ACT=activation, B=block_size, FLOOR=scaling_mode == "floor", E_PAD=next_power_of_2(E),
+            R=tile.rows, C=tile.columns, num_warps=tile.warps)
     h = _mx(h_PF, h_scale.t(), block_size) if quantize else h_PF
     if not keep:
         return h, None
@@ -375,12 +374,12 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
         columns_GP, columns_scale = _bytes(t_PF, G, P), _bytes(t_PF, cdiv(P, block_size), G)
     if P:
         tile = BACKWARD_COLUMNS[block_size] if columns else BACKWARD
-        tiles = cdiv(F, tile.columns)
+        tiles, E = cdiv(F, tile.columns), _num_experts(bias_EG)
         shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
         _backward_kernel[(tile.programs(P, F), )](
             t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, dpre, rows_PG, rows_scale, columns_GP,
-            columns_scale, P, **_num_experts(bias_EG), F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation,
-            B=block_size, FLOOR=scaling_mode == "floor", R=tile.rows, C=tile.columns, VECTOR=tile.vector,
+            columns_scale, P, E, F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size,
+            FLOOR=scaling_mode == "floor", E_PAD=next_power_of_2(E), R=tile.rows, C=tile.columns, VECTOR=tile.vector,
             WARPS=tile.warps, num_warps=tile.warps, maxnreg=tile.registers)
         if tiles > 1:
             _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
@@ -411,10 +410,10 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor,
                       ends_E: torch.Tensor) -> torch.Tensor:
     """y + weight * bias of each row's expert, in float32. y_PN is contiguous."""
-    P, N = y_PN.shape
+    (P, N), E = y_PN.shape, bias_EN.shape[0]
     out = torch.empty_like(y_PN, dtype=torch.float32)
     if P:
         _weighted_bias_kernel[(P // 32 * cdiv(N, 128), )](
-            y_PN, bias_EN, weight_P, ends_E, out, **_num_experts(bias_EN), N=N, R=32, C=128, num_warps=4,
+            y_PN, bias_EN, weight_P, ends_E, out, E, N=N, E_PAD=next_power_of_2(E), R=32, C=128, num_warps=4,
             enable_fp_fusion=False)
     return out

@@ -72,18 +72,18 @@ def _device(values: tuple) -> int:
 class Launched:
     """Decorates a kernel that the host launches. It runs on the device of its first tensor.
 
-    The kernel's constants are its last parameters. No parameter has a default.
+    The kernel's constants are its last parameters. They alone may be named in a call. No parameter has a default.
     """
 
     remembers = KNOWN
 
     def __init__(self, jitted: Any):
         self.fn = jitted  # Triton's own wrappers use this name
-        constant = [param.is_constexpr for param in getattr(jitted, "params", ())]
-        self._variable = constant.index(True) if True in constant else len(constant)  # parameters before the constants
-        if not all(constant[self._variable:]):
+        params = getattr(jitted, "params", ())
+        self._constants = [param.name for param in params if param.is_constexpr]
+        self._variable = len(params) - len(self._constants)
+        if any(param.is_constexpr for param in params[:self._variable]):
             raise TypeError(f"{jitted.__name__}: its constants must be its last parameters")
-        self._constants: list = list(getattr(jitted, "arg_names", ()))[self._variable:]
         self._bound: dict = {}
 
     def __getitem__(self, grid: tuple) -> Any:

@@ -78,9 +78,9 @@ def _scan_kernel(
         row += tl.sum(count, 0)
     r = tl.arange(0, GROUP)
     tl.store(source_ptr + row + r, tl.zeros([GROUP], tl.int32) + N, mask=row + r < end)
-    # The rows behind the last group are fewer than GROUP for each expert.
-    tail = tl.sum(padded, 0) + expert * GROUP + r
-    tl.store(source_ptr + tail, tl.zeros([GROUP], tl.int32) + N, mask=tail < P)
+    # The rows behind the last group: every program marks its share.
+    for first in range(tl.sum(padded, 0) + expert * GROUP, P, E * GROUP):
+        tl.store(source_ptr + first + r, tl.zeros([GROUP], tl.int32) + N, mask=first + r < P)
 
 
 @Launched

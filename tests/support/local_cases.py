@@ -21,6 +21,7 @@ ONE_RANK = {
     "float16": Problem((9, ), dtype=torch.float16, top_k=8, local_experts=1),
     "many choices": Problem((300, ), top_k=3, local_experts=5),
     "many experts": Problem((70, ), top_k=4, local_experts=130),
+    "many dropped": Problem((300, ), top_k=3, local_experts=5, routing="dropped"),
     "one expert": Problem((150, ), routing="one expert"),
     "nowhere": Problem((4, ), routing="nowhere"),
 }
