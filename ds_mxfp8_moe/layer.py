@@ -95,6 +95,9 @@ class MXFP8MOELayer(MOELayer):
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
                                "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")
+        if groups._get_expert_model_parallel_world_size() > 1 and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
+            raise RuntimeError(f"{settings.name}: its experts have become tensor-parallel, which this path does not "
+                               "compute: convert after deepspeed.initialize, which leaves such layers as they are")
 
     def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
