@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates how long a combine and a GEMM take, and chooses how many multiprocessors the combine gets beside the GEMM.
 
-The constants were measured on H200s (examples/benchmarks/overlap.py).
+The constants were measured on H200s (examples/guides/measurements.md).
 
     combine alone       max(off-rank bytes / LINK, bytes read and written / MOVED_ALONE)
     combine beside      the longer of off-rank bytes / LINK and
