@@ -11,8 +11,8 @@ Triton compiles a kernel anew for each specialization of its arguments: their ty
 whether integers and addresses are 1 or multiples of 16. `Launched` computes that specialization itself. It remembers
 the kernel that Triton compiled for it, and the next time hands its launcher addresses and numbers, which spares a
 query of the driver for each tensor. The first launch of a specialization goes through Triton. So does every launch
-with an address that is no multiple of 16, or an argument of a type unknown here, every launch while a profiler has
-set Triton's hooks, and every launch with another version of Triton.
+with an argument of a type unknown here, every launch while a profiler has set Triton's hooks, and every launch with
+another version of Triton.
 """
 
 from functools import partial
@@ -118,19 +118,16 @@ class _Bound:
         self.compiled: dict = {}
 
     def launch(self, grid: tuple, args: tuple) -> None:
-        values, key, addresses = [], [], 0
+        values, key = [], []
         try:
             for x in args:
                 if isinstance(x, torch.Tensor):
-                    key.append(x.dtype)
-                    x = x.data_ptr()
-                    addresses |= x
+                    dtype, x = x.dtype, x.data_ptr()
+                    key.append(dtype if x % 16 == 0 else (dtype, ))
                 else:
                     key.append(_specialization(x))
                 values.append(x)
         except _Unknown:
-            addresses = 1
-        if addresses % 16:
             self.jitted[grid](*args, *self.constants, **self.options)
             return
         key = tuple(key)
