@@ -33,31 +33,35 @@ class _Unknown(Exception):
     """An argument whose specialization only Triton knows."""
 
 
-def _specialization(x: Any) -> Any:
-    """What of an argument that is no tensor decides which code Triton compiles.
+def _prepared(x: Any) -> tuple[Any, Any]:
+    """What the launcher gets for an argument, and what of the argument decides which code Triton compiles.
 
-    Arguments that Triton specializes differently get different results. Arguments that it treats alike may get
-    different ones too: that costs one more launch through Triton.
+    Arguments that Triton specializes differently differ in the second. Arguments that it treats alike may differ too:
+    that costs one more launch through Triton.
     """
+    if isinstance(x, torch.Tensor):
+        address = x.data_ptr()
+        return address, x.dtype if address % 16 == 0 else (x.dtype, )
     kind = type(x)
     if kind is int:
         if x == 1:
-            return 1
+            return x, 1
         if -0x80000000 <= x <= 0x7FFFFFFF:
-            return 16 if x % 16 == 0 else 0
+            return x, 16 if x % 16 == 0 else 0
         if x > 0x7FFFFFFFFFFFFFFF:
             raise _Unknown
-        return -16 if x % 16 == 0 else -1
+        return x, -16 if x % 16 == 0 else -1
     if x is None:
-        return None
+        return None, None
     if kind is tuple:
-        return tuple(map(_specialization, x))
+        parts = [_prepared(part) for part in x]
+        return tuple(value for value, _ in parts), tuple(key for _, key in parts)
     if kind is bool or kind is float:
-        return kind
+        return x, kind
     specialization = getattr(x, "specialization", None)  # grouped_gemm_hopper.py's descriptors have it
     if specialization is None:
         raise _Unknown
-    return specialization
+    return x, specialization
 
 
 def _device(values: tuple) -> int:
@@ -118,19 +122,11 @@ class _Bound:
         self.compiled: dict = {}
 
     def launch(self, grid: tuple, args: tuple) -> None:
-        values, key = [], []
         try:
-            for x in args:
-                if isinstance(x, torch.Tensor):
-                    dtype, x = x.dtype, x.data_ptr()
-                    key.append(dtype if x % 16 == 0 else (dtype, ))
-                else:
-                    key.append(_specialization(x))
-                values.append(x)
+            values, key = _prepared(args)
         except _Unknown:
             self.jitted[grid](*args, *self.constants, **self.options)
             return
-        key = tuple(key)
         found = self.compiled.get(key)
         if found is None:
             compiled = self.jitted[grid](*args, *self.constants, **self.options)

@@ -28,7 +28,7 @@ def _kernel(x_ptr, other_ptr, pair, N, stride, SIZE: tl.constexpr, NAME: tl.cons
         x += tl.load(other_ptr + i).to(tl.float32)
     if NAME == "twice":
         x *= 2
-    tl.store(x_ptr + pair[0] + i, x.to(x_ptr.dtype.element_ty))
+    tl.store(pair[0] + i, x.to(pair[0].dtype.element_ty))
 
 
 @Launched
@@ -91,9 +91,9 @@ needs_known_triton = pytest.mark.skipif(not KNOWN, reason=f"Triton {triton.__ver
 def test_remembered_launches_are_tritons_own(driver):
     """Of everything that Triton compiles apart: each case by it, then twice by ours."""
     memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
-    usual = {"x": memory, "other": None, "pair": (4, 5), "n": 64, "size": 256, "name": "once", "warps": 1}
+    usual = {"x": memory, "other": None, "pair": (memory, 5), "n": 64, "size": 256, "name": "once", "warps": 1}
     others = {"x": [memory[1:], memory.half()], "other": [memory[8:], memory[3:], memory.float()],
-              "pair": [(4, 48), (4, 1)], "size": [128], "name": ["twice"], "warps": [2],
+              "pair": [(memory[2:], 5), (memory, 48), (memory, 1)], "size": [128], "name": ["twice"], "warps": [2],
               "n": [0, 1, 33, -16, 1 << 31, (1 << 31) + 1, 1 << 40]}
     cases = [usual, *({**usual, key: value} for key, values in others.items() for value in values)]
 
@@ -136,7 +136,7 @@ def test_descriptors_are_told_apart_by_dtype_and_box(driver):
 def test_what_it_cannot_tell_is_tritons(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
     for _ in range(2):
-        _kernel[(1, )](x, None, (4, 5), (1 << 63) + 1, 3, SIZE=32, NAME="once", num_warps=1)
+        _kernel[(1, )](x, None, (x, 5), (1 << 63) + 1, 3, SIZE=32, NAME="once", num_warps=1)
     assert len(driver.launches) == 2 and not any(bound.compiled for bound in _kernel._bound.values())
 
 
@@ -145,7 +145,7 @@ def test_hooks_of_a_profiler_are_called(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
 
     def launch():
-        _kernel[(1, )](x, None, (4, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
 
     launch()
     launch()
@@ -162,4 +162,4 @@ def test_hooks_of_a_profiler_are_called(driver):
 def test_arguments_that_are_missing_are_named(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
     with pytest.raises((KeyError, TypeError), match="NAME"):
-        _kernel[(1, )](x, None, (4, 5), 64, 3, SIZE=32, num_warps=1)
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, num_warps=1)
