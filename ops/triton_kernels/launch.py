@@ -122,11 +122,24 @@ class _Bound:
         self.compiled: dict = {}
 
     def launch(self, grid: tuple, args: tuple) -> None:
+        values, key = [], []
         try:
-            values, key = _prepared(args)
+            for x in args:
+                if isinstance(x, torch.Tensor):  # as _prepared, without a call for what most arguments are
+                    key.append(x.dtype)
+                    x = x.data_ptr()
+                    if x % 16:
+                        key.append("unaligned")
+                elif type(x) is int and 1 < x <= 0x7FFFFFFF:
+                    key.append(x % 16 == 0)
+                else:
+                    x, of_x = _prepared(x)
+                    key.append(of_x)
+                values.append(x)
         except _Unknown:
             self.jitted[grid](*args, *self.constants, **self.options)
             return
+        key = tuple(key)
         found = self.compiled.get(key)
         if found is None:
             compiled = self.jitted[grid](*args, *self.constants, **self.options)

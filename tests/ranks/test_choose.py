@@ -16,8 +16,8 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.transport import choose as module
 from ds_mxfp8_moe.transport.choose import MOST_RANKS, Place, choose
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.local import Local
 from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.local import Local
 
 GOOD = "its ranks share a host, and their GPUs reach each other's memory"
 
