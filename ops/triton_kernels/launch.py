@@ -131,7 +131,7 @@ class _Bound:
                     if x % 16:
                         key.append("unaligned")
                 elif type(x) is int and 1 < x <= 0x7FFFFFFF:
-                    key.append(x % 16 == 0)
+                    key.append(16 if x % 16 == 0 else 0)
                 else:
                     x, of_x = _prepared(x)
                     key.append(of_x)
