@@ -34,8 +34,9 @@ The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
 import torch
@@ -46,6 +47,7 @@ from .config import Recipe
 from .expert_math import ExpertMath, Rows
 from .experts import ROLES, ExpertFormula
 from .mx import MXTensor
+from .ops.device import has_kernels
 from .routing import Routes
 from .transport import Transport, Wire
 from .transport.deadline import tell_peers_on_error
@@ -57,8 +59,8 @@ class ExpertFFN:
 
     Attributes:
         min_tokens_per_expert: a call computes unquantised if the experts of the group get fewer tokens on average.
-        timed: `timed("dispatch")` and `timed("combine")` return context managers. They surround the exchanges of
-            forward.
+        timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
+            forward. None times nothing.
     """
 
     formula: ExpertFormula
@@ -67,7 +69,7 @@ class ExpertFFN:
     num_local_experts: int
     min_tokens_per_expert: float = 0
     name: str = "MoE layer"
-    timed: Callable[[str], AbstractContextManager] = field(default=lambda phase: nullcontext())
+    timed: Callable[[str], AbstractContextManager] | None = None
 
     @torch.compiler.disable  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
@@ -142,32 +144,15 @@ def _unquantized(recipe: Recipe) -> Recipe:
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, layout, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
-        recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
+    def forward(ctx, ffn: ExpertFFN, layout, grad_enabled, expert_TK, x_TH, weight_TK, *weights):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
-        experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, tensors), dtype)
-        # The device quantises weights while the host waits for the counts. It does not if this rank's own number of
-        # tokens suggests that the call will run unquantised.
-        enough = expert_TK.numel() >= fewest * ffn.num_local_experts
-        plan = ffn.transport.plan(expert_TK, ffn.num_local_experts,
-                                  meanwhile=experts.quantize_ahead if enough else None,
-                                  rows=_rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
-        if plan.tokens_per_expert < fewest:
-            _warn_of_few_tokens(fewest)
-            experts.recipe = recipe = _unquantized(recipe)
-            experts.quantized_ahead.clear()
-        experts.plan = plan
-
-        def dispatch():
-            with ffn.timed("dispatch"):
-                return ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
-
-        y_PH, rows = experts.forward(dispatch, backward)
-        with ffn.timed("combine"):
-            y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
-        ctx.call = (ffn, layout, plan, recipe, dtype)
-        ctx.kept = _Kept(ctx, rows, tensors)
+        inputs = expert_TK, x_TH, weight_TK
+        in_place = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
+        (y_TH, *kept), call = _run(ffn, layout, backward, ffn.recipe.quantize_gemm and not in_place,
+                                   partial(_forward, ffn, layout, backward), inputs, weights)
+        ctx.layout, ctx.call = layout, call._replace(ffn=ffn)  # what is replayed was recorded for a layer alike
+        ctx.save_for_backward(*kept, *weights)
         return y_TH
 
     @staticmethod
@@ -175,45 +160,114 @@ class _ExpertFFNFunction(torch.autograd.Function):
     @once_differentiable
     @tell_peers_on_error
     def backward(ctx, g_TH):
-        ffn, layout, plan, recipe, dtype = ctx.call
-        rows, tensors = ctx.kept.read(ctx)
-        _, _, _, _, needs_x, needs_weight, *needs_tensors = ctx.needs_input_grad
+        layout, call, saved = ctx.layout, ctx.call, ctx.saved_tensors
+        _, _, _, _, *needs = ctx.needs_input_grad
+        count = sum(max(size, 1) for _, size in layout)
+        inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
         with _without_autocast(g_TH.device.type):
-            experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, tensors), dtype)
-            needs = _unflatten(layout, needs_tensors)
-            needed = {role for role, need in needs.items() if (need if isinstance(need, bool) else any(need))}
-            # The exchange takes place even if this rank needs no gradient of x: other ranks may need theirs.
-            dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
-            grads, (x_grad, weight_grad) = experts.backward(
-                partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
-                partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype,
-                        phase="combine of the gradient"),
-                partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), rows, needed)
-            flat = []
-            for role, size in layout:
-                grad = grads.get(role)
-                flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
-        out = [x_grad, weight_grad, *flat]
-        wanted = (g if need else None for g, need in zip(out, (needs_x, needs_weight, *needs_tensors), strict=True))
-        return None, None, None, None, *wanted
+            grads, _ = _run(call.ffn, layout, (call.recipe, tuple(needs)), call.recipe.quantize_gemm,
+                            partial(_backward, call, layout, needs), inputs, weights)
+        return None, None, None, None, *grads
 
 
-class _Kept:
-    """Passes rows and weights to backward through save_for_backward, which takes plain tensors."""
+class _Call(NamedTuple):
+    """What forward hands to backward beside tensors.
 
-    def __init__(self, ctx, rows: Rows, weights: tuple):
-        self.kinds, saved = [], []
-        for value in rows:
-            if isinstance(value, MXTensor):
-                self.kinds.append((value.block_size, value.orig_dtype))
-                saved += [value.qdata, value.scale_bytes]
-            else:
-                self.kinds.append(None)
-                saved.append(value)
-        ctx.save_for_backward(*saved, *weights)
+    Attributes:
+        recipe: the recipe that ran, which is without quantisation where experts got few tokens.
+        kinds: for each of the rows that are kept, its block size and dtype if it is an MXTensor, else None.
+        plan: without its tensors, where these are saved for backward.
+    """
 
-    def read(self, ctx) -> tuple[Rows, list]:
-        saved, values = list(ctx.saved_tensors), []
-        for kind in self.kinds:
-            values.append(saved.pop(0) if kind is None else MXTensor(saved.pop(0), saved.pop(0), *kind))
-        return Rows(*values), saved
+    ffn: ExpertFFN
+    recipe: Recipe
+    dtype: torch.dtype
+    kinds: tuple
+    plan: Any
+
+
+def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
+         weights: Sequence) -> tuple:
+    """function(*inputs, *weights), which is recorded at its first call and replayed from then on if it can be.
+
+    Args:
+        how: what the function depends on, beside the layer's formula and recipe and its inputs.
+        quantized: the GEMMs read quantised copies of the weights. Without it, a kernel may find all weights from the
+            address of one.
+    """
+    device = inputs[0].device
+    if not ffn.transport.replayable or ffn.timed is not None or not has_kernels(device) or inputs[0].numel() == 0:
+        return function(*inputs, *weights)
+    from .ops.triton_kernels import recording  # Triton exists on Linux alone
+    roles, start = [], 0
+    for _, size in layout:
+        roles.append(weights[start:start + max(size, 1)])
+        start += len(roles[-1])
+    key = (ffn.formula, ffn.recipe, ffn.num_local_experts, ffn.min_tokens_per_expert, layout, how,
+           recording.signature((*inputs, *(role[0] for role in roles))))
+    places = tuple(map(recording.distances, roles)) if quantized else recording.distances(weights)
+    if device.index is not None and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return recording.replayed(key, places, function, (*inputs, *weights))
+    return recording.replayed(key, places, function, (*inputs, *weights))
+
+
+def _forward(ffn: ExpertFFN, layout: tuple, backward: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,
+             weight_TK: torch.Tensor, *weights: torch.Tensor) -> tuple[list, _Call]:
+    """The output and the tensors that backward needs; and the call."""
+    recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
+    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype)
+    # The device quantises weights while the host waits for the counts. It does not if this rank's own number of
+    # tokens suggests that the call will run unquantised.
+    enough = expert_TK.numel() >= fewest * ffn.num_local_experts
+    plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile=experts.quantize_ahead if enough else None,
+                              rows=_rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
+    if plan.tokens_per_expert < fewest:
+        _warn_of_few_tokens(fewest)
+        experts.recipe = recipe = _unquantized(recipe)
+        experts.quantized_ahead.clear()
+    experts.plan = plan
+    timed = ffn.timed or (lambda phase: nullcontext())
+
+    def dispatch():
+        with timed("dispatch"):
+            return ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
+
+    y_PH, rows = experts.forward(dispatch, backward)
+    with timed("combine"):
+        y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
+    kept, kinds = [], []
+    for value in rows:
+        quantized = isinstance(value, MXTensor)
+        kinds.append((value.block_size, value.orig_dtype) if quantized else None)
+        kept += [value.qdata, value.scale_bytes] if quantized else [value]
+    if ffn.transport.replayable:
+        kept += plan.tensors
+        plan = plan.with_tensors(*(None for _ in plan.tensors))
+    return [y_TH, *kept], _Call(ffn, recipe, dtype, tuple(kinds), plan)
+
+
+def _backward(call: _Call, layout: tuple, needs: Sequence[bool], g_TH: torch.Tensor,
+              *saved: torch.Tensor) -> tuple[list, None]:
+    """The gradients of x, of the routing weights and of the experts' weights, None where `needs` says so."""
+    ffn, recipe, dtype, kinds, plan = call
+    saved, rows = list(saved), []
+    for kind in kinds:
+        rows.append(saved.pop(0) if kind is None else MXTensor(saved.pop(0), saved.pop(0), *kind))
+    if ffn.transport.replayable:
+        plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
+    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype)
+    roles = _unflatten(layout, needs[2:])
+    needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
+    # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
+    # rank needs no gradient of x: other ranks may need theirs.
+    dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
+    grads, (x_grad, weight_grad) = experts.backward(
+        partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
+        partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype, phase="combine of the gradient"),
+        partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), Rows(*rows), needed)
+    flat = [x_grad, weight_grad]
+    for role, size in layout:
+        grad = grads.get(role)
+        flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
+    return [grad if need else None for grad, need in zip(flat, needs, strict=True)], None

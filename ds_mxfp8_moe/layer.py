@@ -135,7 +135,8 @@ class MXFP8MOELayer(MOELayer):
         settings = self.mxfp8_settings
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
-                        settings.min_tokens_per_expert, settings.name, self._timed_exchange)
+                        settings.min_tokens_per_expert, settings.name,
+                        self._timed_exchange if self.wall_clock_breakdown else None)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:

@@ -85,6 +85,11 @@ class Pending:
         return self.results
 
 
+def with_zero_row(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x [N, M] with one more row, of zeros. An index equal to N reads it."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])
+
+
 class Transport(ABC):
     """Moves the tokens of one layer to the ranks of their experts and back.
 
@@ -92,6 +97,7 @@ class Transport(ABC):
     """
 
     name: str  # of the layer, for errors
+    replayable = False  # whether what it does can be recorded and replayed (ops/triton_kernels/recording.py)
 
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"
@@ -109,8 +115,8 @@ class Transport(ABC):
             rows: describes the tokens: everything about them that must be equal on all ranks.
 
         Returns:
-            An immutable plan: a `Plan`, or an object with its num_tokens, top_k, tokens_per_expert, group_ends,
-            group_ends_E and num_rows.
+            An immutable plan: a `Plan`, or an object with its num_tokens, top_k, tokens_per_expert, group_ends_E,
+            num_rows and group_ends. The last is None where the host does not know it.
 
         Raises:
             PeerFailure: a rank did not come in time, or is in the plan of another layer or of other `rows`.

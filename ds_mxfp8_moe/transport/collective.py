@@ -20,7 +20,7 @@ from .. import casts
 from ..mx import MXTensor
 from ..ops.device import runs_triton
 from ..routing import count
-from . import ROW_ALIGNMENT, Plan, Transport, Wire
+from . import ROW_ALIGNMENT, Plan, Transport, Wire, with_zero_row
 from .deadline import SAME_CALLS, PeerFailure, all_to_all, ranks_of, set_deadline, wait_for_device
 
 
@@ -32,15 +32,10 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8).view(x.shape[0], -1)
 
 
-def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
-    """A copy with one more row, of zeros. An index equal to the number of rows reads it."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])])
-
-
 def _split(message: torch.Tensor, parts: list) -> list:
     """Splits a message as `parts` were joined. Each part gets a row of zeros, and memory of its own, which is aligned
     for any dtype."""
-    return [_with_zero_row(part) for part in message.split([part.shape[1] for part in parts], dim=1)]
+    return [with_zero_row(part) for part in message.split([part.shape[1] for part in parts], dim=1)]
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype) -> MXTensor:
@@ -171,7 +166,7 @@ class Collective(Transport):
         if runs_triton(y_PH):
             return self._combine(plan, y_PH, wire, dtype, weight_P, phase)
         H = y_PH.shape[1]
-        y_PH = _with_zero_row(y_PH)
+        y_PH = with_zero_row(y_PH)
         partial_RH = y_PH.new_zeros((plan.slot_RK.shape[0], H), dtype=torch.float32)
         for slot_R in plan.slot_RK.unbind(1):
             partial_RH += y_PH.index_select(0, slot_R)
@@ -181,7 +176,7 @@ class Collective(Transport):
         else:
             parts = [partial_RH.to(dtype)]
         if weight_P is not None:
-            weight_P = _with_zero_row(weight_P.view(-1, 1))
+            weight_P = with_zero_row(weight_P.view(-1, 1))
             parts.append(weight_P.index_select(0, plan.slot_RK.view(-1)).view(plan.slot_RK.shape))
         parts = [_bytes(part) for part in parts]
         back = _split(self._exchange(torch.cat(parts, dim=1), plan.recv_splits, plan.send_splits, phase), parts)

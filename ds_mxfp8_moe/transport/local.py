@@ -6,7 +6,8 @@ number of rows is the most that the choices can need, since the host does not kn
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from .. import casts
 from ..mx import MXTensor
 from ..ops.device import has_kernels
 from ..routing import count
-from . import ROW_ALIGNMENT, Transport, Wire
+from . import ROW_ALIGNMENT, Transport, Wire, with_zero_row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,16 +41,23 @@ class LocalPlan:
     slot_TK: torch.Tensor
     source_P: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple:
+        return self.group_ends_E, self.slot_TK, self.source_P
+
+    def with_tensors(self, group_ends_E: Any, slot_TK: Any, source_P: Any) -> "LocalPlan":
+        return replace(self, group_ends_E=group_ends_E, slot_TK=slot_TK, source_P=source_P)
+
 
 def most_rows(choices: int, experts: int) -> int:
-    """P: the most rows that so many choices need. Each expert with a choice has at most 127 padding rows."""
+    """P: the most rows that these choices can need. Each expert with a choice has at most 127 padding rows."""
     return (choices + (ROW_ALIGNMENT - 1) * min(experts, choices)) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 
-def plan_rows(expert_TK: torch.Tensor, experts: int) -> tuple:
+def plan_rows(expert_TK: torch.Tensor, experts: int, num_rows: int) -> tuple:
     """ops.triton_kernels.local.plan_rows in plain torch: its oracle."""
     flat = expert_TK.reshape(-1)
-    N, device, P = flat.numel(), flat.device, most_rows(flat.numel(), experts)
+    N, device, P = flat.numel(), flat.device, num_rows
     kept = (flat >= 0) & (flat < experts)
     sizes_E = count(flat, experts)
     padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -61,7 +69,7 @@ def plan_rows(expert_TK: torch.Tensor, experts: int) -> tuple:
     row_N = torch.where(kept.index_select(0, order), row_N, P)
     slot_N = torch.empty(N, dtype=torch.int32, device=device).scatter_(0, order, row_N.int())
     source = torch.full((P + 1, ), N, dtype=torch.int32, device=device).scatter_(0, row_N, order.int())
-    return sizes_E.int(), ends_E.int(), slot_N.view(expert_TK.shape), source[:P]
+    return ends_E.int(), slot_N.view(expert_TK.shape), source[:P]
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class Local(Transport):
     """`name`: of the layer, for errors."""
 
     name: str = "an expert-parallel exchange"
+    replayable = True
 
     @property
     def world_size(self) -> int:
@@ -79,9 +88,9 @@ class Local(Transport):
         (T, K), E = expert_TK.shape, num_local_experts
         if has_kernels(expert_TK.device):
             from ..ops.triton_kernels import local as kernels  # Triton is there on Linux alone
-            _, ends_E, slot_TK, source_P = kernels.plan_rows(expert_TK.contiguous(), E)
+            ends_E, slot_TK, source_P = kernels.plan_rows(expert_TK.contiguous(), E, most_rows(T * K, E))
         else:
-            _, ends_E, slot_TK, source_P = plan_rows(expert_TK, E)
+            ends_E, slot_TK, source_P = plan_rows(expert_TK, E, most_rows(T * K, E))
         return LocalPlan(num_tokens=T, top_k=K, tokens_per_expert=T * K / E, group_ends_E=ends_E,
                          num_rows=source_P.shape[0], slot_TK=slot_TK, source_P=source_P)
 
@@ -104,11 +113,11 @@ class Local(Transport):
             x_PH = self._expanded(plan, x_TH)
         if weight_TK is None:
             return x_PH, None
-        return x_PH, _with_zero_row(weight_TK.view(-1, 1)).view(-1).index_select(0, plan.source_P)
+        return x_PH, with_zero_row(weight_TK.view(-1, 1)).view(-1).index_select(0, plan.source_P)
 
     def _expanded(self, plan: LocalPlan, x_TN: torch.Tensor) -> torch.Tensor:
         token_P = plan.source_P.div(plan.top_k, rounding_mode="floor")
-        return _with_zero_row(x_TN).index_select(0, token_P)
+        return with_zero_row(x_TN).index_select(0, token_P)
 
     def combine(self, plan: LocalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
@@ -116,7 +125,7 @@ class Local(Transport):
             from ..ops.triton_kernels import local as kernels
             return kernels.combine_rows(y_PH, weight_P, plan.slot_TK, dtype, wire.block_size if wire.mxfp8 else 0,
                                         wire.scaling_mode)
-        y_PH = _with_zero_row(y_PH)
+        y_PH = with_zero_row(y_PH)
         y_TH = y_PH.new_zeros((plan.num_tokens, y_PH.shape[1]), dtype=torch.float32)
         for slot_T in plan.slot_TK.unbind(1):
             y_TH += y_PH.index_select(0, slot_T)
@@ -124,10 +133,5 @@ class Local(Transport):
             y_TH = 0.0 + casts.quantize(y_TH, wire.block_size, wire.scaling_mode).dequantize()
         if weight_P is None:
             return y_TH.to(dtype), None
-        weight_TK = _with_zero_row(weight_P.view(-1, 1)).view(-1).index_select(0, plan.slot_TK.view(-1))
+        weight_TK = with_zero_row(weight_P.view(-1, 1)).view(-1).index_select(0, plan.slot_TK.view(-1))
         return y_TH.to(dtype), 0.0 + weight_TK.view(plan.slot_TK.shape)
-
-
-def _with_zero_row(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the row of zeros that indices one beyond the rows read."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])])

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from .recording import Recording, active
 
 # Whether this version of Triton has the launcher that _Bound calls.
 KNOWN = triton.__version__.startswith("3.6.")
@@ -137,15 +140,43 @@ class _Bound:
                     key.append(of_x)
                 values.append(x)
         except _Unknown:
-            self.jitted[grid](*args, *self.constants, **self.options)
-            return
-        key = tuple(key)
+            key = None
+        else:
+            key = tuple(key)
+        grid = *grid, *(1, ) * (3 - len(grid))
         found = self.compiled.get(key)
         if found is None:
             compiled = self.jitted[grid](*args, *self.constants, **self.options)
-            if isinstance(compiled, CompiledKernel):
-                self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            if key is not None and isinstance(compiled, CompiledKernel):
+                found = self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+        else:
+            run, function, metadata = found
+            stream = driver.active.get_current_stream(self.device)
+            run(*grid, stream, function, metadata, None, None, None, *values, *self.constants)
+        recording = active()
+        if recording is not None:
+            self._note(recording, found, grid, args)
+
+    def _note(self, recording: Recording, found: tuple | None, grid: tuple, args: tuple) -> None:
+        run, function, metadata = found or (None, None, None)
+        if getattr(run, "launch", None) is None or run.global_scratch_size or run.profile_scratch_size:
+            recording.obstacle = f"a launch of {self.jitted.__name__} is Triton's own"
             return
-        run, function, metadata = found
-        stream = driver.active.get_current_stream(self.device)
-        run(*grid, *(1, ) * (3 - len(grid)), stream, function, metadata, None, None, None, *values, *self.constants)
+        launch, maps = run.launch, ()
+        if getattr(launch, "__closure__", None):  # Triton's function that makes TMA descriptors, around the launcher
+            inner = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+            launch = inner["launcher"].cell_contents
+            maps = map(_of_map, inner["tensordesc_meta"].cell_contents, _descriptors(args))
+        before = (*grid, None, function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, None, None,
+                  None)
+        recording.note_launch(launch, before, args, self.constants, maps, driver.active.utils.fill_tma_descriptor)
+
+
+def _descriptors(args: tuple) -> list:
+    return [x for x in args if hasattr(x, "base")]
+
+
+def _of_map(of: dict, descriptor: Any) -> tuple:
+    """What Triton's `fill_tma_descriptor` takes beside an address, as its make_tensordesc_arg hands it over."""
+    return (of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], of["block_size"],
+            list(descriptor.shape), list(descriptor.strides), int(descriptor.padding == "nan"))

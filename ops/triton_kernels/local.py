@@ -23,16 +23,11 @@ import triton.language as tl
 from .launch import Launched
 from .library import cdiv, next_power_of_2
 from .message import RowTile, lanes_for, places_of_row
-from .unpermute import partial_sum, rounded, values, weights_of
+from .unpermute import partial_sum, rounded, routing_weights, values
 
 CHUNK = 128  # choices that one program counts and places
 GROUP = 128  # rows to which groups are padded
 SPAN = 1024  # chunks that the scan loads together
-
-
-def most_rows(choices: int, experts: int) -> int:
-    """P: each expert with a choice has at most GROUP - 1 padding rows."""
-    return (choices + (GROUP - 1) * min(experts, choices)) // GROUP * GROUP
 
 
 @Launched
@@ -180,32 +175,33 @@ def _combine_kernel(
         tl.store(out_ptr + t * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if weight_ptr is not None:
         k = tl.arange(0, LANES)
-        weight = 0.0 + weights_of(weight_ptr, slot_ptr, t, True, P, K, LANES)
+        weight = 0.0 + routing_weights(weight_ptr, slot_ptr, t, True, P, K, LANES)
         tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
 
 
-def plan_rows(expert_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def plan_rows(expert_TK: torch.Tensor, experts: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sorts the choices by expert, stably.
 
     Args:
         expert_TK: int64, contiguous. A choice whose id is no expert's is dropped.
+        num_rows: P, enough for any choices of so many.
 
     Returns:
-        The sizes of the groups without padding and the ends of the groups, int32 [E]; slot_TK; source_P.
+        The ends of the groups, int32 [E]; slot_TK; source_P.
     """
-    N, device = expert_TK.numel(), expert_TK.device
-    P, chunks = most_rows(N, experts), cdiv(N, CHUNK)
+    N, P, device = expert_TK.numel(), num_rows, expert_TK.device
+    chunks = cdiv(N, CHUNK)
     total_E = torch.zeros(experts, dtype=torch.int32, device=device)
     slot_TK = torch.empty(expert_TK.shape, dtype=torch.int32, device=device)
     source_P = torch.empty(P, dtype=torch.int32, device=device)
     if N == 0:
-        return total_E, total_E, slot_TK, source_P
+        return total_E, slot_TK, source_P
     ends_E, count = torch.empty_like(total_E), torch.empty((experts, chunks), dtype=torch.int32, device=device)
     lanes = lanes_for(experts)
     _count_kernel[(chunks, )](expert_TK, count, total_E, N, chunks, experts, lanes, CHUNK, num_warps=4)
     _scan_kernel[(experts, )](count, total_E, ends_E, source_P, N, P, chunks, experts, lanes, GROUP, SPAN, num_warps=4)
     _place_kernel[(chunks, )](expert_TK, count, slot_TK, source_P, N, P, chunks, experts, CHUNK, num_warps=4)
-    return total_E, ends_E, slot_TK, source_P
+    return ends_E, slot_TK, source_P
 
 
 def _tile(H: int, block_size: int) -> RowTile:

@@ -70,7 +70,7 @@ def partial_sum(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ON
 
 
 @triton.jit
-def weights_of(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
+def routing_weights(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
     """The values of weight_P for the choices of row r, float32 [LANES]. 0 for a choice that another rank serves."""
     k = tl.arange(0, LANES)
     slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
@@ -102,7 +102,7 @@ def _combine_kernel(
             tl.store(out_ptr + r * STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if WEIGHTS:
         k = tl.arange(0, LANES)
-        weight = weights_of(weight_ptr, slot_ptr, r, True, P, K, LANES)
+        weight = routing_weights(weight_ptr, slot_ptr, r, True, P, K, LANES)
         tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < K)
 
 

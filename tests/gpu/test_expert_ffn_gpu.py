@@ -12,8 +12,10 @@ from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.local import Local
 
 
 def check(ranks, recipe, name, least=45, **kwargs):
@@ -122,3 +124,42 @@ def run_without_waiting(recipe):
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
 def test_the_host_waits_for_the_device_in_one_place_only(gpu_ranks, recipe_name):
     assert all(gpu_ranks.run(run_without_waiting, RECIPES[recipe_name]))
+
+
+def steps(recipe, name, stacked, replays):
+    """Outputs and gradients of four steps with other tokens each, and the most memory that the last one took."""
+    outputs = []
+    with mock.patch.object(Local, "replayable", replays):
+        for seed in range(4):
+            torch.manual_seed(seed)
+            experts, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16, bias=name != "linear")
+            if seed == 0:
+                weights = {role: [e[role].cuda().requires_grad_() for e in experts] for role in experts[0]}
+                if stacked:
+                    weights = {role: torch.stack(values).detach().requires_grad_() for role, values in weights.items()}
+                flat = [w for value in weights.values() for w in ([value] if stacked else value)]
+            x, weight = x.cuda().requires_grad_(), routes[1].cuda().requires_grad_()
+            ffn = ExpertFFN(formula(name), recipe, Local(), len(experts))
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            y = ffn(x, Routes(expert_TK=routes[0].cuda(), weight_TK=weight, num_experts=len(experts)), weights)
+            outputs.append([y.detach(), *torch.autograd.grad(y, [x, weight, *flat], g.cuda())])
+            peak = torch.cuda.max_memory_allocated() - before
+            del y
+    return outputs, peak
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-128", "hp-32"])
+@pytest.mark.parametrize("name", ["linear", "gelu", "swiglu"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["a parameter an expert", "stacked"])
+def test_replayed_steps_give_the_same_bits_in_the_same_memory(one_rank, recipe_name, name, stacked):
+    torch.cuda.empty_cache()
+    recording._PROGRAMS.clear()
+    direct, direct_peak = steps(RECIPES[recipe_name], name, stacked, False)
+    assert not recording._PROGRAMS
+    replayed, peak = steps(RECIPES[recipe_name], name, stacked, True)
+    programs = [program for by_place in recording._PROGRAMS.values() for program, _ in by_place.values()]
+    assert len(programs) == 2 and all(programs)
+    for a, b in zip(direct, replayed, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+    assert peak <= direct_peak

@@ -106,7 +106,7 @@ def exchanges():
         unpermute.sum_rows(answers, sent, H, K, K, BF16, block)
         local.dispatch_rows(x, weight, slot.int(), source.int(), block, "rceil")
         local.combine_rows(y, weight_P, slot.int(), BF16, block, "rceil")
-    local.plan_rows(slot, E)
+    local.plan_rows(slot, E, P)
 
 
 def hopper_gemms():
