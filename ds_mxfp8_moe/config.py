@@ -169,6 +169,8 @@ def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEC
             config = load_ds_config(os.fspath(config))
         except (ValueError, OSError, TypeError) as error:
             raise ConfigError(f"the DeepSpeed config {config!r} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"the DeepSpeed config is {_text(config)}, expected an object")
     _check_section_name(config)
     if SECTION not in config:
         return MXFP8MoEConfig()

@@ -21,6 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
+from . import zero
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
@@ -96,10 +97,12 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     Raises:
         ConfigError: the section is wrong, or a whole config has none.
     """
-    report = convert_layers(model_or_engine, _section(config))
+    section = _section(config)
+    report = convert_layers(model_or_engine, section)
     print_on_rank_0(report)
     if isinstance(model_or_engine, DeepSpeedEngine):
         check_before_steps(model_or_engine)
+        batch_gradient_checks(model_or_engine, section, report)
     return report
 
 
@@ -173,6 +176,13 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
 
     step.mxfp8_moe = True
     engine._take_model_step = step
+
+
+def batch_gradient_checks(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> None:
+    """Applies the key of that name to an engine with converted layers, and takes it back from others."""
+    obstacle = zero.batch_gradient_checks(engine.optimizer, config.batch_gradient_checks and report.converted > 0)
+    if obstacle:
+        print_on_rank_0(f"mxfp8_moe: DeepSpeed checks each parameter's gradient by itself: {obstacle}")
 
 
 def _section(config) -> MXFP8MoEConfig:

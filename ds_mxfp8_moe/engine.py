@@ -9,9 +9,15 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from . import zero
 from .config import ConfigError, MXFP8MoEConfig, parse
-from .convert import ConversionReport, check_before_steps, choose_transports, convert_layers, print_on_rank_0
+from .convert import (
+    ConversionReport,
+    batch_gradient_checks,
+    check_before_steps,
+    choose_transports,
+    convert_layers,
+    print_on_rank_0,
+)
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -74,14 +80,11 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if config.enabled:
         report = tell_peers_on_error(convert_layers)(engine, config)
     report = _agree_across_ranks(config, report)
+    batch_gradient_checks(engine, config, report)
     if config.enabled:
         print_on_rank_0(report)
         choose_transports(engine.module)
         check_before_steps(engine)
-        if config.batch_gradient_checks:
-            obstacle = zero.batch_gradient_checks(engine.optimizer)
-            if obstacle:
-                print_on_rank_0(f"mxfp8_moe: DeepSpeed checks each parameter's gradient by itself: {obstacle}")
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
 

@@ -144,7 +144,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, output_splits, input_splits, group, phase, cast, cast_bwd):
-        ctx.back = (input_splits, output_splits, group, f"backward of {phase}", cast_bwd)
+        # Copies: the caller may reuse its lists for the next exchange.
+        ctx.back = (tuple(input_splits), tuple(output_splits), group, f"backward of {phase}", cast_bwd)
         return _exchange(x, output_splits, input_splits, group, phase, cast)
 
     @staticmethod

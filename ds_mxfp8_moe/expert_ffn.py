@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import deepspeed.comm as dist
 import torch
 from deepspeed.utils.logging import warning_once
-from torch.autograd.function import once_differentiable
 
 from .config import Recipe
 from .expert_math import ExpertMath, Rows
@@ -157,9 +156,11 @@ class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable  # for compiled autograd, as in ExpertFFN.__call__
-    @once_differentiable
     @tell_peers_on_error
     def backward(ctx, g_TH):
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: leave "
+                               "it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
         layout, call, saved = ctx.layout, ctx.call, ctx.saved_tensors
         _, _, _, _, *needs = ctx.needs_input_grad
         count = sum(max(size, 1) for _, size in layout)

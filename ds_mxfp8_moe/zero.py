@@ -24,13 +24,17 @@ from torch.nn.utils import get_total_norm
 TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
 
 
-def batch_gradient_checks(optimizer: Any) -> str | None:
-    """Lets an engine's optimizer check all gradients of a parameter group at once.
+def batch_gradient_checks(optimizer: Any, on: bool) -> str | None:
+    """Lets an engine's optimizer check all gradients of a parameter group at once, or again each by itself.
 
     Returns:
-        None if it does, or if it is no optimizer of ZeRO-1 or 2. Otherwise the reason why it does not.
+        None, also for other optimizers than those of ZeRO-1 and 2. Where gradients cannot be checked at once: why.
     """
     if type(optimizer) is not DeepSpeedZeroOptimizer:
+        return None
+    for name in ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct"):
+        vars(optimizer).pop(name, None)
+    if not on:
         return None
     if deepspeed.__version__.split("+")[0] not in TESTED:
         return f"this was tested with DeepSpeed {', '.join(TESTED)}, and {deepspeed.__version__} is installed"

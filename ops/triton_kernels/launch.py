@@ -12,7 +12,7 @@ whether integers and addresses are 1 or multiples of 16. `Launched` computes tha
 the kernel that Triton compiled for it, and the next time hands its launcher addresses and numbers, which spares a
 query of the driver for each tensor. The first launch of a specialization goes through Triton. So does every launch
 with an argument of a type unknown here, every launch while a profiler has set Triton's hooks, and every launch with
-another version of Triton.
+another version of Triton. Nobody asks whether an address is the device's: callers see to that.
 """
 
 from functools import partial
@@ -77,7 +77,7 @@ def _device(values: tuple) -> int:
 
 
 class Launched:
-    """Decorates a kernel that the host launches. It runs on the device of its first tensor.
+    """Decorates a kernel that the host launches. It runs on the device of the first tensor among its arguments.
 
     The kernel's constants are its last parameters. They alone may be named in a call. No parameter has a default.
     """
@@ -125,24 +125,10 @@ class _Bound:
         self.compiled: dict = {}
 
     def launch(self, grid: tuple, args: tuple) -> None:
-        values, key = [], []
         try:
-            for x in args:
-                if isinstance(x, torch.Tensor):  # as _prepared, without a call for what most arguments are
-                    key.append(x.dtype)
-                    x = x.data_ptr()
-                    if x % 16:
-                        key.append("unaligned")
-                elif type(x) is int and 1 < x <= 0x7FFFFFFF:
-                    key.append(16 if x % 16 == 0 else 0)
-                else:
-                    x, of_x = _prepared(x)
-                    key.append(of_x)
-                values.append(x)
+            values, key = _prepared(args)
         except _Unknown:
             key = None
-        else:
-            key = tuple(key)
         grid = *grid, *(1, ) * (3 - len(grid))
         found = self.compiled.get(key)
         if found is None:

@@ -39,15 +39,19 @@ def operator(mutates_args: Iterable[str]) -> Callable[[Callable], torch._ops.OpO
 def weights_of(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """One tensor [E, N, K] for each stack of experts' weights, or all matrices [N, K], stack by stack.
 
-    Raises TypeError unless all have one dtype, since kernels get the address of each and the dtype of the first.
+    Raises TypeError unless all have one dtype, and ValueError unless all lie on one device: kernels get the address of
+    each, and the dtype of the first.
     """
     weights = list(stacks)
     if not all(isinstance(stack, torch.Tensor) for stack in stacks):
         weights = [matrix for stack in stacks for matrix in stack]
-    dtype = weights[0].dtype
+    dtype, device = weights[0].dtype, weights[0].device
     if any(w.dtype != dtype for w in weights):
         found = ", ".join(sorted({str(w.dtype) for w in weights}))
         raise TypeError(f"the experts' weights are {found}, expected all of them in {dtype}: cast them to one dtype")
+    if any(w.device != device for w in weights):
+        found = ", ".join(sorted({str(w.device) for w in weights}))
+        raise ValueError(f"the experts' weights lie on {found}, expected all of them on one device")
     return weights
 
 

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 from .launch import Launched
-from .library import cdiv, next_power_of_2
-from .message import RowTile, lanes_for, places_of_row
-from .unpermute import partial_sum, rounded, routing_weights, values
+from .library import cdiv
+from .message import lanes_for, places_of_row
+from .unpermute import combine_tile, partial_sum, rounded, routing_weights, values
 
 CHUNK = 128  # choices that one program counts and places
 GROUP = 128  # rows to which groups are padded
@@ -90,9 +90,9 @@ def _place_kernel(
     chunk = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     i = chunk * CHUNK + lane
-    expert = tl.load(expert_ptr + i, mask=i < N, other=-1)
+    expert = tl.load(expert_ptr + i, mask=i < N, other=-1).to(tl.int32)
     kept = (expert >= 0) & (expert < E)
-    other = tl.load(expert_ptr + chunk * CHUNK + lane, mask=i < N, other=-1)
+    other = tl.load(expert_ptr + chunk * CHUNK + lane, mask=i < N, other=-1).to(tl.int32)
     before = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.load(first_ptr + expert * chunks + chunk, mask=kept, other=0) + tl.sum(before.to(tl.int32), 1)
     tl.store(slot_ptr + i, tl.where(kept, row, P), mask=i < N)
@@ -100,7 +100,7 @@ def _place_kernel(
 
 
 @Launched
-@triton.jit(do_not_specialize=["T", "P", "X_STRIDE"])
+@triton.jit(do_not_specialize=["T", "P"])
 def _dispatch_kernel(
         x_ptr,  # [T, X_STRIDE]
         weight_ptr,  # [T, K] float32, or None
@@ -171,8 +171,11 @@ def _combine_kernel(
         total = partial_sum(y_ptr, slots, column, P, H, K, K)
         if B:
             data, byte = rounded(total, B, FLOOR)
-            total = 0.0 + tl.reshape(values(data, byte), [BLOCK])  # as if added to 0: -0 becomes 0
-        tl.store(out_ptr + t * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
+            total = tl.reshape(values(data, byte), [BLOCK])
+        else:
+            total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+        # As if it had travelled and were added to 0: -0 becomes 0.
+        tl.store(out_ptr + t * H + column, (0.0 + total).to(out_ptr.dtype.element_ty), mask=column < H)
     if weight_ptr is not None:
         k = tl.arange(0, LANES)
         weight = 0.0 + routing_weights(weight_ptr, slot_ptr, t, True, P, K, LANES)
@@ -204,14 +207,6 @@ def plan_rows(expert_TK: torch.Tensor, experts: int, num_rows: int) -> tuple[tor
     return ends_E, slot_TK, source_P
 
 
-def _tile(H: int, block_size: int) -> RowTile:
-    """MXFP8 takes one warp, so that a block's maximum needs no other warp."""
-    if block_size:
-        return RowTile(512, 1)
-    block = min(next_power_of_2(H), 2048)
-    return RowTile(block, max(1, block // 512))
-
-
 def dispatch_rows(x_TH: torch.Tensor, weight_TK: torch.Tensor | None, slot_TK: torch.Tensor, source_P: torch.Tensor,
                   block_size: int, scaling_mode: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Copies tokens to the rows of their choices.
@@ -236,7 +231,7 @@ def dispatch_rows(x_TH: torch.Tensor, weight_TK: torch.Tensor | None, slot_TK: t
         return out, scale, weight
     if x_TH.stride(1) != 1:
         x_TH = x_TH.contiguous()
-    tile = _tile(H, block_size)
+    tile = combine_tile(H, block_size)
     word = 16 // dtype.itemsize * 4
     data = out.view(torch.uint8) if block_size else out
     _dispatch_kernel[(T + P // GROUP, )](x_TH, weight_TK, slot_TK, source_P, data, scale, weight, T, P, x_TH.stride(0),
@@ -263,7 +258,7 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_TK: tor
         weight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
     if T == 0:
         return out, weight_TK
-    tile = _tile(H, block_size)
+    tile = combine_tile(H, block_size)
     _combine_kernel[(T, )](y_PH.contiguous(), weight_P, slot_TK, out, weight_TK, P, H, K, lanes_for(K), block_size,
                            scaling_mode == "floor", tile.block, num_warps=tile.warps)
     return out, weight_TK

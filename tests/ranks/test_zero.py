@@ -9,6 +9,7 @@ from models import DEFAULT, Layout, make_engine, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from test_checkpoints import ADAM, OFFLOAD, state
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe import zero
 
 CLIPPED = {**ADAM, "gradient_clipping": 0.1}
@@ -80,7 +81,7 @@ def test_a_nan_in_one_experts_gradient_skips_the_step_everywhere(ranks2, name):
 def reason(layout):
     reset_deepspeed_groups()
     engine = make_engine(layout, DEFAULT)
-    obstacle = zero.batch_gradient_checks(engine.optimizer)
+    obstacle = zero.batch_gradient_checks(engine.optimizer, True)
     assert not is_batched(engine)
     engine.destroy()
     return obstacle
@@ -102,3 +103,18 @@ def of_another_release():
 
 def test_other_releases_of_deepspeed_keep_their_own_checks(ranks2):
     assert all("0.0.1" in text for text in ranks2.run(of_another_release))
+
+
+def converted_later():
+    reset_deepspeed_groups()
+    engine = make_engine(Layout(zero=1), {"enabled": False})
+    found = [is_batched(engine)]
+    for section in ({"enabled": True}, {"enabled": False}):
+        ds_mxfp8_moe.convert(engine, section)
+        found.append(is_batched(engine))
+    engine.destroy()
+    return found
+
+
+def test_it_comes_and_goes_with_the_conversion(ranks2):
+    assert ranks2.run(converted_later) == [[False, True, False]] * 2

@@ -91,8 +91,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MAX_CHOICES") = MAX_CHOICES;
   m.attr("STATE_WORDS") = STATE_WORDS;
   m.attr("HALVES_AT") = Staging::HALVES;
-  m.attr("ACKS_AT") = Staging::ACKS;
-  m.attr("FLAGS_AT") = Staging::FLAGS;
 
   expose<Group>(m, "Group",
         {FIELD(Group, peer), FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
