@@ -159,8 +159,8 @@ class _ExpertFFNFunction(torch.autograd.Function):
     @tell_peers_on_error
     def backward(ctx, g_TH):
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: leave "
-                               "it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
+            raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: "
+                               "leave it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
         layout, call, saved = ctx.layout, ctx.call, ctx.saved_tensors
         _, _, _, _, *needs = ctx.needs_input_grad
         count = sum(max(size, 1) for _, size in layout)
