@@ -22,7 +22,7 @@ from ..mx_format import MXParts
 from .format import from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
 from .library import cdiv, next_power_of_2
-from .quantize import Tile, quantize_rows
+from .quantize import Tile
 from .transpose import in_order, loaded_row, store_columns
 
 FORWARD = Tile(32, 128, 4)
@@ -243,6 +243,74 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
                         row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
 
 
+@triton.jit
+def _load_part(ptr, scale_ptr, bias_ptr, expert, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr,
+               WIDTH: tl.constexpr, B: tl.constexpr):
+    """Loads the columns first + c of a half as float32, with zeros outside: plain ones, or what `_store_rows` stored.
+
+    `first` is no multiple of B, and may be negative.
+    """
+    f = first + c
+    inside = (f >= 0) & (f < WIDTH)
+    x = tl.load(ptr + _origin(row, first, N, AT) + _offset(r, c, N), inside[None, :], other=0)
+    if scale_ptr is not None:
+        # B columns lie in two blocks at most.
+        block = tl.maximum(first, 0) // B
+        at = scale_ptr + (AT // WIDTH * ((WIDTH + B - 1) // B) + block).to(tl.int64) * P + (row + r)
+        byte = tl.load(at, mask=(block * B < WIDTH) & (r >= 0), other=0)
+        next_byte = tl.load(at + P, mask=((block + 1) * B < WIDTH) & (r >= 0), other=0)
+        scale = tl.where((f // B == block)[None, :], power_of_two(byte)[:, None], power_of_two(next_byte)[:, None])
+        return tl.where(inside[None, :], from_e4m3(x) * scale, 0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + (expert * N + AT + first) + c, inside, other=0.0)
+        x = (x.to(tl.float32) + bias.to(tl.float32)[None, :]).to(x.dtype)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load_both(ptr, scale_ptr, bias_ptr, expert, row, first, r, c, P, N: tl.constexpr, AT: tl.constexpr,
+               WIDTH: tl.constexpr, B: tl.constexpr):
+    """Loads, for the columns first + c of two halves that follow each other, those of one half at AT."""
+    x = _load_part(ptr, scale_ptr, bias_ptr, expert, row, first, r, c, P, N, AT, WIDTH, B)
+    y = _load_part(ptr, scale_ptr, bias_ptr, expert, row, first - WIDTH, r, c, P, N, AT, WIDTH, B)
+    return tl.where((first + c < WIDTH)[None, :], x, y)
+
+
+@Launched
+@triton.jit
+def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr,
+                            rows_ptr, rows_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
+                            UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                            E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """`_backward_kernel` where a block of dpre lies across gate and up. Grid [P / R * ceil(2F / C)].
+
+    A program has C columns of dpre, in one tile of both halves. It reads t, gate and up at each of its columns, so
+    they are read twice in all.
+    """
+    G: tl.constexpr = 2 * F
+    tiles: tl.constexpr = (G + C - 1) // C
+    row, tile = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles
+    first = tile * C
+    r, c = tl.arange(0, R), tl.arange(0, C)
+    second = first + c >= F  # the half of a column in memory
+    expert = None
+    if bias_ptr is not None:
+        expert = _expert_of(row, ends_ptr, E, E_PAD)
+    t = _load_both(t_ptr, None, None, None, row, first, r, c, P, F, 0, F, B)
+    value, slope = _value_and_slope(
+        _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, GATE_AT, F, B), ACT)
+    up = _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, UP_AT, F, B)
+    weighted = t * tl.load(weight_ptr + row + r)[:, None]
+    if first < F:  # each column of F once
+        share = tl.sum(tl.where(second[None, :], 0.0, t * (value * up)), 1)
+        tl.store(dweight_ptr + tile.to(tl.int64) * P + (row + r), share)
+    gate = second if GATE_AT > 0 else first + c < F
+    d = tl.where(gate[None, :], weighted * up * slope, weighted * value)
+    if plain_ptr is not None:
+        _store(d, plain_ptr, row, first, r, c, G, 0, G)
+    _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, 0, G, B, FLOOR)
+
+
 @Launched
 @triton.jit
 def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr):
@@ -362,13 +430,17 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
         bias_EG = ends_E = None  # what was kept includes the bias
     (P, F), G = t_PF.shape, pre_PG.shape[1]
     _, gate_at, up_at = _places(layout, G)
-    # If a block lies across gate and up, MXFP8 rows are cast from the plain form, which is float32 then.
     across = rows and F != G and F % block_size != 0
+    if across and columns:  # no kernel writes both
+        found = activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode, plain=plain,
+                                  rows=True, bias_EG=bias_EG, ends_E=ends_E)
+        return *found[:3], activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode,
+                                             columns=True, bias_EG=bias_EG, ends_E=ends_E)[3]
     dweight_P = t_PF.new_empty(P, dtype=torch.float32)
     dpre = rows_PG = rows_scale = columns_GP = columns_scale = None
-    if plain or across:
-        dpre = t_PF.new_empty(P, G, dtype=torch.float32 if across else t_PF.dtype)
-    if rows and not across:
+    if plain:
+        dpre = t_PF.new_empty(P, G)
+    if rows:
         rows_PG, rows_scale = _bytes(t_PF, P, G), _bytes(t_PF, cdiv(G, block_size), P)
     if columns:
         columns_GP, columns_scale = _bytes(t_PF, G, P), _bytes(t_PF, cdiv(P, block_size), G)
@@ -376,20 +448,22 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
         tile = BACKWARD_COLUMNS[block_size] if columns else BACKWARD
         tiles, E = cdiv(F, tile.columns), _num_experts(bias_EG)
         shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
-        _backward_kernel[(tile.programs(P, F), )](
-            t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, dpre, rows_PG, rows_scale, columns_GP,
-            columns_scale, P, E, F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size,
-            FLOOR=scaling_mode == "floor", E_PAD=next_power_of_2(E), R=tile.rows, C=tile.columns, VECTOR=tile.vector,
-            WARPS=tile.warps, num_warps=tile.warps, maxnreg=tile.registers)
+        constants = dict(F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size,
+                         FLOOR=scaling_mode == "floor", E_PAD=next_power_of_2(E), R=tile.rows, C=tile.columns,
+                         num_warps=tile.warps)
+        if across:
+            _backward_across_kernel[(tile.programs(P, G), )](
+                t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, dpre, rows_PG, rows_scale, P, E,
+                **constants)
+        else:
+            _backward_kernel[(tile.programs(P, F), )](
+                t_PF, pre_PG, pre_scale, bias_EG, ends_E, weight_P, shares, dpre, rows_PG, rows_scale, columns_GP,
+                columns_scale, P, E, **constants, VECTOR=tile.vector, WARPS=tile.warps, maxnreg=tile.registers)
         if tiles > 1:
             _sum_shares_kernel[(P // 128, )](shares, dweight_P, P, tiles, 128, num_warps=4)
-    dpre_rows = None
-    if across:
-        dpre_rows = quantize_rows(dpre, block_size, scaling_mode, scale_k_major=True)
-    elif rows:
-        dpre_rows = _mx(rows_PG, rows_scale.t(), block_size)
+    dpre_rows = _mx(rows_PG, rows_scale.t(), block_size) if rows else None
     dpre_columns = _mx(columns_GP, columns_scale.t(), block_size) if columns else None
-    return dweight_P, dpre.to(t_PF.dtype) if plain else None, dpre_rows, dpre_columns
+    return dweight_P, dpre, dpre_rows, dpre_columns
 
 
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:

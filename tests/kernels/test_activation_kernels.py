@@ -26,6 +26,11 @@ def test_every_recipe(interpreter, keys):
     interpreter(run_case, "cpu", "silu", "gate_up", 160, keys)
 
 
+@pytest.mark.parametrize("keys", [dict(block=128), dict(block=128, keep=False, bias=True)], ids=str)
+def test_blocks_across_up_and_gate(interpreter, keys):
+    interpreter(run_case, "cpu", "gelu", "up_gate", 160, keys)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_biases(interpreter, dtype):
     interpreter(run_biases, "cpu", 160, dtype)
