@@ -57,8 +57,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             from the layer's shape, its recipe and the device (crossover.py).
         include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
             of `include` matches and none of `exclude` does.
-        batch_gradient_checks: true lets ZeRO-1 and 2 look for overflow in all gradients of a parameter group at once,
-            and take their norms so. false leaves it to DeepSpeed, which does so for each parameter.
+        batch_gradient_checks: true lets ZeRO-1 and 2 check overflow and take norms of all gradients in a few calls. It
+            has no effect with offload, where ZeRO-1 accumulates in fp32, and with releases of DeepSpeed that it was
+            not tested with. false leaves the checks to DeepSpeed, which makes them for each parameter.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.

@@ -86,7 +86,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     waits for another in here, but every rank has to make the same call.
 
     With `capacity_factor` the host does not wait for exchanges. An engine then raises their errors before the
-    optimizer's step, a module in a later exchange.
+    optimizer's step. Without an engine, a later exchange raises them.
 
     Args:
         model_or_engine: a module, or a DeepSpeed engine.

@@ -147,10 +147,10 @@ class _ExpertFFNFunction(torch.autograd.Function):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
         inputs = expert_TK, x_TH, weight_TK
-        in_place = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
-        (y_TH, *kept), call = _run(ffn, layout, backward, ffn.recipe.quantize_gemm and not in_place,
+        few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
+        (y_TH, *kept), call = _run(ffn, layout, backward, ffn.recipe.quantize_gemm and not few_tokens,
                                    partial(_forward, ffn, layout, backward), inputs, weights)
-        ctx.layout, ctx.call = layout, call._replace(ffn=ffn)  # what is replayed was recorded for a layer alike
+        ctx.layout, ctx.call = layout, call._replace(ffn=ffn)  # the recording may come from another layer
         ctx.save_for_backward(*kept, *weights)
         return y_TH
 
@@ -193,8 +193,8 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
 
     Args:
         how: what the function depends on, beside the layer's formula and recipe and its inputs.
-        quantized: the GEMMs read quantised copies of the weights. Without it, a kernel may find all weights from the
-            address of one.
+        quantized: the GEMMs read quantised copies of the weights. If false, a kernel may compute the address of every
+            weight from that of one, so all distances between weights must be the same in a replay.
     """
     device = inputs[0].device
     if not ffn.transport.replayable or ffn.timed is not None or not has_kernels(device) or inputs[0].numel() == 0:
@@ -206,11 +206,11 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
         start += len(roles[-1])
     key = (ffn.formula, ffn.recipe, ffn.num_local_experts, ffn.min_tokens_per_expert, layout, how,
            recording.signature((*inputs, *(role[0] for role in roles))))
-    places = tuple(map(recording.distances, roles)) if quantized else recording.distances(weights)
+    between = tuple(map(recording.distances, roles)) if quantized else recording.distances(weights)
     if device.index is not None and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return recording.replayed(key, places, function, (*inputs, *weights))
-    return recording.replayed(key, places, function, (*inputs, *weights))
+            return recording.replayed(key, between, function, (*inputs, *weights))
+    return recording.replayed(key, between, function, (*inputs, *weights))
 
 
 def _forward(ffn: ExpertFFN, layout: tuple, backward: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-1 and 2 check the gradients of all parameters of a group at once.
+"""ZeRO-1 and 2 check the gradients of all parameters at once.
 
 DeepSpeed looks for overflow and takes the norm of each parameter's gradient by itself: eight kernels each. A classic
 MoE model has three parameters an expert, often a thousand and more, and its optimizer step is spent on launches. Here

@@ -31,7 +31,8 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What one forward's routing means for this rank. Immutable. Only autograd carries it to its own backward.
+    """What one forward's routing means for this rank. Immutable. Autograd keeps it for the backward of
+    this forward.
 
     Attributes:
         num_tokens, top_k: T and K.
@@ -97,7 +98,9 @@ class Transport(ABC):
     """
 
     name: str  # of the layer, for errors
-    replayable = False  # whether what it does can be recorded and replayed (ops/triton_kernels/recording.py)
+    # Whether what it does can be recorded and replayed (ops/triton_kernels/recording.py). Its plan then has `tensors`
+    # and `with_tensors`.
+    replayable = False
 
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"

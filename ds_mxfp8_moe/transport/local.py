@@ -131,7 +131,7 @@ class Local(Transport):
             y_TH += y_PH.index_select(0, slot_T)
         if wire.mxfp8:
             y_TH = casts.quantize(y_TH, wire.block_size, wire.scaling_mode).dequantize()
-        y_TH = (0.0 + y_TH.to(dtype).float()).to(dtype)  # as if it had travelled and were added to 0: -0 becomes 0
+        y_TH = (0.0 + y_TH.to(dtype).float()).to(dtype)  # as other transports round; -0 becomes 0
         if weight_P is None:
             return y_TH, None
         weight_TK = with_zero_row(weight_P.view(-1, 1)).view(-1).index_select(0, plan.slot_TK.view(-1))

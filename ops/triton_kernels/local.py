@@ -174,7 +174,7 @@ def _combine_kernel(
             total = tl.reshape(values(data, byte), [BLOCK])
         else:
             total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
-        # As if it had travelled and were added to 0: -0 becomes 0.
+        # The same rounding as other transports, which add what arrives to 0: -0 becomes 0.
         tl.store(out_ptr + t * H + column, (0.0 + total).to(out_ptr.dtype.element_ty), mask=column < H)
     if weight_ptr is not None:
         k = tl.arange(0, LANES)
@@ -187,7 +187,7 @@ def plan_rows(expert_TK: torch.Tensor, experts: int, num_rows: int) -> tuple[tor
 
     Args:
         expert_TK: int64, contiguous. A choice whose id is no expert's is dropped.
-        num_rows: P, enough for any choices of so many.
+        num_rows: P, enough for any choices of this number.
 
     Returns:
         The ends of the groups, int32 [E]; slot_TK; source_P.

@@ -7,9 +7,10 @@
     other_outputs = program(*other_inputs)
 
 A recording notes each launch of a kernel and each torch op. The program repeats them as straight lines of Python:
-allocate, launch with addresses and numbers, free. What only the host does, views of tensors above all, is left out. So
-is every choice: a program fits inputs of the same shapes, strides, dtypes, devices and alignment (`signature`), and
-weights that a kernel finds from one address at the same `distances`. `replayed` sees to that.
+allocate, launch with addresses and numbers, free. What only the host does is left out, views of tensors above all. A
+branch of the function is not taken again, so a program fits inputs of the same shapes, strides, dtypes, devices and
+alignment (`signature`) alone, and weights that a kernel finds from one address at the same `distances`. `replayed` sees
+to that.
 
 A program holds no tensor, and a tensor is freed after its last use. It runs on the current stream, on the device of
 its first input.
@@ -23,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STREAM = 3  # place of the stream among the arguments of Triton's launchers
-MOST_KEYS, MOST_PLACES = 512, 16
+MOST_KEYS, MOST_DISTANCES = 512, 16
 _ACTIVE = threading.local()
-_PROGRAMS: dict[tuple, dict] = {}  # by key and places; they hold no tensors
+_PROGRAMS: dict[tuple, dict] = {}  # by key and distances; they hold no tensors
 _ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
                 torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
 
@@ -47,12 +48,12 @@ def distances(tensors: Sequence[torch.Tensor]) -> tuple:
     return tuple(address - first for address in addresses)
 
 
-def replayed(key: tuple, places: tuple, function: Callable, inputs: Sequence[torch.Tensor]) -> tuple:
+def replayed(key: tuple, between: tuple, function: Callable, inputs: Sequence[torch.Tensor]) -> tuple:
     """function(*inputs), recorded at the first call, and replayed from then on if it can be.
 
     Args:
-        key: all that `function` depends on, beside what the inputs hold and `places`.
-        places: distances between inputs. If they change often, there is no use in recording, and it ends.
+        key: all that `function` depends on, beside what the inputs hold and `between`.
+        between: distances between inputs. If they change often, there is no use in recording, and it ends.
         function: returns a list of tensors and None, and an object without tensors.
     """
     if key not in _PROGRAMS:
@@ -60,11 +61,11 @@ def replayed(key: tuple, places: tuple, function: Callable, inputs: Sequence[tor
             _PROGRAMS.pop(next(iter(_PROGRAMS)))
         _PROGRAMS[key] = {}
     programs = _PROGRAMS[key]
-    found = programs.get(places)
-    if found is None and len(programs) < MOST_PLACES:
+    found = programs.get(between)
+    if found is None and len(programs) < MOST_DISTANCES:
         with Recording(inputs) as recording:
             outputs, other = function(*inputs)
-        programs[places] = recording.program(outputs), other
+        programs[between] = recording.program(outputs), other
         return outputs, other
     program, other = found or (None, None)
     return function(*inputs) if program is None else (program(*inputs), other)
@@ -76,7 +77,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, inputs: Sequence[torch.Tensor]):
         super().__init__()
         self.obstacle = ""  # why there is no program
-        self._inputs = list(inputs)
+        self._inputs, self._outer = list(inputs), []
         self._names: dict[int, str] = {}  # of tensors, by id
         self._roots: dict[int, str] = {}  # of the tensor that a storage was allocated for, by the storage's id
         self._steps: list[_Step] = []
@@ -89,11 +90,12 @@ class Recording(TorchDispatchMode):
             places.sort()
 
     def __enter__(self):
+        self._outer.append(active())  # a tensor around others enters again
         _ACTIVE.recording = self
         return super().__enter__()
 
     def __exit__(self, *exception):
-        _ACTIVE.recording = None
+        _ACTIVE.recording = self._outer.pop()
         return super().__exit__(*exception)
 
     # ---- noting -----------------------------------------------------------------------------------------------------

@@ -77,9 +77,9 @@ def test_the_first_call_records_and_the_others_replay(monkeypatch):
         outputs, beside = replayed(("key", ), (), counted, given)
         assert equal(outputs, layer(*given)[0]) and beside == "beside"
     assert len(calls) == 1
-    for places in range(20):  # which never come again: at some point recording ends
-        replayed(("other", ), (places, ), counted, inputs(0))
-    assert len(recording._PROGRAMS[("other", )]) == recording.MOST_PLACES
+    for distance in range(20):  # which never come again: at some point recording ends
+        replayed(("other", ), (distance, ), counted, inputs(0))
+    assert len(recording._PROGRAMS[("other", )]) == recording.MOST_DISTANCES
 
 
 def test_inputs_in_one_storage_are_read_where_they_lie():
@@ -128,10 +128,11 @@ def test_tensors_that_are_no_inputs_are_an_obstacle():
 
 def test_what_wrappers_do_is_recorded():
     def function(x):
-        mx = quantize(x, 32)
-        return [mx.dequantize(torch.float32)], None
+        mx, out = quantize(x, 32), torch.empty_like(x)
+        scale(mx.abs(), out, 2)
+        return [mx.dequantize(torch.float32), out], None
 
     with Recording([torch.randn(4, 64)]) as noted:
         outputs, _ = function(*noted._inputs)
     program, x = noted.program(outputs), torch.randn(4, 64)
-    assert torch.equal(program(x)[0], quantize(x, 32).dequantize(torch.float32))
+    assert equal(program(x), function(x)[0])
