@@ -47,7 +47,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
-            host then never waits, and CUDA graphs can capture the layer. If routing sends a rank more rows than fit,
+            layer then never waits on the host, and CUDA graphs can capture it. If routing sends a rank more rows than fit,
             every rank raises an error. Only for nvlink. Default: buffers fit the routing of each step.
         overlap: true lets nvlink send the input gradient while the weight gradient is computed, where an estimate
             finds this faster. Both gradients are then in memory at once. false computes and sends one after the other.

@@ -9,8 +9,8 @@
 A recording notes each launch of a kernel and each torch op. The program repeats them as straight lines of Python:
 allocate, launch with addresses and numbers, free. What only the host does is left out, views of tensors above all. A
 branch of the function is not taken again, so a program fits inputs of the same shapes, strides, dtypes, devices and
-alignment (`signature`) alone, and weights that a kernel finds from one address at the same `distances`. `replayed` sees
-to that.
+alignment (`signature`) alone, and weights that a kernel finds from one address at the same `distances`. `replayed`
+sees to that.
 
 A program holds no tensor, and a tensor is freed after its last use. It runs on the current stream, on the device of
 its first input.
@@ -77,7 +77,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, inputs: Sequence[torch.Tensor]):
         super().__init__()
         self.obstacle = ""  # why there is no program
-        self._inputs, self._outer = list(inputs), []
+        self._inputs = list(inputs)
         self._names: dict[int, str] = {}  # of tensors, by id
         self._roots: dict[int, str] = {}  # of the tensor that a storage was allocated for, by the storage's id
         self._steps: list[_Step] = []
@@ -90,12 +90,11 @@ class Recording(TorchDispatchMode):
             places.sort()
 
     def __enter__(self):
-        self._outer.append(active())  # a tensor around others enters again
         _ACTIVE.recording = self
         return super().__enter__()
 
     def __exit__(self, *exception):
-        _ACTIVE.recording = self._outer.pop()
+        _ACTIVE.recording = None
         return super().__exit__(*exception)
 
     # ---- noting -----------------------------------------------------------------------------------------------------
@@ -103,8 +102,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
-            with self:  # a tensor around others: what it does with them is noted
-                return func(*args, **kwargs)
+            return NotImplemented  # a tensor around others: what it does with them comes here
         given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
         made = [out] if isinstance(out, torch.Tensor) else list(out or ())
