@@ -47,8 +47,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
-            layer then never waits on the host, and CUDA graphs can capture it. If routing sends a rank more rows than fit,
-            every rank raises an error. Only for nvlink. Default: buffers fit the routing of each step.
+            host then never waits in the layer, and CUDA graphs can capture it. If routing sends a rank more rows than
+            fit, every rank raises an error. Only for nvlink. Default: buffers fit the routing of each step.
         overlap: true lets nvlink send the input gradient while the weight gradient is computed, where an estimate
             finds this faster. Both gradients are then in memory at once. false computes and sends one after the other.
         preactivation_dtype: the format in which the experts' pre-activations are kept for backward, "mxfp8" or "bf16".
