@@ -53,14 +53,14 @@ _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def choose(group: Any, name: str, requested: str | None = None, sms: int | None = None,
-           capacity_factor: float | None = None, overlap: bool = True) -> Transport:
+           capacity_factor: float | None = None, overlap: bool = True, on_overflow: str = "error") -> Transport:
     """Returns the transport of one layer. Every rank of the group calls it.
 
     Args:
         group: the layer's expert-parallel process group. None means that this rank has all experts.
         name: of the layer, for errors.
         requested: "collective" or "nvlink". None means nvlink where it is possible.
-        sms, capacity_factor, overlap: for NVLink. In the config, `sms` is `nvlink_sms`.
+        sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
 
     Raises:
         RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
@@ -75,7 +75,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         _tell(group, _OF_GROUP[group], capacity_factor)
     verdict = _OF_GROUP[group]
     if verdict.nvlink:
-        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap)
+        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap,
+                      on_overflow)
     if requested == "nvlink":
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
                            '"transport": "collective" instead')

@@ -104,8 +104,12 @@ class NVLink(Transport):
         sms: multiprocessors that move rows. None: as many as overlap.py says.
         capacity_factor: sizes the buffers. None: the host waits for the counts, and buffers hold exactly what arrives.
             A number: each rank has room for `capacity_factor` times its even share of rows. The host then never waits,
-            and CUDA graphs can capture calls. All ranks must bring equally many tokens. If a rank gets more rows than
-            fit, every rank raises an error, at its next call or check, and before the optimizer's step.
+            and CUDA graphs can capture calls. All ranks must bring equally many tokens.
+        on_overflow: what happens if a rank gets more rows than fit. "error": every rank raises an error, at its next
+            call or check, and before the optimizer's step. "drop": choices are dropped. The rank's experts with the
+            most rows are cut to the same number of rows. Of such an expert, each rank's choices keep the same share,
+            and the last ones by (token, choice) are dropped. A dropped choice counts as -1: it gets no row, and its
+            token keeps its other choices.
         overlap: whether a combine may run beside a GEMM.
     """
 
@@ -114,10 +118,19 @@ class NVLink(Transport):
     sms: int | None = None
     capacity_factor: float | None = None
     overlap: bool = True
+    on_overflow: str = "error"
 
     @property
     def world_size(self) -> int:
         return self.memory.world_size
+
+    @property
+    def dropped(self) -> int:
+        """How many choices for this rank's experts the layer has dropped, in the forwards that have run by now.
+
+        A forward that activation checkpointing repeats counts twice. The host does not wait.
+        """
+        return self.memory.dropped(self.name)
 
     @property
     def _sms_alone(self) -> int:
@@ -139,18 +152,19 @@ class NVLink(Transport):
                              'transport moves at once: take smaller micro-batches, or write "transport": "collective"')
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
-        of_all, (ends, group_sizes, first, counts, place_base, segments) = _tables(
-            memory.device, E, E, (W * E + W) * stride, W * (2 + W + W * E), W * E, 4 * W)
+        of_all, (ends, group_sizes, first, counts, place_base, place_end, segments) = _tables(
+            memory.device, E, E, (W * E + W) * stride, W * (2 + W + W * E), W * E, W * E, 4 * W)
         ids = expert_TK.data_ptr()
         known = {"first_CB": first, "T": T, "experts": W * E, "chunks": chunks, "stride": stride}
         ext.count(ext.Count(expert_TK=ids, K=K, local_experts=E, world=W, chunk=chunk, **known), memory.stream())
         known |= {"counts_WC": counts, "segments": segments}
-        sizes = self._totals(T, K, E, known | {"place_base_E": place_base, "group_ends_E": ends,
-                                               "group_sizes_E": group_sizes}, rows, meanwhile)
+        sizes = self._totals(T, K, E, known | {"place_base_E": place_base, "place_end_E": place_end,
+                                               "group_ends_E": ends, "group_sizes_E": group_sizes}, rows, meanwhile)
         of_rows, (slot, place, arriving) = _tables(memory.device, W * T, sizes["received"] * K,
                                                    2 * W * ext.MAX_CHUNKS)
         known |= {"slot_WT": slot, "place_RK": place, "arriving_WC": arriving, "K": K, "chunk": chunk}
-        self._places(K, E, known | {"expert_TK": ids, "place_base_E": place_base}, sizes)
+        limits = {} if self.capacity_factor is None else {"place_end_E": place_end}  # otherwise all rows fit
+        self._places(K, E, known | limits | {"expert_TK": ids, "place_base_E": place_base}, sizes["most_rows"])
         return NVLinkPlan(num_tokens=T, top_k=K, group_ends_E=of_all[:E], rows=ext.Rows(P=sizes["num_rows"], **known),
                           group_sizes_E=group_sizes, tables=(of_all, of_rows), **sizes)
 
@@ -163,13 +177,16 @@ class NVLink(Transport):
         memory, ext, W = self.memory, self.memory.extension, self.world_size
         static, where, width = self.capacity_factor is not None, self._where("counts"), 2 + W + W * E
         memory.reserve(4 * W * width, where)
-        group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0),
-                             where)
+        group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0,
+                                       self.on_overflow), where)
         if static:
             share = _padded(math.ceil(self.capacity_factor * T * K))
             room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
             memory.unchecked = True
-            ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, **known), memory.stream())
+            dropped = memory.dropped_at(self.name) if self.on_overflow == "drop" else 0
+            ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),
+                       memory.stream())
+            # A token goes to a rank once at most, so the staging has room for all rows.
             return {"group_ends": None, "num_rows": room, "received": W * T, "most_rows": W * T,
                     "tokens_per_expert": T * K / E}
         ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(), host=memory.host.data_ptr(),
@@ -184,15 +201,14 @@ class NVLink(Transport):
         return {"group_ends": ends, "num_rows": ends[-1], "received": received_W[memory.rank],
                 "most_rows": max(*received_W, *sent_W), "tokens_per_expert": sum(tokens_W) * K / (W * E)}
 
-    def _places(self, K: int, E: int, known: dict, sizes: dict) -> None:
+    def _places(self, K: int, E: int, known: dict, most_rows: int) -> None:
         """Finds the place of every choice, and tells it to the rank that serves it. `known`: fields of Places."""
         memory, ext, where = self.memory, self.memory.extension, self._where("places")
-        _, ranges_at = regions(sizes["most_rows"], 4 * K)
+        _, ranges_at = regions(most_rows, 4 * K)
         memory.reserve(ranges_at + 8 * self.world_size * ext.MAX_CHUNKS, where)
         group = memory.begin(signature("places", K, E), where)
-        limit = 0 if self.capacity_factor is None else sizes["num_rows"]  # 0: all rows fit
-        ext.places(ext.Places(group=group, local_experts=E, ranges_at=ranges_at, most_rows=limit, **known),
-                   self._sms_alone, memory.stream())
+        ext.places(ext.Places(group=group, local_experts=E, ranges_at=ranges_at, **known), self._sms_alone,
+                   memory.stream())
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
         """The kernels' Rows for one exchange."""

@@ -385,6 +385,75 @@ def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
         assert "more than its capacity" in text and "capacity_factor" in text
 
 
+DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
+
+
+@pytest.mark.parametrize("change", [{}, {"wire": MX128, "dtype": FP32}, {"hidden": 2048, "wire": MX32},
+                                    {"local_experts": 3, "routing": "one rank", "top_k": 3},
+                                    {"local_experts": 4, "routing": "skewed", "top_k": 4, "wire": MX128},
+                                    {"local_experts": 1, "tokens": (5000, ) * 8}], ids=str)
+def test_rows_that_do_not_fit_are_dropped(pool, change):
+    case = Case(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)
+    pool.run(check_by, "check_dropped", case, **DROPPING, seconds=SECONDS)
+
+
+def check_layer_dropped(recipe) -> None:
+    exchange = dataclasses.replace(nvlink(), **DROPPING)
+    cases.check_layer_dropped(recipe, OnHost(memory().group, "oracle"), exchange)
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
+def test_a_layer_that_drops_computes_the_same_bits(pool, recipe_name):
+    pool.run(check_layer_dropped, RECIPES[recipe_name], seconds=SECONDS)
+
+
+def dropped_in_replays() -> tuple:
+    """Replays drop the same choices as eager runs, and count them. Returns how many were counted, and how often the
+    host waited."""
+    mine, tokens = new_memory(torch.distributed.new_group()), 600
+    exchange, world, rank = NVLink(mine, NAME, **DROPPING), dist.get_world_size(), dist.get_rank()
+    even = torch.arange(tokens, device="cuda").view(tokens, 1) % world
+    torch.manual_seed(rank)
+    x_TH, weight_TK = torch.randn(tokens, 256, device="cuda", dtype=BF16), torch.rand(tokens, 1, device="cuda")
+    expert_TK = even.clone()
+    rows = exchange.plan(expert_TK, 1).num_rows
+    y_PH, number_P = torch.randn(rows, 256, device="cuda", dtype=BF16), torch.rand(rows, device="cuda")
+
+    def step():
+        plan = exchange.plan(expert_TK, 1)
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, PLAIN, weight_TK)
+        y_TH, number_TK = exchange.combine(plan, y_PH, MX128, BF16, number_P)
+        return plan.group_ends_E, x_PH, weight_P, y_TH, number_TK
+
+    step()
+    mine.wait_and_check()
+    waited, graph = mine.host_waits, torch.cuda.CUDAGraph()
+    with capture(graph):
+        captured = step()
+    for ids in (even, torch.zeros_like(even), torch.full_like(even, world - 1), even, torch.zeros_like(even)):
+        expert_TK.copy_(ids)
+        graph.replay()
+        got = [t.clone() for t in captured]
+        want = step()
+        end = int(want[0][-1])
+        for name, a, b in zip(("ends", "x", "weight", "y", "number"), want, got, strict=True):
+            a, b = (a[:end], b[:end]) if name == "x" else (a, b)  # nothing is written behind the last group
+            same(name, a.cpu(), b)
+    waits = mine.host_waits - waited
+    mine.wait_and_check()
+    dist.barrier()  # before the graph's memory goes
+    return exchange.dropped, waits
+
+
+def test_replays_drop_and_count(pool):
+    world = pool.world_size
+    lost = 600 * world - 768  # padded: 640 rows for the share of 600, and 127 that pad the group
+    want = [0] * world
+    want[0] += 2 * 2 * lost  # two of the routes, each in a replay and in an eager run
+    want[-1] += 2 * lost
+    assert pool.run(dropped_in_replays, seconds=SECONDS) == [(count, 0) for count in want]
+
+
 def replayed(recipe, kind: type) -> int:
     """Replays a graph of a layer's forward and backward with other tokens, weights and routes, some of them dropped.
     Compares it with eager runs. Returns how often the host waited."""

@@ -2,10 +2,13 @@
 """The NVLink transport on ranks without GPUs, over the emulator of CUDA: it gives the collective transport's bits, and
 its errors name peers that fail."""
 
+import io
 import os
 import signal
 import threading
 import time
+from contextlib import redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from unittest import mock
@@ -408,7 +411,78 @@ def overflowing() -> str:
 
 def test_too_many_rows_for_a_capacity(ranks2):
     for text in ranks2.run(overflowing):
+        assert '"on_overflow": "drop"' in text
         assert "more than its capacity" in text and "rank 1 would get" in text and NAME in text, text
+
+
+# ---------------------------------------------------------------- choices that do not fit are dropped
+
+DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
+HOT = Case(tokens=(160, ) * 4, top_k=2, local_experts=1, routing="one expert", hidden=32)
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"wire": MX128, "dtype": torch.float32}, {"local_experts": 2, "tokens": (300, ) * 2, "top_k": 3,
+                                                  "routing": "skewed", "wire": MX32},
+    {"local_experts": 3, "tokens": (300, ) * 2, "routing": "one rank", "wire": MX128}], ids=str)
+def test_rows_that_do_not_fit_are_dropped(ranks2, change):
+    ranks2.run(in_case, cases.check_dropped, replace(HOT, **change), **DROPPING)
+
+
+@pytest.mark.parametrize("change", [{}, {"local_experts": 4, "tokens": (420, ) * 3, "routing": "skewed"}], ids=str)
+def test_three_ranks_lose_the_same_share(ranks3, change):
+    ranks3.run(in_case, cases.check_dropped, replace(HOT, **change), **DROPPING)
+
+
+@pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
+                         ids=str)
+def test_nothing_is_dropped_where_all_rows_fit(ranks2, change):
+    ranks2.run(in_case, check_nothing_dropped, Case(**{"tokens": (25, 25)} | change), **DROPPING)
+
+
+def check_nothing_dropped(case: Case, exchange: NVLink) -> None:
+    before = exchange.dropped
+    cases.check_static(case, exchange)
+    assert exchange.dropped == before
+
+
+def warned() -> list:
+    """What each step's check prints, if layers drop choices in some steps."""
+    memory, lines = new_memory(), []
+    expert_TK = HOT.inputs(dist.get_world_size())[memory.rank][0]
+    with mock.patch.object(peer_memory, "STEPS_BETWEEN_WARNINGS", 3):
+        for step in range(7):
+            for name in ("one", "two") if step in (1, 3) else ("one", ) if step == 5 else ():
+                NVLink(memory, name, 1, **DROPPING).plan(expert_TK, HOT.local_experts)
+            with redirect_stdout(io.StringIO()) as out:
+                memory.wait_and_check()
+            lines.append(out.getvalue().splitlines())
+    assert (NVLink(memory, "one").dropped, NVLink(memory, "three").dropped) == (3 * lost(memory.rank), 0)
+    return lines
+
+
+def lost(rank: int) -> int:
+    return (2 * 320 - 512) * rank  # rank 1 has the expert, and room for 320 + 127 rows, padded
+
+
+def test_a_line_says_how_many_choices_were_dropped(ranks2):
+    zero, one = ranks2.run(warned)
+    assert zero == [[]] * 7
+
+    def line(name, times):
+        return (f"mxfp8_moe: WARNING: {name}: {times * lost(1)} choices for the experts of rank 1 were dropped since "
+                'the last such line: more rows came than fit. To drop fewer, raise "capacity_factor"')
+
+    assert one == [[], [line("one", 1), line("two", 1)], [], [], [line("one", 1), line("two", 1)], [], []]
+
+
+def check_layer_dropped(recipe, exchange: NVLink) -> None:
+    cases.check_layer_dropped(recipe, Collective(exchange.memory.group, "the oracle"), exchange)
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
+def test_a_layer_that_drops_computes_the_same_bits(ranks2, recipe_name):
+    ranks2.run(in_case, check_layer_dropped, RECIPES[recipe_name], **DROPPING)
 
 
 # ---------------------------------------------------------------- whole layers

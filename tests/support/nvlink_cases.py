@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.routing import Routes
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
@@ -102,10 +102,11 @@ def answers(case: Case, plan) -> tuple:
     return y_PH, number_P
 
 
-def expected(case: Case, group) -> dict:
-    """This rank's inputs, and what the collective transport makes of them."""
+def expected(case: Case, group, experts: list | None = None) -> dict:
+    """This rank's inputs, and what the collective transport makes of them. experts: other ids, of every rank."""
     exchange = Collective(group, "the oracle")
     expert_TK, x_TH, weight_TK = case.inputs(dist.get_world_size(group))[dist.get_rank(group)]
+    expert_TK = expert_TK if experts is None else experts[dist.get_rank(group)]
     plan = exchange.plan(expert_TK, case.local_experts)
     x_PH, weight_P = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
     y_PH, number_P = answers(case, plan)
@@ -161,10 +162,15 @@ def check(case: Case, exchange: NVLink, times: int = 1) -> None:
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
 
 
-def check_static(case: Case, exchange: NVLink) -> None:
-    """With a capacity, the same rows come first, all others have weights of 0, and the host does not wait."""
-    device, want, waits = exchange.memory.device, expected(case, exchange.memory.group), exchange.memory.host_waits
-    (expert_TK, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
+def check_static(case: Case, exchange: NVLink, kept: list | None = None) -> None:
+    """With a capacity, the same rows come first, all others have weights of 0, and the host does not wait.
+
+    kept: the ids of every rank, with -1 for choices that the transport should drop.
+    """
+    memory = exchange.memory
+    device, want, waits = memory.device, expected(case, memory.group, kept), memory.host_waits
+    (_, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
+    (expert_TK, ) = on_device(case.inputs(memory.world_size)[memory.rank][:1], device)
     P = want["plan"].num_rows
     with poisoned():
         plan = exchange.plan(expert_TK, case.local_experts)
@@ -182,6 +188,58 @@ def check_static(case: Case, exchange: NVLink) -> None:
     same("weight", want["weight"], weight_P[:P])
     assert not weight_P[P:].any()
     same("y", want["y"], y_TH), same("number", want["number"], number_TK)
+
+
+def those_that_fit(experts: list, local_experts: int, room: int) -> list:
+    """The ids of every rank, with -1 for the choices that NVLink drops if each rank has room for `room` rows."""
+    kept = [expert_TK.clone() for expert_TK in experts]
+
+    def padded(rows):
+        return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    for first in range(0, local_experts * len(experts), local_experts):
+        sizes = {e: sum(int((expert_TK == e).sum()) for expert_TK in experts)
+                 for e in range(first, first + local_experts)}
+        if sum(map(padded, sizes.values())) <= room:
+            continue
+        limit = max(limit for limit in range(0, room + 1, ROW_ALIGNMENT)
+                    if sum(min(padded(size), limit) for size in sizes.values()) <= room)
+        left = room - sum(min(padded(size), limit) for size in sizes.values())
+        for e, size in sizes.items():
+            if size <= limit:
+                continue
+            most = limit
+            if left >= ROW_ALIGNMENT:
+                most, left = limit + ROW_ALIGNMENT, left - ROW_ALIGNMENT
+            most, before = min(size, most), 0
+            for ids in kept:
+                mine = (ids.reshape(-1) == e).nonzero().squeeze(1)
+                stays = (before + len(mine)) * most // size - before * most // size
+                before += len(mine)
+                ids.view(-1)[mine[stays:]] = -1
+    return kept
+
+
+def count_dropped(experts: list, kept: list, rank: int, local_experts: int) -> int:
+    """How many choices for this rank's experts were dropped."""
+    return sum(int(((a != b) & (a // local_experts == rank)).sum()) for a, b in zip(experts, kept, strict=True))
+
+
+def check_dropped(case: Case, exchange: NVLink) -> None:
+    """Where more rows come than fit, the bits are those of the routing without the dropped choices. They are counted.
+
+    Dispatch and combine over one plan, with and without weights, are what forward and backward consist of.
+    """
+    memory, local = exchange.memory, case.local_experts
+    experts, before = [inputs[0] for inputs in case.inputs(memory.world_size)], exchange.dropped
+    (ids, ) = on_device((experts[memory.rank], ), memory.device)
+    kept = those_that_fit(experts, local, exchange.plan(ids, local).num_rows)
+    counts = [count_dropped(experts, kept, rank, local) for rank in range(memory.world_size)]
+    assert max(counts) > 0
+    check_static(case, exchange, kept)
+    check_static(dataclasses.replace(case, wire=PLAIN if case.wire.mxfp8 else MX32), exchange, kept)
+    get_accelerator().synchronize()
+    assert exchange.dropped - before == 3 * counts[memory.rank]
 
 
 def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
@@ -283,14 +341,19 @@ def all_noticed(texts: list) -> None:
     assert any("the same calls in the same order" in text for text in texts), texts
 
 
-def layer_of_this_rank(transport, recipe, name: str = "swiglu", **kwargs) -> tuple:
-    """Two experts a rank: (the layer as a function of x and the routing weights, its leaves by name, y's gradient)."""
+def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list | None = None, **kwargs) -> tuple:
+    """Two experts a rank: (the layer as a function of x and the routing weights, its leaves by name, y's gradient).
+
+    expert_ids: of every rank, instead of those of the routing.
+    """
     world, rank, device = dist.get_world_size(), dist.get_rank(), get_accelerator().current_device_name()
     experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
                                              **{"tokens": TOKENS} | kwargs)
     weights = {role: [e[role].to(device).requires_grad_() for e in experts[2 * rank:2 * rank + 2]]
                for role in experts[0]}
     expert_TK, weight_TK = (t.to(device) for t in routes[rank])
+    if expert_ids is not None:
+        expert_TK = expert_ids[rank].to(device)
     ffn = ExpertFFN(formula(name), recipe, transport, 2)
 
     def forward(x, weight):
@@ -312,3 +375,21 @@ def layer(transport, recipe, name: str = "swiglu", calls: int = 1, recompute: bo
             y = forward(leaves["x"], leaves["weight"])
     y.backward(grad)
     return {"y": y.detach(), **{leaf: value.grad for leaf, value in leaves.items()}}
+
+
+def check_layer_dropped(recipe, oracle, exchange: NVLink) -> None:
+    """A layer whose last rank gets more rows than fit computes what `oracle` does without the dropped choices."""
+    memory, tokens, generator = exchange.memory, 300, torch.Generator().manual_seed(3)
+    world, ids = memory.world_size, []
+    for _ in range(world):
+        random, either = (torch.rand(tokens, n, generator=generator).argsort(dim=1)[:, :2] for n in (2 * world, 2))
+        hot = torch.rand(tokens, 1, generator=generator) < 0.8
+        ids.append(torch.where(hot, either + 2 * world - 2, random))
+    kept = those_that_fit(ids, 2, exchange.plan(ids[memory.rank].to(memory.device), 2).num_rows)
+    assert count_dropped(ids, kept, world - 1, 2) > 0
+    want, got = (layer(transport, recipe, expert_ids=experts, tokens=(tokens, ) * world)
+                 for transport, experts in ((oracle, kept), (exchange, ids)))
+    for key, value in want.items():
+        same(key, value, got[key])
+    assert not got["weight"][(kept[memory.rank] < 0).to(memory.device)].any()
+    memory.check()

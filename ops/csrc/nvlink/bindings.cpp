@@ -102,14 +102,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose<Totals>(m, "Totals",
         {FIELD(Totals, group), FIELD(Totals, first_CB), FIELD(Totals, counts_WC), FIELD(Totals, place_base_E),
          FIELD(Totals, segments), FIELD(Totals, group_ends_E), FIELD(Totals, group_sizes_E), FIELD(Totals, host),
-         FIELD(Totals, T), FIELD(Totals, most_rows), FIELD(Totals, experts), FIELD(Totals, local_experts),
-         FIELD(Totals, chunks), FIELD(Totals, stride), FIELD(Totals, serial)});
+         FIELD(Totals, place_end_E), FIELD(Totals, dropped), FIELD(Totals, T), FIELD(Totals, most_rows),
+         FIELD(Totals, experts), FIELD(Totals, local_experts), FIELD(Totals, chunks), FIELD(Totals, stride),
+         FIELD(Totals, serial)});
   expose<Places>(m, "Places",
         {FIELD(Places, group), FIELD(Places, expert_TK), FIELD(Places, first_CB), FIELD(Places, counts_WC),
          FIELD(Places, place_base_E), FIELD(Places, segments), FIELD(Places, slot_WT), FIELD(Places, place_RK),
          FIELD(Places, arriving_WC), FIELD(Places, T), FIELD(Places, places_at), FIELD(Places, ranges_at),
          FIELD(Places, K), FIELD(Places, experts), FIELD(Places, local_experts), FIELD(Places, chunk),
-         FIELD(Places, chunks), FIELD(Places, stride), FIELD(Places, most_rows)});
+         FIELD(Places, chunks), FIELD(Places, stride), FIELD(Places, place_end_E)});
   expose<Rows>(m, "Rows",
         {FIELD(Rows, group), FIELD(Rows, slot_WT), FIELD(Rows, place_RK), FIELD(Rows, arriving_WC),
          FIELD(Rows, first_CB), FIELD(Rows, counts_WC), FIELD(Rows, segments), FIELD(Rows, T), FIELD(Rows, P),

@@ -79,14 +79,18 @@ struct Totals {
   Address first_CB = 0;      // the counts. Output: how many come before each chunk, and at [chunks] the total
   Address counts_WC = 0;     // output, int32 [W, 2 + W + experts]: every rank's row of counts
   Address place_base_E = 0;  // output, int32 [experts]: the place of this rank's first row for each expert
+  Address place_end_E = 0;   // output, int32 [experts]: where the places of this rank's rows for each expert end
   Address segments = 0;      // output, int32 [4, W]: see Segments
   Address group_ends_E = 0;  // output, int32 [local_experts]
   Address group_sizes_E = 0; // output, int32 [local_experts]
   // Output, int32 [1 + W * (2 + W + experts) + local_experts] in host memory: `serial`, counts_WC, group_sizes_E. The
   // kernel writes `serial` last. The address is 0 if the host does not wait.
   Address host = 0;
+  // int64 [1] in host memory: the number of choices for this rank's experts that did not fit is added to it. If the
+  // address is 0, rows that do not fit are an error.
+  Address dropped = 0;
   int64_t T = 0;
-  int64_t most_rows = 0; // the capacity of P: more rows are an overflow. 0 sets no limit
+  int64_t most_rows = 0; // the capacity of P, a multiple of ROW_ALIGNMENT. 0 sets no limit
   int experts = 0, local_experts = 0, chunks = 0, stride = 0, serial = 0;
 };
 
@@ -102,13 +106,13 @@ enum Segments {
 struct Places {
   Group group;
   Address expert_TK = 0, first_CB = 0, counts_WC = 0, place_base_E = 0, segments = 0;
+  Address place_end_E = 0; // choices that have no place before it are dropped. The address is 0 if all rows fit
   Address slot_WT = 0;  // output, int32 [W, T]: a token's index among the rows sent to a rank. -1 if it is not sent
-  Address place_RK = 0; // output, int32 [R, K]: the place of each choice. -1 if another rank serves it
+  Address place_RK = 0; // output, int32 [R, K]: the place of each choice. -1 if another rank serves it, or none does
   // Output, int32 [W, MAX_CHUNKS, 2]: the first row of each chunk among the rows of its rank, and its number of rows.
   Address arriving_WC = 0;
   int64_t T = 0, places_at = 0, ranges_at = 0; // *_at: offsets in a half, in bytes
   int K = 0, experts = 0, local_experts = 0, chunk = 0, chunks = 0, stride = 0;
-  int most_rows = 0; // Totals::most_rows
 };
 
 // The arguments of both dispatch and combine.

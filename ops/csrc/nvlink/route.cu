@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Turns expert ids into rows: counts the rows for each rank, and finds the place of each row. The rows of an expert
 // are in the order of (rank, token, choice), so the result is the same every time.
+//
+// If more rows come to a rank than fit, its largest groups are cut to the same size. Of a group that is cut, the
+// choices of each rank keep the same share, rounded to rows, and the last ones are dropped. All ranks know all counts,
+// so they agree.
 #include "exchange.cuh"
+#include <climits>
 
 namespace nvlink {
 namespace {
@@ -96,6 +101,33 @@ __device__ int scan_column(int *column, int chunks) {
   return before;
 }
 
+// All lanes of a warp call it. Returns how many rows the groups have, with padding, if none has more than `limit`.
+__device__ int padded_rows(const int *size_E, int experts, int limit) {
+  int rows = 0;
+  for (int e = threadIdx.x % 32; e < experts; e += 32)
+    rows += min(padded(size_E[e]), limit);
+  return __shfl_sync(~0u, inclusive_scan(rows), 31);
+}
+
+// All lanes of a warp call it, if the groups do not fit into most_rows. Cuts the largest groups to the same size, the
+// largest multiple of ROW_ALIGNMENT with which all groups fit. The first of them get what is left of most_rows,
+// ROW_ALIGNMENT rows each. Returns the number of rows that were cut off to lane 0.
+__device__ int cut(int *size_E, int experts, int most_rows) {
+  int limit = 0;
+  for (int step = 1 << 30; step >= ROW_ALIGNMENT; step /= 2)
+    if (padded_rows(size_E, experts, limit + step) <= most_rows)
+      limit += step;
+  int more = (most_rows - padded_rows(size_E, experts, limit)) / ROW_ALIGNMENT, lost = 0;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    for (int e = 0; e < experts; e++)
+      if (const int size = size_E[e]; size > limit) {
+        size_E[e] = min(size, more-- > 0 ? limit + ROW_ALIGNMENT : limit);
+        lost += size - size_E[e];
+      }
+  return lost;
+}
+
 // Launched as one block.
 __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__ Totals a) {
   extern __shared__ int shared[];
@@ -103,7 +135,7 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
   const int W = a.group.world, me = a.group.rank, warp = threadIdx.x / 32;
   const CountRow row{W, a.experts};
   int *counts = shared;                        // [W, row.width()]
-  int *size_E = counts + W * row.width();      // [experts]: the rows of each group
+  int *size_E = counts + W * row.width();      // [experts]: the rows of each group that fit
   int *start_E = size_E + a.experts;           // [experts]: the place of each group's first row
   int *mine = counts + me * row.width();
 
@@ -159,29 +191,44 @@ __global__ void __launch_bounds__(TOTALS_THREADS) totals(const __grid_constant__
     segments[SEND_BASE * W + w] = send;
     segments[PEER_RECV_BASE * W + w] = peer_recv;
     segments[PEER_SEND_BASE * W + w] = peer_send;
-    // Where the groups of rank w's experts begin.
-    int end = 0;
-    for (int e = w * a.local_experts; e < (w + 1) * a.local_experts; e++) {
-      start_E[e] = end;
-      end += padded(size_E[e]);
+  }
+  if (warp < W) {
+    const int w = warp, first = w * a.local_experts;
+    const int rows = a.most_rows ? padded_rows(size_E + first, a.local_experts, INT_MAX) : 0;
+    const int lost = rows > a.most_rows ? cut(size_E + first, a.local_experts, int(a.most_rows)) : 0;
+    if (threadIdx.x % 32 == 0) {
+      if (lost && !a.dropped)
+        x.fail(OVERFLOW, w, rows);
+      if (lost && a.dropped && w == me) {
+        volatile int64_t *dropped = at<volatile int64_t>(a.dropped);
+        *dropped = *dropped + lost; // the kernels of a group run one after the other, and nothing else writes to it
+      }
+      // Where the groups of rank w's experts begin.
+      int end = 0;
+      for (int e = first; e < first + a.local_experts; e++) {
+        start_E[e] = end;
+        end += padded(size_E[e]);
+      }
     }
-    if (a.most_rows && end > a.most_rows)
-      x.fail(OVERFLOW, w, end);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
-    int before = 0;
-    for (int r = 0; r < me; r++)
-      before += counts[r * row.width() + row.of_expert(e)];
-    at<int>(a.place_base_E)[e] = start_E[e] + before;
+    int before = 0, all = 0;
+    for (int r = 0; r < W; r++) {
+      const int rows = counts[r * row.width() + row.of_expert(e)];
+      before += r < me ? rows : 0;
+      all += rows;
+    }
+    const int size = size_E[e], upto = before + mine[row.of_expert(e)];
+    const auto fitting = [&](int rows) { return size == all ? rows : int(int64_t(rows) * size / all); };
+    at<int>(a.place_base_E)[e] = start_E[e] + fitting(before);
+    at<int>(a.place_end_E)[e] = start_E[e] + fitting(upto);
     const int local = e - me * a.local_experts;
     if (local >= 0 && local < a.local_experts) {
-      at<int>(a.group_sizes_E)[local] = size_E[e];
-      const int end = start_E[e] + padded(size_E[e]);
-      // An overflow was recorded above.
-      at<int>(a.group_ends_E)[local] = a.most_rows ? min(int64_t(end), a.most_rows) : end;
+      at<int>(a.group_sizes_E)[local] = size;
+      at<int>(a.group_ends_E)[local] = start_E[e] + padded(size);
       if (host)
-        host[1 + W * row.width() + local] = size_E[e];
+        host[1 + W * row.width() + local] = size;
     }
   }
   __threadfence_system(); // each thread orders its own stores to the host
@@ -281,7 +328,7 @@ struct PlacesWork {
         mine[e] += __popc(same);
       __syncwarp();
       if (i < end * K)
-        place[i] = a.most_rows && own >= a.most_rows ? -1 : own;
+        place[i] = e >= 0 && a.place_end_E && own >= at<int>(a.place_end_E)[e] ? -1 : own;
     }
     __syncthreads();
     // Send each rank the places of the tokens that it gets. Rows that are neighbours here are neighbours there.

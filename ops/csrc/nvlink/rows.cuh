@@ -52,7 +52,7 @@ struct RowsView {
   __device__ int64_t token_end(int c) const { return min(token_begin(c) + a.chunk, a.T); }
   // In lane w: the index of token t among the rows that this rank sends to rank w. -1 if it is not sent there.
   __device__ int slot(int64_t t) const { return lane() < world() ? at<int>(a.slot_WT)[lane() * a.T + t] : -1; }
-  // In lane k: the place of choice k of row r. -1 if another rank serves it, or if there is no choice k.
+  // In lane k: the place of choice k of row r. -1 if this rank does not serve it, or if there is no choice k.
   __device__ int place(int64_t r) const { return lane() < a.K ? at<int>(a.place_RK)[r * a.K + lane()] : -1; }
 
   // The data, the scales and the weights of a row in the staging of rank w.
