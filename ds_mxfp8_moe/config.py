@@ -47,8 +47,11 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
-            host then never waits in the layer, and CUDA graphs can capture it. If routing sends a rank more rows than
-            fit, every rank raises an error. Only for nvlink. Default: buffers fit the routing of each step.
+            host then never waits in the layer, and CUDA graphs can capture it. Only for nvlink. Default: buffers fit
+            the routing of each step.
+        on_overflow: what happens if routing sends a rank more rows than fit by `capacity_factor`. "error": every rank
+            raises an error. "drop": choices that do not fit are dropped. The rank's experts with the most rows lose
+            them. Tokens keep their other choices. A warning says how many were dropped. Only with `capacity_factor`.
         overlap: true lets nvlink send the input gradient while the weight gradient is computed, where an estimate
             finds this faster. Both gradients are then in memory at once. false computes and sends one after the other.
         preactivation_dtype: the format in which the experts' pre-activations are kept for backward, "mxfp8" or "bf16".
@@ -78,6 +81,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     transport: Literal["collective", "nvlink"] | None = None
     nvlink_sms: int | None = Field(default=None, ge=1)
     capacity_factor: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    on_overflow: Literal["error", "drop"] = "error"
     overlap: bool = True
     preactivation_dtype: Dtype = "mxfp8"
     min_tokens_per_expert: int | None = Field(default=None, ge=0)
@@ -113,6 +117,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         of_nvlink = [key for key in NVLINK_KEYS if getattr(self, key) is not None]
         problems = [f'"{key}" needs the transport nvlink, but "transport" is "collective": leave one of the two out'
                     for key in of_nvlink if self.transport == "collective"]
+        if self.on_overflow == "drop" and self.capacity_factor is None:
+            problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
+                            'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
         written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]
         problems += [f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
                      for key in written if self.recipe == "bf16" and getattr(self, key) == "mxfp8"]

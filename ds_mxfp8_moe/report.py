@@ -144,7 +144,7 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
     for key in type(config).model_fields:
         value = chosen.get(key, getattr(config, key))
         origin = _origin(config, key)
-        if key in NVLINK_KEYS and origin == "given" and "nvlink" not in usable:
+        if key in (*NVLINK_KEYS, "on_overflow") and origin == "given" and "nvlink" not in usable:
             origin += "; has no effect here: only nvlink reads it"
         lines.append((key, f"{json.dumps(value)} ({origin})"))
     return lines

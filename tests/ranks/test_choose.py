@@ -82,7 +82,7 @@ def choices(requested, changes_of_rank_1, times=1, **options):
     return got, out.getvalue(), dict(asked)
 
 
-NVLINK = ("staging made by the extension", "block.3.moe", None, None, True)
+NVLINK = ("staging made by the extension", "block.3.moe", None, None, True, "error")
 
 
 def test_nvlink_where_it_is_possible_and_the_question_asked_once(ranks2):
@@ -94,8 +94,9 @@ def test_nvlink_where_it_is_possible_and_the_question_asked_once(ranks2):
 
 
 def test_options_reach_the_transport(ranks2):
-    for got, _, _ in ranks2.run(choices, "nvlink", {}, sms=24, capacity_factor=1.5, overlap=False):
-        assert got == [(*NVLINK[:2], 24, 1.5, False)]
+    for got, _, _ in ranks2.run(choices, "nvlink", {}, sms=24, capacity_factor=1.5, overlap=False,
+                                    on_overflow="drop"):
+        assert got == [(*NVLINK[:2], 24, 1.5, False, "drop")]
 
 
 REASONS = [

@@ -33,6 +33,7 @@ ALL_KEYS = {
     "transport": "nvlink",
     "nvlink_sms": 24,
     "capacity_factor": 1.5,
+    "on_overflow": "drop",
     "overlap": False,
     "batch_gradient_checks": False,
     "preactivation_dtype": "bf16",
@@ -117,6 +118,7 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
         ("nvlink_sms", 0, "is 0. Input should be greater than or equal to 1"),
         ("capacity_factor", 0.5, "is 0.5. Input should be greater than or equal to 1"),
         ("capacity_factor", float("inf"), "is Infinity. Input should be a finite number"),
+        ("on_overflow", "wait", "is \"wait\". Input should be 'error' or 'drop'"),
         ("include", ".*moe", 'is ".*moe", expected a list of regular expressions'),
         ("include", [1], "is [1], expected a list of regular expressions"),
         ("exclude", ["h.0", "h[0"], 'has "h[0", which is no valid regular expression'),
@@ -156,6 +158,14 @@ def test_the_collective_transport_refuses_nvlinks_keys(key, value):
     (line,) = problems(transport="collective", **{key: value})
     assert f'"{key}" needs the transport nvlink, but "transport" is "collective"' in line
     parse({"mxfp8_moe": {key: value}})
+
+
+def test_nothing_is_dropped_without_a_capacity():
+    (line,) = problems(on_overflow="drop")
+    assert line.startswith('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing')
+    assert parse({"mxfp8_moe": {"on_overflow": "error"}}).on_overflow == "error"
+    assert parse({"mxfp8_moe": {"capacity_factor": 1.5}}).on_overflow == "error"
+    assert parse({"mxfp8_moe": {"capacity_factor": 1.5, "on_overflow": "drop"}}).on_overflow == "drop"
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,11 @@ def test_a_transport_that_is_not_there(tmp_path, capsys):
     path.write_text('{"mxfp8_moe": {"enabled": true, "transport": "nvlink"}}')
     assert report.main([str(path)]) == 1
     assert '[FAIL] the transport nvlink cannot be used here:' in capsys.readouterr().out
-    path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5}}')
+    path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5, "on_overflow": "drop"}}')
     assert report.main([str(path)]) == 0  # training goes on without it, and says so
     text = capsys.readouterr().out
     assert "capacity_factor .......... 1.5 (given; has no effect here: only nvlink reads it)" in text
+    assert 'on_overflow .............. "drop" (given; has no effect here: only nvlink reads it)' in text
     assert "nvlink_sms ............... null (chosen for each exchange)" in text
 
 
