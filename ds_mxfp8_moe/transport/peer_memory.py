@@ -146,11 +146,12 @@ class PeerMemory:
 
     def dropped_at(self, name: str) -> int:
         """The address of an int64 to which kernels add the choices that this layer drops."""
-        index = self._counter_of.setdefault(name, len(self._counter_of))
-        if index >= MOST_DROPPING:
-            raise ValueError(f"{name}: a group counts the dropped choices of {MOST_DROPPING} layers at most: write "
-                             '"on_overflow": "error"')
-        return self._dropped.data_ptr() + 8 * index
+        if name not in self._counter_of:
+            if len(self._counter_of) == MOST_DROPPING:
+                raise ValueError(f"{name}: a group counts the dropped choices of {MOST_DROPPING} layers at most: "
+                                 'leave "on_overflow" out')
+            self._counter_of[name] = len(self._counter_of)
+        return self._dropped.data_ptr() + 8 * self._counter_of[name]
 
     def dropped(self, name: str) -> int:
         """How many choices for this rank's experts this layer has dropped by now. The host does not wait."""

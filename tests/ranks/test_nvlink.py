@@ -461,6 +461,19 @@ def warned() -> list:
     return lines
 
 
+def too_many_layers() -> None:
+    memory = new_memory()
+    with mock.patch.object(peer_memory, "MOST_DROPPING", 1):
+        assert memory.dropped_at("one") == memory.dropped_at("one")
+        with pytest.raises(ValueError, match="two: a group counts the dropped choices of 1 layers at most"):
+            memory.dropped_at("two")
+        memory.wait_and_check()
+
+
+def test_more_layers_than_counters(ranks2):
+    ranks2.run(too_many_layers)
+
+
 def lost(rank: int) -> int:
     return (2 * 320 - 512) * rank  # rank 1 has the expert, and room for 320 + 127 rows, padded
 
