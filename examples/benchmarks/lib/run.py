@@ -45,10 +45,15 @@ def timed_parser(doc: str, budget: float, seconds: float = float("inf"),
     out.add_argument("--seconds", type=float, default=seconds,
                      help="for the whole run with its start (default: %(default)s): what does not fit is left out")
     if jobs:
-        out.add_argument("--jobs", type=int, default=8 if world.on_gpu() else 0,
-                         help="processes that compile kernels beforehand; 0: none do")
-        out.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
+        add_jobs(out, 8)
     return out
+
+
+def add_jobs(parser: argparse.ArgumentParser, jobs: int) -> None:
+    """The arguments of `compile_beforehand`."""
+    parser.add_argument("--jobs", type=int, default=jobs if world.on_gpu() else 0,
+                        help="processes that compile kernels beforehand; 0: none do")
+    parser.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,

@@ -21,6 +21,7 @@ TOTAL = "total"
 FLUSHED_BYTES = 256 << 20  # several times any L2
 CLOCK_HZ = 2e9  # at most, of the cycles that _sleep counts
 LONGEST_SLEEP_S = 0.02
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # not profiled()'s own, which is of the device
 SLOW_S = 1.0  # a check that takes longer is announced: it compiles, and is no hang
 
 
@@ -206,6 +207,28 @@ def rate_rows(tiny: bool) -> list[dict]:
     copy = {"copy_": Contender({"device copy": lambda: target.copy_(source)}, copied)}
     multiply = {"torch._scaled_mm": Contender({"fp8 product": product}, multiplied)}
     return [*rows({"bytes": 2 * copied_bytes}, copy, 0.5), *rows({"flops": 2 * n**3}, multiply, 0.5)]
+
+
+def profiled(call: Callable[[], object], passes: int = 1) -> dict[str, float]:
+    """What the device does in a call, which a profiler sees; it slows the host down, so this run's times are no good.
+
+    Returns:
+        kernels_ms: the sum of the durations of kernels, copies and fills, which are device_events. host_waits: how
+        often the host waits for a stream or an event. Each of one pass. Nothing without a GPU.
+    """
+    if not world.on_gpu():
+        return {}
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(passes):
+            call()
+        torch.cuda.synchronize()
+    events = profiler.events()
+    on_device = [event for event in events
+                 if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation]
+    return {"kernels_ms": round(sum(event.time_range.elapsed_us() for event in on_device) / passes / 1e3, 5),
+            "device_events": round(len(on_device) / passes, 1),
+            "host_waits": round(sum(event.name in WAITS for event in events) / passes, 1)}
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -7,6 +7,7 @@ Every rank runs the same calls in the same order.
 import itertools
 import os
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -37,8 +38,16 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
-def start() -> None:
-    """Sets up this rank's device, process group and random numbers from the launcher's environment."""
+def start(alone: bool = False) -> None:
+    """Sets up this rank's device, process group and random numbers from the launcher's environment.
+
+    Args:
+        alone: without a launcher, this process is the only rank.
+    """
+    if alone and "LOCAL_RANK" not in os.environ:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if "LOCAL_RANK" not in os.environ:
         sys.exit(f"this runs on ranks that a launcher starts: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}")
     accelerator = get_accelerator()
