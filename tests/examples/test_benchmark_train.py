@@ -9,12 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
 from lib import results_file, show
 from training import parity, train, train_models
-from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
+from training.train import AUTOEP, CLASSIC, HP, HP_CLASSIC, MXFP8, OURS_BF16
 
 pytestmark = pytest.mark.slow
 NO_END = float("inf")
@@ -99,6 +100,37 @@ def _updates(zero):
 def test_gradients_are_accumulated_as_deepspeed_does(ranks2, zero):
     for (ours, norms), (expected, expected_norms) in ranks2.run(_updates, zero):
         assert torch.equal(ours, expected) and norms == expected_norms
+
+
+def _alone() -> list[dict]:
+    engines = train.cases_of(_args("--sizes", "tiny", "--steps", 1))
+    assert [[(case.routing, case.accumulation, case.overflow_check) for case in cases] for cases in engines] == [
+        [("even", 1, True)], [("even", 1, False)]]
+    rows: dict = {}
+    checks = []
+
+    def engine_of(*args):
+        engine = train_models.engine_of(*args, classic=True, section={})
+        checks.append(engine.optimizer.check_grad_overflow)
+        return engine
+
+    with (mock.patch.dict(train.CONTENDERS, {HP_CLASSIC: engine_of}), mock.patch.object(train, "WARM_UP", 1),
+          mock.patch.object(train.timing, "profiled", lambda step: step() or {"kernels_ms": 7.0})):
+        runs = train.wanted(engines, [HP_CLASSIC], rows, False)
+        list(train.fill(runs, rows, NO_END, "abc"))
+        assert [row["correct"] for row in rows.values()] == [True] * 2
+        list(train.fill_kernels(runs, rows, NO_END))
+        assert list(train.fill_kernels(runs, rows, NO_END)) == []  # nothing is lacking
+    assert checks == [True, False] * 2
+    return list(rows.values())
+
+
+def test_one_rank_trains_evenly_with_and_without_the_check_for_overflow():
+    pool = RankPool(1)
+    rows = pool.run(_alone)[0]
+    pool.close()
+    assert len(rows) == 2 and all(row["correct"] and row["kernels_ms"] == 7 and row["host_ms"] > 0 for row in rows)
+    assert all(row["parameters"] == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 8) for row in rows)
 
 
 def _wrong(size):
@@ -218,6 +250,19 @@ def test_trainings_are_compared_within_their_case(tmp_path, capsys):
     assert [line.split(" (")[0] for line in told.err.splitlines() if "the bar is" in line] == [
         f"train: tokens per second: {HP} over {AUTOEP} is 1.053"]
     assert f"| {MXFP8}" in told.out and train.UNFINISHED in told.out and "1.30x" in told.out and "3.00" in told.out
+
+
+def test_bars_of_one_rank_are_of_its_sizes(tmp_path, capsys):
+    rows = [_row(name, ms, size, "even", 1 << 30, zero=1, ep=1, ranks=1, overflow_check=check)
+            for size, steps in (("deepseek-8x8", (125, 100, 190, 113)), ("deepseek-6x64", (125, 100, 290, 113)))
+            for check in (True, False)
+            for name, ms in zip((AUTOEP, HP, CLASSIC, HP_CLASSIC), steps, strict=True)]
+    path = tmp_path / "train.json"
+    results_file.write("train", rows, path, of_commit="abc")
+    assert show.show(train.SHOWN, path, check=True) == "bars not reached: 2"
+    missed = [line for line in capsys.readouterr().err.splitlines() if "the bar is" in line]
+    assert f"{HP_CLASSIC} over {CLASSIC} is 2.566 (deepseek-6x64, overflow check True); the bar is 3" in missed[0]
+    assert f"{HP_CLASSIC}, of {HP} is 1.13 (deepseek-8x8" in missed[1]
 
 
 def test_parity_compares_means_over_seeds():

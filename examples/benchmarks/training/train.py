@@ -8,10 +8,15 @@ experts. Each trains with even routing first, which every router is made to give
 with one micro-batch in a step and with gradients accumulated over several. The losses, and the first step's gradient
 norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
 
+One rank, without a launcher, trains two small models with even routing, with DeepSpeed's bf16.check_grad_overflow and
+without. What counts there is how close a step comes to the sum of its kernels, which a profiler takes in engines of
+their own after all times.
+
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended.
 
     torchrun --nproc-per-node 8 examples/benchmarks/training/train.py --cases short  # again, until nothing is lacking
+    python examples/benchmarks/training/train.py                                     # one rank
 """
 
 import argparse
@@ -22,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from exchange.moe_layer import RECIPES, staging_bytes
-from lib import results_file, run, show, world
+from lib import results_file, run, show, timing, world
 from lib.show import Measure
 from lib.timing import spread_ms
 from lib.world import device, on_gpu
@@ -55,7 +61,11 @@ UNFINISHED = "did not end"
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of an engine: `steps` are timed, each of `accumulation` micro-batches on every rank."""
+    """Steps of an engine: `steps` are timed, each of `accumulation` micro-batches on every rank.
+
+    Attributes:
+        overflow_check: DeepSpeed's bf16.check_grad_overflow. None: the default, which the case does not mention.
+    """
 
     size: str
     layers: int
@@ -65,6 +75,7 @@ class Case:
     steps: int
     routing: str
     accumulation: int
+    overflow_check: bool | None = None
 
     @property
     def shape(self) -> models.Size:
@@ -78,7 +89,8 @@ class Case:
     def described(self) -> dict:
         """The case in a result file. tokens_per_rank: of a micro-batch."""
         size = self.shape
-        return {**asdict(self), "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
+        told = {key: value for key, value in asdict(self).items() if value is not None}
+        return {**told, "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
                 "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
                 "tokens_per_expert": self.tokens_per_expert,
                 "predicted_bytes": round(size.bytes_of(self.layers, self.ranks, self.ep, self.zero))}
@@ -137,8 +149,8 @@ class Training:
         self.norms.append(float(self.engine.get_global_grad_norm()))
 
     def timed(self) -> list[float]:
-        """ms of forward, backward, optimizer, each over all micro-batches, and of the whole step, from a moment at
-        which all ranks have met."""
+        """ms of forward, backward, optimizer, each over all micro-batches, of the whole step, and of the step on the
+        host; from a moment at which all ranks have met."""
         times: list = []
 
         def ms(begin, end) -> float:
@@ -152,11 +164,13 @@ class Training:
         dist.barrier()
         get_accelerator().synchronize()
         mark()
+        begin = time.perf_counter()
         self.step(mark)
+        host_ms = (time.perf_counter() - begin) * 1e3
         get_accelerator().synchronize()
         self.noted()
         parts = [ms(*pair) for pair in zip(times, times[1:], strict=False)]
-        return [*(sum(parts[i::len(PHASES)]) for i in range(len(PHASES))), ms(times[0], times[-1])]
+        return [*(sum(parts[i::len(PHASES)]) for i in range(len(PHASES))), ms(times[0], times[-1]), host_ms]
 
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over all ranks."""
@@ -173,17 +187,24 @@ def measure(training: Training, case: Case, before: int) -> dict:
         training.step()
         training.noted()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
-    *phases, step = (spread_ms(column) for column in samples.T)
+    *phases, step, host = (spread_ms(column) for column in samples.T)
     staging = staging_bytes(models.moe_layers(engine)[0])
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
     return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
+            "host_ms": host["median_ms"], "parameters": len(list(engine.module.parameters())),
             "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
             **models.experts_in(engine, case.tokens_per_expert),
             "losses": [round(loss, 5) for loss in losses],
             "gradient_norm": round(training.norms[first], 6), "correct": all(map(math.isfinite, losses))}
+
+
+def profile(training: Training, case: Case, before: int) -> dict:
+    for _ in range(WARM_UP):
+        training.step()
+    return timing.profiled(training.step)
 
 
 class Run(NamedTuple):
@@ -194,19 +215,21 @@ class Run(NamedTuple):
 
     def __str__(self) -> str:
         case = self.cases[0]
+        unchecked = "without overflow check, " if case.overflow_check is False else ""
         return (f"{case.size}, {case.layers} layers, ZeRO-{case.zero}, EP {case.ep} x DP {case.ranks // case.ep}, "
-                f"{self.contender}")
+                f"{unchecked}{self.contender}")
 
     def key(self, case: Case) -> tuple:
         return key({"case": case.described(), "contender": self.contender})
 
-    def rows(self) -> Iterator[tuple[Case, dict]]:
+    def rows(self, measure: Callable[[Training, Case, int], dict] = measure) -> Iterator[tuple[Case, dict]]:
         """Each case with what a row about it says; collective."""
         of_all, held = self.cases[0], []
         before = get_accelerator().memory_allocated() if on_gpu() else 0
 
         def build() -> dict:
-            held.append(CONTENDERS[self.contender](of_all.shape, of_all.layers, of_all.ep, of_all.zero))
+            held.append(CONTENDERS[self.contender](of_all.shape, of_all.layers, of_all.ep, of_all.zero,
+                                                     of_all.overflow_check))
             return {}
 
         def trained(case: Case) -> dict:
@@ -304,23 +327,44 @@ def fill(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit
             yield
 
 
+def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> Iterator[None]:
+    """Adds what the device does in a step to those rows that have times but not that, and yields as `fill` does."""
+
+    def lacks(row: dict) -> bool:
+        return "median_ms" in row and "kernels_ms" not in row
+
+    lacking = [one for one in runs if any(lacks(rows.get(one.key(case), {})) for case in one.cases)]
+    for one in world.in_time(lacking, seconds):
+        for case, found in one.rows(profile):
+            row = rows[one.key(case)]
+            if "failure" in found:
+                world.say(f"{one}, profiled: {found['failure']}")
+            else:
+                row.update({**found, "correct": row["correct"]})
+        yield
+
+
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine; full: ZeRO-1 and 2, expert parallelism over the world and over half of it."""
+    """What was asked for, by engine; full: ZeRO-1 and 2, expert parallelism over the world and over half of it. One
+    rank: ZeRO-1, even routing, with and without DeepSpeed's check for overflow."""
     ranks = world.size()
+    alone = ranks == 1
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
     found = []
-    for name in args.sizes or (models.FULL_SIZES if on_gpu() else ("tiny", )):
+    sizes = models.ONE_RANK_SIZES if alone else models.FULL_SIZES
+    routings, checks, counts = (ROUTINGS[:1], (True, False), (1, )) if alone else (ROUTINGS, (None, ), (1, 4))
+    for name in args.sizes or (sizes if on_gpu() else ("tiny", )):
         size = models.SIZES[name]
         layers = min(size.most_layers(ranks, memory), args.layers or size.layers)
         if not layers:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
         parallel, stages = models.expert_parallel(size, ranks), (1, 2)
-        if args.cases == "short":
+        if args.cases == "short" or alone:
             parallel, stages = parallel[:1], (1, )
-        found += [tuple(Case(name, layers, zero, ep, ranks, math.ceil(args.steps / count), routing, count)
-                        for count in sorted(set(args.accumulation)) for routing in ROUTINGS)
-                  for ep in parallel for zero in stages
+        found += [tuple(Case(name, layers, zero, ep, ranks, math.ceil(args.steps / count), routing, count, checked)
+                        for count in sorted(set(args.accumulation or counts)) for routing in routings)
+                  for checked in checks for ep in parallel for zero in stages
                   if zero in (args.zero or stages) and ep in (args.ep or parallel)]
     return found
 
@@ -333,14 +377,21 @@ def prepare(result: dict) -> list[dict]:
     rows = []
     for row in result["rows"]:
         told = {"accumulation": 1, **row["case"]}
-        case = {key: told[key] for key in ("size", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers")}
-        rows.append({**row, "case": case})
+        keys = "size", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers", "overflow_check"
+        rows.append({**row, "case": {key: told[key] for key in keys if key in told}})
     return rows
+
+
+def on_one_rank(case: dict) -> bool:
+    return case["ranks"] == 1
 
 
 MEASURES = [
     *(Measure(f"tokens per second: {HP} over {over}", (HP, ), over, main=True)
       for over in (AUTOEP, CLASSIC, OURS_BF16)),
+    Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank),
+    Measure(f"one rank, time of a step: {HP_CLASSIC}, of {HP}", (HP_CLASSIC, ), HP, when=on_one_rank,
+            better=show.SMALLER),
     Measure("peak memory with staging, of AutoEP's", (HP, MXFP8), AUTOEP, "peak_bytes", better=show.SMALLER,
             form="{:.1%}", main=True)]
 
@@ -357,7 +408,9 @@ def plot(result: dict, pyplot) -> None:
 
 SHOWN = show.Shown("train", MEASURES, [
     ("experts in", "experts_in", "{}"), ("tokens/s", "tokens_per_s", "{}"), ("step, ms", "median_ms", "{:.1f}"),
-    ("p90, ms", "p90_ms", "{:.1f}"), *((f"{phase}, ms", f"{phase}_ms", "{:.1f}") for phase in PHASES),
+    ("p90, ms", "p90_ms", "{:.1f}"), ("host, ms", "host_ms", "{:.1f}"), ("kernels, ms", "kernels_ms", "{:.1f}"),
+    ("device events", "device_events", "{:g}"), ("host waits", "host_waits", "{:g}"),
+    ("parameters", "parameters", "{}"), *((f"{phase}, ms", f"{phase}_ms", "{:.1f}") for phase in PHASES),
     ("peak, GiB", "peak_bytes", show.GIB), ("loss off", "loss_off", "{:.2%}"),
     ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")], plot, wide=False,
     ratios=((AUTOEP, HP), (CLASSIC, HP)), prepare=prepare)
@@ -374,9 +427,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as many as fit")
-    parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, default=[1, 4], metavar="N",
-                        help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
-                        "compare between contenders that have run the same cases before")
+    parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N",
+                        help="micro-batches of a step, one case after the other in one engine (default: 1 4; on one "
+                        "rank 1); losses compare between contenders that have run the same cases before")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
@@ -395,8 +448,12 @@ def train(args: argparse.Namespace) -> None:
     if not engines:
         sys.exit(f"there is no such case on {world.size()} ranks: its expert parallelism is over all of them or half, "
                  "ZeRO is 1 in --cases short, and a layer has to fit")
-    runs = wanted(engines, args.contenders, rows, args.retry)
-    for _ in fill(runs, rows, args.seconds - world.ENDING_S, commit):
+    runs, seconds = wanted(engines, args.contenders, rows, args.retry), args.seconds - world.ENDING_S
+    filled = fill(runs, rows, seconds, commit)
+    if world.size() == 1 and on_gpu():
+        every = [Run(cases, name) for cases in engines for name in args.contenders]
+        filled = chain(filled, fill_kernels(every, rows, seconds))
+    for _ in filled:
         if world.rank() == 0:
             results_file.write("train", list(rows.values()), path, commit)
     world.say("nothing is lacking" if not runs else "measured")
@@ -407,7 +464,7 @@ def main() -> None:
     args = parse_args()
     if args.show:
         sys.exit(show.show(SHOWN, args.show, args.check) or None)
-    world.start()
+    world.start(alone=True)
     train(args)
 
 

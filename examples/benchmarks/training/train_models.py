@@ -2,7 +2,7 @@
 """The GPT-MoEs of the training benchmark: their sizes, how many layers fit, engines around them, even routing."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -86,7 +86,9 @@ SIZES = {
     "tiny-mixtral": Size("mixtral", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64,
                          vocabulary=512),
 }
-FULL_SIZES = ("deepseek", "qwen3", "mixtral")
+SIZES |= {"deepseek-8x8": replace(SIZES["deepseek"], layers=8, experts=8),  # layers x experts, for one rank
+          "deepseek-6x64": replace(SIZES["deepseek"], layers=6)}
+FULL_SIZES, ONE_RANK_SIZES = ("deepseek", "qwen3", "mixtral"), ("deepseek-8x8", "deepseek-6x64")
 
 
 def expert_parallel(size: Size, ranks: int) -> list[int]:
@@ -133,12 +135,19 @@ class Classic(nn.Module):
         return self.moe(x)[0]
 
 
-def engine_of(size: Size, layers: int, ep: int, zero: int, classic: bool, section: dict | None) -> nn.Module:
-    """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe"."""
+def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool | None = None, *, classic: bool,
+              section: dict | None) -> nn.Module:
+    """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe".
+
+    Args:
+        overflow_check: DeepSpeed's bf16.check_grad_overflow. None leaves it out.
+    """
     model = hugging_face(size, layers).train()
     adamw = {"lr": LEARNING_RATE / size.ffn, "torch_adam": True, "fused": True}
     config = {"train_micro_batch_size_per_gpu": size.batch, "bf16": {"enabled": True},
               "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}}
+    if overflow_check is not None:
+        config["bf16"]["check_grad_overflow"] = overflow_check
     if classic:
         for layer in model.model.layers:
             layer.mlp = Classic(layer.mlp, size, ep)
