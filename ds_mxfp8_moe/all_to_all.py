@@ -78,7 +78,7 @@ class AllToAll:
             dp_size: must be 1.
             hidden_dim: H, a multiple of 32.
             hidden_dim_bytes: bytes of a row of out_expert_x.
-            hidden_dim_scale_bytes: bytes of the scales of such a row. 0 means that rows have no scales.
+            hidden_dim_scale_bytes: bytes of the scales of one row. 0 means that rows have no scales.
             group: a process group of 2 to 8 ranks. None means all ranks.
 
         Raises:

@@ -107,9 +107,9 @@ class NVLink(Transport):
             and CUDA graphs can capture calls. All ranks must bring equally many tokens.
         on_overflow: what happens if a rank gets more rows than fit. "error": every rank raises an error, at its next
             call or check, and before the optimizer's step. "drop": choices are dropped. The rank's experts with the
-            most rows are cut to the same number of rows. Of such an expert, each rank's choices keep the same share,
-            and the last ones by (token, choice) are dropped. A dropped choice counts as -1: it gets no row, and its
-            token keeps its other choices.
+            most rows are cut to the same number of rows. Every rank keeps the same share of its choices for an expert
+            that is cut, and the last ones by (token, choice) are dropped. A dropped choice counts as -1: it gets no
+            row, and its token keeps its other choices.
         overlap: whether a combine may run beside a GEMM.
     """
 

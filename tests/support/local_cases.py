@@ -4,7 +4,7 @@
 from unittest import mock
 
 import torch
-from permute_cases import FLOOR, MX32, MX128, Problem, bits, poisoned
+from permute_cases import FLOOR, MX32, MX128, Problem, bits, moved, poisoned
 
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import local
@@ -27,20 +27,9 @@ ONE_RANK = {
 }
 
 
-def moved(transport, problem: Problem, device: str) -> dict:
-    expert_TK, x_TH, weight_TK = (t.to(device) for t in problem.inputs()[0])
-    plan = transport.plan(expert_TK, problem.local_experts)
-    x_PH, weight_P = transport.dispatch(plan, x_TH, problem.wire, weight_TK)
-    bare_PH, none = transport.dispatch(plan, x_TH, problem.wire)
-    assert none is None
-    y_PH = (x_PH.dequantize(torch.float32) if problem.wire.mxfp8 else x_PH) * 1.37
-    y_PH = y_PH.to(problem.y_dtype or problem.dtype)
-    number_P = weight_P + 1
-    padding = plan.source_P == expert_TK.numel()
-    y_PH[padding], number_P[padding] = float("nan"), float("nan")
-    y_TH, back_TK = transport.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
-    bare_TH, none = transport.combine(plan, y_PH, problem.wire, problem.dtype)
-    assert none is None
+def moved_here(transport, problem: Problem, device: str) -> dict:
+    plan, (x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH) = moved(transport, problem, problem.inputs()[0], "slot_TK",
+                                                                    device)
     return {"ends": plan.group_ends_E, "x": x_PH, "weight": weight_P, "bare x": bare_PH, "source": plan.source_P,
             "y": y_TH, "back": back_TK, "bare y": bare_TH}
 
@@ -50,7 +39,7 @@ def check_local(device: str, problem: Problem) -> None:
     results = []
     for in_kernels in (False, True):
         with mock.patch.object(local, "has_kernels", lambda device: in_kernels), poisoned():  # noqa: B023
-            results.append(moved(Local(), problem, device))
+            results.append(moved_here(Local(), problem, device))
     plain, kernels = results
     for name, expected in plain.items():
         assert (type(expected), expected.dtype) == (type(kernels[name]), kernels[name].dtype), name

@@ -156,26 +156,33 @@ def poisoned():
         torch.use_deterministic_algorithms(False)
 
 
+def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -> tuple:
+    """The plan, and (x_PH, weight_P, y_TH, weight_TK, and x_PH and y_TH without numbers beside them) of one rank.
+
+    slots: which of the plan's tensors has the slots. A row whose source is their number is padding.
+    """
+    expert_TK, x_TH, weight_TK = (t.to(device) for t in inputs)
+    plan = transport.plan(expert_TK, problem.local_experts)
+    x_PH, weight_P = transport.dispatch(plan, x_TH, problem.wire, weight_TK)
+    bare_PH, none = transport.dispatch(plan, x_TH, problem.wire)
+    assert none is None
+    y_PH = (x_PH.dequantize(torch.float32) if problem.wire.mxfp8 else x_PH) * 1.37
+    y_PH = y_PH.to(problem.y_dtype or problem.dtype)
+    number_P = weight_P + 1
+    padding = plan.source_P == getattr(plan, slots).numel()
+    y_PH[padding], number_P[padding] = float("nan"), float("nan")
+    y_TH, back_TK = transport.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
+    bare_TH, none = transport.combine(plan, y_PH, problem.wire, problem.dtype)
+    assert none is None
+    return plan, (x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH)
+
+
 def exchange(problem: Problem, device: str, in_kernels: bool) -> list:
-    """(x_PH, weight_P, y_TH, weight_TK, and x_PH and y_TH without numbers beside them) of each rank."""
+    """What `moved` returns beside the plan, of each rank."""
     inputs, peers = problem.inputs(), Peers(len(problem.tokens))
 
     def body(rank):
-        transport = Member(None, rank=rank, peers=peers)
-        expert_TK, x_TH, weight_TK = (t.to(device) for t in inputs[rank])
-        plan = transport.plan(expert_TK, problem.local_experts)
-        x_PH, weight_P = transport.dispatch(plan, x_TH, problem.wire, weight_TK)
-        bare_PH, none = transport.dispatch(plan, x_TH, problem.wire)
-        assert none is None
-        y_PH = (x_PH.dequantize(torch.float32) if problem.wire.mxfp8 else x_PH) * 1.37
-        y_PH = y_PH.to(problem.y_dtype or problem.dtype)
-        number_P = weight_P + 1
-        padding = plan.source_P == plan.slot_RK.numel()
-        y_PH[padding], number_P[padding] = float("nan"), float("nan")
-        y_TH, back_TK = transport.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
-        bare_TH, none = transport.combine(plan, y_PH, problem.wire, problem.dtype)
-        assert none is None
-        return x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH
+        return moved(Member(None, rank=rank, peers=peers), problem, inputs[rank], "slot_RK", device)[1]
 
     # The accelerator of this process may be the CPU: read the counts without its events.
     with mock.patch.object(collective, "runs_triton", lambda x: in_kernels), poisoned(), \

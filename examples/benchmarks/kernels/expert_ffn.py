@@ -62,7 +62,7 @@ class InPlace(Transport):
 
     @staticmethod
     def of(counts: tuple[int, ...]) -> "InPlace":
-        """For groups of so many tokens, each padded to whole tiles with zero rows of weight 0."""
+        """For groups with these numbers of tokens, each padded to whole tiles with zero rows of weight 0."""
         group_ends = ends(padded(counts))
         rows = torch.arange(group_ends[-1], device=device())
         return InPlace(Plan(
