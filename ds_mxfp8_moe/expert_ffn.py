@@ -47,6 +47,7 @@ from .expert_math import ExpertMath, Rows
 from .experts import ROLES, ExpertFormula
 from .mx import MXTensor
 from .ops.device import has_kernels
+from .ops.op_builder import replay
 from .routing import Routes
 from .transport import Transport, Wire
 from .transport.deadline import tell_peers_on_error
@@ -199,6 +200,9 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
     device = inputs[0].device
     if not ffn.transport.replayable or ffn.timed is not None or not has_kernels(device) or inputs[0].numel() == 0:
         return function(*inputs, *weights)
+    executor, _ = replay.try_load()
+    if executor is None:
+        return function(*inputs, *weights)
     from .ops.triton_kernels import recording  # Triton exists on Linux alone
     roles, start = [], 0
     for _, size in layout:
@@ -209,8 +213,8 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
     between = tuple(map(recording.distances, roles)) if quantized else recording.distances(weights)
     if device.index is not None and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return recording.replayed(key, between, function, (*inputs, *weights))
-    return recording.replayed(key, between, function, (*inputs, *weights))
+            return recording.replayed(executor, key, between, function, (*inputs, *weights))
+    return recording.replayed(executor, key, between, function, (*inputs, *weights))
 
 
 def _forward(ffn: ExpertFFN, layout: tuple, backward: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,

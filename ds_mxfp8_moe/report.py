@@ -22,7 +22,7 @@ from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
 from .ops.op_builder import NVLinkBuilder
-from .ops.op_builder.nvlink import dotted, nvcc_version
+from .ops.op_builder.builder import dotted, nvcc_version
 
 PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi4py")
 

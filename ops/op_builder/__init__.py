@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builders of the CUDA extensions, by the names of their ops. They are subclasses of DeepSpeed's CUDAOpBuilder."""
+"""Builders of the extensions, by the names of their ops. They are subclasses of DeepSpeed's CUDAOpBuilder."""
 
 from .nvlink import NVLinkBuilder
+from .replay import ReplayBuilder
 
-ALL_OPS = {NVLinkBuilder.NAME: NVLinkBuilder()}
+ALL_OPS = {builder.NAME: builder() for builder in (NVLinkBuilder, ReplayBuilder)}

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .recording import Recording, active
+from .recording import Kernel, Recording, active
 
 # Whether this version of Triton has the launcher that _Bound calls.
 KNOWN = triton.__version__.startswith("3.6.")
@@ -132,37 +131,26 @@ class _Bound:
         grid = *grid, *(1, ) * (3 - len(grid))
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.jitted[grid](*args, *self.constants, **self.options)
-            if key is not None and isinstance(compiled, CompiledKernel):
-                found = self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+            found = self.jitted[grid](*args, *self.constants, **self.options)
+            if key is not None and isinstance(found, CompiledKernel):
+                self.compiled[key] = found
         else:
-            run, function, metadata = found
             stream = driver.active.get_current_stream(self.device)
-            run(*grid, stream, function, metadata, None, None, None, *values, *self.constants)
+            found.run(*grid, stream, found.function, found.packed_metadata, None, None, None, *values,
+                      *self.constants)
         recording = active()
         if recording is not None:
             self._note(recording, found, grid, args)
 
-    def _note(self, recording: Recording, found: tuple | None, grid: tuple, args: tuple) -> None:
-        run, function, metadata = found or (None, None, None)
+    def _note(self, recording: Recording, compiled: CompiledKernel, grid: tuple, args: tuple) -> None:
+        """Without scratch memory, which only Triton allocates."""
+        run = compiled.run
         if getattr(run, "launch", None) is None or run.global_scratch_size or run.profile_scratch_size:
             recording.obstacle = f"a launch of {self.jitted.__name__} is Triton's own"
             return
-        launch, maps = run.launch, ()
-        if getattr(launch, "__closure__", None):  # Triton's function that makes TMA descriptors, around the launcher
-            inner = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
-            launch = inner["launcher"].cell_contents
-            maps = map(_of_map, inner["tensordesc_meta"].cell_contents, _descriptors(args))
-        before = (*grid, None, function, run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, None, None,
-                  None)
-        recording.note_launch(launch, before, args, self.constants, maps, driver.active.utils.fill_tma_descriptor)
-
-
-def _descriptors(args: tuple) -> list:
-    return [x for x in args if hasattr(x, "base")]
-
-
-def _of_map(of: dict, descriptor: Any) -> tuple:
-    """What Triton's `fill_tma_descriptor` takes beside an address, as its make_tensordesc_arg hands it over."""
-    return (of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], of["block_size"],
-            list(descriptor.shape), list(descriptor.strides), int(descriptor.padding == "nan"))
+        warps, cluster, shared_bytes = compiled.packed_metadata
+        types = tuple(compiled.src.signature.values())[:len(args)]
+        recording.note_launch(
+            Kernel(self.jitted.__name__, compiled.function, 32 * warps, shared_bytes, cluster,
+                   bool(run.launch_cooperative_grid), bool(run.launch_pdl), types,
+                   tuple(compiled.metadata.tensordesc_meta or ())), grid, args)

@@ -3,27 +3,29 @@
 
     with Recording(inputs) as recording:
         outputs = function(*inputs)
-    program = recording.program(outputs)
+    program = recording.program(outputs, executor)
     other_outputs = program(*other_inputs)
 
-A recording notes each launch of a kernel and each torch op. The program repeats them as straight lines of Python:
-allocate, launch with addresses and numbers, free. What only the host does is left out, views of tensors above all. A
-branch of the function is not taken again, so a program fits inputs of the same shapes, strides, dtypes, devices and
-alignment (`signature`) alone, and weights that a kernel finds from one address at the same `distances`. `replayed`
-sees to that.
+A recording notes each launch of a kernel and each torch op. The program repeats them in C++ (ops/csrc/replay): it
+allocates, launches with addresses and numbers, calls torch ops through the dispatcher, and frees. What only the host
+does is left out. A branch of the function is not taken again, so a program fits inputs of the same shapes, strides,
+dtypes, devices and alignment (`signature`) alone, and weights that a kernel finds from one address at the same
+`distances`. `replayed` sees to that.
 
 A program holds no tensor, and a tensor is freed after its last use. It runs on the current stream, on the device of
 its first input.
 """
 
+import re
+import struct
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STREAM = 3  # place of the stream among the arguments of Triton's launchers
 MOST_KEYS, MOST_DISTANCES = 512, 16
 _ACTIVE = threading.local()
 _PROGRAMS: dict[tuple, dict] = {}  # by key and distances; they hold no tensors
@@ -48,10 +50,12 @@ def distances(tensors: Sequence[torch.Tensor]) -> tuple:
     return tuple(address - first for address in addresses)
 
 
-def replayed(key: tuple, between: tuple, function: Callable, inputs: Sequence[torch.Tensor]) -> tuple:
+def replayed(executor: ModuleType, key: tuple, between: tuple, function: Callable,
+             inputs: Sequence[torch.Tensor]) -> tuple:
     """function(*inputs), recorded at the first call, and replayed from then on if it can be.
 
     Args:
+        executor: the loaded module of ops/csrc/replay.
         key: all that `function` depends on, beside what the inputs hold and `between`.
         between: distances between inputs. If they change often, there is no use in recording, and it ends.
         function: returns a list of tensors and None, and an object without tensors.
@@ -65,10 +69,68 @@ def replayed(key: tuple, between: tuple, function: Callable, inputs: Sequence[to
     if found is None and len(programs) < MOST_DISTANCES:
         with Recording(inputs) as recording:
             outputs, other = function(*inputs)
-        programs[between] = recording.program(outputs), other
+        programs[between] = recording.program(outputs, executor), other
         return outputs, other
     program, other = found or (None, None)
     return function(*inputs) if program is None else (program(*inputs), other)
+
+
+class Kernel(NamedTuple):
+    """Compiled code, and what a launch of it needs beside its grid and arguments.
+
+    Attributes:
+        function: address of the driver's function.
+        cluster: programs of a cluster.
+        cooperative, dependent: Triton's launch_cooperative_grid and launch_pdl.
+        types: Triton's types of the arguments, tuples for tuples. "constexpr": compiled in.
+        maps: Triton's tensordesc_meta.
+    """
+
+    name: str
+    function: int
+    threads: int
+    shared_bytes: int
+    cluster: int
+    cooperative: bool
+    dependent: bool
+    types: tuple
+    maps: tuple
+
+
+class _Step(NamedTuple):
+    """A step of a program.
+
+    Attributes:
+        uses, makes: numbers of tensors.
+        optional: the step only makes tensors, and is left out if nobody uses them.
+        add: adds the step to an executor's program. It takes the program, the executor and the slot of each number,
+            and returns the slots of what the step makes.
+    """
+
+    uses: frozenset
+    makes: tuple
+    optional: bool
+    add: Callable[[Any, ModuleType, dict], Sequence[int]]
+
+
+class _Tensor(NamedTuple):
+    """A tensor among an op's arguments."""
+
+    number: int
+
+
+class _Address(NamedTuple):
+    """`offset` bytes behind the first element of a tensor."""
+
+    number: int
+    offset: int
+
+
+class _Map(NamedTuple):
+    """A TMA descriptor: all that the executor's Map takes."""
+
+    address: _Address
+    rest: tuple
 
 
 class Recording(TorchDispatchMode):
@@ -78,16 +140,14 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.obstacle = ""  # why there is no program
         self._inputs = list(inputs)
-        self._names: dict[int, str] = {}  # of tensors, by id
-        self._roots: dict[int, str] = {}  # of the tensor that a storage was allocated for, by the storage's id
+        self._count = len(self._inputs)  # of tensors. The inputs have the first numbers
+        self._numbers: dict[int, int] = {}  # of tensors, by id
+        self._roots: dict[int, int] = {}  # of the tensor that a storage was allocated for, by the storage's id
         self._steps: list[_Step] = []
-        self._constants: dict[str, Any] = {}
-        self._input_at: dict[int, list[tuple[int, str]]] = {}  # addresses and names, by the storage's id
+        self._input_at: dict[int, list[tuple[int, int]]] = {}  # addresses and numbers, by the storage's id
         for i, x in enumerate(self._inputs):
-            self._names[id(x)] = f"i{i}"
-            self._input_at.setdefault(x.untyped_storage()._cdata, []).append((x.data_ptr(), f"i{i}"))
-        for places in self._input_at.values():
-            places.sort()
+            self._numbers[id(x)] = i
+            self._input_at.setdefault(x.untyped_storage()._cdata, []).append((x.data_ptr(), i))
 
     def __enter__(self):
         _ACTIVE.recording = self
@@ -104,103 +164,101 @@ class Recording(TorchDispatchMode):
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a tensor around others: what it does with them comes here
         given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        schema = func._schema
+        arguments = [self._argument(x) for x in _in_order(schema, args, kwargs)]
         out = func(*args, **kwargs)
-        made = [out] if isinstance(out, torch.Tensor) else list(out or ())
+        made = [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else [out]
         if not all(isinstance(x, torch.Tensor) for x in made):
             self.obstacle = f"{func} returns more than tensors"
             return out
-        changes, allocates = func._schema.is_mutable, func in _ALLOCATIONS
-        views = not changes and all(x.untyped_storage()._cdata in given for x in made)
-        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
-        if allocates:
-            text = (f"empty({tuple(made[0].shape)}, {made[0].stride()}, dtype={self._constant(made[0].dtype)}, "
-                    f"device={self._constant(made[0].device)})")
-        names = []
-        if not changes:  # an op that changes its arguments returns one of them
-            names = [self._new_name(x, i, views) for i, x in enumerate(made)]
-            text = f"{names[0]} = {text}" if isinstance(out, torch.Tensor) else f"{', '.join(names)}, = {text}"
-        self._steps.append(_Step(text, names, views or allocates))
+        if schema.is_mutable:  # an op that changes its arguments returns one of them
+            self._steps.append(_Step(_numbers_in(arguments), (), False, _op(schema, arguments, 0)))
+            return out
+        views, allocates = all(x.untyped_storage()._cdata in given for x in made), func in _ALLOCATIONS
+        add = _allocate(made[0]) if allocates else _op(schema, arguments, len(made))
+        uses = frozenset() if allocates else _numbers_in(arguments)
+        self._steps.append(_Step(uses, tuple(self._new(x, views) for x in made), views or allocates, add))
         return out
 
-    def _new_name(self, x: torch.Tensor, i: int, view: bool) -> str:
-        name = self._names[id(x)] = f"t{len(self._steps)}_{i}"
+    def _new(self, x: torch.Tensor, view: bool) -> int:
+        """The number of a tensor that an op made."""
+        number = self._numbers[id(x)] = self._count
+        self._count += 1
         if not view:
-            self._roots[x.untyped_storage()._cdata] = name
+            self._roots[x.untyped_storage()._cdata] = number
             self._input_at.pop(x.untyped_storage()._cdata, None)
-        return name
+        return number
 
-    def note_launch(self, launch: Callable, before: tuple, args: tuple, after: tuple, maps: Sequence,
-                    fill: Callable) -> None:
-        """Notes a launch.
+    def note_launch(self, kernel: Kernel, grid: tuple, args: Sequence) -> None:
+        """Notes a launch. `args`: those of the kernel that may differ between launches; its constants come after."""
+        arguments = list(self._values(args, kernel.types, iter(kernel.maps)))
 
-        Args:
-            launch: Triton's launcher of compiled code. It takes `before`, where None at STREAM stands for the stream,
-                then `args` and `after`.
-            maps: for each TMA descriptor among `args`, what `fill` takes beside its address.
-        """
-        maps = list(maps)
-        values = [*map(self._constant, before), *(self._argument_of_launch(x, maps, self._constant(fill))
-                                                  for x in args), *map(self._constant, after)]
-        values[STREAM] = "stream"
-        self._steps.append(_Step(f"{self._constant(launch)}({', '.join(values)})", [], False))
+        def add(program: Any, executor: ModuleType, slots: dict) -> tuple:
+            program.launch(kernel.name, kernel.function, grid, kernel.threads, kernel.shared_bytes, kernel.cluster,
+                           kernel.cooperative, kernel.dependent, [_resolved(x, executor, slots) for x in arguments])
+            return ()
 
-    def _argument_of_launch(self, x: Any, maps: list, fill: str) -> str:
-        if isinstance(x, torch.Tensor):
-            return self._address(x)
-        if isinstance(x, tuple):
-            return "(" + "".join(f"{self._argument_of_launch(part, maps, fill)}, " for part in x) + ")"
-        if hasattr(x, "base"):  # a TMA descriptor
-            sizes = "".join(f", {size}" for size in (*x.shape, *x.strides))
-            return f"{fill}({self._address(x.base)}, *{self._constant(maps.pop(0))}){sizes}"
-        return self._constant(x)
+        uses = frozenset(x.address.number if isinstance(x, _Map) else x.number
+                         for x in arguments if isinstance(x, (_Map, _Address)))
+        self._steps.append(_Step(uses, (), False, add))
 
-    # ---- naming -----------------------------------------------------------------------------------------------------
+    def _values(self, args: Sequence, types: Sequence, maps: Iterator) -> Iterator:
+        """The kernel's parameters in their order: ints that hold their bytes, addresses, descriptors."""
+        for x, kind in zip(args, types, strict=False):
+            if isinstance(kind, tuple):
+                yield from self._values(x, kind, maps)
+            elif kind == "constexpr":
+                continue
+            elif kind.startswith("tensordesc"):
+                yield self._map(x, next(maps))
+                yield from (*x.shape, *x.strides)
+            elif isinstance(x, torch.Tensor):
+                yield self._address(x)
+            elif kind in ("fp32", "f32"):
+                yield int.from_bytes(struct.pack("<f", x), "little")
+            elif re.fullmatch("[iu](1|8|16|32|64)", kind):
+                yield int(x)
+            else:
+                self.obstacle = f"an argument of type {kind} of a kernel"
 
-    def _constant(self, x: Any) -> str:
-        if x is None or type(x) in (bool, int, str):
-            return repr(x)
-        name = f"c{len(self._constants)}"
-        self._constants[name] = x
-        return name
+    def _map(self, descriptor: Any, of: dict) -> _Map:
+        """What Triton's make_tensordesc_arg hands to the driver."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+        return _Map(self._address(descriptor.base), (
+            of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], list(of["block_size"]),
+            list(descriptor.shape), list(descriptor.strides), descriptor.padding == "nan"))
 
-    def _address(self, x: torch.Tensor) -> str:
-        """An expression for a tensor's address."""
+    # ---- numbers ----------------------------------------------------------------------------------------------------
+
+    def _address(self, x: torch.Tensor) -> _Address:
         storage, address = x.untyped_storage()._cdata, x.data_ptr()
-        if storage in self._input_at:
-            # Of the inputs in this storage, the last one that begins at or before the address.
-            base, name = max(((at, name) for at, name in self._input_at[storage] if at <= address),
-                             default=(None, None))
-            if name is not None:
-                return f"{name}.data_ptr() + {address - base}"
-        name = self._roots.get(storage)
-        if name is None:
+        # Of the inputs in this storage, the last one that begins at or before the address.
+        base, number = max(((at, number) for at, number in self._input_at.get(storage, ()) if at <= address),
+                           default=(None, None))
+        if number is None:
+            number, base = self._roots.get(storage), x.untyped_storage().data_ptr()
+        if number is None:
             self.obstacle = f"a kernel reads a tensor of {tuple(x.shape)} that is no input"
-            return "0"
-        return f"{name}.data_ptr() + {address - x.untyped_storage().data_ptr()}"
+        return _Address(number, address - base)
 
-    def _name(self, x: torch.Tensor) -> str:
-        name = self._names.get(id(x))
-        if name is None:
+    def _number(self, x: torch.Tensor) -> int | None:
+        number = self._numbers.get(id(x))
+        if number is None:
             self.obstacle = f"an op reads a tensor of {tuple(x.shape)} that is no input"
-            return "None"
-        return name
+        return number
 
-    def _arguments(self, args: tuple, kwargs: dict) -> str:
-        parts = [self._argument(x) for x in args]
-        return ", ".join(parts + [f"{key}={self._argument(x)}" for key, x in kwargs.items()])
-
-    def _argument(self, x: Any) -> str:
+    def _argument(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            return self._name(x)
+            return _Tensor(self._number(x))
         if isinstance(x, (tuple, list)):
-            return f"[{', '.join(map(self._argument, x))}]"
-        return self._constant(x)
+            return [self._argument(one) for one in x]
+        return x
 
     # ---- the program ------------------------------------------------------------------------------------------------
 
-    def program(self, outputs: Sequence[torch.Tensor | None]) -> Callable | None:
-        """A function of the inputs that returns a tuple of outputs like these. None: see `obstacle`."""
-        returned = ["None" if x is None else self._name(x) for x in outputs]
+    def program(self, outputs: Sequence[torch.Tensor | None], executor: ModuleType) -> Callable | None:
+        """A function of the inputs that returns a list of outputs like these. None: see `obstacle`."""
+        returned = [None if x is None else self._number(x) for x in outputs]
         if self.obstacle:
             return None
         needed, kept = set(returned), []
@@ -208,27 +266,64 @@ class Recording(TorchDispatchMode):
             if not step.optional or needed.intersection(step.makes):
                 kept.append(step)
                 needed |= step.uses
-        lines, alive = [], set(returned)
-        for step in kept:  # from the last to the first: a name that is not alive yet is used here for the last time
-            last = sorted(name for name in step.uses | set(step.makes) if name not in alive)
-            alive |= step.uses | set(step.makes)
-            lines += [f"del {', '.join(last)}"] * bool(last) + [step.text]
-        names = [f"i{i}" for i in range(len(self._inputs))]
-        body = "\n    ".join(["stream = current_stream(device)", *reversed(lines),
-                              f"return {', '.join(returned)}{',' * bool(returned)}"])
-        space = {**self._constants, "empty": torch.empty_strided, "current_stream": _current_stream(),
-                 "device": self._inputs[0].get_device()}
-        exec(f"def program({', '.join(names)}):\n    {body}\n", space)  # noqa: S102
-        return space["program"]
+        program = executor.Program(len(self._inputs))
+        slots = {number: number for number in range(len(self._inputs))}
+        frees = _last_uses(kept, {*slots, *returned})
+        for step, free in zip(reversed(kept), reversed(frees), strict=True):
+            slots.update(zip(step.makes, step.add(program, executor, slots), strict=True))
+            if free:
+                program.free([slots[number] for number in free])
+        program.set_outputs([-1 if number is None else slots[number] for number in returned])
+        device, stream = self._inputs[0].get_device(), _current_stream()
+        return lambda *inputs: program.run(inputs, stream(device))
 
 
-class _Step:
-    """A line of a program. `optional`: it only makes tensors, and goes if nobody uses them."""
+def _last_uses(steps: Sequence[_Step], kept: set) -> list[list[int]]:
+    """For each of these steps, from the last to the first: what is used there for the last time. Not those `kept`."""
+    alive, found = set(kept), []
+    for step in steps:
+        last = (step.uses | set(step.makes)) - alive
+        found.append(sorted(last))
+        alive |= last
+    return found
 
-    def __init__(self, text: str, makes: list[str], optional: bool):
-        self.text, self.makes, self.optional = text, makes, optional
-        words = "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
-        self.uses = {word for word in words if word[0] in "it" and word[1:].replace("_", "").isdigit()} - set(makes)
+
+def _in_order(schema: Any, args: tuple, kwargs: dict) -> list:
+    """An op's arguments in its schema's order."""
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in schema.arguments[len(args):])]
+
+
+def _allocate(x: torch.Tensor) -> Callable:
+    shape, strides, dtype, device = list(x.shape), list(x.stride()), x.dtype, x.device
+    return lambda program, executor, slots: [program.allocate(shape, strides, dtype, device)]
+
+
+def _op(schema: Any, arguments: list, results: int) -> Callable:
+    def add(program: Any, executor: ModuleType, slots: dict) -> Sequence[int]:
+        return program.op(schema.name, schema.overload_name, [_resolved(x, executor, slots) for x in arguments],
+                          results)
+    return add
+
+
+def _resolved(x: Any, executor: ModuleType, slots: dict) -> Any:
+    """An argument in the executor's terms."""
+    if isinstance(x, _Tensor):
+        return executor.Slot(slots[x.number])
+    if isinstance(x, _Address):
+        return executor.Address(slots[x.number], x.offset)
+    if isinstance(x, _Map):
+        return executor.Map(_resolved(x.address, executor, slots), *x.rest)
+    return [_resolved(one, executor, slots) for one in x] if isinstance(x, list) else x
+
+
+def _numbers_in(arguments: Sequence) -> frozenset:
+    found = set()
+    for x in arguments:
+        if isinstance(x, _Tensor):
+            found.add(x.number)
+        elif isinstance(x, list):
+            found |= _numbers_in(x)
+    return frozenset(found)
 
 
 def _tensors(x: Any) -> list[torch.Tensor]:

@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from ds_mxfp8_moe.ops.op_builder import nvlink
-from ds_mxfp8_moe.ops.op_builder.nvlink import BOTH, CSRC, NVLinkBuilder
+from ds_mxfp8_moe.ops.op_builder import builder
+from ds_mxfp8_moe.ops.op_builder.builder import BOTH, CSRC
+from ds_mxfp8_moe.ops.op_builder.nvlink import NVLinkBuilder
 
-KERNEL_FILES = sorted(path.name for path in CSRC.glob("*.cu"))
+KERNEL_FILES = sorted(path.name for path in (CSRC / "nvlink").glob("*.cu"))
 # Most bytes that a kernel may spill to or load from memory. Saving some registers around a wait costs nothing, but a
 # loop that spills does.
 SPILL_BYTES = 128
@@ -31,7 +32,7 @@ class TalkativeBuilder(NVLinkBuilder):
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """(the module, what nvcc said of each source by file name, the folder with the PTX)."""
-    run, said, folder = nvlink._run, {}, tmp_path_factory.mktemp("ptx")
+    run, said, folder = builder._run, {}, tmp_path_factory.mktemp("ptx")
 
     def record(*args):
         output = run(*args)
@@ -41,7 +42,7 @@ def build(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
-        patch.setattr(nvlink, "_run", record)
+        patch.setattr(builder, "_run", record)
         yield TalkativeBuilder(folder).jit_load(), said, folder
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.ops.op_builder import ALL_OPS, nvlink
-from ds_mxfp8_moe.ops.op_builder.nvlink import BOTH, CSRC, NVLinkBuilder
+from ds_mxfp8_moe.ops.op_builder import builder as building_with_nvcc
+from ds_mxfp8_moe.ops.op_builder.builder import BOTH, CSRC
+from ds_mxfp8_moe.ops.op_builder.nvlink import NVLinkBuilder
 
 KERNEL = """\
 __global__ void nothing() {}
@@ -54,13 +56,13 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def commands(monkeypatch):
     """The arguments of every call of nvcc so far."""
-    run, calls = nvlink._run, []
+    run, calls = building_with_nvcc._run, []
 
     def record(*args):
         calls.append(args)
         return run(*args)
 
-    monkeypatch.setattr(nvlink, "_run", record)
+    monkeypatch.setattr(building_with_nvcc, "_run", record)
     return calls
 
 
@@ -85,8 +87,8 @@ def test_says_why_it_cannot_build(monkeypatch, capsys):
     for capability in ((8, 0), (12, 0)):
         builder = NVLinkBuilder(capabilities=(capability, ))
         assert not builder.is_compatible() and "compute capability 9 and 10" in builder.error_log
-    monkeypatch.setattr(nvlink, "_nvcc_says", lambda: "Cuda compilation tools, release 12.4, V12.4.131")
-    monkeypatch.setattr(nvlink, "_nvcc", lambda: "/opt/nvcc")
+    monkeypatch.setattr(building_with_nvcc, "_nvcc_says", lambda: "Cuda compilation tools, release 12.4, V12.4.131")
+    monkeypatch.setattr(building_with_nvcc, "_nvcc", lambda: "/opt/nvcc")
     monkeypatch.setattr(torch.version, "cuda", "12.4")
     assert NVLinkBuilder(capabilities=((9, 0), )).is_compatible()
     builder = NVLinkBuilder(capabilities=BOTH)
@@ -96,7 +98,7 @@ def test_says_why_it_cannot_build(monkeypatch, capsys):
     builder = NVLinkBuilder(capabilities=((9, 0), ))
     assert not builder.is_compatible() and "but torch is built for CUDA 13.0" in builder.error_log
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(nvlink, "_nvcc", lambda: None)
+    monkeypatch.setattr(building_with_nvcc, "_nvcc", lambda: None)
     assert not builder.is_compatible(verbose=True) and "install the CUDA toolkit" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="nvcc was not found"):
         builder.jit_load()
@@ -108,8 +110,8 @@ def test_an_nvcc_that_does_not_run_is_an_obstacle(tmp_path, monkeypatch, script,
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(script)
     nvcc.chmod(0o755)
-    monkeypatch.setattr(nvlink, "_nvcc", lambda: str(nvcc))
-    monkeypatch.setattr(nvlink, "_nvcc_says", nvlink._nvcc_says.__wrapped__)
+    monkeypatch.setattr(building_with_nvcc, "_nvcc", lambda: str(nvcc))
+    monkeypatch.setattr(building_with_nvcc, "_nvcc_says", building_with_nvcc._nvcc_says.__wrapped__)
     builder = NVLinkBuilder(capabilities=BOTH)
     assert not builder.is_compatible()
     assert builder.error_log.startswith(f"the version of {nvcc} is unknown:") and reason in builder.error_log
@@ -142,7 +144,6 @@ def test_a_build_is_loaded_where_nothing_can_be_written(folder, monkeypatch):
 @needs_nvcc
 def test_a_failed_build_is_a_reason(folder, monkeypatch):
     (folder / "kernel.cu").write_text("int launch() { return not_declared; }\n")
-    monkeypatch.setattr(nvlink, "CSRC", folder)
     monkeypatch.setattr(nvlink, "NVLinkBuilder", lambda: NVLinkBuilder(folder))
     module, reason = nvlink.try_load()
     assert module is None
@@ -178,16 +179,16 @@ def test_ranks_share_a_failure(folder, commands, monkeypatch):
     failed.write_text("what nvcc said")
     assert builder.last_failure() == "what nvcc said"
     stamps = iter([1, 2])  # before and after waiting for the rank that built
-    monkeypatch.setattr(nvlink, "_stamp", lambda path: next(stamps))
+    monkeypatch.setattr(building_with_nvcc, "_stamp", lambda path: next(stamps))
     with pytest.raises(RuntimeError, match="what nvcc said"):
         builder.jit_load()
     assert not commands
-    monkeypatch.setattr(nvlink, "_stamp", lambda path: 2)  # a failure of an earlier run
+    monkeypatch.setattr(building_with_nvcc, "_stamp", lambda path: 2)  # a failure of an earlier run
     assert builder.jit_load().answer == 42 and builder.last_failure() is None
 
 
 def _build_forever(folder, building) -> None:
-    nvlink._run = lambda *args: (building.set(), time.sleep(600))
+    building_with_nvcc._run = lambda *args: (building.set(), time.sleep(600))
     NVLinkBuilder(folder).jit_load()
 
 

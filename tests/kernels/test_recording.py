@@ -1,33 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording and replay on the CPU. The kernel here writes to addresses, as kernels on a GPU do."""
+"""Recording and replay on the CPU, by the executor's own C++. In place of the CUDA driver stand two Python functions.
+The kernel here writes to addresses, as kernels on a GPU do."""
 
 import ctypes
+import gc
+import weakref
 
 import pytest
 import torch
 
 from ds_mxfp8_moe.mx import quantize
+from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.ops.triton_kernels.recording import Recording, replayed
+from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
+from ds_mxfp8_moe.ops.triton_kernels.recording import Kernel, Recording, replayed
+
+pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),
+                                reason=str(replay.ReplayBuilder()._obstacle()))
+STREAM, SCALE, FAILS = 7, 1000, 1001  # addresses of a stream and of kernels
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, and Attribute CUlaunchAttribute."""
+
+    class Attribute(ctypes.Structure):
+        _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
+
+
+LAUNCHES: list = []  # (grid, block, shared bytes, attributes, parameters) of kernels that are not SCALE
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+                  ctypes.c_void_p)
+def launch(config, function, parameters, _extra):
+    config = config.contents
+    if config.stream != STREAM or function == FAILS:
+        return 400
+    values = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(4)]
+    if function == SCALE:
+        scale_floats(*values)
+    else:
+        attributes = {config.attributes[i].id: list(config.attributes[i].value) for i in range(config.count)}
+        encoded = [ctypes.c_uint64.from_address(parameters[0] + 8 * i).value for i in range(16)]
+        LAUNCHES.append((list(config.grid), list(config.block), config.shared_bytes, attributes, values, encoded))
+    return 0
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, *[ctypes.c_void_p] * 4,
+                  *[ctypes.c_int] * 4)
+def encode(out, dtype, rank, address, shape, strides, box, _steps, _interleave, swizzle, _promotion, padding):
+    """A TMA descriptor's stand-in: what was asked for, in 64-bit numbers."""
+    def numbers(at, count, kind):
+        return list((kind * count).from_address(at))
+
+    values = [dtype, rank, address, *numbers(shape, rank, ctypes.c_uint64),
+              *numbers(strides, rank - 1, ctypes.c_uint64), *numbers(box, rank, ctypes.c_uint32), swizzle, padding]
+    (ctypes.c_uint64 * len(values)).from_address(out)[:] = values
+    return 0
+
+
+@pytest.fixture(scope="module")
+def executor():
+    module = replay.ReplayBuilder().jit_load()
+    module.use_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in (launch, encode)))
+    return module
 
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch):
-    monkeypatch.setattr(recording, "_current_stream", lambda: lambda device: 7)
+    monkeypatch.setattr(recording, "_current_stream", lambda: lambda device: STREAM)
 
 
-def launcher(x, y, z, stream, source, out, count, factor):
-    assert stream == 7
+def scale_floats(source, out, count, factor):
     values = (ctypes.c_float * count).from_address(source)
     (ctypes.c_float * count).from_address(out)[:] = [factor * value for value in values]
 
 
+def kernel(name="scale", function=SCALE, types=("*fp32", "*fp32", "i32", "i64"), maps=(), **other):
+    return Kernel(**{"name": name, "function": function, "threads": 128, "shared_bytes": 0, "cluster": 1,
+                     "cooperative": False, "dependent": False, "types": types, "maps": maps, **other})
+
+
 def scale(source: torch.Tensor, out: torch.Tensor, factor: int) -> None:
     """out = factor * source, by a kernel."""
-    args = source, out, out.numel()
-    launcher(1, 1, 1, 7, *(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args), factor)
+    args = source, out, out.numel(), factor
+    scale_floats(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args))
     if recording.active():
-        recording.active().note_launch(launcher, (1, 1, 1, None), args, (factor, ), (), None)
+        recording.active().note_launch(kernel(), (1, 1, 1), args)
 
 
 def layer(x, w, b):
@@ -53,18 +115,18 @@ def equal(a, b):
         x is y if x is None else torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(a, b, strict=True))
 
 
-def test_a_program_computes_what_was_recorded_on_other_tensors():
+def test_a_program_computes_what_was_recorded_on_other_tensors(executor):
     given = inputs(1)
     with Recording(given) as noted:
         outputs, _ = layer(*given)
-    program = noted.program(outputs)
+    program = noted.program(outputs, executor)
     assert not noted.obstacle and equal(outputs, layer(*given)[0])
     for seed in (2, 3):
         given = inputs(seed)
         assert equal(program(*given), layer(*given)[0])
 
 
-def test_the_first_call_records_and_the_others_replay(monkeypatch):
+def test_the_first_call_records_and_the_others_replay(executor, monkeypatch):
     monkeypatch.setattr(recording, "_PROGRAMS", {})
     calls = []
 
@@ -74,15 +136,15 @@ def test_the_first_call_records_and_the_others_replay(monkeypatch):
 
     for seed in range(4):
         given = inputs(seed)
-        outputs, beside = replayed(("key", ), (), counted, given)
+        outputs, beside = replayed(executor, ("key", ), (), counted, given)
         assert equal(outputs, layer(*given)[0]) and beside == "beside"
     assert len(calls) == 1
     for distance in range(20):  # which never come again: at some point recording ends
-        replayed(("other", ), (distance, ), counted, inputs(0))
+        replayed(executor, ("other", ), (distance, ), counted, inputs(0))
     assert len(recording._PROGRAMS[("other", )]) == recording.MOST_DISTANCES
 
 
-def test_inputs_in_one_storage_are_read_where_they_lie():
+def test_inputs_in_one_storage_are_read_where_they_lie(executor):
     def function(a, b):
         out = torch.empty(2, 4)
         scale(a, out[0], 1)
@@ -92,41 +154,76 @@ def test_inputs_in_one_storage_are_read_where_they_lie():
     buffer = torch.arange(16.0)
     with Recording([buffer[:4], buffer[8:12]]) as noted:
         outputs, _ = function(*noted._inputs)
-    program = noted.program(outputs)
+    program = noted.program(outputs, executor)
     other = torch.arange(100.0, 132.0)
     out, = program(other[4:8], other[20:24])
     assert out[0].tolist() == other[4:8].tolist() and out[1][1:].tolist() == other[21:24].tolist()
 
 
-def test_memory_is_freed_after_its_last_use():
+def test_memory_is_freed_after_its_last_use(executor):
     def function(x):
         a = x.double()
         b = a + 1
-        return [b.float()], None
+        return [b.float(), x], None
 
-    given = [torch.ones(3)]
+    given = [torch.ones(1000)]
     with Recording(given) as noted:
         outputs, _ = function(*given)
-    lines = []
-    space_exec = exec
-    recording.exec = lambda code, space: (lines.append(code), space_exec(code, space))
-    try:
-        noted.program(outputs)
-    finally:
-        del recording.exec
-    code = [line.strip() for line in lines[0].splitlines()]
-    assert code.index("del t0_0") == code.index(next(line for line in code if line.startswith("t1_0"))) + 1
+    freed, plain = [], executor.Program.free
+
+    class Program(executor.Program):
+
+        def free(self, slots):
+            freed.append(slots)
+            plain(self, slots)
+
+    program = noted.program(outputs, type("", (), {**vars(executor), "Program": Program}))
+    assert freed == [[1], [2]]  # a behind the sum, b behind the cast; never the input, which is an output too
+    out, x = program(*given)
+    assert equal([out], [given[0] + 1]) and x.data_ptr() == given[0].data_ptr()
+    kept = weakref.ref(out)
+    del out
+    gc.collect()
+    assert kept() is None  # a program holds no tensor
 
 
-def test_tensors_that_are_no_inputs_are_an_obstacle():
+def test_a_launch_has_all_that_triton_gives_it(executor):
+    x = torch.zeros(256, 128, dtype=torch.bfloat16)
+    box = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 32]}
+    types = "tensordesc<bf16[64, 32]>", ("i64", "fp32"), "constexpr", "*bf16", "i1"
+    noted = Recording([x])
+    with noted:
+        noted.note_launch(kernel("many", 1, types, (box, ), cluster=2, cooperative=True, dependent=True,
+                                 shared_bytes=4096), (3, 2, 1),
+                          (descriptor(x[128:], [64, 32]), (-5, 1.5), None, x[1:], True))
+    other = torch.zeros(256, 128, dtype=torch.bfloat16)
+    LAUNCHES.clear()
+    assert noted.program([x], executor)(other)[0].data_ptr() == other.data_ptr()
+    (grid, block, shared_bytes, attributes, values, encoded), = LAUNCHES
+    assert (grid, block, shared_bytes) == ([6, 2, 1], [128, 1, 1], 4096)
+    assert attributes.keys() == {2, 4, 5, 6} and attributes[4][:3] == [2, 1, 1]  # see CUlaunchAttributeID
+    assert encoded[:8] == [9, 2, other.data_ptr() + 128 * 256, 128, 128, 256, 32, 64]
+    assert values[1:] == [128, 128, 128]  # shape and strides follow a descriptor
+
+
+def test_a_failed_launch_names_the_kernel(executor):
+    x = torch.zeros(4)
+    noted = Recording([x])
+    with noted:
+        noted.note_launch(kernel("broken", FAILS), (1, 1, 1), (x, x, 4, 1))
+    with pytest.raises(RuntimeError, match="the launch of kernel broken failed with CUDA driver error 400"):
+        noted.program([x], executor)(x)
+
+
+def test_tensors_that_are_no_inputs_are_an_obstacle(executor):
     hidden = torch.ones(4)
     for function in (lambda x: [x + hidden], lambda x: [scale(hidden, x.clone(), 2), x.clone()][1:]):
         with Recording([torch.ones(4)]) as noted:
             outputs = function(noted._inputs[0])
-        assert noted.program(outputs) is None and "no input" in noted.obstacle
+        assert noted.program(outputs, executor) is None and "no input" in noted.obstacle
 
 
-def test_what_wrappers_do_is_recorded():
+def test_what_wrappers_do_is_recorded(executor):
     def function(x):
         mx, out = quantize(x, 32), torch.empty_like(x)
         scale(mx.abs(), out, 2)
@@ -134,5 +231,5 @@ def test_what_wrappers_do_is_recorded():
 
     with Recording([torch.randn(4, 64)]) as noted:
         outputs, _ = function(*noted._inputs)
-    program, x = noted.program(outputs), torch.randn(4, 64)
+    program, x = noted.program(outputs, executor), torch.randn(4, 64)
     assert equal(program(x), function(x)[0])

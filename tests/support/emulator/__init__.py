@@ -20,9 +20,10 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from ds_mxfp8_moe.ops.op_builder import nvlink
+from ds_mxfp8_moe.ops.op_builder import builder, nvlink
 
 HERE = Path(__file__).resolve().parent
+NVLINK = builder.CSRC / "nvlink"
 POISON = 0x5A  # of new staging
 
 
@@ -44,19 +45,19 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
     def _build(self, library: Path) -> None:
         objects = {source: str(library.with_name(Path(source).name + ".o")) for source in self.sources()}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda item: nvlink._run("-c", item[0], "-o", item[1], *self._flags(item[0])),
+            list(pool.map(lambda item: builder._run("-c", item[0], "-o", item[1], *self._flags(item[0])),
                           objects.items()))
         half_done = str(library.with_name("linked"))
-        nvlink._run("-shared", "--cudart=none", *objects.values(), "-o", half_done)
+        builder._run("-shared", "--cudart=none", *objects.values(), "-o", half_done)
         os.replace(half_done, library)
 
 
 def obstacle() -> str | None:
     """Why the emulator cannot be built here; None where it can."""
-    return EmulatorBuilder(nvlink.CSRC)._obstacle()
+    return EmulatorBuilder(NVLINK)._obstacle()
 
 
-def build(csrc: Path = nvlink.CSRC) -> ModuleType:
+def build(csrc: Path = NVLINK) -> ModuleType:
     """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet."""
     with tempfile.TemporaryDirectory() as folder:
         for path in csrc.iterdir():

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor of recorded launches (csrc/replay). It is C++ against torch's headers, without kernels of its own."""
+
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from .builder import NvccBuilder, attempt
+
+LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+
+
+class ReplayBuilder(NvccBuilder):
+    """The op `ds_mxfp8_moe_replay`."""
+
+    BUILD_VAR = "DS_BUILD_MXFP8_MOE_REPLAY"
+    NAME = "ds_mxfp8_moe_replay"
+    FOLDER = "replay"
+
+    def include_paths(self) -> list[str]:
+        torchs = Path(torch.__file__).parent / "include"
+        return [*super().include_paths(), str(torchs / "torch" / "csrc" / "api" / "include")]
+
+    def link_args(self) -> list[str]:
+        return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
+
+
+@cache
+def try_load() -> tuple[ModuleType | None, str]:
+    """The extension's module and "", or None and the reason. Tries once in each process, and never raises."""
+    return attempt(ReplayBuilder())
