@@ -27,6 +27,8 @@ from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse,
 from .crossover import min_tokens_per_expert
 from .experts import DTYPES, ExpertFormula, NotRecognised
 from .layer import LayerSettings, MoE, MXFP8MOELayer
+from .ops.device import has_kernels
+from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .transport.peer_memory import PeerMemory
 
@@ -161,6 +163,18 @@ def choose_transports(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) and module.ep_size > 1:
             module.mxfp8_settings.choose_transport(module.ep_group)
+
+
+def build_executor(model: torch.nn.Module) -> None:
+    """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
+    layers = (module for module in model.modules()
+              if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) and module.ep_size == 1)
+    device = next((next(layer.parameters()).device for layer in layers), None)
+    if device is not None and has_kernels(device):
+        executor, reason = replay.try_load()
+        if executor is None:
+            print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
+                            f"slower: {reason}")
 
 
 def check_before_steps(engine: DeepSpeedEngine) -> None:

@@ -13,6 +13,7 @@ from .config import ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
     batch_gradient_checks,
+    build_executor,
     check_before_steps,
     choose_transports,
     convert_layers,
@@ -84,6 +85,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if config.enabled:
         print_on_rank_0(report)
         choose_transports(engine.module)
+        build_executor(engine.module)
         check_before_steps(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')

@@ -35,7 +35,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
@@ -43,14 +43,24 @@ import torch
 from deepspeed.utils.logging import warning_once
 
 from .config import Recipe
+from .executor import current, executor_for
 from .expert_math import ExpertMath, Rows
 from .experts import ROLES, ExpertFormula
 from .mx import MXTensor
-from .ops.device import has_kernels
-from .ops.op_builder import replay
 from .routing import Routes
 from .transport import Transport, Wire
 from .transport.deadline import tell_peers_on_error
+
+
+def _outside_compile(function: Callable) -> Callable:
+    """torch.compiler.disable, without its work on the host where nothing is being compiled."""
+    disabled = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +81,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
 
-    @torch.compiler.disable  # the host decides sizes, so torch.compile breaks its graph here
+    @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> torch.Tensor:
@@ -156,7 +166,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
         return y_TH
 
     @staticmethod
-    @torch.compiler.disable  # for compiled autograd, as in ExpertFFN.__call__
+    @_outside_compile  # for compiled autograd, as in ExpertFFN.__call__
     @tell_peers_on_error
     def backward(ctx, g_TH):
         if torch.is_grad_enabled():
@@ -198,10 +208,8 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
             weight from that of one, so all distances between weights must be the same in a replay.
     """
     device = inputs[0].device
-    if not ffn.transport.replayable or ffn.timed is not None or not has_kernels(device) or inputs[0].numel() == 0:
-        return function(*inputs, *weights)
-    executor, _ = replay.try_load()
-    if executor is None:
+    executor = executor_for(device) if ffn.transport.replayable else None
+    if executor is None or ffn.timed is not None or inputs[0].numel() == 0:
         return function(*inputs, *weights)
     from .ops.triton_kernels import recording  # Triton exists on Linux alone
     roles, start = [], 0
@@ -211,10 +219,8 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
     key = (ffn.formula, ffn.recipe, ffn.num_local_experts, ffn.min_tokens_per_expert, layout, how,
            recording.signature((*inputs, *(role[0] for role in roles))))
     between = tuple(map(recording.distances, roles)) if quantized else recording.distances(weights)
-    if device.index is not None and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return recording.replayed(executor, key, between, function, (*inputs, *weights))
-    return recording.replayed(executor, key, between, function, (*inputs, *weights))
+    with current(device):
+        return recording.replayed(executor, key, between, function, (*inputs, *weights))
 
 
 def _forward(ffn: ExpertFFN, layout: tuple, backward: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,

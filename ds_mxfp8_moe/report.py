@@ -21,8 +21,8 @@ from deepspeed.accelerator import get_accelerator
 from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
-from .ops.op_builder import NVLinkBuilder
-from .ops.op_builder.builder import dotted, nvcc_version
+from .ops.op_builder import NVLinkBuilder, ReplayBuilder
+from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
 
 PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi4py")
 
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     statuses = transports()
     for transport in statuses:
         _line(f"transport {transport.name}", f"{'[OKAY]' if transport.available else '[NO]'} {transport.reason}")
+    _line("launches on one rank", launches())
 
     _heading(f'section "mxfp8_moe" of {path}' if path else 'a section {"enabled": true} would mean')
     try:
@@ -108,6 +109,25 @@ def _collective() -> TransportStatus:
     return TransportStatus("collective", True, f"{backend}{version} through deepspeed.comm")
 
 
+def launches() -> str:
+    """How the host launches the kernels of a layer whose experts are all on one rank."""
+    if get_accelerator().device_name() != "cuda":
+        return "[NO] from Python: no CUDA device"
+    usable, text = _extension(ReplayBuilder())
+    return f"[OKAY] recorded and replayed; {text}" if usable else f"[NO] each from Python, which is slower: {text}"
+
+
+def _extension(builder: NvccBuilder) -> tuple[bool, str]:
+    """Whether this machine can use an extension, and why."""
+    if not builder.is_compatible():
+        return False, f"the extension cannot be built: {builder.error_log}"
+    if builder.last_failure():
+        return False, f"the last build of the extension failed: {builder.last_failure()}"
+    if builder.is_built():
+        return True, "the extension is built"
+    return True, f"the extension will be built at first use, by nvcc {dotted(nvcc_version())}"
+
+
 def _nvlink() -> TransportStatus:
     """Looks at this host alone. Whether the ranks of a layer share a host is checked when training starts."""
     against = []
@@ -121,15 +141,12 @@ def _nvlink() -> TransportStatus:
             against.append("fewer than two GPUs")
         if apart:
             against.append(f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}")
-    builder = NVLinkBuilder()
-    if not builder.is_compatible():
-        against.append(f"the extension cannot be built: {builder.error_log}")
-    elif builder.last_failure():
-        against.append(f"the last build of the extension failed: {builder.last_failure()}")
+    usable, text = _extension(NVLinkBuilder())
+    if not usable:
+        against.append(text)
     if against:
         return TransportStatus("nvlink", False, "; ".join(against))
-    built = "is built" if builder.is_built() else f"will be built at first use, by nvcc {dotted(nvcc_version())}"
-    return TransportStatus("nvlink", True, f"the GPUs reach each other's memory; the extension {built}")
+    return TransportStatus("nvlink", True, f"the GPUs reach each other's memory; {text}")
 
 
 def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
 from ds_mxfp8_moe.ops.triton_kernels.launch import KNOWN, Launched
+from ds_mxfp8_moe.ops.triton_kernels.recording import Recording
 
 STREAM = 7
 
@@ -59,6 +60,19 @@ class _NotingDriver(_Driver):
 
         launch = wrap_handle_tensordesc(note, dict(source.signature.items()), metadata.tensordesc_meta)
         return lambda *args: launch(*args[:5], None, None, None, None, *args[5:])
+
+
+    def launcher_with_launch(self, source, metadata):
+        """As Triton's CudaLauncher: `launch`, and what a recording asks about."""
+        launcher = _NotingDriver.launcher_cls(self, source, metadata)
+
+        class Launcher:
+            launch = global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+
+            def __call__(self, *args):
+                return launcher(*args)
+
+        return Launcher()
 
 
 @pytest.fixture
@@ -157,6 +171,28 @@ def test_hooks_of_a_profiler_are_called(driver):
         triton.knobs.runtime.launch_enter_hook.remove(print)
     hook = driver.launches[-1][9 + 2]
     assert hook is triton.knobs.runtime.launch_enter_hook
+
+
+@needs_known_triton
+def test_a_recording_has_the_parameters_of_compiled_code(driver, monkeypatch):
+    """Those that Triton's own launcher would hand to the driver: without constants, ones and None."""
+    monkeypatch.setattr(driver, "launcher_cls", driver.launcher_with_launch)
+    memory = torch.zeros(256, 256, dtype=torch.bfloat16)
+    with Recording([memory]) as noted:
+        noted.note_launch = lambda *launch: found.append(launch)
+        found = []
+        for _ in range(2):  # through Triton, and remembered
+            _kernel[(3, 2)](memory, None, (memory, 5), 48, 1, SIZE=256, NAME="once", num_warps=2)
+            _copy_kernel[(1, )](descriptor(memory, [64, 64]), descriptor(memory, [64, 64]), 16, num_warps=4)
+    assert not noted.obstacle and [kernel for kernel, *_ in found[:2]] == [kernel for kernel, *_ in found[2:]]
+    (kernel, grid, _), (copy, _, _) = found[:2]
+    assert grid == (3, 2, 1) and kernel.threads == 64 and kernel.name == "_kernel"
+    assert kernel.types == ("*bf16", "constexpr", ("*bf16", "i32"), "i32", "constexpr")
+    assert [kind.partition("<")[0] for kind in copy.types] == ["tensordesc", "tensordesc", "i32"]
+    assert len(copy.maps) == 2 and copy.maps[0]["block_size"] == [64, 64] and copy.shared_bytes >= 64 * 64 * 2
+    recorder = Recording([memory])
+    values = list(recorder._values(found[0][2], kernel.types, iter(kernel.maps)))
+    assert values == [(0, 0), (0, 0), 5, 48]  # two addresses in the first input, two numbers
 
 
 def test_arguments_that_are_missing_are_named(driver):

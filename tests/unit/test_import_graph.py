@@ -15,7 +15,7 @@ PACKAGE = "ds_mxfp8_moe"
 LAYERS = [
     ["ops", "ops.mx_format", "ops.device"],
     ["ops.triton_kernels*", "ops.op_builder*"],
-    ["mx"],
+    ["mx", "executor"],
     ["casts"],
     ["routing", "experts", "config", "zero"],
     ["activation", "grouped_gemm"],

@@ -174,6 +174,18 @@ def test_transports_and_their_reasons(monkeypatch):
     assert '"collective" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
 
 
+def test_launches_and_their_reasons(monkeypatch):
+    builder = Extension()
+    monkeypatch.setattr(report, "ReplayBuilder", lambda: builder)
+    assert report.launches() == "[NO] from Python: no CUDA device"
+    Machine(monkeypatch, ("H", (9, 0)))
+    builder.built = True
+    assert report.launches() == "[OKAY] recorded and replayed; the extension is built"
+    builder.compatible, builder.error_log = False, "nvcc is not there"
+    assert report.launches() == ("[NO] each from Python, which is slower: the extension cannot be built: nvcc is not "
+                                 "there")
+
+
 def test_recipe_bf16_shows_what_it_means():
     shown = values(report.section_lines(MXFP8MoEConfig(recipe="bf16"), report.transports()))
     assert shown["recipe"] == '"bf16" (given)'
