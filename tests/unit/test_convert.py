@@ -11,8 +11,9 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, crossover
-from ds_mxfp8_moe.convert import AUTOEP_ACTIVATIONS
+from ds_mxfp8_moe.convert import AUTOEP_ACTIVATIONS, build_executor
 from ds_mxfp8_moe.experts import ExpertFormula, evaluate
+from ds_mxfp8_moe.ops.op_builder import replay
 
 HIDDEN = 64
 
@@ -50,6 +51,20 @@ def reason(model, **section):
     report = convert(model, section)
     assert report.converted == 0
     return report.layers[0].detail
+
+
+def test_an_executor_that_cannot_be_built_is_announced(capsys, monkeypatch):
+    model = Model()
+    built = []
+    monkeypatch.setattr(replay, "try_load", lambda: built.append(1) or (None, "there is no nvcc"))
+    build_executor(model)
+    convert(model, {})
+    build_executor(model)  # a CPU has no use for it
+    assert not built
+    monkeypatch.setitem(build_executor.__globals__, "has_kernels", lambda device: True)
+    build_executor(model)
+    told = capsys.readouterr().out
+    assert built and "WARNING" in told and "which is slower: there is no nvcc" in told
 
 
 def test_says_what_finds_no_layer(capsys, tmp_path):
