@@ -104,6 +104,8 @@ class Launched:
         if not self.remembers or not isinstance(self.fn, JITFunction) or knobs.runtime.launch_enter_hook.calls or (
                 knobs.runtime.launch_exit_hook.calls):
             self.fn[grid](*args, **named)
+            if (recording := active()) is not None:
+                recording.obstacle = f"a launch of {self.fn.__name__} is Triton's own"
             return None
         key = device, args[self._variable:], *named.items()
         bound = self._bound.get(key)

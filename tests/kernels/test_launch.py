@@ -154,6 +154,14 @@ def test_what_it_cannot_tell_is_tritons(driver):
     assert len(driver.launches) == 2 and not any(bound.compiled for bound in _kernel._bound.values())
 
 
+def test_a_launch_by_triton_itself_ends_a_recording(driver, monkeypatch):
+    monkeypatch.setattr(_kernel, "remembers", False)
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    with Recording([x]) as noted:
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
+    assert noted.obstacle == "a launch of _kernel is Triton's own"
+
+
 @needs_known_triton
 def test_hooks_of_a_profiler_are_called(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
