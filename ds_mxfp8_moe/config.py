@@ -50,8 +50,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
-            host then never waits for an exchange, and CUDA graphs can capture the layer. All ranks must bring the same
-            number of tokens. Only for nvlink. Default: buffers fit the routing of each step.
+            host then does not wait for exchanges in the layer, and CUDA graphs can capture it. All ranks must bring
+            the same number of tokens. Only for nvlink. Default: buffers fit the routing of each step.
         on_overflow: what happens if routing sends a rank more rows than fit by `capacity_factor`. "error": every rank
             raises an error. "drop": choices that do not fit are dropped. The rank's experts with the most rows lose
             them. Tokens keep their other choices. A warning says how many were dropped. Only with `capacity_factor`.

@@ -9,7 +9,7 @@ a layer writes that error into the store, so that its peers can quote it. While 
 On gloo the host waits in every exchange, and every wait ends here. On NCCL the host waits for the counts of a plan.
 That wait ends here, shortly before NCCL's own watchdog would abort the process. The exchanges themselves wait on the
 device and end by that watchdog, which knows neither the layer nor the peer. DeepSpeed's gate with one choice a token
-(k=1) and without dropping reads a capacity that was reduced over the ranks. On NCCL this wait ends there too.
+(k=1) and without dropping reads a capacity that was reduced over the ranks. The watchdog ends this wait too.
 """
 
 import functools
