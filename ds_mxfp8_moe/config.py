@@ -40,15 +40,18 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             ranks.
         scale_block_size: how many values share one scale, 32 or 128. Default: 128 on sm_90, 32 elsewhere.
         scaling_mode: how a block's scale is rounded, "rceil" or "floor".
-        dispatch_fwd_dtype, combine_fwd_dtype, dispatch_bwd_dtype, combine_bwd_dtype: the format in which rows travel
-            between ranks in this direction. "mxfp8" quantises them. "bf16" sends them in the tokens' own dtype.
+        dispatch_fwd_dtype: the format of tokens on their way to the experts. "mxfp8" quantises them. "bf16" sends them
+            in the tokens' own dtype. The next three keys have the same values.
+        combine_fwd_dtype: the format of results on their way back.
+        combine_bwd_dtype: the format of the output's gradient on its way to the experts.
+        dispatch_bwd_dtype: the format of the input's gradient on its way back.
         transport: how rows travel. "collective": NCCL or gloo through deepspeed.comm. "nvlink": kernels that write
             into the memory of the host's other GPUs. Default: nvlink wherever it is possible, else collective.
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
-            host then never waits in the layer, and CUDA graphs can capture it. Only for nvlink. Default: buffers fit
-            the routing of each step.
+            host then does not wait for exchanges in the layer, and CUDA graphs can capture it. All ranks must bring
+            the same number of tokens. Only for nvlink. Default: buffers fit the routing of each step.
         on_overflow: what happens if routing sends a rank more rows than fit by `capacity_factor`. "error": every rank
             raises an error. "drop": choices that do not fit are dropped. The rank's experts with the most rows lose
             them. Tokens keep their other choices. A warning says how many were dropped. Only with `capacity_factor`.
@@ -61,8 +64,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
             of `include` matches and none of `exclude` does.
         batch_gradient_checks: true lets ZeRO-1 and 2 check overflow and take norms of all gradients in a few calls. It
-            has no effect with offload, where ZeRO-1 accumulates in fp32, and with releases of DeepSpeed that it was
-            not tested with. false leaves the checks to DeepSpeed, which makes them for each parameter.
+            has no effect in three cases: with offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed
+            other than those in `TESTED` of zero.py. false leaves the checks to DeepSpeed, which makes them for each
+            parameter.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.

@@ -245,7 +245,7 @@ def _shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 
 def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
-    """Raises NotRecognised for modules that conversion would no longer call as they are meant."""
+    """Raises NotRecognised for modules with hooks or a replaced forward that a converted layer would skip."""
     for module in modules:
         # ZeRO-3 hooks every module, and AutoEP's layers do call their experts, so its hooks may stay.
         if foreign := foreign_code(module):

@@ -7,11 +7,11 @@ groups padded to 128 rows with zeros.
 
     forward    x_PH = dispatch(x_TH)         pre_PG = x_PH W1^T + b1     h_PF = w_P * act(pre_PG)
                y_PH = h_PF W2^T + w_P b2     y_TH = combine(y_PH)
-    backward   g_PH = dispatch(g_TH)         t_PF = g_PH W2              dS_P = <t, act(pre)> + <g, b2>
-               dpre_PG = t w act'(pre)       x_TH' = combine(dpre W1), with dS travelling beside it
+    backward   g_PH = dispatch(g_TH)         t_PF = g_PH W2              dw_P = <t, act(pre)> + <g, b2>
+               dpre_PG = t w act'(pre)       dx_PH = dpre_PG W1          dx_TH, dw_TK = combine(dx_PH, dw_P)
 
-The routing weight acts inside the activation. Combine therefore adds plain rows, and the gradient travels unweighted,
-one copy to each rank. An expert of one Linear layer weights its output rows instead.
+In code, dw is `dweight`. The routing weight acts inside the activation. Combine therefore adds plain rows, and the
+gradient travels unweighted, one copy to each rank. An expert of one Linear layer weights its output rows instead.
 
 Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
 (`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. A recipe without
@@ -22,11 +22,15 @@ grouped_gemm.py choose the kernels.
 
 The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 
-    operand                 wgrad "hp"            wgrad "mxfp8"
-    x, h                    dequantised MXFP8     MXFP8 re-scaled along the rows
-    g that came as MXFP8    dequantised MXFP8     MXFP8 re-scaled along the rows
-    g that came unquantised as it came            quantised along the rows; on Hopper, in blocks of 128, the MXFP8
-    dpre, linear's w * g    in the tokens' dtype  form that dgrad reads, re-scaled
+    operand                   wgrad "hp"              wgrad "mxfp8"
+    x                         dequantised MXFP8       MXFP8 re-scaled along the rows
+    h                         dequantised MXFP8       MXFP8 re-scaled along the rows
+    g that came as MXFP8      dequantised MXFP8       MXFP8 re-scaled along the rows
+    g that came unquantised   as it came              quantised along the rows (*)
+    dpre                      in the tokens' dtype    quantised along the rows (*)
+    w * g of a linear expert  in the tokens' dtype    quantised along the rows (*)
+
+(*) On Hopper, with blocks of 128: quantised as dgrad reads it, then re-scaled along the rows.
 
 The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
@@ -140,7 +144,7 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
 
 @lru_cache(maxsize=1024)
 def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
-    """Describes the properties of rows that must be equal on all ranks."""
+    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan."""
     wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
     blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
     return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
@@ -200,12 +204,12 @@ class _Call(NamedTuple):
 
 def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
          weights: Sequence) -> tuple:
-    """function(*inputs, *weights), which is recorded at its first call and replayed from then on if it can be.
+    """function(*inputs, *weights). Records the first call if it can, and replays the recording in later calls.
 
     Args:
         how: what the function depends on, beside the layer's formula and recipe and its inputs.
         quantized: the GEMMs read quantised copies of the weights. If false, a kernel may compute the address of every
-            weight from that of one, so all distances between weights must be the same in a replay.
+            weight from that of one. All distances between weights must then be the same in a replay.
     """
     device = inputs[0].device
     executor = executor_for(device) if ffn.transport.replayable else None

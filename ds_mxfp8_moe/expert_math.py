@@ -21,7 +21,7 @@ from .transport import Pending, Plan
 
 
 class Rows(NamedTuple):
-    """What forward keeps for backward: MXTensors, or tensors in the tokens' dtype in a recipe without quantisation.
+    """The tensors that forward keeps for backward: MXTensors, or plain ones in a recipe without quantisation.
 
     Attributes:
         x_PH: the tokens. None if no backward follows.
@@ -117,8 +117,8 @@ class ExpertMath:
         Args:
             dispatch_grad: returns the rows g_PH of the output's gradient, and None.
             combine_grad: starts to send the gradients of x_PH and of the routing weights back to their tokens.
-            sms_beside: takes the seconds and the tiles of a GEMM. Returns how many multiprocessors that exchange takes
-                beside this GEMM, or 0 if the two do not run at the same time.
+            sms_beside: takes the seconds and the tiles of a GEMM. Returns the multiprocessors that the combine of the
+                gradient takes while this GEMM runs. 0: the two run one after the other.
             needed: roles whose weights need a gradient.
 
         Returns:
@@ -206,13 +206,14 @@ class ExpertMath:
         return dict(zip(self.up_roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
 
     def _ups_first_takes_less(self, shape_PG: Sequence[int], H: int) -> bool:
-        """Whether peak memory is lower if the weight gradient is computed before the input gradient dx.
+        """Whether peak memory is lower if dW1 is computed before dx.
 
-        This is for the case that neither runs beside the exchange, and only the weight gradient reads dpre's plain
-        form. Bytes at the peak:
-            weight gradient first   G P (dpre's rows) + 2 H P (x dequantised, or dx) + 2 E G H (the gradient)
-                                    + the larger of 2 G P (dpre plain) and, beside dx, E G H (quantised weights)
-            dx first                2 G P (dpre plain) + 4 H P (dx, and x dequantised) + 2 E G H (the gradient)
+        Called only if no GEMM runs beside the exchange, and if dW1 and dx read different forms of dpre. The estimate
+        takes the plain form for dW1, and the MXFP8 form for dx. Bytes in memory at the same time:
+
+            dW1 first, during dW1   dpre MXFP8 G P + x dequantised 2 H P + dW1 2 E G H + dpre plain 2 G P
+            dW1 first, during dx    dpre MXFP8 G P + dx 2 H P            + dW1 2 E G H + quantised weights E G H
+            dx first, during dW1    dx 2 H P       + x dequantised 2 H P + dW1 2 E G H + dpre plain 2 G P
         """
         (P, G), E = shape_PG, len(self.plan.group_ends_E)
         return max(2 * G * P, E * G * H) < (G + 2 * H) * P

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-1 and 2 check the gradients of all parameters at once.
+"""Lets ZeRO-1 and 2 check the gradients of all parameters in a few calls.
 
-DeepSpeed looks for overflow and takes the norm of each parameter's gradient by itself: eight kernels each. A classic
-MoE model has three parameters an expert, often a thousand and more, and its optimizer step is spent on launches. Here
-a few calls check all gradients. What they decide is DeepSpeed's: a step is skipped, and gradients are clipped, as
-without them.
+DeepSpeed checks the gradient of each parameter for overflow and computes its norm. This takes eight kernels for each
+parameter. A classic MoE model often has more than a thousand parameters: several for each expert. Its optimizer step
+then spends most of its time on launches. The methods in this file check all gradients together. They skip the same
+steps as DeepSpeed's methods, and gradients are clipped to the same values.
 """
 
 import math
@@ -25,10 +25,10 @@ TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods
 
 
 def batch_gradient_checks(optimizer: Any, on: bool) -> str | None:
-    """Lets an engine's optimizer check all gradients of a parameter group at once, or again each by itself.
+    """Gives an engine's optimizer the methods of this file. `on` false: gives it back its own.
 
     Returns:
-        None, also for other optimizers than those of ZeRO-1 and 2. Where gradients cannot be checked at once: why.
+        The reason if the optimizer of ZeRO-1 or 2 cannot use them. Otherwise None. Other optimizers are left alone.
     """
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return None

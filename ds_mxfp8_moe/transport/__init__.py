@@ -115,7 +115,7 @@ class Transport(ABC):
             num_local_experts: E.
             meanwhile: called before the host waits for other ranks' counts, to launch work that needs none of them.
                 Not called where the host does not wait.
-            rows: describes the tokens: everything about them that must be equal on all ranks.
+            rows: a text, not data. It describes the tokens: everything about them that must be equal on all ranks.
 
         Returns:
             An immutable plan: a `Plan`, or an object with its num_tokens, top_k, tokens_per_expert, group_ends_E,

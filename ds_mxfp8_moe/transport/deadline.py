@@ -6,10 +6,10 @@ A wait ends at the timeout of its process group: DeepSpeed's `DEEPSPEED_TIMEOUT`
 reads the notes of the others for a moment, and names the ranks that left none. A rank that raises another error inside
 a layer writes that error into the store, so that its peers can quote it. While all goes well, nobody uses the store.
 
-On gloo the host waits in every exchange, and every wait ends here. On NCCL the host waits for the counts of a plan,
-and in DeepSpeed's gate where that drops no tokens. That wait ends here, shortly before NCCL's own watchdog would abort
-the process. The exchanges themselves wait on the device and end by that watchdog, which knows neither the layer nor
-the peer.
+On gloo the host waits in every exchange, and every wait ends here. On NCCL the host waits for the counts of a plan.
+That wait ends here, shortly before NCCL's own watchdog would abort the process. The exchanges themselves wait on the
+device and end by that watchdog, which knows neither the layer nor the peer. DeepSpeed's gate with one choice a token
+(k=1) and without dropping reads a capacity that was reduced over the ranks. The watchdog ends this wait too.
 """
 
 import functools

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport of one rank that holds all experts: nothing travels, and the host waits for nothing.
 
-It gives the same bits as the other transports: tokens are quantised as if they travelled, and sums are rounded so. The
-number of rows is the most that the choices can need, since the host does not know how many each expert got.
+It gives the same bits as the other transports: it quantises tokens and rounds sums as if they travelled. It allocates
+the most rows that the choices can need, because the host does not know the counts.
 """
 
 from collections.abc import Callable

@@ -42,7 +42,7 @@ class NVLinkPlan:
         num_rows: P. With a capacity it may be more than the last group's end.
         received: number of rows that arrive here. With a capacity it is an upper bound.
         most_rows: the most rows that any rank receives or sends. Equal on all ranks.
-        rows: the extension's Rows.
+        rows: the kernels' struct `Rows` (ops/csrc/nvlink/kernels.h), with addresses of the plan's tables.
         group_sizes_E: address of the int32 sizes of the groups, without padding.
         tables: the tensors that hold what the addresses point to.
     """
@@ -87,7 +87,8 @@ def _tables(device: torch.device, *sizes: int) -> tuple[torch.Tensor, list]:
 
 
 def regions(rows: int, *row_bytes: int) -> list:
-    """Where in a half the regions begin that hold `rows` rows of each of `row_bytes`, and where the last one ends."""
+    """Offsets, within one half of the staging, of regions for `rows` rows of each size in `row_bytes`. The last number
+    is the end."""
     beginnings = [0]
     for size in row_bytes:
         beginnings.append(-(-(beginnings[-1] + rows * size) // ALIGNED) * ALIGNED)
@@ -211,7 +212,7 @@ class NVLink(Transport):
                    memory.stream())
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
-        """The kernels' Rows for one exchange."""
+        """The kernels' struct `Rows` for one exchange: that of the plan, and where the exchange's data lie."""
         memory, where = self.memory, self._where(phase)
         memory.check()
         block = wire.block_size if wire.mxfp8 else 0
@@ -272,7 +273,7 @@ class NVLink(Transport):
         if not sms:
             ext.combine(args, self._sms_alone, memory.stream())
             return Pending((out_TH, weight_TK))
-        # All memory belongs to the current stream. It waits for the side stream before any of this is freed.
+        # The current stream owns all memory. It waits for the side stream (Pending.result) before any of it is freed.
         memory.side.wait_stream(get_accelerator().current_stream())
         ext.combine(args, sms, memory.side.cuda_stream)
         done = get_accelerator().Event()

@@ -12,7 +12,7 @@ whether integers and addresses are 1 or multiples of 16. `Launched` computes tha
 the kernel that Triton compiled for it, and the next time hands its launcher addresses and numbers, which spares a
 query of the driver for each tensor. The first launch of a specialization goes through Triton. So does every launch
 with an argument of a type unknown here, every launch while a profiler has set Triton's hooks, and every launch with
-another version of Triton. Nobody asks whether an address is the device's: callers see to that.
+another version of Triton. `Launched` does not check that a tensor is on the GPU. The caller must.
 """
 
 from functools import partial
@@ -36,10 +36,10 @@ class _Unknown(Exception):
 
 
 def _prepared(x: Any) -> tuple[Any, Any]:
-    """What the launcher gets for an argument, and what of the argument decides which code Triton compiles.
+    """The value that the launcher gets for an argument, and a key.
 
-    Arguments that Triton specializes differently differ in the second. Arguments that it treats alike may differ too:
-    that costs one more launch through Triton.
+    If Triton compiles two arguments differently, their keys differ. If their keys differ without need, Triton launches
+    the kernel once more.
     """
     if isinstance(x, torch.Tensor):
         address = x.data_ptr()

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what a function does on the device, and does it again on other tensors with little work on the host.
+"""Records what a function does on the device, and repeats it on other tensors with little work on the host.
 
     with Recording(inputs) as recording:
         outputs = function(*inputs)
     program = recording.program(outputs, executor)
     other_outputs = program(*other_inputs)
 
-A recording notes each launch of a kernel and each torch op. The program repeats them in C++ (ops/csrc/replay): it
-allocates, launches with addresses and numbers, calls torch ops through the dispatcher, and frees. What only the host
-does is left out. A branch of the function is not taken again, so a program fits inputs of the same shapes, strides,
-dtypes, devices and alignment (`signature`) alone, and weights that a kernel finds from one address at the same
-`distances`. `replayed` sees to that.
+A recording notes each launch of a kernel and each torch op. It does not note Python code. The program repeats the
+launches and ops in C++ (ops/csrc/replay): it allocates tensors, launches kernels with addresses and numbers, calls
+torch ops through the dispatcher, and frees each tensor after its last use. A program holds no tensor. It runs on the
+current stream, on the device of its first input.
 
-A program holds no tensor, and a tensor is freed after its last use. It runs on the current stream, on the device of
-its first input.
+A program does not repeat the function's branches. It is valid only for inputs with the same properties (`signature`).
+A kernel may compute the address of every weight from that of one. The weights must then lie at the same `distances`
+from each other. `replayed` keeps one program for each combination that its callers give it.
 """
 
 import re
@@ -39,7 +39,7 @@ def active() -> "Recording | None":
 
 
 def signature(tensors: Sequence[torch.Tensor | None]) -> tuple:
-    """What of single tensors a program depends on."""
+    """The properties of each tensor that the program depends on."""
     return tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
 
 
@@ -52,13 +52,13 @@ def distances(tensors: Sequence[torch.Tensor]) -> tuple:
 
 def replayed(executor: ModuleType, key: tuple, between: tuple, function: Callable,
              inputs: Sequence[torch.Tensor]) -> tuple:
-    """function(*inputs), recorded at the first call, and replayed from then on if it can be.
+    """function(*inputs). Records the first call, and replays the recording in later calls if it has no obstacle.
 
     Args:
         executor: the loaded module of ops/csrc/replay.
-        key: all that `function` depends on, beside what the inputs hold and `between`.
-        between: distances between inputs. If they change often, there is no use in recording, and it ends.
-        function: returns a list of tensors and None, and an object without tensors.
+        key: everything that `function` depends on, except the values in the inputs and `between`.
+        between: distances between inputs. After MOST_DISTANCES different ones, nothing more is recorded for this key.
+        function: returns two things: a list of tensors and None, and an object without tensors.
     """
     if key not in _PROGRAMS:
         if len(_PROGRAMS) == MOST_KEYS:
