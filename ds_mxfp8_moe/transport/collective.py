@@ -66,7 +66,9 @@ class Collective(Transport):
 
     def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None] | None) -> list:
         """Reads counts on the host, which waits for the GPU here. `meanwhile`: called before the wait."""
-        if counts.device.type == "cpu":
+        if counts.device.type == "cpu":  # as on GPUs, although the host has waited already
+            if meanwhile is not None:
+                meanwhile()
             return counts.tolist()
         on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
         on_host.copy_(counts, non_blocking=True)
