@@ -73,6 +73,10 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         """What the shared experts and their gate return, as a branch. None if `_finalize_output` calls them."""
         if self.shared_experts is None or torch.compiler.is_compiling():  # it is traced only outside ExpertFFN
             return None
+        # With ZeRO-3, a recomputation (non-reentrant) must end inside the shared experts. If it went on, DeepSpeed
+        # would release their parameters, which the backward that called for it is about to read.
+        if hasattr(next(self.shared_experts.parameters(), None), "ds_id"):
+            return None
         gate = self.shared_experts_gate
         x = x_TH if self.moe_output_shape == "flat" or gate is not None else hidden_states
         return Branch(lambda: (self.shared_experts(x), None if gate is None else gate(x)), x.device)
