@@ -2,11 +2,13 @@
 """The layers that DeepSpeed's AutoEP makes out of Hugging Face models, with the exchange and the experts in MXFP8."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
+from .branch import Branch
 from .expert_ffn import ExpertFFN
 from .layer import LayerSettings
 from .routing import Routes, round_robin
@@ -19,10 +21,23 @@ class MXFP8GroupedExperts(GroupedExperts):
     The whole exchange happens in this module's forward, because ZeRO-3 gathers the parameters around that call.
     """
 
-    def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN | None = None) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN | None = None,
+                branch: Branch | None = None) -> torch.Tensor:
         if ffn is None:  # the layer is back on DeepSpeed's path, but a wrapper (PEFT) kept these experts' class
             return super().forward(x_TH, routes)
-        return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2})
+        return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2}, branch)
+
+
+class _SharedExpertsCalled:
+    """A layer for DeepSpeed's `_finalize_output`. Its shared experts and their gate return what they gave before."""
+
+    def __init__(self, layer: AutoEPMoELayer, shared: torch.Tensor, gate: torch.Tensor | None):
+        self._layer = layer
+        self.shared_experts = lambda x: shared
+        self.shared_experts_gate = None if gate is None else lambda x: gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 class MXFP8AutoEPMoELayer(AutoEPMoELayer):
@@ -49,8 +64,22 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name)
-        output = self.experts(x_TH, routes, ffn).reshape(hidden_states.shape)
-        return self._finalize_output(output, x_TH, hidden_states, hidden_states.shape[-1])
+        shared = self._shared_experts(x_TH, hidden_states)
+        output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
+        layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())
+        return AutoEPMoELayer._finalize_output(layer, output, x_TH, hidden_states, hidden_states.shape[-1])
+
+    def _shared_experts(self, x_TH: torch.Tensor, hidden_states: torch.Tensor) -> Branch | None:
+        """What the shared experts and their gate return, as a branch. None if `_finalize_output` calls them."""
+        if self.shared_experts is None or torch.compiler.is_compiling():  # it is traced only outside ExpertFFN
+            return None
+        # With ZeRO-3, a recomputation (non-reentrant) must end inside the shared experts. If it went on, DeepSpeed
+        # would release their parameters, which the backward that called for it is about to read.
+        if hasattr(next(self.shared_experts.parameters(), None), "ds_id"):
+            return None
+        gate = self.shared_experts_gate
+        x = x_TH if self.moe_output_shape == "flat" or gate is not None else hidden_states
+        return Branch(lambda: (self.shared_experts(x), None if gate is None else gate(x)), x.device)
 
     @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:

@@ -46,6 +46,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.utils.logging import warning_once
 
+from .branch import Branch
 from .config import Recipe
 from .executor import current, executor_for
 from .expert_math import ExpertMath, Rows
@@ -88,7 +89,8 @@ class ExpertFFN:
     @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
-                 weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> torch.Tensor:
+                 weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
+                 branch: Branch | None = None) -> torch.Tensor:
         """Sends tokens through their experts.
 
         Args:
@@ -96,6 +98,7 @@ class ExpertFFN:
             routes: the routes of these T tokens.
             weights: for each of ROLES that the formula has, E tensors ([out, in], biases [out]) or one stacked
                 [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
+            branch: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
 
         Returns:
             [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
@@ -112,7 +115,7 @@ class ExpertFFN:
                 layout.append((role, 0 if stacked else len(value)))
                 tensors += [value] if stacked else list(value)
         with _without_autocast(device_type):
-            return _ExpertFFNFunction.apply(self, tuple(layout), torch.is_grad_enabled(), routes.expert_TK,
+            return _ExpertFFNFunction.apply(self, branch, tuple(layout), torch.is_grad_enabled(), routes.expert_TK,
                                             x_TH, routes.weight_TK, *tensors)
 
 
@@ -158,13 +161,13 @@ def _unquantized(recipe: Recipe) -> Recipe:
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, layout, grad_enabled, expert_TK, x_TH, weight_TK, *weights):
+    def forward(ctx, ffn: ExpertFFN, branch, layout, grad_enabled, expert_TK, x_TH, weight_TK, *weights):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
         inputs = expert_TK, x_TH, weight_TK
         few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
         (y_TH, *kept), call = _run(ffn, layout, backward, ffn.recipe.quantize_gemm and not few_tokens,
-                                   partial(_forward, ffn, layout, backward), inputs, weights)
+                                   partial(_forward, ffn, branch, layout, backward), inputs, weights)
         ctx.layout, ctx.call = layout, call._replace(ffn=ffn)  # the recording may come from another layer
         ctx.save_for_backward(*kept, *weights)
         return y_TH
@@ -177,13 +180,13 @@ class _ExpertFFNFunction(torch.autograd.Function):
             raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: "
                                "leave it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
         layout, call, saved = ctx.layout, ctx.call, ctx.saved_tensors
-        _, _, _, _, *needs = ctx.needs_input_grad
+        _, _, _, _, _, *needs = ctx.needs_input_grad
         count = sum(max(size, 1) for _, size in layout)
         inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
         with _without_autocast(g_TH.device.type):
             grads, _ = _run(call.ffn, layout, (call.recipe, tuple(needs)), call.recipe.quantize_gemm,
                             partial(_backward, call, layout, needs), inputs, weights)
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads
 
 
 class _Call(NamedTuple):
@@ -227,16 +230,22 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
         return recording.replayed(executor, key, between, function, (*inputs, *weights))
 
 
-def _forward(ffn: ExpertFFN, layout: tuple, backward: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,
-             weight_TK: torch.Tensor, *weights: torch.Tensor) -> tuple[list, _Call]:
+def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: bool, expert_TK: torch.Tensor,
+             x_TH: torch.Tensor, weight_TK: torch.Tensor, *weights: torch.Tensor) -> tuple[list, _Call]:
     """The output and the tensors that backward needs; and the call."""
     recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
     experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype)
-    # The device quantises weights while the host waits for the counts. It does not if this rank's own number of
-    # tokens suggests that the call will run unquantised.
-    enough = expert_TK.numel() >= fewest * ffn.num_local_experts
-    plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile=experts.quantize_ahead if enough else None,
-                              rows=_rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
+
+    def meanwhile():
+        """While the host waits for the counts, the device computes the branch and quantises weights."""
+        if branch is not None:
+            branch.launch()
+        # This rank's own number of tokens may suggest that the call will run unquantised.
+        if expert_TK.numel() >= fewest * ffn.num_local_experts:
+            experts.quantize_ahead()
+
+    plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
+                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
         experts.recipe = recipe = _unquantized(recipe)

@@ -37,6 +37,10 @@ class KernelPreference(str, Enum):
     EMULATED = "emulated"
 
 
+# torch 2.11's Dynamo does not trace iteration over an Enum class, so the values are listed here.
+KERNEL_PREFERENCES = tuple(preference.value for preference in KernelPreference)
+
+
 def _exact_dtype(result_dtype: torch.dtype) -> torch.dtype:
     """The dtype for dequantised operands. It holds them exactly, and is at least as wide as the product's result."""
     return torch.bfloat16 if result_dtype == torch.bfloat16 else torch.float32
@@ -225,9 +229,8 @@ def _check(A, B_t, offs, bias, out_dtype, kernel_preference, block_size, scaling
     if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
         raise ValueError(f"block_size {block_size!r} and scale_calculation_mode {scaling_mode!r} were given; expected "
                          f"one of {BLOCK_SIZES} and one of {SCALING_MODES}")
-    if kernel_preference not in list(KernelPreference):
-        raise ValueError(f"kernel_preference is {kernel_preference!r}, expected one of "
-                         f"{[preference.value for preference in KernelPreference]}")
+    if kernel_preference not in KERNEL_PREFERENCES:
+        raise ValueError(f"kernel_preference is {kernel_preference!r}, expected one of {KERNEL_PREFERENCES}")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if A.dim() != 2 or B_t.dim() != 3 or A.shape[1] != B_t.shape[1]:

@@ -64,16 +64,16 @@ class Collective(Transport):
         all_to_all(out, x, recv_splits, send_splits, self.group, self._where(phase))
         return out
 
-    def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None] | None) -> list:
+    def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None]) -> list:
         """Reads counts on the host, which waits for the GPU here. `meanwhile`: called before the wait."""
-        if counts.device.type == "cpu":
+        if counts.device.type == "cpu":  # as on GPUs, although the host has waited already
+            meanwhile()
             return counts.tolist()
         on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
         on_host.copy_(counts, non_blocking=True)
         copied = get_accelerator().Event()
         copied.record()
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
         wait_for_device(copied, self.group, self._where("counts"), set_deadline(self.group, counts.device))
         return on_host.tolist()
 
@@ -100,17 +100,29 @@ class Collective(Transport):
         ones = (1, ) * W
         arriving = self._exchange(message, ones, ones, "counts")
         sizes_E = arriving[:, 1:E + 1].sum(0)
+        of_device = []
+
+        def launch_what_needs_no_counts() -> None:
+            # Rows are sent in the order of (rank, token). A wanted pair's slot is the number of those before it.
+            wanted = wanted_TW.t().reshape(-1)
+            padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+            ends_E = padded_E.cumsum(0)
+            shift_E = (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
+            of_device.extend((wanted, wanted.cumsum(0) - 1, torch.arange(W * T, device=device), ends_E, shift_E))
+            if meanwhile is not None:
+                meanwhile()
+
         counts = self._read_counts(torch.cat([send_counts_W, arriving[:, 0], sizes_E,
-                                              arriving[:, E + 1].sum().view(1), arriving[:, E + 2]]), meanwhile)
+                                              arriving[:, E + 1].sum().view(1), arriving[:, E + 2]]),
+                                   launch_what_needs_no_counts)
+        wanted, place, pair, ends_E, shift_E = of_device
         self._check_same_plan(counts[-W:], call)
         send_splits, recv_splits = tuple(counts[:W]), tuple(counts[W:2 * W])
         group_sizes, tokens_of_group = counts[2 * W:2 * W + E], counts[2 * W + E]
         S, R, M = sum(send_splits), sum(recv_splits), sum(group_sizes)
 
-        # Rows are sent in the order of (rank, token). A wanted pair's slot is the number of wanted pairs before it.
-        wanted = wanted_TW.t().reshape(-1)
-        slot = torch.where(wanted, wanted.cumsum(0) - 1, S)
-        pair_S = slot.new_empty(S + 1).scatter_(0, slot, torch.arange(W * T, device=device))[:S]
+        slot = torch.where(wanted, place, S)
+        pair_S = slot.new_empty(S + 1).scatter_(0, slot, pair)[:S]
         send_token_S = pair_S % max(T, 1)
         send_rank_S = pair_S.div(max(T, 1), rounding_mode="floor")
         id_dtype = torch.int16 if E <= torch.iinfo(torch.int16).max else torch.int32
@@ -126,9 +138,6 @@ class Collective(Transport):
             ends.append(end)
         flat = local_RK.reshape(-1)
         order = torch.where(flat < 0, E, flat).argsort(stable=True)[:M]
-        padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
-        ends_E = padded_E.cumsum(0)
-        shift_E = (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
         place_M = torch.arange(M, device=device) + shift_E.index_select(0, flat.index_select(0, order).int())
         slot_RK = order.new_full((R * K, ), end).scatter_(0, order, place_M).view(R, K)
         source_P = order.new_full((end, ), R * K).scatter_(0, place_M, order)

@@ -86,6 +86,29 @@ def _tables(device: torch.device, *sizes: int) -> tuple[torch.Tensor, list]:
     return table, [table.data_ptr() + beginning for beginning in beginnings]
 
 
+class _RowsOfAll:
+    """What the kernel `totals` tells the host.
+
+    Attributes:
+        received_W: how many rows each rank receives.
+        most: the most rows that any rank receives or sends.
+    """
+
+    def __init__(self, words: Any, W: int, E: int):
+        """`words`: a NumPy array with what the kernel wrote to kernels.h's Totals::host."""
+        width = 2 + W + W * E
+        self._sizes_E = words[1 + W * width:1 + W * width + E]
+        self._tokens_W, _, *to_WW = words[1:1 + W * width].reshape(W, width).T[:2 + W].tolist()
+        self.received_W = list(map(sum, to_WW))
+        self.most = max(*self.received_W, *map(sum, zip(*to_WW, strict=True)))
+
+    def sizes(self, K: int) -> dict:
+        """The fields of NVLinkPlan that tell the number of rows."""
+        ends, W = tuple(itertools.accumulate(map(_padded, self._sizes_E.tolist()))), len(self._tokens_W)
+        return {"group_ends": ends, "num_rows": ends[-1],
+                "tokens_per_expert": sum(self._tokens_W) * K / (W * len(ends))}
+
+
 def regions(rows: int, *row_bytes: int) -> list:
     """Offsets, within one half of the staging, of regions for `rows` rows of each size in `row_bytes`. The last number
     is the end."""
@@ -153,63 +176,62 @@ class NVLink(Transport):
                              'transport moves at once: take smaller micro-batches, or write "transport": "collective"')
         chunks = -(-T // chunk)
         stride = -(-(chunks + 1) // 4) * 4
-        of_all, (ends, group_sizes, first, counts, place_base, place_end, segments) = _tables(
-            memory.device, E, E, (W * E + W) * stride, W * (2 + W + W * E), W * E, W * E, 4 * W)
+        tables, (ends, group_sizes, first, counts, place_base, place_end, segments, slot, arriving) = _tables(
+            memory.device, E, E, (W * E + W) * stride, W * (2 + W + W * E), W * E, W * E, 4 * W, W * T,
+            2 * W * ext.MAX_CHUNKS)
         ids = expert_TK.data_ptr()
         known = {"first_CB": first, "T": T, "experts": W * E, "chunks": chunks, "stride": stride}
         ext.count(ext.Count(expert_TK=ids, K=K, local_experts=E, world=W, chunk=chunk, **known), memory.stream())
         known |= {"counts_WC": counts, "segments": segments}
-        sizes = self._totals(T, K, E, known | {"place_base_E": place_base, "place_end_E": place_end,
-                                               "group_ends_E": ends, "group_sizes_E": group_sizes}, rows, meanwhile)
-        of_rows, (slot, place, arriving) = _tables(memory.device, W * T, sizes["received"] * K,
-                                                   2 * W * ext.MAX_CHUNKS)
-        known |= {"slot_WT": slot, "place_RK": place, "arriving_WC": arriving, "K": K, "chunk": chunk}
+        sizes = self._launch_totals(T, K, E, known | {"place_base_E": place_base, "place_end_E": place_end,
+                                                      "group_ends_E": ends, "group_sizes_E": group_sizes}, rows)
+        if sizes is None and meanwhile is not None:
+            meanwhile()
+        # The device may run dry between the host's wait and the next launch. So everything that does not depend on the
+        # counts comes before the wait, and what the kernel `places` does not need comes after its launch.
+        known |= {"slot_WT": slot, "arriving_WC": arriving, "K": K, "chunk": chunk}
         limits = {} if self.capacity_factor is None else {"place_end_E": place_end}  # otherwise all rows fit
-        self._places(K, E, known | limits | {"expert_TK": ids, "place_base_E": place_base}, sizes["most_rows"])
-        return NVLinkPlan(num_tokens=T, top_k=K, group_ends_E=of_all[:E], rows=ext.Rows(P=sizes["num_rows"], **known),
-                          group_sizes_E=group_sizes, tables=(of_all, of_rows), **sizes)
+        places = ext.Places(local_experts=E, expert_TK=ids, place_base_E=place_base, **limits, **known)
+        prepared, tag, where = ext.Rows(**known), signature("places", K, E), self._where("places")
+        if sizes is None:
+            memory.wait_for_counts(self.name)
+            read = _RowsOfAll(memory.host_words, W, E)
+            received, most_rows = read.received_W[memory.rank], read.most
+        else:
+            received = most_rows = W * T  # a token goes to a rank once at most, so the staging has room for all rows
+        place_RK = torch.empty(received * K, dtype=torch.int32, device=memory.device)
+        place = place_RK.data_ptr()
+        _, ranges_at = regions(most_rows, 4 * K)
+        memory.reserve(ranges_at + 8 * W * ext.MAX_CHUNKS, where)
+        ext.places(ext.Places(places, group=memory.begin(tag, where), place_RK=place, ranges_at=ranges_at),
+                   self._sms_alone, memory.stream())
+        sizes = sizes or read.sizes(K)
+        return NVLinkPlan(num_tokens=T, top_k=K, group_ends_E=tables[:E], received=received, most_rows=most_rows,
+                          rows=ext.Rows(prepared, P=sizes["num_rows"], place_RK=place), group_sizes_E=group_sizes,
+                          tables=(tables, place_RK), **sizes)
 
-    def _totals(self, T: int, K: int, E: int, known: dict, rows: str,
-                meanwhile: Callable[[], None] | None) -> dict:
-        """Tells every rank how many rows go where. Returns the fields of NVLinkPlan that the host then knows.
+    def _launch_totals(self, T: int, K: int, E: int, known: dict, rows: str) -> dict | None:
+        """Tells every rank how many rows go where. `known`: fields of Totals.
 
-        `known`: fields of Totals.
+        Returns:
+            The fields of NVLinkPlan that tell the number of rows. None: the host has to read it.
         """
         memory, ext, W = self.memory, self.memory.extension, self.world_size
-        static, where, width = self.capacity_factor is not None, self._where("counts"), 2 + W + W * E
-        memory.reserve(4 * W * width, where)
+        static, where = self.capacity_factor is not None, self._where("counts")
+        memory.reserve(4 * W * (2 + W + W * E), where)
         group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0,
                                        self.on_overflow), where)
-        if static:
-            share = _padded(math.ceil(self.capacity_factor * T * K))
-            room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
-            memory.unchecked = True
-            dropped = memory.dropped_at(self.name) if self.on_overflow == "drop" else 0
-            ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),
-                       memory.stream())
-            # A token goes to a rank once at most, so the staging has room for all rows.
-            return {"group_ends": None, "num_rows": room, "received": W * T, "most_rows": W * T,
-                    "tokens_per_expert": T * K / E}
-        ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(), host=memory.host.data_ptr(),
-                              **known), memory.stream())
-        if meanwhile is not None:
-            meanwhile()
-        memory.wait_for_counts(self.name)
-        end = 1 + W * width
-        tokens_W, _, *to_WW = memory.host_words[1:end].reshape(W, width).T[:2 + W].tolist()
-        received_W, sent_W = [sum(to_W) for to_W in to_WW], map(sum, zip(*to_WW, strict=True))
-        ends = tuple(itertools.accumulate(map(_padded, memory.host_words[end:end + E].tolist())))
-        return {"group_ends": ends, "num_rows": ends[-1], "received": received_W[memory.rank],
-                "most_rows": max(*received_W, *sent_W), "tokens_per_expert": sum(tokens_W) * K / (W * E)}
-
-    def _places(self, K: int, E: int, known: dict, most_rows: int) -> None:
-        """Finds the place of every choice, and tells it to the rank that serves it. `known`: fields of Places."""
-        memory, ext, where = self.memory, self.memory.extension, self._where("places")
-        _, ranges_at = regions(most_rows, 4 * K)
-        memory.reserve(ranges_at + 8 * self.world_size * ext.MAX_CHUNKS, where)
-        group = memory.begin(signature("places", K, E), where)
-        ext.places(ext.Places(group=group, local_experts=E, ranges_at=ranges_at, **known), self._sms_alone,
+        if not static:
+            ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(),
+                                  host=memory.host.data_ptr(), **known), memory.stream())
+            return None
+        share = _padded(math.ceil(self.capacity_factor * T * K))
+        room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
+        memory.unchecked = True
+        dropped = memory.dropped_at(self.name) if self.on_overflow == "drop" else 0
+        ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),
                    memory.stream())
+        return {"group_ends": None, "num_rows": room, "tokens_per_expert": T * K / E}
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
         """The kernels' struct `Rows` for one exchange: that of the plan, and where the exchange's data lie."""

@@ -98,7 +98,7 @@ def run_without_waiting(recipe):
 
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return read_counts(self, counts, meanwhile and watched)
+            return read_counts(self, counts, watched)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 

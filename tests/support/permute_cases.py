@@ -184,9 +184,13 @@ def exchange(problem: Problem, device: str, in_kernels: bool) -> list:
     def body(rank):
         return moved(Member(None, rank=rank, peers=peers), problem, inputs[rank], "slot_RK", device)[1]
 
-    # The accelerator of this process may be the CPU: read the counts without its events.
+    def read_counts(self, counts, meanwhile):
+        """Without events: the accelerator of this process may be the CPU."""
+        meanwhile()
+        return counts.tolist()
+
     with mock.patch.object(collective, "runs_triton", lambda x: in_kernels), poisoned(), \
-            mock.patch.object(Collective, "_read_counts", lambda self, counts, meanwhile: counts.tolist()):
+            mock.patch.object(Collective, "_read_counts", read_counts):
         return peers.run(body)
 
 
