@@ -63,6 +63,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         batch_gradient_checks: true lets ZeRO-1 and 2 check overflow and take norms of all gradients in a few calls. It
             has no effect with offload, where ZeRO-1 accumulates in fp32, and with releases of DeepSpeed that it was
             not tested with. false leaves the checks to DeepSpeed, which makes them for each parameter.
+        keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
+            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
+            effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -88,6 +91,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
     batch_gradient_checks: bool = True
+    keep_quantized_weights: bool = False
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):

@@ -17,7 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx"],
     ["casts"],
-    ["routing", "experts", "config", "zero"],
+    ["routing", "experts", "config", "zero", "kept_weights"],
     ["activation", "grouped_gemm"],
     ["crossover"],
     ["transport*"],
