@@ -15,15 +15,10 @@ class KeptWeights:
     Whoever changes the parameters calls `clear`. convert.py makes the engine do so. DeepSpeed's optimizer changes
     values without a trace in the parameters. Other changes show in their addresses or versions, as those by
     load_state_dict do, and this class notices them. It does not notice a write into `parameter.data`.
-
-    A copy of a layer keeps no weights, since no engine clears them: copied or pickled, an object becomes None.
     """
 
     def __init__(self):
         self.clear()
-
-    def __reduce__(self):
-        return type(None), ()
 
     def clear(self) -> None:
         """Frees all kept weights."""
@@ -45,7 +40,7 @@ class KeptWeights:
             being captured, which would replay on weights of this step; or the weights are not parameters, so they may
             be new in every call.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         # Another stream does not wait for the kernels that made them.
         state = [get_accelerator().current_stream(), *((w.data_ptr(), w._version) for w in weights)]
