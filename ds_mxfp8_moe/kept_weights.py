@@ -2,11 +2,14 @@
 """Quantised weights that a layer's calls share, from the first micro-batch of a step to the optimizer's step."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from .mx import MXTensor
+
+_VERSION = attrgetter("_version")
 
 
 class KeptWeights:
@@ -43,7 +46,7 @@ class KeptWeights:
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         # Another stream does not wait for the kernels that made them.
-        state = [get_accelerator().current_stream(), *((w.data_ptr(), w._version) for w in weights)]
+        state = [get_accelerator().current_stream(), *map(torch.Tensor.data_ptr, weights), *map(_VERSION, weights)]
         if state != self._state:
             if not all(isinstance(w, torch.nn.Parameter) for w in weights):
                 return None

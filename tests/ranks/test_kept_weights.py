@@ -6,6 +6,7 @@ import io
 import os
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from unittest import mock
 
@@ -163,8 +164,13 @@ def experts_of(engine):
     return [p for name, p in engine.module.named_parameters() if "deepspeed_experts" in name]
 
 
-def halved(engine):
-    return {name: value / 2 for name, value in engine.module.state_dict().items()}
+def load_checkpoint(engine, directory, **keys):
+    path, _ = engine.load_checkpoint(directory, **keys)
+    assert path is not None
+
+
+def load_halves(engine, directory, **keys):
+    engine.module.load_state_dict({name: value / 2 for name, value in engine.module.state_dict().items()}, **keys)
 
 
 def write_and_step(engine, directory):
@@ -175,16 +181,17 @@ def write_and_step(engine, directory):
 
 
 def evaluate_other_weights(engine, directory):
-    """As an average of weights is evaluated: written into the parameters without a trace, and taken out again."""
+    """The loss of an average of weights, which is written into the parameters without a trace and taken out again."""
     own = [p.detach().clone() for p in experts_of(engine)]
     for p in experts_of(engine):
         p.data.mul_(0.5)
     engine.eval()
     with torch.no_grad():
-        engine(*(x.to(own[0].dtype) for x in batch(5, Layout(), dist.get_rank())))
+        loss = engine(*(x.to(own[0].dtype) for x in batch(5, Layout(), dist.get_rank()))).item()
     engine.train()
     for p, value in zip(experts_of(engine), own, strict=True):
         p.data.copy_(value)
+    return loss
 
 
 def write(engine, directory):
@@ -199,11 +206,10 @@ def replace_data(engine, directory):
 
 
 CHANGES = {
-    "load_checkpoint": lambda engine, directory: engine.load_checkpoint(directory),
-    "load_checkpoint, weights alone": lambda engine, directory: engine.load_checkpoint(directory,
-                                                                                       load_module_only=True),
-    "load_state_dict": lambda engine, directory: engine.module.load_state_dict(halved(engine)),
-    "load_state_dict, assigned": lambda engine, directory: engine.module.load_state_dict(halved(engine), assign=True),
+    "load_checkpoint": load_checkpoint,
+    "load_checkpoint, weights alone": partial(load_checkpoint, load_module_only=True),
+    "load_state_dict": load_halves,
+    "load_state_dict, assigned": partial(load_halves, assign=True),
     "a write": write,
     "other data": replace_data,
     "a write without a trace before a step": write_and_step,
@@ -235,7 +241,7 @@ def changed_within_a_step(layout, directory, change):
             engine.save_checkpoint(directory, tag="t")
         dist.barrier()
         micro_batches(range(9, 12))
-        CHANGES[change](engine, directory)
+        losses.append(CHANGES[change](engine, directory))
         with counted() as count:
             micro_batches(range(12, 14))
         results.append((losses, parameters(engine), count.total()))
@@ -376,16 +382,17 @@ def parameters_of(experts):
     return {role: [torch.nn.Parameter(e[role]) for e in experts] for role in experts[0]}
 
 
-def calls(weights, kept, recipe="hp-128", name="swiglu", count=3, dtypes=(torch.bfloat16, )):
+def calls(weights, kept, recipe="hp-128", name="swiglu", count=3, dtypes=(torch.bfloat16, ), device="cpu"):
     """Outputs and gradients of some calls in a row, with other tokens each."""
     results = []
     for seed in range(count):
         torch.manual_seed(seed)
         _, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16)
         dtype = dtypes[seed % len(dtypes)]
-        x, g = x.to(dtype).requires_grad_(), g.to(dtype)
+        x, g = x.to(device, dtype).requires_grad_(), g.to(device, dtype)
+        routes = Routes(expert_TK=routes[0].to(device), weight_TK=routes[1].to(device), num_experts=len(weights["up"]))
         ffn = ExpertFFN(formula(name), RECIPES[recipe], Local(), len(weights["up"]), kept=kept)
-        y = ffn(x, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(weights["up"])), weights)
+        y = ffn(x, routes, weights)
         flat = list(chain(*weights.values()))
         results += [y.detach(), *torch.autograd.grad(y, [x, *flat], g)]
     return results
