@@ -18,6 +18,7 @@ from autoep_models import batch as token_ids
 from autoep_models import engine as autoep_engine
 from models import BF16, DEFAULT, Layout, Net, batch, make_engine, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
+from test_classic_layouts import overflow_then_train
 from test_expert_ffn import RECIPES, formula, problem
 from test_recompute import WAYS, CheckpointedNet
 from test_zero import poison
@@ -123,6 +124,23 @@ def test_a_skipped_step(ranks2):
     assert all([record["skipped"] for record in records] == [0, 1, 1] for (records, *_), _ in results)
 
 
+def overflow_both(layout):
+    results = []
+    for section in (DEFAULT, KEPT):
+        reset_deepspeed_groups()
+        results.append(overflow_then_train(layout, section))
+    return results
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_fp16_overflow(ranks2, zero):
+    layout = Layout(zero=zero, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "hysteresis": 1}})
+    for without, kept in ranks2.run(overflow_both, layout):
+        assert without["skipped"] == kept["skipped"] == 1 and without["loss"] == kept["loss"]
+        for state, kept_state in zip(without["states"], kept["states"], strict=True):
+            assert all(torch.equal(state[name], kept_state[name]) for name in state)
+
+
 def autoep_both(stage, ep_size, changes):
     """As `both`, of an AutoEP model, and what the second one said at start-up."""
     results = []
@@ -141,6 +159,11 @@ def autoep_both(stage, ep_size, changes):
                     engine.step()
                     losses.append(loss.item())
             counts.append(count.total())
+            engine.eval()
+            with torch.no_grad(), counted() as count:
+                losses.append(engine(input_ids=ids, labels=ids).loss.item())
+                assert count.total() == CASTS // 2
+            engine.train()
         end = {} if stage == 3 else parameters(engine)
         results.append((losses, end, counts))
         engine.destroy()
