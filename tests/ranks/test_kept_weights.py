@@ -50,12 +50,14 @@ def counted():
         yield counts
 
 
-def trained(layout, section, way="stored", poisoned=False):
+def trained(layout, section, way="stored", poisoned=False, compiled=False):
     """The records of each step, the parameters at the end, and how many casts of weights each step made."""
     reset_deepspeed_groups()
     torch.manual_seed(layout.seed)
     model = CheckpointedNet(way, layout.ep_size, **layout.moe) if layout.stages == 1 else None
     engine = make_engine(layout, section, model)
+    if compiled:
+        engine.compile(backend="eager")
     records, counts = [], []
     for step in range(layout.steps):
         if poisoned and step == 1:
@@ -122,6 +124,24 @@ def test_a_skipped_step(ranks2):
     results = ranks2.run(both, layout, None, "stored", True)
     check(results, 4 * CASTS, CASTS)
     assert all([record["skipped"] for record in records] == [0, 1, 1] for (records, *_), _ in results)
+
+
+def compiled_both(layout):
+    """As `both`, and how many graphs torch.compile made for each of the two."""
+    results, graphs = [], []
+    for section in (DEFAULT, KEPT):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results.append(trained(layout, section, compiled=True))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    return results, graphs
+
+
+def test_torch_compile(ranks2):
+    results = ranks2.run(compiled_both, Layout(zero=2, dtype="bf16", steps=3, config=FOUR))
+    check([found for found, _ in results], 4 * CASTS, CASTS)
+    assert all(without == kept > 0 for _, (without, kept) in results)
 
 
 def overflow_both(layout):
