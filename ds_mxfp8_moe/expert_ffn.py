@@ -239,7 +239,10 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
 
 def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
               weights: Sequence) -> tuple:
-    """function(*inputs, *weights), which is recorded at its first call and replayed from then on if it can be."""
+    """function(*inputs, *weights), which is recorded at its first call and replayed from then on if it can be.
+
+    `how`, `quantized`: as in `_run`.
+    """
     device = inputs[0].device
     if not ffn.transport.replayable or ffn.timed is not None or not has_kernels(device) or inputs[0].numel() == 0:
         return function(*inputs, *weights)
