@@ -10,6 +10,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 
 from .branch import Branch
 from .expert_ffn import ExpertFFN
+from .kept_weights import KeptWeights
 from .layer import LayerSettings
 from .routing import Routes, round_robin
 from .transport.deadline import tell_peers_on_error
@@ -44,6 +45,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     """`AutoEPMoELayer` with the same router, parameters and results. Ranks may bring different numbers of tokens."""
 
     mxfp8_settings: LayerSettings
+    mxfp8_kept: KeptWeights | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Takes [B, S, H] and returns what AutoEPMoELayer does: [B, S, H] or [T, H], with the router's logits if the
@@ -63,7 +65,8 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             self.tokens_per_expert.add_(counts_E)
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
-                        settings.min_tokens_per_expert, settings.name)
+                        settings.min_tokens_per_expert, settings.name,
+                        kept=self.mxfp8_kept if self.training else None)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())

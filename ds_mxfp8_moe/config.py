@@ -67,6 +67,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             has no effect in three cases: with offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed
             other than those in `TESTED` of zero.py. false leaves the checks to DeepSpeed, which makes them for each
             parameter.
+        keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
+            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
+            effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -92,6 +95,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
     batch_gradient_checks: bool = True
+    keep_quantized_weights: bool = False
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):

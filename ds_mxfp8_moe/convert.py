@@ -7,8 +7,9 @@ be safe stays on DeepSpeed's own path, exactly as DeepSpeed made it, and the rep
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -26,6 +27,7 @@ from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
 from .experts import DTYPES, ExpertFormula, NotRecognised
+from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.device import has_kernels
 from .ops.op_builder import replay
@@ -105,6 +107,10 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     if isinstance(model_or_engine, DeepSpeedEngine):
         check_before_steps(model_or_engine)
         batch_gradient_checks(model_or_engine, section, report)
+        keep_quantized_weights(model_or_engine)
+    elif section.keep_quantized_weights and report.converted:
+        print_on_rank_0('mxfp8_moe: "keep_quantized_weights" has no effect without an engine, which says when weights '
+                        "change")
     return report
 
 
@@ -160,8 +166,8 @@ def choose_transports(model: torch.nn.Module) -> None:
     Raises:
         RuntimeError: the config asks for nvlink, which is not possible here.
     """
-    for module in model.modules():
-        if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) and module.ep_size > 1:
+    for module in _converted_layers(model):
+        if module.ep_size > 1:
             module.mxfp8_settings.choose_transport(module.ep_group)
 
 
@@ -199,6 +205,70 @@ def batch_gradient_checks(engine: DeepSpeedEngine, config: MXFP8MoEConfig, repor
         print_on_rank_0(f"mxfp8_moe: DeepSpeed checks each parameter's gradient by itself: {obstacle}")
 
 
+def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
+    """Lets the engine's layers keep quantised weights, if their config asks for it and the engine allows it.
+
+    The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
+    """
+    layers = [layer for layer in _converted_layers(engine.module)
+              if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
+    obstacle = _obstacle_to_keeping(engine) if layers else None
+    if obstacle:
+        print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
+    if not layers or obstacle:
+        return
+    for layer in layers:
+        layer.mxfp8_kept = KeptWeights()
+    size = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
+    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept within each step, up to {size / 2**30:.2f} GiB on this rank")
+    hooked, engine._mxfp8_keeping = "_mxfp8_keeping" in vars(engine), layers
+    if hooked:
+        return
+
+    def clear() -> None:
+        for layer in engine._mxfp8_keeping:
+            if "mxfp8_kept" in vars(layer):  # which another conversion removes
+                layer.mxfp8_kept.clear()
+
+    def stop() -> None:
+        for layer in engine._mxfp8_keeping:
+            vars(layer).pop("mxfp8_kept", None)
+
+    for owner, method in ((engine, "_take_model_step"), (engine, "load_checkpoint"), (engine, "offload_states"),
+                          (engine.optimizer, "step"), (engine.optimizer, "load_state_dict")):
+        _do_around(owner, method, clear)
+    _do_around(engine, "destroy", stop)
+
+
+def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
+    if not hasattr(engine.optimizer, "step"):
+        return "the engine has no optimizer, so it does not know when weights change"
+    if engine.zero_optimization_partition_weights():
+        return "ZeRO-3 frees the weights after each call"
+    if engine.zenflow:
+        return "ZenFlow changes weights between the optimizer's steps"
+    return None
+
+
+def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
+    """Makes `owner.method` do `action` before it begins and after it ends."""
+    plain = getattr(owner, method)
+
+    @functools.wraps(plain)
+    def around(*args, **kwargs):
+        action()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            action()
+
+    setattr(owner, method, around)
+
+
+def _converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
+
+
 def _section(config) -> MXFP8MoEConfig:
     if config is None or isinstance(config, MXFP8MoEConfig):
         return parse(config)
@@ -230,7 +300,7 @@ def _restore_layer(module: torch.nn.Module) -> None:
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
-            for ours in ("mxfp8_settings", "mxfp8_experts"):
+            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept"):
                 vars(part).pop(ours, None)
 
 

@@ -17,6 +17,7 @@ from .convert import (
     check_before_steps,
     choose_transports,
     convert_layers,
+    keep_quantized_weights,
     print_on_rank_0,
 )
 from .transport.deadline import answers_of_all, tell_peers_on_error
@@ -89,6 +90,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         check_before_steps(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
+    keep_quantized_weights(engine)
 
 
 def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:

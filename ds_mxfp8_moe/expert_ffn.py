@@ -14,8 +14,8 @@ In code, dw is `dweight`. The routing weight acts inside the activation. Combine
 gradient travels unweighted, one copy to each rank. An expert of one Linear layer weights its output rows instead.
 
 Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
-(`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. A recipe without
-quantisation keeps everything in the tokens' dtype.
+(`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
+calls share quantised weights instead. A recipe without quantisation keeps everything in the tokens' dtype.
 
 This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, casts.py and
 grouped_gemm.py choose the kernels.
@@ -36,7 +36,7 @@ The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
@@ -51,6 +51,7 @@ from .config import Recipe
 from .executor import current, executor_for
 from .expert_math import ExpertMath, Rows
 from .experts import ROLES, ExpertFormula
+from .kept_weights import KeptWeights
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Transport, Wire
@@ -76,6 +77,7 @@ class ExpertFFN:
         min_tokens_per_expert: a call computes unquantised if the experts of the group get fewer tokens on average.
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
+        kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
     """
 
     formula: ExpertFormula
@@ -85,6 +87,7 @@ class ExpertFFN:
     min_tokens_per_expert: float = 0
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
+    kept: KeptWeights | None = None
 
     @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
@@ -167,8 +170,9 @@ class _ExpertFFNFunction(torch.autograd.Function):
         inputs = expert_TK, x_TH, weight_TK
         few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
         (y_TH, *kept), call = _run(ffn, layout, backward, ffn.recipe.quantize_gemm and not few_tokens,
-                                   partial(_forward, ffn, branch, layout, backward), inputs, weights)
-        ctx.layout, ctx.call = layout, call._replace(ffn=ffn)  # the recording may come from another layer
+                                   partial(_forward, ffn, branch, layout, backward), inputs, weights,
+                                   transposed=False)
+        ctx.layout, ctx.call = layout, call._replace(ffn=ffn)
         ctx.save_for_backward(*kept, *weights)
         return y_TH
 
@@ -185,20 +189,36 @@ class _ExpertFFNFunction(torch.autograd.Function):
         inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
         with _without_autocast(g_TH.device.type):
             grads, _ = _run(call.ffn, layout, (call.recipe, tuple(needs)), call.recipe.quantize_gemm,
-                            partial(_backward, call, layout, needs), inputs, weights)
+                            partial(_backward, call, layout, needs), inputs, weights, transposed=True)
         return None, None, None, None, None, *grads
+
+
+def _taken_apart(values: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], tuple]:
+    """The plain tensors of these tensors; and of each its kind: the attributes of an MXTensor, else None."""
+    tensors, kinds = [], []
+    for value in values:
+        quantized = isinstance(value, MXTensor)
+        kinds.append((value.block_size, value.orig_dtype, value.tiled) if quantized else None)
+        tensors += [value.qdata, value.scale_bytes] if quantized else [value]
+    return tensors, tuple(kinds)
+
+
+def _put_together(tensors: list[torch.Tensor], kinds: Iterable) -> list[torch.Tensor]:
+    """The inverse of `_taken_apart`. It removes what it takes from the front of `tensors`."""
+    return [tensors.pop(0) if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) for kind in kinds]
 
 
 class _Call(NamedTuple):
     """What forward hands to backward beside tensors.
 
     Attributes:
+        ffn: None in what a recording holds, since layers share recordings.
         recipe: the recipe that ran, which is without quantisation where experts got few tokens.
-        kinds: for each of the rows that are kept, its block size and dtype if it is an MXTensor, else None.
+        kinds: of the rows that are kept, as `_taken_apart` returns them.
         plan: without its tensors, where these are saved for backward.
     """
 
-    ffn: ExpertFFN
+    ffn: ExpertFFN | None
     recipe: Recipe
     dtype: torch.dtype
     kinds: tuple
@@ -206,13 +226,41 @@ class _Call(NamedTuple):
 
 
 def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
-         weights: Sequence) -> tuple:
-    """function(*inputs, *weights). Records the first call if it can, and replays the recording in later calls.
+         weights: Sequence, transposed: bool) -> tuple:
+    """function(given, *inputs, *tensors of quantised weights, *weights), with quantised weights that the layer keeps.
 
     Args:
         how: what the function depends on, beside the layer's formula and recipe and its inputs.
         quantized: the GEMMs read quantised copies of the weights. If false, a kernel may compute the address of every
             weight from that of one. All distances between weights must then be the same in a replay.
+        function: `given` is the name and the kind of each kept weight, or None if the layer keeps none. It returns
+            its tensors, an object without tensors, and the names and kinds of the quantised weights that it made,
+            whose tensors are the last ones.
+        transposed: the GEMMs contract over the weights' second to last axis.
+
+    Returns:
+        The tensors, without those of quantised weights, and the object.
+    """
+    kept = None if ffn.kept is None else ffn.kept.of(weights, transposed)
+    given, tensors = None, []
+    if kept is not None:
+        tensors, kinds = _taken_apart(kept.values())
+        given = tuple(zip(kept, kinds, strict=True))
+    outputs, (other, made) = _replayed(ffn, layout, (how, given), quantized, partial(function, given),
+                                       (*inputs, *tensors), weights)
+    if made:
+        names, kinds = zip(*made, strict=True)
+        first = len(outputs) - 2 * len(made)
+        kept.update(zip(names, _put_together(list(outputs[first:]), kinds), strict=True))
+        outputs = outputs[:first]
+    return outputs, other
+
+
+def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
+              weights: Sequence) -> tuple:
+    """function(*inputs, *weights). Records the first call if it can, and replays the recording in later calls.
+
+    `how`, `quantized`: as in `_run`.
     """
     device = inputs[0].device
     executor = executor_for(device) if ffn.transport.replayable else None
@@ -230,11 +278,30 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
         return recording.replayed(executor, key, between, function, (*inputs, *weights))
 
 
-def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: bool, expert_TK: torch.Tensor,
-             x_TH: torch.Tensor, weight_TK: torch.Tensor, *weights: torch.Tensor) -> tuple[list, _Call]:
-    """The output and the tensors that backward needs; and the call."""
+def _kept_in(given: tuple | None, tensors: list[torch.Tensor]) -> dict[str, MXTensor] | None:
+    """The quantised weights that `_run` gives, which are removed from the front of `tensors`."""
+    if given is None:
+        return None
+    return dict(zip((name for name, _ in given), _put_together(tensors, (kind for _, kind in given)), strict=True))
+
+
+def _made_by(experts: ExpertMath, given: tuple | None) -> tuple[list[torch.Tensor], tuple]:
+    """The tensors of the quantised weights that `experts` made and keeps; and their names and kinds."""
+    if given is None:
+        return [], ()
+    made = {name: mx for name, mx in experts.quantized_weights.items() if name not in dict(given)}
+    tensors, kinds = _taken_apart(made.values())
+    return tensors, tuple(zip(made, kinds, strict=True))
+
+
+def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: bool, given: tuple | None,
+             expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor
+             ) -> tuple[list, tuple]:
+    """The output, the tensors that backward needs, and those of quantised weights; the call, and what they are."""
     recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
-    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype)
+    weights = list(tensors)
+    kept_weights = _kept_in(given, weights)
+    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype, kept_weights)
 
     def meanwhile():
         """While the host waits for the counts, the device computes the branch and quantises weights."""
@@ -249,7 +316,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: boo
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
         experts.recipe = recipe = _unquantized(recipe)
-        experts.quantized_ahead.clear()
+        experts.quantized_weights.clear()
     experts.plan = plan
     timed = ffn.timed or (lambda phase: nullcontext())
 
@@ -260,27 +327,25 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: boo
     y_PH, rows = experts.forward(dispatch, backward)
     with timed("combine"):
         y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
-    kept, kinds = [], []
-    for value in rows:
-        quantized = isinstance(value, MXTensor)
-        kinds.append((value.block_size, value.orig_dtype) if quantized else None)
-        kept += [value.qdata, value.scale_bytes] if quantized else [value]
+    kept, kinds = _taken_apart(rows)
     if ffn.transport.replayable:
         kept += plan.tensors
         plan = plan.with_tensors(*(None for _ in plan.tensors))
-    return [y_TH, *kept], _Call(ffn, recipe, dtype, tuple(kinds), plan)
+    quantized_weights, made = _made_by(experts, given)
+    return [y_TH, *kept, *quantized_weights], (_Call(None, recipe, dtype, kinds, plan), made)
 
 
-def _backward(call: _Call, layout: tuple, needs: Sequence[bool], g_TH: torch.Tensor,
-              *saved: torch.Tensor) -> tuple[list, None]:
-    """The gradients of x, of the routing weights and of the experts' weights, None where `needs` says so."""
+def _backward(call: _Call, layout: tuple, needs: Sequence[bool], given: tuple | None, g_TH: torch.Tensor,
+              *saved: torch.Tensor) -> tuple[list, tuple]:
+    """The gradients of x, of the routing weights and of the experts' weights, None where `needs` says so; then the
+    tensors of quantised weights, and what they are."""
     ffn, recipe, dtype, kinds, plan = call
-    saved, rows = list(saved), []
-    for kind in kinds:
-        rows.append(saved.pop(0) if kind is None else MXTensor(saved.pop(0), saved.pop(0), *kind))
+    saved = list(saved)
+    rows = _put_together(saved, kinds)
     if ffn.transport.replayable:
         plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
-    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype)
+    kept_weights = _kept_in(given, saved)
+    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype, kept_weights)
     roles = _unflatten(layout, needs[2:])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
@@ -294,4 +359,6 @@ def _backward(call: _Call, layout: tuple, needs: Sequence[bool], g_TH: torch.Ten
     for role, size in layout:
         grad = grads.get(role)
         flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
-    return [grad if need else None for grad, need in zip(flat, needs, strict=True)], None
+    grads = [grad if need else None for grad, need in zip(flat, needs, strict=True)]
+    quantized_weights, made = _made_by(experts, given)
+    return [*grads, *quantized_weights], (None, made)

@@ -42,16 +42,26 @@ class ExpertMath:
 
     Attributes:
         plan: None until the rows are known.
-        quantized_ahead: weights that were quantised before the forward GEMMs, in the order in which these use them.
+        stacks: the weights of each GEMM, by its name: "up", which includes the gate, and "down".
+        quantized_weights: the weights that are quantised already, by the name of their GEMM.
+        keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
+            needs the weights transposed.
     """
 
-    def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype):
-        """`weights`: for each role of the formula, one tensor [E, ...] or a list of E. `dtype`: of the tokens."""
+    def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype,
+                 kept: dict[str, MXTensor] | None = None):
+        """Arguments:
+            weights: for each role of the formula, one tensor [E, ...] or a list of E.
+            dtype: of the tokens.
+            kept: quantised weights of earlier calls, to which this object adds those that it makes. None keeps none.
+        """
         self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
-        self.quantized_ahead: list[MXTensor] = []
+        self.keep = kept is not None
+        self.quantized_weights = kept if self.keep else {}
         self.up_roles = [role for role in ("gate", "up") if role in weights]
-        self.ups = [weights[role] for role in self.up_roles]
-        self.down = [weights["down"]] if "down" in weights else []
+        self.stacks = {"up": [weights[role] for role in self.up_roles]}
+        if "down" in weights:
+            self.stacks["down"] = [weights["down"]]
         self.up_bias_EG, self.down_bias_EH = self._up_bias(), self._stacked_bias("down")
         self.layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
 
@@ -79,8 +89,9 @@ class ExpertMath:
     def quantize_ahead(self) -> None:
         """Quantises the weights for the forward GEMMs. It needs no plan."""
         if self.recipe.quantize_gemm:
-            self.quantized_ahead = [self._quantized_weights(stacks, transposed=False)
-                                    for stacks in (self.ups, self.down) if stacks]
+            for name in self.stacks:
+                if name not in self.quantized_weights:
+                    self.quantized_weights[name] = self._quantize_weights(name, transposed=False)
 
     def forward(self, dispatch: Callable[[], tuple], backward: bool) -> tuple[torch.Tensor, Rows]:
         """The experts' output rows y_PH.
@@ -92,7 +103,7 @@ class ExpertMath:
         """
         x_PH, weight_P = dispatch()
         x_PH = self.quantized(x_PH)
-        pre_PG = self.forward_gemm(x_PH, self.ups)
+        pre_PG = self.forward_gemm(x_PH, "up")
         if not backward:
             x_PH = None
         if self.formula.kind == "linear":
@@ -103,7 +114,7 @@ class ExpertMath:
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
-        y_PH = self.forward_gemm(h_PF, self.down)
+        y_PH = self.forward_gemm(h_PF, "down")
         if self.down_bias_EH is not None:
             y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
         return y_PH, Rows(x_PH, pre_PG, h_PF, weight_P)
@@ -131,7 +142,7 @@ class ExpertMath:
         if self.down_bias_EH is not None:
             dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, weight_P)
         g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
-        t_PF = self.dgrad_gemm(g_PH, self.down)
+        t_PF = self.dgrad_gemm(g_PH, "down")
         del g_PH
         if "down" in needed:
             grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtype_of("down"), columns)
@@ -158,7 +169,7 @@ class ExpertMath:
         if ups_first:
             grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed)
             del g_wgrad
-        dx_PH = self.dgrad_gemm(g_rows, self.ups)
+        dx_PH = self.dgrad_gemm(g_rows, "up")
         del g_rows
         pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
         del dx_PH
@@ -173,7 +184,7 @@ class ExpertMath:
                          needed: set[str]) -> tuple[dict, tuple]:
         grads = {}
         g_PH, _ = dispatch_grad()
-        t_PH = self.dgrad_gemm(self.quantized(g_PH), self.ups).float()
+        t_PH = self.dgrad_gemm(self.quantized(g_PH), "up").float()
         g_PH, x_PH = in_float32(g_PH), in_float32(rows.x_PH)
         dweight_P = (t_PH * x_PH).sum(-1)
         weighted_g = (g_PH * rows.weight_P.unsqueeze(1)).to(self.dtype)
@@ -245,30 +256,32 @@ class ExpertMath:
         return self.wgrad_quantized and not isinstance(g_PN, MXTensor) and not rescales_rows(
             g_PN.device, self.recipe.block_size)
 
-    def _quantized_weights(self, stacks: list, transposed: bool) -> MXTensor:
-        mx = casts.quantize_weights(stacks, self.recipe.block_size, self.recipe.scaling_mode, transposed)
-        # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
-        return mx if mx.dtype == self.dtype else MXTensor.of(mx.parts, self.dtype)
+    def _quantize_weights(self, name: str, transposed: bool) -> MXTensor:
+        return casts.quantize_weights(self.stacks[name], self.recipe.block_size, self.recipe.scaling_mode, transposed)
 
     # ---- products and sums ------------------------------------------------------------------------------------------
 
-    def forward_gemm(self, x_PK: torch.Tensor, stacks: list) -> torch.Tensor:
-        """Rows times the stacked weights: contracts over the weights' last axis."""
-        return self._gemm(x_PK, stacks, transposed=False)
+    def forward_gemm(self, x_PK: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows times the weights of this name in `stacks`: contracts over the weights' last axis."""
+        return self._gemm(x_PK, name, transposed=False)
 
-    def dgrad_gemm(self, g_PN: torch.Tensor, stacks: list) -> torch.Tensor:
-        """Rows times the stacked weights: contracts over the weights' second to last axis."""
-        return self._gemm(g_PN, stacks, transposed=True)
+    def dgrad_gemm(self, g_PN: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows times the weights of this name in `stacks`: contracts over the weights' second to last axis."""
+        return self._gemm(g_PN, name, transposed=True)
 
-    def _gemm(self, x_PK: torch.Tensor, stacks: list, transposed: bool) -> torch.Tensor:
+    def _gemm(self, x_PK: torch.Tensor, name: str, transposed: bool) -> torch.Tensor:
         plan = self.plan
         covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
         if not self.recipe.quantize_gemm:
-            return grouped_mm_weights(x_PK, stacks, plan.group_ends_E, transposed, covered)
-        if self.quantized_ahead:
-            mx = self.quantized_ahead.pop(0)
-        else:
-            mx = self._quantized_weights(stacks, transposed)
+            return grouped_mm_weights(x_PK, self.stacks[name], plan.group_ends_E, transposed, covered)
+        mx = self.quantized_weights.pop(name, None)
+        if mx is None:
+            mx = self._quantize_weights(name, transposed)
+        if self.keep:
+            self.quantized_weights[name] = mx
+        if mx.dtype != self.dtype:
+            # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
+            mx = MXTensor.of(mx.parts, self.dtype)
         return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool, beside: int = 0,

@@ -18,6 +18,7 @@ from .branch import Branch
 from .config import MXFP8MoEConfig, Recipe
 from .expert_ffn import ExpertFFN
 from .experts import DTYPES, ExpertFormula, expert_weights
+from .kept_weights import KeptWeights
 from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport import Transport
@@ -94,6 +95,7 @@ class MXFP8MOELayer(MOELayer):
 
     mxfp8_settings: LayerSettings
     mxfp8_experts: ExpertsAtConversion
+    mxfp8_kept: KeptWeights | None = None
 
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
@@ -160,7 +162,8 @@ class MXFP8MOELayer(MOELayer):
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
-                        self._timed_exchange if self.wall_clock_breakdown else None)
+                        self._timed_exchange if self.wall_clock_breakdown else None,
+                        self.mxfp8_kept if self.training else None)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:

@@ -24,6 +24,8 @@ from rank_pool import KEPT_GROUPS
 from test_expert_ffn import RECIPES
 from torch.distributed import distributed_c10d as c10d
 
+from ds_mxfp8_moe import casts
+from ds_mxfp8_moe.kept_weights import KeptWeights
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
@@ -506,6 +508,22 @@ def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
                  for transport in (Collective(exchange.memory.group, "the oracle"), exchange))
     for key, value in want.items():
         same(key, value, got[key])
+
+
+def check_kept(recipe, exchange: NVLink) -> None:
+    """Three forwards, the last one recomputed in backward, cast each weight once in forward and once in backward."""
+    keys, group = {"calls": 3, "recompute": True}, exchange.memory.group
+    want = layer(Collective(group, "the oracle"), recipe, **keys)
+    with mock.patch.object(casts, "quantize_weights", side_effect=casts.quantize_weights) as cast:
+        got = layer(exchange, recipe, kept=KeptWeights(), **keys)
+    assert cast.call_count == 4
+    for key, value in want.items():
+        same(key, value, got[key])
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-32", "hp-128", "mxfp8-32", "mxfp8-128"])
+def test_a_layer_that_keeps_quantised_weights_computes_the_same_bits(ranks2, recipe_name):
+    ranks2.run(in_case, check_kept, RECIPES[recipe_name])
 
 
 def elsewhere_by_default() -> None:

@@ -18,6 +18,7 @@ from test_expert_ffn import problem as ffn_problem
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.kept_weights import KeptWeights
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Wire
@@ -341,7 +342,8 @@ def all_noticed(texts: list) -> None:
     assert any("the same calls in the same order" in text for text in texts), texts
 
 
-def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list | None = None, **kwargs) -> tuple:
+def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list | None = None,
+                       kept: KeptWeights | None = None, **kwargs) -> tuple:
     """Two experts a rank: (the layer as a function of x and the routing weights, its leaves by name, y's gradient).
 
     expert_ids: of every rank, instead of those of the routing.
@@ -349,12 +351,12 @@ def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list
     world, rank, device = dist.get_world_size(), dist.get_rank(), get_accelerator().current_device_name()
     experts, xs, grads, routes = ffn_problem(world, name, num_experts=2 * world, dtype=BF16,
                                              **{"tokens": TOKENS} | kwargs)
-    weights = {role: [e[role].to(device).requires_grad_() for e in experts[2 * rank:2 * rank + 2]]
+    weights = {role: [torch.nn.Parameter(e[role].to(device)) for e in experts[2 * rank:2 * rank + 2]]
                for role in experts[0]}
     expert_TK, weight_TK = (t.to(device) for t in routes[rank])
     if expert_ids is not None:
         expert_TK = expert_ids[rank].to(device)
-    ffn = ExpertFFN(formula(name), recipe, transport, 2)
+    ffn = ExpertFFN(formula(name), recipe, transport, 2, kept=kept)
 
     def forward(x, weight):
         return ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)

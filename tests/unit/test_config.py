@@ -36,6 +36,7 @@ ALL_KEYS = {
     "on_overflow": "drop",
     "overlap": False,
     "batch_gradient_checks": False,
+    "keep_quantized_weights": True,
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised weights that are kept within a step: one cast of each, the same bits as without, and no stale weights."""
+
+import contextlib
+import io
+import os
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from unittest import mock
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from autoep_models import autoep_layers
+from autoep_models import batch as token_ids
+from autoep_models import engine as autoep_engine
+from models import BF16, DEFAULT, Layout, Net, batch, make_engine, parameters, train_steps
+from rank_pool import reset_deepspeed_groups
+from test_classic_layouts import overflow_then_train
+from test_expert_ffn import RECIPES, formula, problem
+from test_recompute import WAYS, CheckpointedNet
+from test_zero import poison
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import casts, expert_ffn, grouped_gemm, kept_weights
+from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.kept_weights import KeptWeights
+from ds_mxfp8_moe.ops.triton_kernels import recording
+from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.transport.local import Local
+
+KEPT = {**DEFAULT, "keep_quantized_weights": True}
+FOUR = {"gradient_accumulation_steps": 4}
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+CASTS = 8  # of a model of two layers in a step: two GEMMs a layer, in forward and in backward
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts the casts of weights, by whether they are transposed."""
+    counts, plain = Counter(), casts.quantize_weights
+
+    def quantize_weights(stacks, block_size, scaling_mode, transposed=False):
+        counts[transposed] += 1
+        return plain(stacks, block_size, scaling_mode, transposed)
+
+    with mock.patch.object(casts, "quantize_weights", quantize_weights):
+        yield counts
+
+
+def trained(layout, section, way="stored", poisoned=False, compiled=False):
+    """The records of each step, the parameters at the end, and how many casts of weights each step made."""
+    reset_deepspeed_groups()
+    torch.manual_seed(layout.seed)
+    model = CheckpointedNet(way, layout.ep_size, **layout.moe) if layout.stages == 1 else None
+    engine = make_engine(layout, section, model)
+    if compiled:
+        engine.compile(backend="eager")
+    records, counts = [], []
+    for step in range(layout.steps):
+        if poisoned and step == 1:
+            poison(engine, dist.get_rank())
+        with counted() as count:
+            records += train_steps(engine, replace(layout, steps=1), first=step)
+        counts.append(count.total())
+    end = parameters(engine)
+    engine.destroy()
+    return records, end, counts
+
+
+def both(layout, change=None, *args):
+    return [trained(layout, {**section, **(change or {})}, *args) for section in (DEFAULT, KEPT)]
+
+
+def check(results, without, kept):
+    """Equal bits; the number of casts in each step `without` the key and with it."""
+    for (records, end, counts), (kept_records, kept_end, kept_counts) in results:
+        assert kept_records == records
+        assert [name for name in end if not torch.equal(end[name], kept_end[name])] == []
+        assert counts == [without] * len(counts) and kept_counts == [kept] * len(counts)
+
+
+LAYOUTS = {
+    "zero0": Layout(config=FOUR),
+    "zero0-bf16": Layout(dtype="bf16", config=FOUR),
+    "zero1": Layout(zero=1, config=FOUR),
+    "zero1-bf16-fp32-accumulation": Layout(zero=1, dtype="bf16",
+                                           config={**FOUR, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "zero2-bf16": Layout(zero=2, dtype="bf16", config=FOUR),
+    "offload": Layout(zero=2, dtype="bf16", config={**FOUR, **OFFLOAD}),
+    "client-optimizer": Layout(client=True, zero=1, config=FOUR),
+    "experts-on-every-rank": Layout(ep_size=1, zero=2, dtype="bf16", config=FOUR),
+    "frozen": Layout(zero=1, dtype="bf16", frozen=r"blocks\.0\..*experts.*", config=FOUR),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_four_micro_batches_cast_each_weight_once(ranks2, name):
+    check(ranks2.run(both, LAYOUTS[name]), 4 * CASTS, CASTS)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8"])
+@pytest.mark.parametrize("ep_size", [1, 2], ids=["local", "collective"])
+def test_every_recipe(ranks2, ep_size, recipe, block):
+    layout = Layout(ep_size=ep_size, zero=2, dtype="bf16", config=FOUR)
+    check(ranks2.run(both, layout, {"recipe": recipe, "scale_block_size": block}), 4 * CASTS, CASTS)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "stored"])
+def test_a_recomputation_uses_the_casts_of_its_forward(ranks2, way):
+    check(ranks2.run(both, Layout(zero=2, dtype="bf16"), None, way), 3 * CASTS // 2, CASTS)
+
+
+def test_pipelines(ranks4):
+    layout = Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config=FOUR)
+    check(ranks4.run(both, layout), 2 * CASTS, CASTS // 2)  # a rank has one of the two layers
+
+
+def test_a_skipped_step(ranks2):
+    layout = Layout(zero=1, steps=3, config=FOUR)
+    results = ranks2.run(both, layout, None, "stored", True)
+    check(results, 4 * CASTS, CASTS)
+    assert all([record["skipped"] for record in records] == [0, 1, 1] for (records, *_), _ in results)
+
+
+def compiled_both(layout):
+    """As `both`, and how many graphs torch.compile made for each of the two."""
+    results, graphs = [], []
+    for section in (DEFAULT, KEPT):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results.append(trained(layout, section, compiled=True))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    return results, graphs
+
+
+def test_torch_compile(ranks2):
+    results = ranks2.run(compiled_both, Layout(zero=2, dtype="bf16", steps=3, config=FOUR))
+    check([found for found, _ in results], 4 * CASTS, CASTS)
+    assert all(without == kept > 0 for _, (without, kept) in results)
+
+
+def overflow_both(layout):
+    results = []
+    for section in (DEFAULT, KEPT):
+        reset_deepspeed_groups()
+        results.append(overflow_then_train(layout, section))
+    return results
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_fp16_overflow(ranks2, zero):
+    layout = Layout(zero=zero, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "hysteresis": 1}})
+    for without, kept in ranks2.run(overflow_both, layout):
+        assert without["skipped"] == kept["skipped"] == 1 and without["loss"] == kept["loss"]
+        for state, kept_state in zip(without["states"], kept["states"], strict=True):
+            assert all(torch.equal(state[name], kept_state[name]) for name in state)
+
+
+def autoep_both(stage, ep_size, changes):
+    """As `both`, of an AutoEP model, and what the second one said at start-up."""
+    results = []
+    for section in (DEFAULT, KEPT):
+        reset_deepspeed_groups()
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            engine = autoep_engine(section, stage, ep_size, **FOUR, **changes)
+        assert len(autoep_layers(engine.module)) == 2
+        losses, counts = [], []
+        for step in range(3):
+            with counted() as count:
+                for micro in range(4):
+                    ids = token_ids(10 * step + micro)
+                    loss = engine(input_ids=ids, labels=ids).loss
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+            counts.append(count.total())
+            engine.eval()
+            with torch.no_grad(), counted() as count:
+                losses.append(engine(input_ids=ids, labels=ids).loss.item())
+                assert count.total() == CASTS // 2
+            engine.train()
+        end = {} if stage == 3 else parameters(engine)
+        results.append((losses, end, counts))
+        engine.destroy()
+    return results, said.getvalue()
+
+
+@pytest.mark.parametrize("stage, ep_size, changes", [
+    (0, 2, {}), (1, 2, {"bf16": {"enabled": True}}), (2, 2, {"bf16": {"enabled": True}}), (2, 1, {}), (3, 2, {})])
+def test_autoep(ranks2, stage, ep_size, changes):
+    results = ranks2.run(autoep_both, stage, ep_size, changes)
+    kept = 4 * CASTS if stage == 3 else CASTS
+    check([found for found, _ in results], 4 * CASTS, kept)
+    assert ("has no effect: ZeRO-3" if stage == 3 else "are kept within each step") in results[0][1]
+    assert not results[1][1]
+
+
+# ---- weights that change --------------------------------------------------------------------------------------------
+
+
+def experts_of(engine):
+    return [p for name, p in engine.module.named_parameters() if "deepspeed_experts" in name]
+
+
+def load_checkpoint(engine, directory, **keys):
+    path, _ = engine.load_checkpoint(directory, **keys)
+    assert path is not None
+
+
+def load_halves(engine, directory, **keys):
+    engine.module.load_state_dict({name: value / 2 for name, value in engine.module.state_dict().items()}, **keys)
+
+
+def write_and_step(engine, directory):
+    """Writes that leave no trace, and the engine's step after them."""
+    for p in experts_of(engine):
+        p.data.mul_(0.5)
+    engine._take_model_step({})
+
+
+def evaluate_other_weights(engine, directory):
+    """The loss of an average of weights, which is written into the parameters without a trace and taken out again."""
+    own = [p.detach().clone() for p in experts_of(engine)]
+    for p in experts_of(engine):
+        p.data.mul_(0.5)
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(*(x.to(own[0].dtype) for x in batch(5, Layout(), dist.get_rank()))).item()
+    engine.train()
+    for p, value in zip(experts_of(engine), own, strict=True):
+        p.data.copy_(value)
+    return loss
+
+
+def write(engine, directory):
+    with torch.no_grad():
+        for p in experts_of(engine):
+            p.mul_(0.5)
+
+
+def replace_data(engine, directory):
+    for p in experts_of(engine):
+        p.data = p.data / 2
+
+
+CHANGES = {
+    "load_checkpoint": load_checkpoint,
+    "load_checkpoint, weights alone": partial(load_checkpoint, load_module_only=True),
+    "load_state_dict": load_halves,
+    "load_state_dict, assigned": partial(load_halves, assign=True),
+    "a write": write,
+    "other data": replace_data,
+    "a write without a trace before a step": write_and_step,
+    "optimizer.step": lambda engine, directory: engine.optimizer.step(),
+    "an evaluation of other weights": evaluate_other_weights,
+    "nothing": lambda engine, directory: None,
+}
+NOT_IN_ZERO_2 = "load_state_dict, assigned", "a write without a trace before a step", "optimizer.step"
+
+
+def changed_within_a_step(layout, directory, change):
+    """The losses of micro-batches before and after a change, in eight of them a step, without the key and with it."""
+    results = []
+    for section in (DEFAULT, KEPT):
+        reset_deepspeed_groups()
+        engine = make_engine(replace(layout, config={"gradient_accumulation_steps": 8}), section)
+        losses = []
+
+        def micro_batches(numbers, engine=engine, losses=losses):
+            for number in numbers:
+                torch.manual_seed(number)
+                loss = engine(*batch(number, layout, dist.get_rank()))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+
+        micro_batches(range(9))
+        if not os.path.exists(os.path.join(directory, "t")):
+            engine.save_checkpoint(directory, tag="t")
+        dist.barrier()
+        micro_batches(range(9, 12))
+        losses.append(CHANGES[change](engine, directory))
+        with counted() as count:
+            micro_batches(range(12, 14))
+        results.append((losses, parameters(engine), count.total()))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("layout, change", [
+    pytest.param(layout, change, id=f"{name}: {change}")
+    for name, layout in {"zero0": Layout(), "zero0-bf16": Layout(dtype="bf16"),
+                         "zero2-bf16": Layout(zero=2, dtype="bf16")}.items()
+    for change in CHANGES if layout.zero == 0 or change not in NOT_IN_ZERO_2])
+def test_weights_that_change_within_a_step_are_cast_again(ranks2, tmp_path, layout, change):
+    casts_after = 0 if change in ("nothing", "an evaluation of other weights") else CASTS
+    for (losses, end, casts_without), (kept_losses, kept_end, casts_with) in ranks2.run(
+            changed_within_a_step, layout, str(tmp_path), change):
+        assert kept_losses == losses
+        assert [name for name in end if not torch.equal(end[name], kept_end[name])] == []
+        assert casts_without == 2 * CASTS and casts_with == casts_after
+
+
+def evaluated():
+    """Losses in evaluation, between micro-batches and between steps."""
+    results = []
+    for section in (DEFAULT, KEPT):
+        reset_deepspeed_groups()
+        layout = Layout(zero=2, dtype="bf16", config=FOUR)
+        engine, losses, counts = make_engine(layout, section), [], []
+        for number in range(9):
+            loss = engine(*batch(number, layout, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+            with torch.no_grad(), counted() as count:
+                engine.eval()
+                losses.append(engine(*batch(100, layout, dist.get_rank())).item())
+                counts.append(count.total())
+                engine.train()
+        results.append((losses, counts))
+        engine.destroy()
+    return results
+
+
+def test_an_evaluation_casts_its_own_weights(ranks2):
+    for without, kept in ranks2.run(evaluated):
+        assert without == kept and set(kept[1]) == {CASTS // 2}
+
+
+def two_engines():
+    """Two engines whose micro-batches and steps take turns."""
+    results = []
+    for section in (DEFAULT, KEPT):
+        reset_deepspeed_groups()
+        layouts = [Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": n}, seed=n) for n in (2, 3)]
+        engines = [make_engine(layout, section) for layout in layouts]
+        losses = []
+        with counted() as count:
+            for number in range(12):
+                for engine, layout in zip(engines, layouts, strict=True):
+                    loss = engine(*batch(number, layout, dist.get_rank()))
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+        results.append((losses, [parameters(engine) for engine in engines], count.total()))
+        for engine in engines:
+            engine.destroy()
+    return results
+
+
+def test_two_engines_of_one_process(ranks2):
+    for (losses, ends, count), (kept_losses, kept_ends, kept_count) in ranks2.run(two_engines):
+        assert kept_losses == losses
+        for end, kept_end in zip(ends, kept_ends, strict=True):
+            assert all(torch.equal(end[name], kept_end[name]) for name in end)
+        assert count == 2 * 12 * CASTS and kept_count == (12 // 2 + 12 // 3) * CASTS
+
+
+# ---- which engines keep weights -------------------------------------------------------------------------------------
+
+
+def keeping(engine_or_model):
+    return [vars(module).get("mxfp8_kept") is not None for module in engine_or_model.modules()
+            if "mxfp8_settings" in vars(module)]
+
+
+def lives():
+    """The states of the layers of one model through its life; and what was said."""
+    reset_deepspeed_groups()
+    model, states = Net(2), {}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        ds_mxfp8_moe.convert(model, KEPT)
+        states["converted without an engine"] = keeping(model)
+        engine = make_engine(Layout(zero=1), {}, model)
+        states["an engine without a section"] = keeping(model)
+        ds_mxfp8_moe.convert(engine, DEFAULT)
+        states["converted again without the key"] = keeping(model)
+        train_steps(engine, Layout(zero=1, steps=1))
+        ds_mxfp8_moe.convert(engine, {**BF16, "keep_quantized_weights": True})
+        states["recipe bf16"] = keeping(model)
+        ds_mxfp8_moe.convert(engine, {**KEPT, "exclude": [".*0.*"]})
+        states["one layer"] = keeping(model)
+        step = engine._take_model_step
+        ds_mxfp8_moe.convert(engine, KEPT)
+        states["both layers"] = keeping(model)
+        assert engine._take_model_step is step  # its hooks are set once
+        with counted() as count:
+            train_steps(engine, Layout(zero=1, steps=2))
+        assert count.total() == 2 * CASTS
+        ds_mxfp8_moe.convert(engine, {"enabled": False})
+        train_steps(engine, Layout(zero=1, steps=1))
+        states["off"] = keeping(model)
+        ds_mxfp8_moe.convert(engine, KEPT)
+        engine.destroy()
+        states["destroyed"] = keeping(model)
+        model = Net(2)
+        reset_deepspeed_groups()
+        config = {"train_micro_batch_size_per_gpu": 4, "mxfp8_moe": KEPT}
+        states["without an optimizer"] = keeping(ds_mxfp8_moe.initialize(model=model, config=config)[0])
+    return states, said.getvalue()
+
+
+def test_layers_keep_weights_where_an_engine_can_clear_them(ranks2):
+    for states, _ in (results := ranks2.run(lives)):
+        assert states == {
+            "converted without an engine": [False, False], "an engine without a section": [True, True],
+            "converted again without the key": [False, False], "recipe bf16": [False, False], "one layer": [True],
+            "both layers": [True, True], "off": [], "destroyed": [False, False],
+            "without an optimizer": [False, False]}
+    said = results[0][1]
+    assert said.count('"keep_quantized_weights" has no effect without an engine') == 1
+    assert said.count('"keep_quantized_weights" has no effect: the engine has no optimizer') == 1
+    assert said.count("MXFP8 weights are kept within each step, up to 0.00 GiB on this rank") == 4
+
+
+# ---- one layer ------------------------------------------------------------------------------------------------------
+
+
+def parameters_of(experts):
+    return {role: [torch.nn.Parameter(e[role]) for e in experts] for role in experts[0]}
+
+
+def calls(weights, kept, recipe="hp-128", name="swiglu", count=3, dtypes=(torch.bfloat16, ), device="cpu"):
+    """Outputs and gradients of some calls in a row, with other tokens each."""
+    results = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        _, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16)
+        dtype = dtypes[seed % len(dtypes)]
+        x, g = x.to(device, dtype).requires_grad_(), g.to(device, dtype)
+        routes = Routes(expert_TK=routes[0].to(device), weight_TK=routes[1].to(device), num_experts=len(weights["up"]))
+        ffn = ExpertFFN(formula(name), RECIPES[recipe], Local(), len(weights["up"]), kept=kept)
+        y = ffn(x, routes, weights)
+        flat = list(chain(*weights.values()))
+        results += [y.detach(), *torch.autograd.grad(y, [x, *flat], g)]
+    return results
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["linear", "gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", ["hp-32", "hp-128", "mxfp8-32", "mxfp8-128"])
+def test_replayed_calls_take_and_return_kept_weights(monkeypatch, recipe, name):
+    """Plain torch ops stand for the kernels here. Recordings of both are made by the same code."""
+    monkeypatch.setattr(expert_ffn, "has_kernels", lambda device: True)
+    monkeypatch.setattr(recording, "_current_stream", lambda: lambda device: 0)
+    monkeypatch.setattr(recording, "_PROGRAMS", {})
+    monkeypatch.setattr(grouped_gemm, "emulated", lambda device, dtype: True)  # which asks an op that has no tensors
+    weights = parameters_of(problem(1, name, dtype=torch.bfloat16, bias=name == "gelu")[0])
+    forms = 2 if name == "linear" else 4
+    wanted = calls(weights, None, recipe, name)
+    kept = KeptWeights()
+    with counted() as count:
+        assert equal(calls(weights, kept, recipe, name), wanted)
+        assert count.total() == forms
+        for p in chain(*weights.values()):
+            p.data.mul_(0.5)
+        kept.clear()
+        changed = calls(weights, kept, recipe, name)  # in which everything is replayed, its casts too
+        assert count.total() == forms
+    monkeypatch.setattr(expert_ffn, "has_kernels", lambda device: False)
+    assert equal(changed, calls(weights, None, recipe, name)) and not equal(changed, wanted)
+    programs = [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
+    # Forward and backward: without the key, where they make kept weights, and where they find them.
+    assert len(programs) == 6 and None not in programs
+
+
+def test_tokens_of_several_dtypes_share_kept_weights():
+    weights = parameters_of(problem(1, "swiglu", dtype=torch.float32)[0])
+    dtypes = torch.bfloat16, torch.float32
+    wanted = calls(weights, None, dtypes=dtypes, count=4)
+    with counted() as count:
+        assert equal(calls(weights, KeptWeights(), dtypes=dtypes, count=4), wanted)
+    assert count.total() == 4
+
+
+def test_weights_that_are_no_parameters_are_not_kept():
+    weights = parameters_of(problem(1, "swiglu", dtype=torch.bfloat16)[0])
+    kept, with_others = KeptWeights(), {}
+    calls(weights, kept, count=1)
+    for scale in (2, 3):
+        others = {role: [(p * scale).detach().requires_grad_() for p in values] for role, values in weights.items()}
+        with counted() as count:
+            with_others[scale] = calls(others, kept, count=2)
+        assert count.total() == 2 * 4 and equal(with_others[scale], calls(others, None, count=2))
+    with counted() as count:
+        calls(weights, kept, count=1)
+    assert count.total() == 0
+
+
+def test_saved_tensors_that_were_copied_are_not_kept():
+    weights = parameters_of(problem(1, "swiglu", dtype=torch.bfloat16)[0])
+    wanted = calls(weights, None)
+    copied = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+    with copied, counted() as count:
+        assert equal(calls(weights, KeptWeights()), wanted)
+    assert count == {False: 2, True: 3 * 2}
+
+
+def test_calls_in_inference_mode_and_training_share_kept_weights():
+    weights = parameters_of(problem(1, "swiglu", dtype=torch.bfloat16)[0])
+    _, (x, ), _, (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
+    wanted, kept = calls(weights, None), KeptWeights()
+    with torch.inference_mode(), counted() as count:
+        ffn = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Local(), len(weights["up"]), kept=kept)
+        ffn(x, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(weights["up"])), weights)
+        assert count.total() == 2
+    with counted() as count:
+        assert equal(calls(weights, kept), wanted)
+    assert count == {True: 2}
+
+
+def test_graph_capture_and_other_streams(monkeypatch):
+    weights, kept = [torch.nn.Parameter(torch.ones(2))], KeptWeights()
+    kept.of(weights, False)["up"] = "made before"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert kept.of(weights, False) is None
+    assert kept.of(weights, False) == {"up": "made before"} and kept.of(weights, True) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_weights, "get_accelerator", lambda: mock.Mock(current_stream=lambda: "another"))
+        assert kept.of(weights, False) == {}
