@@ -180,7 +180,7 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
 
 def batch_gradient_checks(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> None:
     """Applies the key of that name to an engine with converted layers, and takes it back from others."""
-    obstacle = zero.batch_gradient_checks(engine.optimizer, config.batch_gradient_checks and report.converted > 0)
+    obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradient_checks and report.converted > 0)
     if obstacle:
         print_on_rank_0(f"mxfp8_moe: DeepSpeed checks each parameter's gradient by itself: {obstacle}")
 

@@ -36,7 +36,7 @@ def poison(engine, rank):
 
 
 def is_batched(engine):
-    return "get_grad_norm_direct" in vars(engine.optimizer)
+    return isinstance(engine.optimizer, zero.BatchedGradients)
 
 
 def trained(layout, batched, poisoned=False):
@@ -81,7 +81,7 @@ def test_a_nan_in_one_experts_gradient_skips_the_step_everywhere(ranks2, name):
 def reason(layout):
     reset_deepspeed_groups()
     engine = make_engine(layout, DEFAULT)
-    obstacle = zero.batch_gradient_checks(engine.optimizer, True)
+    obstacle = zero.batch_gradients(engine.optimizer, True)
     assert not is_batched(engine)
     engine.destroy()
     return obstacle
