@@ -60,9 +60,10 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             from the layer's shape, its recipe and the device (crossover.py).
         include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
             of `include` matches and none of `exclude` does.
-        batch_gradient_checks: true lets ZeRO-1 and 2 check overflow and take norms of all gradients in a few calls. It
-            has no effect with offload, where ZeRO-1 accumulates in fp32, and with releases of DeepSpeed that it was
-            not tested with. false leaves the checks to DeepSpeed, which makes them for each parameter.
+        batch_gradients: true lets ZeRO-1 and 2 handle the gradients of many parameters in one call: copies, checks for
+            overflow, norms. Results stay the same bit for bit. It has no effect with offload, where ZeRO-1 accumulates
+            in fp32 with bf16, and with releases of DeepSpeed that it was not tested with. false leaves all to
+            DeepSpeed, which makes these calls for each parameter.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -87,7 +88,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     min_tokens_per_expert: int | None = Field(default=None, ge=0)
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
-    batch_gradient_checks: bool = True
+    batch_gradients: bool = True
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):

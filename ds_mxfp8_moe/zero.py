@@ -42,6 +42,7 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     if type(optimizer) not in (DeepSpeedZeroOptimizer, BatchedChecks, BatchedGradients):
         return None
     optimizer.__class__ = DeepSpeedZeroOptimizer
+    vars(optimizer).pop("mxfp8_batching", None)
     if not on:
         return None
     if deepspeed.__version__.split("+")[0] not in TESTED:
@@ -49,8 +50,9 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     if optimizer.cpu_offload:
         return "with offload it checks them where it copies them"
     optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
-    if type(optimizer) is BatchedGradients:
-        optimizer.mxfp8_batching = _Batching(next(iter(optimizer.ipg_buckets.values())))
+    if isinstance(optimizer, BatchedGradients):
+        optimizer.mxfp8_batching = _Batching(optimizer.ipg_buckets[optimizer.dtype],
+                                             optimizer.partition_gradients or optimizer.overlap_comm)
     return None
 
 
@@ -104,8 +106,7 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
         """Points parameters at their places in the flat weights. After a step they usually are there."""
         flat = self.bit16_groups_flat[group_index]
         start, size = flat.data_ptr(), flat.element_size()
-        if any(p.data_ptr() != start + offset * size or p.shape != meta.shape or p.dtype != flat.dtype
-               or not p.is_contiguous()
+        if any(p.data_ptr() != start + offset * size or p.shape != meta.shape or not p.is_contiguous()
                for p, meta, offset in zip(self.round_robin_bit16_groups[group_index],
                                           self.round_robin_bit16_meta[group_index],
                                           self.round_robin_bit16_offsets[group_index], strict=True)):
@@ -138,14 +139,16 @@ class _Batching:
     Attributes:
         waiting: parameters whose gradients are not in the bucket yet. They are the last of `bucket.params`.
         elements: of their gradients.
-        stream: on which they were computed.
+        in_hooks: gradients come from autograd's hooks, which run on streams of their own choice. Elsewise they come
+            after the backward pass.
+        stream: on which those that wait were computed. None: on the current one.
         places: parameter id -> its place.
         fresh: groups whose sum began in this backward pass. Their gradients are copied, later ones added.
         specs, likes: for each group, what the parts of its sum look like.
     """
 
-    def __init__(self, bucket: Any):
-        self.bucket = bucket
+    def __init__(self, bucket: Any, in_hooks: bool):
+        self.bucket, self.in_hooks = bucket, in_hooks
         self.waiting: list[torch.nn.Parameter] = []
         self.elements = 0
         self.stream: Any = None
@@ -188,7 +191,7 @@ class BatchedGradients(BatchedChecks):
                 bucket.index = 1 - bucket.index
         if not getattr(param, "ds_grad_is_ready", True):
             return
-        if not get_accelerator().resolves_data_dependency():
+        if batching.in_hooks and not get_accelerator().resolves_data_dependency():
             stream = get_accelerator().current_stream()
             if stream != batching.stream:
                 self._fill_bucket()
@@ -223,7 +226,7 @@ class BatchedGradients(BatchedChecks):
         batching.elements = 0
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Averages the gradients in the bucket, adds them to the sums of this rank's partitions, empties the bucket."""
+        """Averages the gradients in the bucket, adds them to the sums of the partitions, and empties the bucket."""
         bucket = self.mxfp8_batching.bucket
         if bucket.elements > self.reduce_bucket_size:  # one gradient, which is averaged where it is
             gradients = bucket.grads[0].view(-1)
@@ -252,7 +255,8 @@ class BatchedGradients(BatchedChecks):
 
     def _find_place(self, i: int, index: int, param_id: int) -> _Place:
         param = self.bit16_groups[i][index]
-        process_group = self.expert_dp_process_group[param.group_name] if is_moe_param(param) else self.dp_process_group
+        is_expert = is_moe_param(param)
+        process_group = self.expert_dp_process_group[param.group_name] if is_expert else self.dp_process_group
         starts = sorted((int(self.grad_start_offset[i][rank][param_id]), rank)
                         for rank in self.param_to_partition_ids[i][param_id])
         ends = [start for start, _ in starts[1:]] + [param.numel()]
@@ -318,7 +322,7 @@ class BatchedGradients(BatchedChecks):
         for i, of_group in runs.items():
             flat = self._sum(i).flat_partition
             copies = i in self.mxfp8_batching.fresh
-            for first, last, part in _few(of_group) if flat.dtype != gradients.dtype else [(0, start, of_group)]:
+            for first, last, part in _portions(of_group):
                 same = gradients.narrow(0, first, last - first).to(flat.dtype)
                 sources = [same.narrow(0, begin - first, elements) for begin, _, elements in part]
                 sums = [flat.narrow(0, goal, elements) for _, goal, elements in part]
@@ -366,7 +370,7 @@ class BatchedGradients(BatchedChecks):
         self.mxfp8_batching.fresh.clear()
 
 
-def _few(runs: list) -> Iterator[tuple[int, int, list]]:
+def _portions(runs: list) -> Iterator[tuple[int, int, list]]:
     """Runs of [start, goal, elements] in portions that reach over at most AT_ONCE elements, unless one alone does.
 
     Yields:
