@@ -213,7 +213,7 @@ class BatchedGradients(BatchedChecks):
         with torch.no_grad(), get_accelerator().stream(batching.stream):
             room = bucket.buffer[bucket.index].narrow(0, bucket.elements - batching.elements, batching.elements)
             torch._foreach_copy_(_unflatten_dense_tensors(room, bucket.grads), bucket.grads)
-        if batching.stream is not None and self.overlap_comm:
+        if batching.stream is not None:
             bucket.copy_streams.add(batching.stream)
         self._let_go()
 
@@ -270,13 +270,14 @@ class BatchedGradients(BatchedChecks):
     def _wait_for_gradients(self) -> Any:
         """The stream for averages, which waits for the copies into the bucket. None: the device has no streams."""
         accelerator = get_accelerator()
-        if not self.overlap_comm:
-            return accelerator.current_stream()
-        stream = self.reduction_stream
+        current = accelerator.current_stream()
+        stream = self.reduction_stream if self.overlap_comm else current
         if not accelerator.resolves_data_dependency():
-            for producer in self.mxfp8_batching.bucket.copy_streams or {accelerator.current_stream()}:
-                stream.wait_stream(producer)
-            accelerator.current_stream().wait_stream(stream)
+            for producer in self.mxfp8_batching.bucket.copy_streams or {current}:
+                if producer != stream:
+                    stream.wait_stream(producer)
+            if self.overlap_comm:
+                current.wait_stream(stream)
         return stream
 
     def _average(self, gradients: torch.Tensor, places: list[_Place]) -> None:

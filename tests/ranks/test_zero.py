@@ -47,6 +47,7 @@ LAYOUTS = {
         use_multi_rank_bucket_allreduce=False)),
     "round-robin": Layout(ep_size=1, zero=2, dtype="bf16", config={
         **zero_config(round_robin_gradients=True, parameter_alignment=True), **THREE_BATCHES}),
+    "pipeline": Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config={**CLIPPED, **THREE_BATCHES}),
     "client-optimizer": Layout(zero=1, dtype="bf16", client=True, config={"gradient_clipping": 0.1}),
     "tensor-parallel": Layout(tensor_parallel=2, zero=1, config=CLIPPED),
     "no-overflow-check": Layout(zero=1, dtype="bf16", config={**CLIPPED, "bf16": {"check_grad_overflow": False}}),
@@ -135,18 +136,19 @@ def test_a_nan_in_one_experts_gradient_skips_the_step_everywhere(ranks2, name):
 
 
 class Unusual(Net):
-    """Calls one layer twice, recomputes one, calls one in some batches only, and has an expert's weights in its loss.
-    """
+    """Calls one layer twice, recomputes one, calls one in some batches only, has experts' weights in its loss, and a
+    parameter of an odd size."""
 
     calls = 0
 
     def __init__(self):
         super().__init__(2)
         self.blocks.append(Net(2).blocks[0])
+        self.scale = torch.nn.Parameter(torch.ones(5))
 
     def forward(self, x, target):
         self.calls += 1
-        x = self.first(x)
+        x = self.first(x) * self.scale.mean()
         for block in [self.blocks[0], self.blocks[0]] + [self.blocks[1]] * (self.calls % 2):
             x, _ = block(x)
         x, _ = checkpoint(self.blocks[2], x, use_reentrant=False)
@@ -165,7 +167,7 @@ def unusual(layout):
 
 
 @pytest.mark.parametrize("name", ["zero1-bf16", "zero1-bf16-three-batches", "zero2-bf16-three-batches",
-                                  "zero2-bf16-fp32-accumulation", "buckets-smaller-than-a-weight"])
+                                  "zero2-bf16-fp32-accumulation", "buckets-smaller-than-a-weight", "round-robin"])
 def test_unusual_models(ranks2, name):
     check_equal(ranks2.run(unusual, replace(LAYOUTS[name], steps=3)))
 
@@ -234,25 +236,46 @@ def test_hooks_and_gradients_that_users_see(ranks2, name):
         assert [i for i, (a, b) in enumerate(zip(plain, own, strict=True)) if not torch.equal(a, b)] == []
 
 
-def two_backward_passes(layout, batched):
-    """Two before a step, of which DeepSpeed takes the second alone unless it accumulates in float32."""
+@contextmanager
+def each_backward(engine):
+    """DeepSpeed takes the second of two backward passes alone, unless it accumulates in float32."""
+    yield
+
+
+def no_sync(engine):
+    return engine.no_sync()
+
+
+def coalesced(engine):
+    return engine.coalesce_grad_reduction()
+
+
+def two_backward_passes(layout, batched, way):
     with engine_of(layout, batched) as engine:
         for step in range(2):
-            for micro in range(2):
-                engine.backward(engine(*batch(2 * step + micro, layout, torch.distributed.get_rank())))
+            with way(engine):
+                engine.backward(engine(*batch(2 * step, layout, torch.distributed.get_rank())))
+                if way is coalesced:
+                    engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
+            if way is not coalesced:
+                engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
             engine.step()
         return [], parameters(engine), state(engine)
 
 
-def both_with_two_backward_passes(layout):
-    return two_backward_passes(layout, False), two_backward_passes(layout, True)
+def both_with_two_backward_passes(layout, way):
+    return two_backward_passes(layout, False, way), two_backward_passes(layout, True, way)
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(zero=1, dtype="bf16", config=ADAM), Layout(zero=2, dtype="bf16", config=ADAM),
-    Layout(zero=2, dtype="bf16", config={**ADAM, **FP32_SUMS})], ids=["zero1", "zero2", "zero2-fp32-accumulation"])
-def test_two_backward_passes_before_a_step(ranks2, layout):
-    check_equal(ranks2.run(both_with_two_backward_passes, layout))
+UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}
+
+
+@pytest.mark.parametrize("stage, config, way", [
+    (1, ADAM, each_backward), (2, ADAM, each_backward), (2, {**ADAM, **FP32_SUMS}, each_backward),
+    (1, UNMANAGED, each_backward), (2, UNMANAGED, each_backward), (2, {**UNMANAGED, **FP32_SUMS}, each_backward),
+    (1, ADAM, no_sync), (1, ADAM, coalesced), (2, ADAM, coalesced), (2, {**ADAM, **FP32_SUMS}, coalesced)])
+def test_two_backward_passes_before_a_step(ranks2, stage, config, way):
+    check_equal(ranks2.run(both_with_two_backward_passes, Layout(zero=stage, dtype="bf16", config=config), way))
 
 
 def saved_and_loaded(layout, directory):
