@@ -13,7 +13,7 @@ Gradients take this way, with DeepSpeed's names:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -30,7 +30,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.nn.utils import get_total_norm
 
 TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
-AT_ONCE = 2**26  # elements: a copy of so many takes longer on the device than on the host, and their memory is small
+AT_ONCE = 2**26  # elements of one call: few enough for their memory, and enough to keep a device busy meanwhile
 
 
 def batch_gradients(optimizer: Any, on: bool) -> str | None:
@@ -66,12 +66,13 @@ def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
 
 
 class BatchedChecks(DeepSpeedZeroOptimizer):
-    """Looks for overflow and takes norms of all gradients together; leaves out loops over parameters for nothing."""
+    """Looks for overflow and takes norms of all gradients together. Skips loops that would change nothing."""
 
     def should_refresh_expected_hook_count(self) -> bool:
-        """DeepSpeed counts the parameters of a backward pass to know its end, if autograd does not tell it.
+        """Whether DeepSpeed counts the parameters of this backward pass now.
 
-        Inside of an engine's backward pass autograd does.
+        The count tells it when the pass ends. In an engine's backward pass autograd tells it, and nothing reads the
+        count.
         """
         return self._backward_active_depth == 0 and super().should_refresh_expected_hook_count()
 
@@ -103,7 +104,7 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
         return total
 
     def _update_model_bit16_weights(self, group_index: int) -> None:
-        """Points parameters at their places in the flat weights. After a step they usually are there."""
+        """Points parameters at their places in the flat weights, unless all of them point there."""
         flat = self.bit16_groups_flat[group_index]
         start, size = flat.data_ptr(), flat.element_size()
         if any(p.data_ptr() != start + offset * size or p.shape != meta.shape or not p.is_contiguous()
@@ -113,10 +114,10 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
             super()._update_model_bit16_weights(group_index)
 
 
-def _whole(gradients: list) -> list:
-    """One tensor where the gradients of a group are parts of it."""
+def _whole(gradients: list) -> Sequence[torch.Tensor]:
+    """Large tensors where the gradients of a group are parts of one, else the gradients."""
     whole = getattr(gradients, "flat_partition", None)
-    return gradients if whole is None else [whole]
+    return gradients if whole is None else whole.split(2**30)  # kernels may count the elements of a tensor in 32 bits
 
 
 class _Place(NamedTuple):
@@ -137,13 +138,14 @@ class _Batching:
     """What BatchedGradients knows beside DeepSpeed's attributes.
 
     Attributes:
-        waiting: parameters whose gradients are not in the bucket yet. They are the last of `bucket.params`.
-        elements: of their gradients.
-        in_hooks: gradients come from autograd's hooks, which run on streams of their own choice. Elsewise they come
-            after the backward pass.
-        stream: on which those that wait were computed. None: on the current one.
+        waiting: parameters whose gradients are not in the bucket yet. `bucket.grads` holds the gradients. The bucket
+            counts their elements already.
+        elements: how many elements these gradients have.
+        in_hooks: gradients come from autograd's hooks, which may run on different streams. If false, they come after
+            the backward pass.
+        stream: the one that computed the gradients that wait. None: the current one.
         places: parameter id -> its place.
-        fresh: groups whose sum began in this backward pass. Their gradients are copied, later ones added.
+        fresh: groups whose sum began in this backward pass. Gradients are copied in it, and added in later ones.
         specs, likes: for each group, what the parts of its sum look like.
     """
 
@@ -172,9 +174,9 @@ class _Parts(GradPartitionBufferGroup):
 class BatchedGradients(BatchedChecks):
     """Also copies gradients into the bucket, and out of it, together.
 
-    A gradient waits where autograd put it until the bucket is full, or AT_ONCE elements wait. It is averaged in the
-    bucket as in DeepSpeed, and then added to the sum of its partition. DeepSpeed keeps such sums itself where it
-    accumulates in float32. In the other dtypes it keeps them for each parameter, and joins them in the step.
+    A gradient waits in `parameter.grad` until the bucket is full, or AT_ONCE elements wait. It is averaged in the
+    bucket as in DeepSpeed, and then added to the sum of its partition. DeepSpeed keeps one sum for a partition where
+    it accumulates in float32. In other dtypes it keeps one for each parameter, and joins them in the step.
     """
 
     mxfp8_batching: _Batching
@@ -218,6 +220,7 @@ class BatchedGradients(BatchedChecks):
         self._let_go()
 
     def _let_go(self) -> None:
+        """Frees the gradients that wait."""
         batching = self.mxfp8_batching
         batching.bucket.grads.clear()
         for param in batching.waiting:
@@ -281,7 +284,7 @@ class BatchedGradients(BatchedChecks):
         return stream
 
     def _average(self, gradients: torch.Tensor, places: list[_Place]) -> None:
-        """Averages over ranks, in place. Only a rank whose partition holds a piece gets its average."""
+        """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
         if self.gradient_average:
             gradients.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))
         runs: list[list] = []  # [process group, rank, start, elements], neighbours of one rank in one
@@ -331,18 +334,19 @@ class BatchedGradients(BatchedChecks):
 
     def _sum(self, i: int) -> GradPartitionBufferGroup:
         """The sum of group i's gradients since the last step, where DeepSpeed keeps it."""
-        if self._use_compact_grad_partition_buffer_of_deepspeed(i):
+        if self._deepspeed_keeps_sum(i):
             return self._get_compact_grad_partition_buffer(i)
         if self.all_grad_tensors.get(i) is None:
             self.all_grad_tensors[i] = self._zeros(i)
             self.mxfp8_batching.fresh.add(i)
         return self.all_grad_tensors[i]
 
-    def _use_compact_grad_partition_buffer_of_deepspeed(self, i: int) -> bool:
+    def _deepspeed_keeps_sum(self, i: int) -> bool:
+        """Whether DeepSpeed itself keeps one sum for the partition of group i."""
         return super()._use_compact_grad_partition_buffer(i)
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Lets DeepSpeed take `_build_compact_grad_partition_buffer` for what gradients of any dtype add up to."""
+        """True: DeepSpeed takes the sum from `_build_compact_grad_partition_buffer`, whatever its dtype."""
         return True
 
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> GradPartitionBufferGroup:
@@ -364,18 +368,18 @@ class BatchedGradients(BatchedChecks):
         """Ends a backward pass."""
         if self.is_gradient_accumulation_boundary():
             for i in range(len(self.bit16_groups)):
-                # A sum that no step took: DeepSpeed goes on with it only where it accumulates in float32.
-                if not self._use_compact_grad_partition_buffer_of_deepspeed(i):
+                # No step took the sum of an earlier pass. DeepSpeed adds to it only where it keeps one sum.
+                if not self._deepspeed_keeps_sum(i):
                     self.averaged_gradients[i] = None
         super().independent_gradient_partition_epilogue()
         self.mxfp8_batching.fresh.clear()
 
 
 def _portions(runs: list) -> Iterator[tuple[int, int, list]]:
-    """Runs of [start, goal, elements] in portions that reach over at most AT_ONCE elements, unless one alone does.
+    """Cuts runs of [start, goal, elements] into portions of at most AT_ONCE elements, or of one longer run.
 
     Yields:
-        (start of the first, end of the last, the portion)
+        (start of the first run, end of the last one, the portion)
     """
     portion: list = []
     for run in runs:

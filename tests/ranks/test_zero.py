@@ -217,6 +217,7 @@ def touched(layout, batched):
             assert all(p.grad is None for p in engine.module.parameters())
             engine.backward(engine(*x))
             seen += [safe_get_full_grad(p).clone() for p in engine.module.parameters()]
+            third.data = third.data.clone()  # the step puts it back into ZeRO's flat weights
             safe_set_full_grad(second, torch.full_like(second, 0.25, dtype=torch.float32))
             engine.step()
         seen += state(engine).values()
