@@ -63,10 +63,10 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             from the layer's shape, its recipe and the device (crossover.py).
         include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
             of `include` matches and none of `exclude` does.
-        batch_gradient_checks: true lets ZeRO-1 and 2 check overflow and take norms of all gradients in a few calls. It
-            has no effect in three cases: with offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed
-            other than those in `TESTED` of zero.py. false leaves the checks to DeepSpeed, which makes them for each
-            parameter.
+        batch_gradients: true lets ZeRO-1 and 2 handle the gradients of many parameters in one call: copies, averages,
+            checks for overflow, norms. Results stay the same bit for bit. It has no effect in three cases: with
+            offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed other than those in `TESTED` of
+            zero.py. false leaves all to DeepSpeed, which makes these calls for each parameter.
         keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
             recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
             effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
@@ -94,7 +94,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     min_tokens_per_expert: int | None = Field(default=None, ge=0)
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
-    batch_gradient_checks: bool = True
+    batch_gradients: bool = True
     keep_quantized_weights: bool = False
     force_load_balance: bool = False
 

@@ -106,7 +106,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     print_on_rank_0(report)
     if isinstance(model_or_engine, DeepSpeedEngine):
         check_before_steps(model_or_engine)
-        batch_gradient_checks(model_or_engine, section, report)
+        batch_gradients(model_or_engine, section, report)
         keep_quantized_weights(model_or_engine)
     elif section.keep_quantized_weights and report.converted:
         print_on_rank_0('mxfp8_moe: "keep_quantized_weights" has no effect without an engine, which says when weights '
@@ -198,11 +198,11 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
     engine._take_model_step = step
 
 
-def batch_gradient_checks(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> None:
+def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> None:
     """Applies the key of that name to an engine with converted layers, and takes it back from others."""
-    obstacle = zero.batch_gradient_checks(engine.optimizer, config.batch_gradient_checks and report.converted > 0)
+    obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and report.converted > 0)
     if obstacle:
-        print_on_rank_0(f"mxfp8_moe: DeepSpeed checks each parameter's gradient by itself: {obstacle}")
+        print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
 
 
 def keep_quantized_weights(engine: DeepSpeedEngine) -> None:

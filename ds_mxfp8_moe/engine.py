@@ -12,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from .config import ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
-    batch_gradient_checks,
+    batch_gradients,
     build_executor,
     check_before_steps,
     choose_transports,
@@ -82,7 +82,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if config.enabled:
         report = tell_peers_on_error(convert_layers)(engine, config)
     report = _agree_across_ranks(config, report)
-    batch_gradient_checks(engine, config, report)
+    batch_gradients(engine, config, report)
     if config.enabled:
         print_on_rank_0(report)
         choose_transports(engine.module)

@@ -1,83 +1,391 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets ZeRO-1 and 2 check the gradients of all parameters in a few calls.
+"""ZeRO-1 and 2 handle the gradients of many parameters at once.
 
-DeepSpeed checks the gradient of each parameter for overflow and computes its norm. This takes eight kernels for each
-parameter. A classic MoE model often has more than a thousand parameters: several for each expert. Its optimizer step
-then spends most of its time on launches. The methods in this file check all gradients together. They skip the same
-steps as DeepSpeed's methods, and gradients are clipped to the same values.
+DeepSpeed copies, averages, checks and measures the gradient of each parameter by itself. A classic MoE model has three
+parameters an expert, often a thousand and more, and the host spends its step on them while the device waits. Here a
+few calls handle many gradients. Everything else is DeepSpeed's: parameters, autograd and its hooks, the order of
+gradients in a bucket, what is communicated, the partitions, the optimizer and its checkpoints. All results are equal
+to DeepSpeed's bit for bit.
+
+Gradients take this way, with DeepSpeed's names:
+
+    parameter.grad -> bucket (`ipg_buckets`) -> averaged over ranks -> sum of this rank's partition (`flat_partition`)
 """
 
 import math
-from types import MethodType
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch._utils import _unflatten_dense_tensors
 from torch.nn.utils import get_total_norm
 
 TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
+AT_ONCE = 2**26  # elements of one call: few enough for their memory, and enough to keep a device busy meanwhile
 
 
-def batch_gradient_checks(optimizer: Any, on: bool) -> str | None:
-    """Gives an engine's optimizer the methods of this file. `on` false: gives it back its own.
+def batch_gradients(optimizer: Any, on: bool) -> str | None:
+    """Lets an engine's optimizer handle many gradients at once. `on` false: each by itself again, as DeepSpeed.
 
     Returns:
-        The reason if the optimizer of ZeRO-1 or 2 cannot use them. Otherwise None. Other optimizers are left alone.
+        The reason if the optimizer of ZeRO-1 or 2 cannot do this. Otherwise None. Other optimizers are left alone.
     """
-    if type(optimizer) is not DeepSpeedZeroOptimizer:
+    if type(optimizer) not in (DeepSpeedZeroOptimizer, BatchedChecks, BatchedGradients):
         return None
-    for name in ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct"):
-        vars(optimizer).pop(name, None)
+    optimizer.__class__ = DeepSpeedZeroOptimizer
+    vars(optimizer).pop("mxfp8_batching", None)
     if not on:
         return None
     if deepspeed.__version__.split("+")[0] not in TESTED:
         return f"this was tested with DeepSpeed {', '.join(TESTED)}, and {deepspeed.__version__} is installed"
     if optimizer.cpu_offload:
         return "with offload it checks them where it copies them"
-    optimizer.has_overflow_partitioned_grads_serial = MethodType(_has_overflow, optimizer)
-    optimizer.get_grad_norm_direct = MethodType(_grad_norm, optimizer)
+    optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
+    if isinstance(optimizer, BatchedGradients):
+        optimizer.mxfp8_batching = _Batching(optimizer.ipg_buckets[optimizer.dtype],
+                                             optimizer.partition_gradients or optimizer.overlap_comm)
     return None
 
 
-def _has_overflow(self: DeepSpeedZeroOptimizer) -> torch.Tensor:
-    """Whether any gradient of this rank's partitions holds a NaN or an Inf: bool [1], on the device."""
-    gradients = [g for i in range(len(self.bit16_groups)) for g in _whole(self.averaged_gradients[i])
-                 if g is not None and g.numel()]
-    if not gradients:
-        return torch.zeros(1, dtype=torch.bool, device=get_accelerator().current_device_name())
-    return get_total_norm(gradients, math.inf).isfinite().logical_not().view(1)
+def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
+    """Whether gradients go through one bucket, of their own dtype, as they do unless a config asks for more."""
+    return (optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.zenflow
+            and not optimizer.use_grad_accum_attribute and list(optimizer.ipg_buckets) == [optimizer.dtype]
+            and optimizer.sequence_parallel_size == 1 and not is_autocast_initialized()
+            and optimizer.autoep_folding_tp_group is None
+            and "muon" not in type(optimizer.optimizer).__name__.lower())
 
 
-def _whole(gradients: list) -> list:
-    """One tensor where DeepSpeed accumulates in float32, and the gradients of a group are parts of it."""
+class BatchedChecks(DeepSpeedZeroOptimizer):
+    """Looks for overflow and takes norms of all gradients together. Skips loops that would change nothing."""
+
+    def should_refresh_expected_hook_count(self) -> bool:
+        """Whether DeepSpeed counts the parameters of this backward pass now.
+
+        The count tells it when the pass ends. In an engine's backward pass autograd tells it, and nothing reads the
+        count.
+        """
+        return self._backward_active_depth == 0 and super().should_refresh_expected_hook_count()
+
+    def has_overflow_partitioned_grads_serial(self) -> torch.Tensor:
+        """Whether any gradient of this rank's partitions holds a NaN or an Inf: bool [1], on the device."""
+        gradients = [g for i in range(len(self.bit16_groups)) for g in _whole(self.averaged_gradients[i])
+                     if g is not None and g.numel()]
+        if not gradients:
+            return torch.zeros(1, dtype=torch.bool, device=get_accelerator().current_device_name())
+        return get_total_norm(gradients, math.inf).isfinite().logical_not().view(1)
+
+    def get_grad_norm_direct(self, gradients: list, params: list, norm_type: float = 2) -> torch.Tensor:
+        """As DeepSpeed's. Each gradient's norm is a float64, as there, and their sum is rounded to float32."""
+        if norm_type != 2:
+            return super().get_grad_norm_direct(gradients, params, norm_type)
+        parts = (g for g in gradients if not getattr(g, "_zero_padding", False))
+        counted = [g.detach() for g, p in zip(parts, params, strict=False)
+                   if not (hasattr(p, PIPE_REPLICATED) and p.ds_pipe_replicated)
+                   and (self.model_parallel_rank == 0 or is_model_parallel_parameter(p))]
+        if counted:
+            norms = torch._foreach_norm(counted, 2, dtype=get_norm_dtype())
+            total = torch.stack(norms).pow(2).sum().float()
+        else:
+            total = torch.tensor(0.0, dtype=torch.float32, device=self.device)
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+        total = total.pow(1. / norm_type)
+        mask_nan_or_inf_with_val_inplace(total, device=self.device)
+        return total
+
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        """Points parameters at their places in the flat weights, unless all of them point there."""
+        flat = self.bit16_groups_flat[group_index]
+        start, size = flat.data_ptr(), flat.element_size()
+        if any(p.data_ptr() != start + offset * size or p.shape != meta.shape or not p.is_contiguous()
+               for p, meta, offset in zip(self.round_robin_bit16_groups[group_index],
+                                          self.round_robin_bit16_meta[group_index],
+                                          self.round_robin_bit16_offsets[group_index], strict=True)):
+            super()._update_model_bit16_weights(group_index)
+
+
+def _whole(gradients: list) -> Sequence[torch.Tensor]:
+    """Large tensors where the gradients of a group are parts of one, else the gradients."""
     whole = getattr(gradients, "flat_partition", None)
-    return gradients if whole is None else [whole]
+    return gradients if whole is None else whole.split(2**30)  # kernels may count the elements of a tensor in 32 bits
 
 
-def _grad_norm(self: DeepSpeedZeroOptimizer, gradients: list, params: list, norm_type: float = 2) -> torch.Tensor:
-    """DeepSpeed's `get_grad_norm_direct`, with the norms of all gradients taken together.
+class _Place(NamedTuple):
+    """Where the gradient of a parameter goes.
 
-    Each gradient's norm is a float64, as in DeepSpeed. Their sum is rounded to float32.
+    Attributes:
+        process_group: the ranks that it is averaged over.
+        pieces: (rank of that group, elements) for each partition that it touches, in their order in the gradient.
+        own: (start in the gradient, start in this rank's partition, elements), or None if this rank has no piece.
     """
-    if norm_type != 2:
-        return DeepSpeedZeroOptimizer.get_grad_norm_direct(self, gradients, params, norm_type)
-    parts = (g for g in gradients if not getattr(g, "_zero_padding", False))
-    counted = [g.detach() for g, p in zip(parts, params, strict=False)
-               if not (hasattr(p, PIPE_REPLICATED) and p.ds_pipe_replicated)
-               and (is_model_parallel_parameter(p) or self.model_parallel_rank == 0)]
-    if counted:
-        norms = torch._foreach_norm(counted, 2, dtype=get_norm_dtype())
-        total = torch.stack(norms).pow(2).sum().float()
-    else:
-        total = torch.tensor(0.0, dtype=torch.float32, device=self.device)
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-    self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
-    total = total.pow(1. / norm_type)
-    mask_nan_or_inf_with_val_inplace(total, device=self.device)
-    return total
+
+    process_group: Any
+    pieces: list[tuple[int, int]]
+    own: tuple[int, int, int] | None
+
+
+class _Batching:
+    """What BatchedGradients knows beside DeepSpeed's attributes.
+
+    Attributes:
+        waiting: parameters whose gradients are not in the bucket yet. `bucket.grads` holds the gradients. The bucket
+            counts their elements already.
+        elements: how many elements these gradients have.
+        in_hooks: gradients come from autograd's hooks, which may run on different streams. If false, they come after
+            the backward pass.
+        stream: the one that computed the gradients that wait. None: the current one.
+        places: parameter id -> its place.
+        fresh: groups whose sum began in this backward pass. Gradients are copied in it, and added in later ones.
+        specs, likes: for each group, what the parts of its sum look like.
+    """
+
+    def __init__(self, bucket: Any, in_hooks: bool):
+        self.bucket, self.in_hooks = bucket, in_hooks
+        self.waiting: list[torch.nn.Parameter] = []
+        self.elements = 0
+        self.stream: Any = None
+        self.places: dict[int, _Place] = {}
+        self.fresh: set[int] = set()
+        self.specs: dict[int, list] = {}
+        self.likes: dict[int, list] = {}
+
+
+class _Parts(GradPartitionBufferGroup):
+    """The sum of a group's gradients in this rank's partition, and its parts, one for each parameter."""
+
+    def __init__(self, flat_partition: torch.Tensor, likes: list, specs: list):
+        list.__init__(self, _unflatten_dense_tensors(flat_partition, likes))
+        self.flat_partition, self._view_specs = flat_partition, specs
+        for part, (_, _, is_padding) in zip(self, specs, strict=True):
+            if is_padding:
+                part._zero_padding = True
+
+
+class BatchedGradients(BatchedChecks):
+    """Also copies gradients into the bucket, and out of it, together.
+
+    A gradient waits in `parameter.grad` until the bucket is full, or AT_ONCE elements wait. It is averaged in the
+    bucket as in DeepSpeed, and then added to the sum of its partition. DeepSpeed keeps one sum for a partition where
+    it accumulates in float32. In other dtypes it keeps one for each parameter, and joins them in the step.
+    """
+
+    mxfp8_batching: _Batching
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.nn.Parameter, i: int) -> None:
+        """Appends the gradient of a parameter of group i to the bucket, which is averaged first if it is full."""
+        batching, size = self.mxfp8_batching, param.numel()
+        if size == 0:
+            return
+        bucket = batching.bucket
+        if bucket.elements + size > self.reduce_bucket_size:
+            self.reduce_ipg_grads()
+            if self.overlap_comm:
+                bucket.index = 1 - bucket.index
+        if not getattr(param, "ds_grad_is_ready", True):
+            return
+        if batching.in_hooks and not get_accelerator().resolves_data_dependency():
+            stream = get_accelerator().current_stream()
+            if stream != batching.stream:
+                self._fill_bucket()
+                batching.stream = stream
+        if batching.elements + size > AT_ONCE:
+            self._fill_bucket()
+        bucket.grads.append(param.grad)
+        bucket.params.append((i, param.param_idx_in_group, self.param_id[id(param)]))
+        bucket.elements += size
+        batching.waiting.append(param)
+        batching.elements += size
+
+    def _fill_bucket(self) -> None:
+        """Copies the gradients that wait into the bucket, on the stream that computed them, and lets go of them."""
+        batching = self.mxfp8_batching
+        if not batching.waiting:
+            return
+        bucket = batching.bucket
+        with torch.no_grad(), get_accelerator().stream(batching.stream):
+            room = bucket.buffer[bucket.index].narrow(0, bucket.elements - batching.elements, batching.elements)
+            torch._foreach_copy_(_unflatten_dense_tensors(room, bucket.grads), bucket.grads)
+        if batching.stream is not None:
+            bucket.copy_streams.add(batching.stream)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees the gradients that wait."""
+        batching = self.mxfp8_batching
+        batching.bucket.grads.clear()
+        for param in batching.waiting:
+            param.grad = None
+        batching.waiting.clear()
+        batching.elements = 0
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Averages the gradients in the bucket, adds them to the sums of the partitions, and empties the bucket."""
+        bucket = self.mxfp8_batching.bucket
+        if bucket.elements > self.reduce_bucket_size:  # one gradient, which is averaged where it is
+            gradients = bucket.grads[0].view(-1)
+        elif bucket.elements:
+            self._fill_bucket()
+            gradients = bucket.buffer[bucket.index].narrow(0, 0, bucket.elements)
+        else:
+            return
+        places = [self._place(*key) for key in bucket.params]
+        with torch.no_grad(), get_accelerator().stream(self._wait_for_gradients()):
+            self._average(gradients, places)
+            self._add_to_sums(gradients, places)
+        for _, _, param_id in bucket.params:
+            assert not self.params_already_reduced[param_id], (
+                f"The gradient of parameter {self.param_names[self.param_dict[param_id]]} was computed twice in one "
+                "backward pass, and was averaged after the first time. ZeRO does not support this")
+            self.params_already_reduced[param_id] = True
+        self._let_go()
+        bucket.clear()
+
+    def _place(self, i: int, index: int, param_id: int) -> _Place:
+        place = self.mxfp8_batching.places.get(param_id)
+        if place is None:
+            place = self.mxfp8_batching.places[param_id] = self._find_place(i, index, param_id)
+        return place
+
+    def _find_place(self, i: int, index: int, param_id: int) -> _Place:
+        param = self.bit16_groups[i][index]
+        is_expert = is_moe_param(param)
+        process_group = self.expert_dp_process_group[param.group_name] if is_expert else self.dp_process_group
+        starts = sorted((int(self.grad_start_offset[i][rank][param_id]), rank)
+                        for rank in self.param_to_partition_ids[i][param_id])
+        ends = [start for start, _ in starts[1:]] + [param.numel()]
+        pieces = [(rank, end - start) for (start, rank), end in zip(starts, ends, strict=True)]
+        own, mine = None, dist.get_rank(group=self.real_dp_process_group[i])
+        for (start, rank), (_, elements) in zip(starts, pieces, strict=True):
+            if rank == mine:
+                own = start, int(self.grad_partition_insertion_offset[i][rank][param_id]), elements
+        return _Place(process_group, pieces, own)
+
+    def _wait_for_gradients(self) -> Any:
+        """The stream for averages, which waits for the copies into the bucket. None: the device has no streams."""
+        accelerator = get_accelerator()
+        current = accelerator.current_stream()
+        stream = self.reduction_stream if self.overlap_comm else current
+        if not accelerator.resolves_data_dependency():
+            for producer in self.mxfp8_batching.bucket.copy_streams or {current}:
+                if producer != stream:
+                    stream.wait_stream(producer)
+            if self.overlap_comm:
+                current.wait_stream(stream)
+        return stream
+
+    def _average(self, gradients: torch.Tensor, places: list[_Place]) -> None:
+        """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
+        if self.gradient_average:
+            gradients.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))
+        runs: list[list] = []  # [process group, rank, start, elements], neighbours of one rank in one
+        start, last = 0, (None, None)
+        for place in places:
+            for rank, elements in place.pieces:
+                if last == (rank, place.process_group):
+                    runs[-1][3] += elements
+                else:
+                    runs.append([place.process_group, rank, start, elements])
+                    last = rank, place.process_group
+                start += elements
+        calls: dict[tuple, list] = {}
+        for process_group, rank, start, elements in runs:
+            key = (process_group, None if self.use_multi_rank_bucket_allreduce else rank)
+            calls.setdefault(key, []).append((rank, gradients.narrow(0, start, elements)))
+        for (process_group, rank), parts in calls.items():
+            arguments = dict(numel_per_bucket=self.reduce_bucket_size, divide=False, process_group=process_group)
+            if rank is None:
+                self.allreduce_and_scatter(parts, self.communication_data_type, **arguments)
+            else:
+                self.allreduce_no_retain([part for _, part in parts], self.communication_data_type, rank=rank,
+                                         **arguments)
+
+    def _add_to_sums(self, gradients: torch.Tensor, places: list[_Place]) -> None:
+        """Adds averaged gradients to the sums of the partitions that they are in, or begins the sums with them."""
+        runs: dict[int, list] = {}  # group -> [start in gradients, start in the sum, elements], neighbours in one
+        start = 0
+        for (i, _, _), place in zip(self.mxfp8_batching.bucket.params, places, strict=True):
+            if place.own is not None:
+                of_group, (skipped, goal, elements) = runs.setdefault(i, []), place.own
+                begin = start + skipped
+                if (of_group and of_group[-1][0] + of_group[-1][2] == begin
+                        and of_group[-1][1] + of_group[-1][2] == goal):
+                    of_group[-1][2] += elements
+                else:
+                    of_group.append([begin, goal, elements])
+            start += sum(elements for _, elements in place.pieces)
+        for i, of_group in runs.items():
+            flat = self._sum(i).flat_partition
+            copies = i in self.mxfp8_batching.fresh
+            for first, last, part in _portions(of_group):
+                same = gradients.narrow(0, first, last - first).to(flat.dtype)
+                sources = [same.narrow(0, begin - first, elements) for begin, _, elements in part]
+                sums = [flat.narrow(0, goal, elements) for _, goal, elements in part]
+                (torch._foreach_copy_ if copies else torch._foreach_add_)(sums, sources)
+
+    def _sum(self, i: int) -> GradPartitionBufferGroup:
+        """The sum of group i's gradients since the last step, where DeepSpeed keeps it."""
+        if self._deepspeed_keeps_sum(i):
+            return self._get_compact_grad_partition_buffer(i)
+        if self.all_grad_tensors.get(i) is None:
+            self.all_grad_tensors[i] = self._zeros(i)
+            self.mxfp8_batching.fresh.add(i)
+        return self.all_grad_tensors[i]
+
+    def _deepspeed_keeps_sum(self, i: int) -> bool:
+        """Whether DeepSpeed itself keeps one sum for the partition of group i."""
+        return super()._use_compact_grad_partition_buffer(i)
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
+        """True: DeepSpeed takes the sum from `_build_compact_grad_partition_buffer`, whatever its dtype."""
+        return True
+
+    def _build_compact_grad_partition_buffer(self, group_idx: int) -> GradPartitionBufferGroup:
+        found, self.all_grad_tensors[group_idx] = self.all_grad_tensors.get(group_idx), None
+        return self._zeros(group_idx) if found is None else found
+
+    def _zeros(self, i: int) -> GradPartitionBufferGroup:
+        batching = self.mxfp8_batching
+        if i not in batching.specs:
+            parts = super()._build_compact_grad_partition_buffer(i)
+            batching.specs[i] = parts._view_specs
+            batching.likes[i] = [torch.empty(part.shape, device="meta") for part in parts]
+            return parts
+        flat = torch.zeros(int(self.partition_size[i]), dtype=self.gradient_accumulation_dtype,
+                           device=get_accelerator().current_device_name())
+        return _Parts(flat, batching.likes[i], batching.specs[i])
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Ends a backward pass."""
+        if self.is_gradient_accumulation_boundary():
+            for i in range(len(self.bit16_groups)):
+                # No step took the sum of an earlier pass. DeepSpeed adds to it only where it keeps one sum.
+                if not self._deepspeed_keeps_sum(i):
+                    self.averaged_gradients[i] = None
+        super().independent_gradient_partition_epilogue()
+        self.mxfp8_batching.fresh.clear()
+
+
+def _portions(runs: list) -> Iterator[tuple[int, int, list]]:
+    """Cuts runs of [start, goal, elements] into portions of at most AT_ONCE elements, or of one longer run.
+
+    Yields:
+        (start of the first run, end of the last one, the portion)
+    """
+    portion: list = []
+    for run in runs:
+        if portion and run[0] + run[2] - portion[0][0] > AT_ONCE:
+            yield portion[0][0], portion[-1][0] + portion[-1][2], portion
+            portion = []
+        portion.append(run)
+    if portion:
+        yield portion[0][0], portion[-1][0] + portion[-1][2], portion

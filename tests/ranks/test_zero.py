@@ -1,28 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings whose gradients are checked together against DeepSpeed's own, bit for bit."""
+"""Trainings whose gradients are handled together against DeepSpeed's own, bit for bit."""
 
+import os
+from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from models import DEFAULT, Layout, make_engine, parameters, train_steps
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from models import DEFAULT, PLAIN, Layout, Net, batch, ds_config, make_engine, mse, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from test_checkpoints import ADAM, OFFLOAD, state
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import zero
 
 CLIPPED = {**ADAM, "gradient_clipping": 0.1}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+THREE_BATCHES = {"gradient_accumulation_steps": 3}
+
+
+def zero_config(**keys):
+    return {**CLIPPED, "zero_optimization": keys}
+
+
 LAYOUTS = {
     "zero1": Layout(zero=1, config=CLIPPED),
+    "zero1-bf16": Layout(zero=1, dtype="bf16", config=CLIPPED),
+    "zero1-bf16-three-batches": Layout(zero=1, dtype="bf16", config={**CLIPPED, **THREE_BATCHES}),
     "zero2-bf16": Layout(zero=2, dtype="bf16", config=CLIPPED),
-    "zero2-bf16-fp32-accumulation": Layout(zero=2, dtype="bf16", config={
-        **CLIPPED, **FP32_SUMS, "gradient_accumulation_steps": 2}),
+    "zero2-bf16-three-batches": Layout(zero=2, dtype="bf16", config={**CLIPPED, **THREE_BATCHES}),
+    "zero2-bf16-fp32-accumulation": Layout(zero=2, dtype="bf16", config={**CLIPPED, **FP32_SUMS, **THREE_BATCHES}),
     "experts-on-every-rank": Layout(ep_size=1, zero=2, dtype="bf16", config=CLIPPED),
+    "experts-on-every-rank-zero1": Layout(ep_size=1, zero=1, dtype="bf16", config=CLIPPED),
     "frozen": Layout(zero=1, dtype="bf16", frozen=r"blocks\.0\..*experts\.0.*", config=CLIPPED),
-    "small-buckets-overlap": Layout(zero=2, dtype="bf16", config={
-        **CLIPPED, "zero_optimization": {"reduce_bucket_size": 5000, "overlap_comm": True}}),
+    "buckets-smaller-than-a-weight": Layout(zero=2, dtype="bf16", config=zero_config(
+        reduce_bucket_size=5000, overlap_comm=True)),
+    "buckets-smaller-than-a-layer": Layout(ep_size=1, zero=2, dtype="bf16", config=zero_config(
+        reduce_bucket_size=20_000)),
+    "overlap": Layout(zero=1, dtype="bf16", config=zero_config(reduce_bucket_size=20_000, overlap_comm=True)),
+    "one-rank-at-a-time": Layout(ep_size=1, zero=2, dtype="bf16", config=zero_config(
+        use_multi_rank_bucket_allreduce=False)),
+    "round-robin": Layout(ep_size=1, zero=2, dtype="bf16", config={
+        **zero_config(round_robin_gradients=True, parameter_alignment=True), **THREE_BATCHES}),
+    "pipeline": Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config={**CLIPPED, **THREE_BATCHES}),
+    "client-optimizer": Layout(zero=1, dtype="bf16", client=True, config={"gradient_clipping": 0.1}),
     "tensor-parallel": Layout(tensor_parallel=2, zero=1, config=CLIPPED),
     "no-overflow-check": Layout(zero=1, dtype="bf16", config={**CLIPPED, "bf16": {"check_grad_overflow": False}}),
 }
@@ -32,34 +58,48 @@ def poison(engine, rank):
     """One expert's gradient on rank 1 holds a NaN."""
     name, parameter = next((n, p) for n, p in engine.module.named_parameters() if "experts.1" in n)
     if rank == 1:
-        parameter.register_hook(lambda grad: grad.index_fill(0, torch.zeros(1, dtype=torch.long), float("nan")))
+        return parameter.register_hook(lambda grad: grad.index_fill(0, torch.zeros(1, dtype=torch.long), float("nan")))
 
 
 def is_batched(engine):
-    return "get_grad_norm_direct" in vars(engine.optimizer)
+    return isinstance(engine.optimizer, zero.BatchedGradients)
 
 
-def trained(layout, batched, poisoned=False):
+@contextmanager
+def engine_of(layout, batched, section=DEFAULT, **arguments):
+    """`section` PLAIN: DeepSpeed's own layers, whose gradients may be batched too."""
     reset_deepspeed_groups()
-    engine = make_engine(layout, {**DEFAULT, "batch_gradient_checks": batched})
+    engine = make_engine(layout, section and {**section, "batch_gradients": batched}, **arguments)
+    if section is PLAIN:
+        zero.batch_gradients(engine.optimizer, batched)
     assert is_batched(engine) == batched
-    records = train_steps(engine, layout)
-    if poisoned:
-        poison(engine, torch.distributed.get_rank())
-        records += train_steps(engine, layout, first=layout.steps)
-    result = records, parameters(engine), state(engine)
+    yield engine
     engine.destroy()
-    return result
 
 
-def both(layout, poisoned=False):
-    return trained(layout, False, poisoned), trained(layout, True, poisoned)
+def trained(layout, batched, poisoned=False, section=DEFAULT):
+    with engine_of(layout, batched, section) as engine:
+        records = train_steps(engine, layout)
+        if poisoned:
+            hook = poison(engine, torch.distributed.get_rank())
+            records += train_steps(engine, layout, first=layout.steps)
+            if hook:
+                hook.remove()
+            records += train_steps(engine, layout, first=2 * layout.steps)
+        return records, parameters(engine), state(engine)
+
+
+def both(layout, poisoned=False, section=DEFAULT, at_once=zero.AT_ONCE):
+    plain = trained(layout, False, poisoned, section)
+    with mock.patch.object(zero, "AT_ONCE", at_once):
+        return plain, trained(layout, True, poisoned, section)
 
 
 def check_equal(results):
     for (records, weights, states), (own_records, own_weights, own_states) in results:
         assert own_records == records
         assert [n for n in weights if not torch.equal(weights[n], own_weights[n])] == []
+        assert states.keys() == own_states.keys()
         assert [n for n in states if not torch.equal(states[n], own_states[n])] == []
 
 
@@ -70,19 +110,240 @@ def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
     assert all(record["norm"] > 0.1 for (records, *_), _ in results for record in records)  # so clipping acts
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2-bf16", "zero2-bf16-fp32-accumulation"])
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-bf16-three-batches", "zero2-bf16-fp32-accumulation"])
+def test_with_deepspeeds_own_layers(ranks2, name):
+    check_equal(ranks2.run(both, LAYOUTS[name], section=PLAIN))
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-bf16-fp32-accumulation", "experts-on-every-rank"])
+def test_in_portions(ranks2, name):
+    check_equal(ranks2.run(both, LAYOUTS[name], at_once=15_000))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_four_ranks_of_which_two_share_experts(ranks4, stage):
+    check_equal(ranks4.run(both, Layout(ep_size=2, zero=stage, dtype="bf16", config={**CLIPPED, **THREE_BATCHES})))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero1-bf16", "zero2-bf16", "zero2-bf16-three-batches",
+                                  "zero2-bf16-fp32-accumulation"])
 def test_a_nan_in_one_experts_gradient_skips_the_step_everywhere(ranks2, name):
     results = ranks2.run(both, LAYOUTS[name], True)
     check_equal(results)
     steps = LAYOUTS[name].steps
-    assert all([r["skipped"] for r in records] == [0] * steps + [1] * steps for _, (records, *_) in results)
+    assert all([r["skipped"] for r in records] == [0] * steps + [1] * steps + [0] * steps
+               for _, (records, *_) in results)
+
+
+class Unusual(Net):
+    """Calls one layer twice, recomputes one, calls one in some batches only, has experts' weights in its loss, and a
+    parameter of an odd size."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__(2)
+        self.blocks.append(Net(2).blocks[0])
+        self.scale = torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x, target):
+        self.calls += 1
+        x = self.first(x) * self.scale.mean()
+        for block in [self.blocks[0], self.blocks[0]] + [self.blocks[1]] * (self.calls % 2):
+            x, _ = block(x)
+        x, _ = checkpoint(self.blocks[2], x, use_reentrant=False)
+        decay = sum(p.float().pow(2).sum() for p in self.blocks[0].moe.deepspeed_moe.experts.parameters())
+        return mse(self.last(x), target) + 1e-3 * decay
+
+
+def trained_unusually(layout, batched):
+    torch.manual_seed(layout.seed)
+    with engine_of(layout, batched, model=Unusual()) as engine:
+        return train_steps(engine, layout), parameters(engine), state(engine)
+
+
+def unusual(layout):
+    return trained_unusually(layout, False), trained_unusually(layout, True)
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero1-bf16-three-batches", "zero2-bf16-three-batches",
+                                  "zero2-bf16-fp32-accumulation", "buckets-smaller-than-a-weight", "round-robin"])
+def test_unusual_models(ranks2, name):
+    check_equal(ranks2.run(unusual, replace(LAYOUTS[name], steps=3)))
+
+
+def decayed(batched):
+    """A client's AdamW with weight decay for matrices alone."""
+    reset_deepspeed_groups()
+    layout = Layout(zero=1, dtype="bf16", client=True, config=THREE_BATCHES)
+    torch.manual_seed(layout.seed)
+    model = Net(2)
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5, "name": "decayed"},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "name": "others"}]
+    optimizer = torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer(groups), lr=1e-3, eps=1e-4)
+    engine = ds_mxfp8_moe.initialize(model=model, optimizer=optimizer, config=ds_config(
+        layout, {**DEFAULT, "batch_gradients": batched}))[0]
+    assert len(engine.optimizer.bit16_groups) == 4 and is_batched(engine) == batched
+    result = train_steps(engine, layout), parameters(engine), state(engine)
+    engine.destroy()
+    return result
+
+
+def both_decayed():
+    return decayed(False), decayed(True)
+
+
+def test_groups_of_a_clients_optimizer(ranks2):
+    check_equal(ranks2.run(both_decayed))
+
+
+def tripled(parameter):
+    parameter.grad.mul_(3)
+
+
+def touched(layout, batched):
+    """What users see and change: hooks, gradients between backward and step, torch.autograd.grad."""
+    seen = []
+    with engine_of(layout, batched) as engine:
+        experts = {n: p for n, p in engine.module.named_parameters() if "experts" in n}
+        first, second, third = list(experts.values())[:3]
+        first.register_hook(lambda grad: grad * 2)
+        second.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        third.register_post_accumulate_grad_hook(tripled)
+        for step in range(2):
+            torch.manual_seed(step)
+            x = batch(step, layout, torch.distributed.get_rank())
+            seen += torch.autograd.grad(engine.module(*x), list(experts.values()))
+            assert all(p.grad is None for p in engine.module.parameters())
+            engine.backward(engine(*x))
+            seen += [safe_get_full_grad(p).clone() for p in engine.module.parameters()]
+            third.data = third.data.clone()  # the step puts it back into ZeRO's flat weights
+            safe_set_full_grad(second, torch.full_like(second, 0.25, dtype=torch.float32))
+            engine.step()
+        seen += state(engine).values()
+    return seen
+
+
+def both_touched(layout):
+    return touched(layout, False), touched(layout, True)
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-bf16", "experts-on-every-rank", "overlap",
+                                  "zero2-bf16-fp32-accumulation"])
+def test_hooks_and_gradients_that_users_see(ranks2, name):
+    layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, "gradient_accumulation_steps": 1})
+    for plain, own in ranks2.run(both_touched, layout):
+        assert len(plain) == len(own) > 100
+        assert [i for i, (a, b) in enumerate(zip(plain, own, strict=True)) if not torch.equal(a, b)] == []
+
+
+@contextmanager
+def each_backward(engine):
+    """DeepSpeed takes the second of two backward passes alone, unless it accumulates in float32."""
+    yield
+
+
+def no_sync(engine):
+    return engine.no_sync()
+
+
+def coalesced(engine):
+    return engine.coalesce_grad_reduction()
+
+
+def two_backward_passes(layout, batched, way):
+    with engine_of(layout, batched) as engine:
+        for step in range(2):
+            with way(engine):
+                engine.backward(engine(*batch(2 * step, layout, torch.distributed.get_rank())))
+                if way is coalesced:
+                    engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
+            if way is not coalesced:
+                engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
+            engine.step()
+        return [], parameters(engine), state(engine)
+
+
+def both_with_two_backward_passes(layout, way):
+    return two_backward_passes(layout, False, way), two_backward_passes(layout, True, way)
+
+
+UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}
+
+
+@pytest.mark.parametrize("stage, config, way", [
+    (1, ADAM, each_backward), (2, ADAM, each_backward), (2, {**ADAM, **FP32_SUMS}, each_backward),
+    (1, UNMANAGED, each_backward), (2, UNMANAGED, each_backward), (2, {**UNMANAGED, **FP32_SUMS}, each_backward),
+    (1, ADAM, no_sync), (1, ADAM, coalesced), (2, ADAM, coalesced), (2, {**ADAM, **FP32_SUMS}, coalesced)])
+def test_two_backward_passes_before_a_step(ranks2, stage, config, way):
+    check_equal(ranks2.run(both_with_two_backward_passes, Layout(zero=stage, dtype="bf16", config=config), way))
+
+
+def saved_and_loaded(layout, directory):
+    """Each key writes a checkpoint; the other reads it and trains on, as the writer itself does."""
+    results = []
+    for batched in (False, True):
+        path = os.path.join(directory, str(batched))
+        with engine_of(layout, batched) as engine:
+            train_steps(engine, layout)
+            engine.save_checkpoint(path, tag="t")
+            went_on = train_steps(engine, layout, layout.steps), parameters(engine), state(engine)
+        with engine_of(replace(layout, seed=99), not batched) as engine:
+            engine.load_checkpoint(path)
+            results.append((went_on, (train_steps(engine, layout, layout.steps), parameters(engine), state(engine))))
+    return results
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "experts-on-every-rank"])
+def test_checkpoints_load_both_ways(ranks2, name, tmp_path):
+    for results in ranks2.run(saved_and_loaded, LAYOUTS[name], str(tmp_path)):
+        check_equal(results)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls that copy or add."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name.removeprefix("aten::") in ("copy_", "_to_copy", "add_", "_foreach_copy_",
+                                                                   "_foreach_add_")
+        return func(*args, **(kwargs or {}))
+
+
+def calls(layout, batched):
+    """How many calls follow autograd, in the passes that end an accumulation and in their steps."""
+    with engine_of(layout, batched) as engine, mock.patch.object(engine, "_backward_epilogue") as epilogue:
+        counted = Calls()
+
+        def count():
+            with counted:
+                type(engine)._backward_epilogue(engine)
+
+        epilogue.side_effect = count
+        engine.backward(engine(*batch(0, layout, torch.distributed.get_rank())))
+        with counted:
+            engine.step()
+        return counted.count, sum(len(group) for group in engine.optimizer.params_in_partition)
+
+
+def both_calls(layout):
+    return calls(layout, False), calls(layout, True)
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(zero=1, dtype="bf16", config=CLIPPED), Layout(zero=2, dtype="bf16", config=CLIPPED),
+    Layout(zero=2, dtype="bf16", config={**CLIPPED, **FP32_SUMS})], ids=["zero1", "zero2", "zero2-fp32-accumulation"])
+def test_few_calls_copy_gradients(ranks2, layout):
+    for (plain, count), (own, _) in ranks2.run(both_calls, layout):
+        assert own < 20 < count < plain
 
 
 def reason(layout):
     reset_deepspeed_groups()
     engine = make_engine(layout, DEFAULT)
-    obstacle = zero.batch_gradient_checks(engine.optimizer, True)
-    assert not is_batched(engine)
+    obstacle = zero.batch_gradients(engine.optimizer, True)
+    assert not is_batched(engine) and not isinstance(engine.optimizer, zero.BatchedChecks)
     engine.destroy()
     return obstacle
 
@@ -91,7 +352,7 @@ def reason(layout):
     (Layout(dtype="bf16"), None), (Layout(zero=1, dtype="bf16", config=FP32_SUMS), None),
     (Layout(zero=2, dtype="bf16", config={**ADAM, **OFFLOAD}), "with offload")],
     ids=["zero0", "BF16_Optimizer", "offload"])
-def test_other_optimizers_keep_their_own_checks(ranks2, layout, obstacle):
+def test_other_optimizers_keep_their_own_way(ranks2, layout, obstacle):
     found = ranks2.run(reason, layout)
     assert found == [None, None] if obstacle is None else all(obstacle in text for text in found)
 
@@ -101,8 +362,28 @@ def of_another_release():
         return reason(Layout(zero=1))
 
 
-def test_other_releases_of_deepspeed_keep_their_own_checks(ranks2):
+def test_other_releases_of_deepspeed_keep_their_own_way(ranks2):
     assert all("0.0.1" in text for text in ranks2.run(of_another_release))
+
+
+def checks_alone(layout):
+    reset_deepspeed_groups()
+    engine = make_engine(layout, DEFAULT)
+    kind = type(engine.optimizer)
+    records = train_steps(engine, layout)
+    own = records, parameters(engine), state(engine)
+    engine.destroy()
+    return kind, trained(layout, False), own
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(zero=2, dtype="bf16", config={**CLIPPED, "communication_data_type": "fp32"}),
+    Layout(zero=1, dtype="bf16", config=zero_config(contiguous_gradients=False))],
+    ids=["fp32-communication", "not-contiguous"])
+def test_unusual_buckets_are_deepspeeds_and_checks_are_batched(ranks2, layout):
+    results = ranks2.run(checks_alone, layout)
+    assert [kind for kind, *_ in results] == [zero.BatchedChecks] * 2
+    check_equal([pair for _, *pair in results])
 
 
 def converted_later():

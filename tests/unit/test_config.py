@@ -35,7 +35,7 @@ ALL_KEYS = {
     "capacity_factor": 1.5,
     "on_overflow": "drop",
     "overlap": False,
-    "batch_gradient_checks": False,
+    "batch_gradients": False,
     "keep_quantized_weights": True,
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
