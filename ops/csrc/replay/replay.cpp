@@ -8,6 +8,7 @@
 //   free       drops the tensor of a slot
 // Nothing here knows what a kernel computes. The host spends one to four microseconds on a step.
 
+#include <ATen/ATen.h>
 #include <cuda.h>
 #include <dlfcn.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -23,10 +24,14 @@ namespace py = pybind11;
 
 namespace {
 
-// The two functions of the CUDA driver that a program calls. Tests put their own in place of them.
+// The functions of the CUDA driver that a program calls. Tests put their own in place of the first two.
 struct Driver {
   decltype(&cuLaunchKernelEx) launch = nullptr;
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  decltype(&cuCtxGetCurrent) context = nullptr;
+  decltype(&cuCtxSetCurrent) set_context = nullptr;
+  decltype(&cuDeviceGet) device = nullptr;
+  decltype(&cuDevicePrimaryCtxRetain) retain_context = nullptr;
 };
 
 Driver& driver() {
@@ -35,14 +40,30 @@ Driver& driver() {
     if (void* library = dlopen("libcuda.so.1", RTLD_LAZY)) {
       found.launch = reinterpret_cast<decltype(found.launch)>(dlsym(library, "cuLaunchKernelEx"));
       found.encode = reinterpret_cast<decltype(found.encode)>(dlsym(library, "cuTensorMapEncodeTiled"));
+      found.context = reinterpret_cast<decltype(found.context)>(dlsym(library, "cuCtxGetCurrent"));
+      found.set_context = reinterpret_cast<decltype(found.set_context)>(dlsym(library, "cuCtxSetCurrent"));
+      found.device = reinterpret_cast<decltype(found.device)>(dlsym(library, "cuDeviceGet"));
+      found.retain_context =
+          reinterpret_cast<decltype(found.retain_context)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
     }
     return found;
   }();
   return functions;
 }
 
-void check(CUresult result, const char* what, const std::string& kernel) {
-  TORCH_CHECK(result == CUDA_SUCCESS, what, " of kernel ", kernel, " failed with CUDA driver error ", int(result));
+void check(CUresult result, const char* what, const std::string& kernel = "") {
+  TORCH_CHECK(result == CUDA_SUCCESS, what, kernel, " failed with CUDA driver error ", int(result));
+}
+
+// A thread in which the CUDA runtime has not worked yet (autograd starts such threads) has no context. The driver's
+// functions need one, and do not take the device's own by themselves.
+void bind_context(const at::Device& device) {
+  CUcontext context = nullptr;
+  if (!device.is_cuda() || !driver().context || (driver().context(&context) == CUDA_SUCCESS && context)) return;
+  CUdevice gpu;
+  check(driver().device(&gpu, device.index()), "finding the GPU");
+  check(driver().retain_context(&context, gpu), "making a CUDA context current");
+  check(driver().set_context(context), "making a CUDA context current");
 }
 
 using Slots = std::vector<at::Tensor>;
@@ -127,7 +148,7 @@ struct Launch {
     config.sharedMemBytes = shared_bytes;
     config.hStream = stream;
     config.attrs = attributes, config.numAttrs = used;
-    check(driver().launch(&config, function, parameters.data(), nullptr), "the launch", name);
+    check(driver().launch(&config, function, parameters.data(), nullptr), "the launch of kernel ", name);
   }
 
   static constexpr int MOST_MAPS = 10;
@@ -141,7 +162,7 @@ struct Launch {
                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                           map.nan_padding ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
                                           : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-          "a TMA descriptor", name);
+          "a TMA descriptor of kernel ", name);
     return out;
   }
 };
@@ -252,6 +273,7 @@ class Program {
   std::vector<std::optional<at::Tensor>> run(std::vector<at::Tensor> inputs, uint64_t stream) const {
     TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a program of ", inputs_, " inputs was called with ", inputs.size());
     py::gil_scoped_release without_python;
+    bind_context(inputs.at(0).device());
     Slots slots = std::move(inputs);
     slots.resize(slots_);
     for (const auto& step : steps_) {
@@ -304,6 +326,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_outputs", &Program::set_outputs)
       .def("run", &Program::run);
   m.def("use_driver", [](uint64_t launch, uint64_t encode) {
-    driver() = {reinterpret_cast<decltype(Driver::launch)>(launch), reinterpret_cast<decltype(Driver::encode)>(encode)};
+    driver().launch = reinterpret_cast<decltype(Driver::launch)>(launch);
+    driver().encode = reinterpret_cast<decltype(Driver::encode)>(encode);
   }, "For tests: addresses of functions that stand in for the CUDA driver's.");
 }
