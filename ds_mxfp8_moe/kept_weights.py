@@ -46,7 +46,8 @@ class KeptWeights:
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         # Another stream does not wait for the kernels that made them.
-        state = [get_accelerator().current_stream(), *map(torch.Tensor.data_ptr, weights), *map(_VERSION, weights)]
+        stream = get_accelerator().current_stream(weights[0].device.index)
+        state = [stream, *map(torch.Tensor.data_ptr, weights), *map(_VERSION, weights)]
         if state != self._state:
             if not all(isinstance(w, torch.nn.Parameter) for w in weights):
                 return None

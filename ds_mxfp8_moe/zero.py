@@ -145,7 +145,7 @@ class _Batching:
             the backward pass.
         stream: the one that computed the gradients that wait. None: the current one.
         places: parameter id -> its place.
-        fresh: groups whose sum began in this backward pass. Gradients are copied in it, and added in later ones.
+        fresh: groups whose sum began in this backward pass. This pass copies gradients into it, later ones add theirs.
         specs, likes: for each group, what the parts of its sum look like.
     """
 
@@ -230,18 +230,24 @@ class BatchedGradients(BatchedChecks):
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Averages the gradients in the bucket, adds them to the sums of the partitions, and empties the bucket."""
-        bucket = self.mxfp8_batching.bucket
-        if bucket.elements > self.reduce_bucket_size:  # one gradient, which is averaged where it is
+        batching, bucket = self.mxfp8_batching, self.mxfp8_batching.bucket
+        in_place = bucket.elements > self.reduce_bucket_size  # one gradient, which is averaged where it is
+        if in_place:
             gradients = bucket.grads[0].view(-1)
+            if batching.stream is not None:
+                bucket.copy_streams.add(batching.stream)
         elif bucket.elements:
             self._fill_bucket()
             gradients = bucket.buffer[bucket.index].narrow(0, 0, bucket.elements)
         else:
             return
         places = [self._place(*key) for key in bucket.params]
-        with torch.no_grad(), get_accelerator().stream(self._wait_for_gradients()):
+        stream = self._wait_for_gradients()
+        with torch.no_grad(), get_accelerator().stream(stream):
             self._average(gradients, places)
             self._add_to_sums(gradients, places)
+        if in_place and stream is not None:
+            gradients.record_stream(stream)  # it is let go of before that stream has read it
         for _, _, param_id in bucket.params:
             assert not self.params_already_reduced[param_id], (
                 f"The gradient of parameter {self.param_names[self.param_dict[param_id]]} was computed twice in one "
@@ -368,7 +374,8 @@ class BatchedGradients(BatchedChecks):
         """Ends a backward pass."""
         if self.is_gradient_accumulation_boundary():
             for i in range(len(self.bit16_groups)):
-                # No step took the sum of an earlier pass. DeepSpeed adds to it only where it keeps one sum.
+                # A sum that an earlier boundary pass left without a step. DeepSpeed replaces it too, unless it keeps
+                # one sum for the group itself.
                 if not self._deepspeed_keeps_sum(i):
                     self.averaged_gradients[i] = None
         super().independent_gradient_partition_epilogue()

@@ -19,6 +19,7 @@ from each other. `replayed` keeps one program for each combination that its call
 import re
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -69,7 +70,11 @@ def replayed(executor: ModuleType, key: tuple, between: tuple, function: Callabl
     if found is None and len(programs) < MOST_DISTANCES:
         with Recording(inputs) as recording:
             outputs, other = function(*inputs)
-        programs[between] = recording.program(outputs, executor), other
+        program = recording.program(outputs, executor)
+        if program is None:
+            warnings.warn(f"mxfp8_moe: the host launches kernels from Python, which is slower: {recording.obstacle}",
+                          stacklevel=2)
+        programs[between] = program, other
         return outputs, other
     program, other = found or (None, None)
     return function(*inputs) if program is None else (program(*inputs), other)

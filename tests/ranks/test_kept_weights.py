@@ -529,5 +529,5 @@ def test_graph_capture_and_other_streams(monkeypatch):
         assert kept.of(weights, False) is None
     assert kept.of(weights, False) == {"up": "made before"} and kept.of(weights, True) == {}
     with monkeypatch.context() as patch:
-        patch.setattr(kept_weights, "get_accelerator", lambda: mock.Mock(current_stream=lambda: "another"))
+        patch.setattr(kept_weights, "get_accelerator", lambda: mock.Mock(current_stream=lambda device: "another"))
         assert kept.of(weights, False) == {}

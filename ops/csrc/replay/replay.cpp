@@ -110,7 +110,8 @@ struct Launch {
   std::vector<std::variant<uint64_t, Address, Map>> arguments;
 
   void run(Slots& slots, CUstream stream) const {
-    if (grid[0] * grid[1] * grid[2] == 0) return;
+    if (!grid[0] || !grid[1] || !grid[2]) return;
+    TORCH_CHECK(driver().launch && driver().encode, "libcuda.so.1 lacks cuLaunchKernelEx or cuTensorMapEncodeTiled");
     const size_t count = arguments.size();
     // A vector of descriptors would have to be aligned by hand: a kernel has ten at most.
     alignas(64) CUtensorMap maps[MOST_MAPS];
@@ -135,7 +136,9 @@ struct Launch {
       attributes[used].id = id;
       return attributes[used++].value;
     };
-    if (dependent) add(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).programmaticStreamSerializationAllowed = 1;
+    if (dependent) {
+      add(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).programmaticStreamSerializationAllowed = 1;
+    }
     if (cooperative) add(CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative = 1;
     if (cluster != 1) {
       add(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim = {cluster, 1, 1};
@@ -250,9 +253,12 @@ class Program {
       bool list = false;
       if (py::isinstance<Slot>(argument)) {
         slots.push_back(argument.cast<Slot>().index);
-      } else if (py::isinstance<py::list>(argument) && py::len(argument) && py::isinstance<Slot>(py::list(argument)[0])) {
-        list = true;
-        for (const auto& one : py::list(argument)) slots.push_back(one.cast<Slot>().index);
+      } else if (py::isinstance<py::list>(argument)) {
+        auto items = py::reinterpret_borrow<py::list>(argument);
+        list = items.size() && py::isinstance<Slot>(items[0]);
+        if (list) {
+          for (const auto& one : items) slots.push_back(one.cast<Slot>().index);
+        }
       }
       if (slots.empty()) {
         step.constants.push_back(torch::jit::toIValue(argument, schema[i].type()));
@@ -271,7 +277,8 @@ class Program {
   void set_outputs(std::vector<int64_t> outputs) { outputs_ = std::move(outputs); }
 
   std::vector<std::optional<at::Tensor>> run(std::vector<at::Tensor> inputs, uint64_t stream) const {
-    TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a program of ", inputs_, " inputs was called with ", inputs.size());
+    TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a program of ", inputs_, " inputs was called with ",
+                inputs.size());
     py::gil_scoped_release without_python;
     bind_context(inputs.at(0).device());
     Slots slots = std::move(inputs);
