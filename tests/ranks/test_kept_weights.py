@@ -18,6 +18,7 @@ from autoep_models import batch as token_ids
 from autoep_models import engine as autoep_engine
 from models import BF16, DEFAULT, Layout, Net, batch, make_engine, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
+from slow import slow_except
 from test_classic_layouts import overflow_then_train
 from test_expert_ffn import RECIPES, formula, problem
 from test_recompute import WAYS, CheckpointedNet
@@ -97,7 +98,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero0-bf16", "zero1", "zero2-bf16"))
 def test_four_micro_batches_cast_each_weight_once(ranks2, name):
     check(ranks2.run(both, LAYOUTS[name]), 4 * CASTS, CASTS)
 
@@ -294,7 +295,7 @@ def changed_within_a_step(layout, directory, change):
 
 
 @pytest.mark.parametrize("layout, change", [
-    pytest.param(layout, change, id=f"{name}: {change}")
+    pytest.param(layout, change, id=f"{name}: {change}", marks=[pytest.mark.slow] * (layout.zero == 0))
     for name, layout in {"zero0": Layout(), "zero0-bf16": Layout(dtype="bf16"),
                          "zero2-bf16": Layout(zero=2, dtype="bf16")}.items()
     for change in CHANGES if layout.zero == 0 or change not in NOT_IN_ZERO_2])
@@ -448,7 +449,7 @@ def equal(a, b):
 
 @pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(), reason=str(replay.ReplayBuilder()._obstacle()))
 @pytest.mark.parametrize("name", ["linear", "gelu", "swiglu"])
-@pytest.mark.parametrize("recipe", ["hp-32", "hp-128", "mxfp8-32", "mxfp8-128"])
+@pytest.mark.parametrize("recipe", slow_except(["hp-32", "hp-128", "mxfp8-32", "mxfp8-128"], "hp-128"))
 def test_replayed_calls_take_and_return_kept_weights(monkeypatch, recipe, name):
     """Plain torch ops stand for the kernels here. Recordings of both are made by the same code."""
     executor = replay.ReplayBuilder().jit_load()
