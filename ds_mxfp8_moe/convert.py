@@ -173,9 +173,7 @@ def choose_transports(model: torch.nn.Module) -> None:
 
 def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    layers = (module for module in model.modules()
-              if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) and module.ep_size == 1)
-    device = next((next(layer.parameters()).device for layer in layers), None)
+    device = next((next(layer.parameters()).device for layer in _converted_layers(model) if layer.ep_size == 1), None)
     if device is not None and has_kernels(device):
         executor, reason = replay.try_load()
         if executor is None:

@@ -6,7 +6,7 @@
 //   launch     a compiled kernel; its arguments are known bytes, addresses in a slot's tensor, or TMA descriptors
 //   op         a torch op, called through the dispatcher without Python
 //   free       drops the tensor of a slot
-// Nothing here knows what a kernel computes. The host spends one to four microseconds on a step.
+// Nothing here knows what a kernel computes.
 
 #include <ATen/ATen.h>
 #include <cuda.h>
