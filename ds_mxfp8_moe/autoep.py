@@ -12,6 +12,7 @@ from .branch import Branch
 from .expert_ffn import ExpertFFN
 from .kept_weights import KeptWeights
 from .layer import LayerSettings
+from .router import route
 from .routing import Routes, round_robin
 from .transport.deadline import tell_peers_on_error
 
@@ -56,7 +57,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             return AutoEPMoELayer.forward(self, hidden_states)
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)
+        weight_TK, expert_TK, counts_E = route(self.router, x_TH, self.expert_bias)
         routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
         if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)

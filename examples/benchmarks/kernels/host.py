@@ -123,6 +123,11 @@ def sonic(case: Case) -> Layer:
     """SonicMoE's layer, which also returns a balancing loss: a few small kernels of its forward."""
     from sonicmoe import MoE
     from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import backward, forward
+    for module in (forward, backward):  # their default tiles: tuning takes many minutes for each shape
+        for name in {"gemm", "gemm_gated", "gemm_dgated"}.intersection(vars(module)):
+            if not isinstance(getattr(module, name), partial):
+                setattr(module, name, partial(getattr(module, name), tuned=False))
     source = models.hugging_face(case.size, 1).model.layers[0].mlp
     moe = MoE(case.experts, case.top_k, case.hidden, case.ffn, ActivationType.SWIGLU, False, 0.02).to(device(), BF16)
     gate_up_EGH = source.experts.gate_up_proj  # all rows of gate, then those of up; SonicMoE has them in turn
