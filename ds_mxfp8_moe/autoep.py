@@ -62,8 +62,9 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)
             counts_E = routes.counts_E()
-        with torch.no_grad():
-            self.tokens_per_expert.add_(counts_E)
+        if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
+            with torch.no_grad():
+                self.tokens_per_expert.add_(counts_E)
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,

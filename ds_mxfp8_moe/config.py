@@ -70,6 +70,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
             recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
             effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
+        load_balance_coeff: balances the load of AutoEP's experts without an auxiliary loss. After each step, a bias
+            that acts on the choice of experts alone moves by this much: up for experts that got fewer tokens than the
+            mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -96,6 +99,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     exclude: tuple[str, ...] = ()
     batch_gradients: bool = True
     keep_quantized_weights: bool = False
+    load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):

@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from . import zero
+from . import balance, zero
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
@@ -108,9 +108,11 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         check_before_steps(model_or_engine)
         batch_gradients(model_or_engine, section, report)
         keep_quantized_weights(model_or_engine)
-    elif section.keep_quantized_weights and report.converted:
-        print_on_rank_0('mxfp8_moe: "keep_quantized_weights" has no effect without an engine, which says when weights '
-                        "change")
+        balance_loads(model_or_engine)
+    elif report.converted:
+        for key in ("keep_quantized_weights", "load_balance_coeff"):
+            if getattr(section, key):
+                print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 
 
@@ -246,6 +248,33 @@ def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
     if engine.zenflow:
         return "ZenFlow changes weights between the optimizer's steps"
     return None
+
+
+def balance_loads(engine: DeepSpeedEngine) -> None:
+    """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
+    layers = [layer for layer in _converted_layers(engine.module)
+              if layer.mxfp8_settings.config.load_balance_coeff is not None]
+    if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
+        print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
+    layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
+    hooked = "_mxfp8_balancer" in vars(engine)
+    engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
+        layers) else None
+    if any(not balance.corrects(layer) for layer in layers):
+        print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
+                        "transformers has no place for them in this model")
+    if not layers or hooked:
+        return
+    plain = engine._take_model_step
+
+    @functools.wraps(plain)
+    def step(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        if engine._mxfp8_balancer is not None:
+            engine._mxfp8_balancer.step()
+        return result
+
+    engine._take_model_step = step
 
 
 def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:

@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from .config import ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
+    balance_loads,
     batch_gradients,
     build_executor,
     check_before_steps,
@@ -91,6 +92,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     keep_quantized_weights(engine)
+    balance_loads(engine)
 
 
 def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:

@@ -41,6 +41,7 @@ ALL_KEYS = {
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],
     "exclude": [".*3.*"],
+    "load_balance_coeff": 0.001,
     "force_load_balance": True,
 }
 

@@ -26,6 +26,7 @@ LAYERS = [
     ["ep", "scaled_grouped_mm", "parallel_style", "all_to_all"],
     ["recognise", "proof"],
     ["layer", "autoep"],
+    ["balance"],
     ["convert"],
     ["engine", "pretrained"],
     ["report", "__init__"],
