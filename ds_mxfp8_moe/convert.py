@@ -29,6 +29,7 @@ from .crossover import min_tokens_per_expert
 from .experts import DTYPES, ExpertFormula, NotRecognised
 from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
+from .metrics import Metrics
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
@@ -109,8 +110,9 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         batch_gradients(model_or_engine, section, report)
         keep_quantized_weights(model_or_engine)
         balance_loads(model_or_engine)
+        write_metrics(model_or_engine)
     elif report.converted:
-        for key in ("keep_quantized_weights", "load_balance_coeff"):
+        for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
             if getattr(section, key):
                 print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
@@ -263,18 +265,34 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
     if any(not balance.corrects(layer) for layer in layers):
         print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
                         "transformers has no place for them in this model")
-    if not layers or hooked:
-        return
-    plain = engine._take_model_step
+    if layers and not hooked:
+        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_balancer and engine._mxfp8_balancer.step())
+
+
+def write_metrics(engine: DeepSpeedEngine) -> None:
+    """Lets the engine write metrics of its layers, if their config asks for it."""
+    layers = [layer for layer in _converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
+    if layers and not engine.monitor.enabled:
+        print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
+                        '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
+        layers = []
+    hooked = "_mxfp8_metrics" in vars(engine)
+    engine._mxfp8_metrics = Metrics(engine, layers, layers[0].mxfp8_settings.config.metrics.every) if layers else None
+    if layers and not hooked:
+        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_metrics and engine._mxfp8_metrics.after_step())
+
+
+def _do_after(owner: Any, method: str, action: Callable[[], Any]) -> None:
+    """Makes `owner.method` do `action` after it has returned."""
+    plain = getattr(owner, method)
 
     @functools.wraps(plain)
-    def step(*args, **kwargs):
+    def then(*args, **kwargs):
         result = plain(*args, **kwargs)
-        if engine._mxfp8_balancer is not None:
-            engine._mxfp8_balancer.step()
+        action()
         return result
 
-    engine._take_model_step = step
+    setattr(owner, method, then)
 
 
 def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
@@ -327,7 +345,7 @@ def _restore_layer(module: torch.nn.Module) -> None:
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
-            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept"):
+            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples"):
                 vars(part).pop(ours, None)
 
 

@@ -20,6 +20,7 @@ from .convert import (
     convert_layers,
     keep_quantized_weights,
     print_on_rank_0,
+    write_metrics,
 )
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
@@ -93,6 +94,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     keep_quantized_weights(engine)
     balance_loads(engine)
+    write_metrics(engine)
 
 
 def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:

@@ -21,7 +21,7 @@ LAYERS = [
     ["activation", "grouped_gemm"],
     ["crossover"],
     ["transport*"],
-    ["expert_math"],
+    ["expert_math", "metrics"],
     ["expert_ffn"],
     ["ep", "scaled_grouped_mm", "parallel_style", "all_to_all"],
     ["recognise", "proof"],
