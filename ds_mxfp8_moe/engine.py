@@ -20,6 +20,7 @@ from .convert import (
     keep_quantized_weights,
     print_on_rank_0,
 )
+from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -88,6 +89,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         choose_transports(engine.module)
         build_executor(engine.module)
         check_before_steps(engine)
+        save_whole_models(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     keep_quantized_weights(engine)

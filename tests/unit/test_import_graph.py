@@ -27,7 +27,9 @@ LAYERS = [
     ["recognise", "proof"],
     ["layer", "autoep"],
     ["convert"],
-    ["engine", "pretrained"],
+    ["pretrained"],
+    ["saving"],
+    ["engine"],
     ["report", "__init__"],
 ]
 
