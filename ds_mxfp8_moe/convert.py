@@ -166,14 +166,14 @@ def choose_transports(model: torch.nn.Module) -> None:
     Raises:
         RuntimeError: the config asks for nvlink, which is not possible here.
     """
-    for module in _converted_layers(model):
+    for module in converted_layers(model):
         if module.ep_size > 1:
             module.mxfp8_settings.choose_transport(module.ep_group)
 
 
 def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in _converted_layers(model) if layer.ep_size == 1), None)
+    device = next((next(layer.parameters()).device for layer in converted_layers(model) if layer.ep_size == 1), None)
     if device is not None and has_kernels(device):
         executor, reason = replay.try_load()
         if executor is None:
@@ -208,7 +208,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
 
     The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
     """
-    layers = [layer for layer in _converted_layers(engine.module)
+    layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
     obstacle = _obstacle_to_keeping(engine) if layers else None
     if obstacle:
@@ -263,7 +263,8 @@ def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
     setattr(owner, method, around)
 
 
-def _converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+    """The model's layers on the MXFP8 path."""
     return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
 
 

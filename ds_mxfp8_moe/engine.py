@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves."""
+"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves.
+
+Importing this module makes engines say so if their config has the section and neither of the two read it.
+"""
 
 import functools
 import inspect
@@ -9,7 +12,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .config import ConfigError, MXFP8MoEConfig, parse
+from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
     batch_gradients,
@@ -17,6 +20,7 @@ from .convert import (
     check_before_steps,
     choose_transports,
     convert_layers,
+    converted_layers,
     keep_quantized_weights,
     print_on_rank_0,
 )
@@ -67,6 +71,33 @@ def _reading_the_section(plain_init):
     return init
 
 
+def _reminding(plain_init):
+    """The engine's plain start, which also looks for the section. The first forward warns if nobody read it."""
+
+    @functools.wraps(plain_init)
+    def init(self, *args, **kwargs):
+        plain_init(self, *args, **kwargs)
+        section = self._config._param_dict.get(SECTION)
+        if isinstance(section, dict) and section.get("enabled", True) is not False:
+            self._mxfp8_moe_reminder = self.module.register_forward_pre_hook(lambda module, inputs: remind(self))
+
+    def remind(engine: DeepSpeedEngine) -> None:
+        _stop_reminder(engine)
+        if not converted_layers(engine.module):  # by `convert`
+            print_on_rank_0(
+                f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this '
+                "is plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library "
+                "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+
+    init.mxfp8_moe_reminder = True
+    return init
+
+
+def _stop_reminder(engine: DeepSpeedEngine) -> None:
+    if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
+        hook.remove()
+
+
 def _given_config(given: dict) -> Any:
     """The config as deepspeed.initialize finds it among its arguments. None: there is none, and it will complain."""
     places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
@@ -74,6 +105,7 @@ def _given_config(given: dict) -> Any:
 
 
 def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    _stop_reminder(engine)
     if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`
         return
     engine._mxfp8_moe_config = config
@@ -123,3 +155,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
                               + ". Look for hooks, adapters or devices that only some ranks have, or leave the layer "
                               "out with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
+
+
+if not hasattr(DeepSpeedEngine.__init__, "mxfp8_moe_reminder"):
+    DeepSpeedEngine.__init__ = _reminding(DeepSpeedEngine.__init__)

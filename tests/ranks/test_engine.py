@@ -141,6 +141,44 @@ def test_a_section_that_does_nothing_says_so(ranks2, section, message):
     assert len(first) == 1 and re.search(message, first[0]) and not second
 
 
+def our_hooks(engine) -> int:
+    return sum(hook.__module__.startswith("ds_mxfp8_moe") for hook in engine.module._forward_pre_hooks.values())
+
+
+def unread(section, convert):
+    """What two steps of plain DeepSpeed say of the section, and our hooks on the model before and after."""
+    engine, out = deepspeed.initialize(model=model(), config=ds_config(section))[0], io.StringIO()
+    hooks = [our_hooks(engine)]
+    if convert:
+        with redirect_stdout(io.StringIO()):
+            ds_mxfp8_moe.convert(engine)
+    with redirect_stdout(out):
+        train(engine, range(2))
+    said = [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe: WARNING")]
+    return said, hooks + [our_hooks(engine)], converted(engine)
+
+
+def test_a_section_that_nothing_reads_is_said_once(ranks2):
+    (said, hooks, _), (said_by_1, *_) = ranks2.run(unread, MXFP8, False)
+    assert hooks == [1, 0] and not said_by_1
+    assert len(said) == 1
+    assert re.search(r'has the section "mxfp8_moe", but nothing read it.*mxfp8_moe.enable\(\) before', said[0])
+
+
+@pytest.mark.parametrize("section, convert, hooks, layers", [
+    ({"enabled": False}, False, [0, 0], 0), (None, False, [0, 0], 0), (MXFP8, True, [1, 0], 2)])
+def test_no_warning_where_nothing_is_missed(ranks2, section, convert, hooks, layers):
+    assert ranks2.run(unread, section, convert) == [([], hooks, layers)] * 2
+
+
+def read():
+    return our_hooks(ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))[0])
+
+
+def test_initialize_leaves_no_hook(ranks2):
+    assert ranks2.run(read) == [0, 0]
+
+
 def differing(sections, patched):
     config = ds_config(sections[dist.get_rank()])
     with pytest.raises(ConfigError) as error:
