@@ -35,6 +35,7 @@ from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .transport.peer_memory import PeerMemory
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ class ConversionReport:
         lines = [str(layer) for layer in self.layers]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
-        return "\n".join([*lines, f"mxfp8_moe: {self.converted} of {len(self.layers)} MoE layers converted"])
+        none_left = "; 'include' and 'exclude' leave no layer" * all(layer.detail == LEFT_OUT for layer in self.layers)
+        warning = "" if self.converted or all(layer.detail == SWITCHED_OFF for layer in self.layers) else "WARNING: "
+        counts = f"{self.converted} of {len(self.layers)} MoE layers converted"
+        return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{none_left}"])
 
 
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
@@ -133,8 +137,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
         classic = isinstance(module, deepspeed_layer.MoE)
         kind, label = "classic" if classic else "AutoEP", name or "(the model itself)"
         if not enabled or not config.selects(name):
-            detail = "left out by 'include' and 'exclude'" if enabled else "'enabled' is false"
-            layers.append(LayerReport(label, kind, False, detail))
+            layers.append(LayerReport(label, kind, False, LEFT_OUT if enabled else SWITCHED_OFF))
             continue
         try:
             formula = (_classic_formula if classic else _autoep_formula)(module, shared)
@@ -154,7 +157,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = MXFP8GroupedExperts
             module.mxfp8_settings = settings
-        layers.append(LayerReport(label, kind, True, _describe(settings)))
+        layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}"))
     return ConversionReport.of(layers, config)
 
 
@@ -278,6 +281,12 @@ def _section(config) -> MXFP8MoEConfig:
         raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
                           "pass no config to convert in the default recipe")
     return section
+
+
+def _placement(layer: torch.nn.Module) -> str:
+    if layer.ep_size == 1:
+        return f"{layer.num_experts} experts on every rank"
+    return f"{layer.num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
 
 
 def _describe(settings: LayerSettings) -> str:

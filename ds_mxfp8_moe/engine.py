@@ -12,6 +12,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .advice import about_expert_parallel, about_keys
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
@@ -118,6 +119,9 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     batch_gradients(engine, config, report)
     if config.enabled:
         print_on_rank_0(report)
+        advice = about_expert_parallel(engine._config._param_dict, dist.get_world_size())
+        for line in advice + about_keys(config, converted_layers(engine.module)):
+            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
         choose_transports(engine.module)
         build_executor(engine.module)
         check_before_steps(engine)

@@ -141,6 +141,23 @@ def test_a_section_that_does_nothing_says_so(ranks2, section, message):
     assert len(first) == 1 and re.search(message, first[0]) and not second
 
 
+def advised(autoep):
+    out, config = io.StringIO(), ds_config({"enabled": True, "capacity_factor": 2.0})
+    config["expert_parallel"] = {"enabled": True, **autoep}
+    with redirect_stdout(out):
+        ds_mxfp8_moe.initialize(model=model(), config=config)
+    return out.getvalue()
+
+
+def test_a_size_left_out_and_where_the_experts_lie_are_said(ranks2):
+    said, _ = ranks2.run(advised, {})
+    assert said.count("converted: 8 experts on every rank, recipe") == 2
+    assert 'WARNING: "expert_parallel" has no "autoep_size"' in said
+    assert 'WARNING: "capacity_factor" has no effect: every rank holds all experts' in said
+    said, _ = ranks2.run(advised, {"autoep_size": 2})
+    assert said.count("converted: 8 experts, 4 on each of 2 ranks, recipe") == 2 and said.count("WARNING") == 1
+
+
 def our_hooks(engine) -> int:
     return sum(hook.__module__.startswith("ds_mxfp8_moe") for hook in engine.module._forward_pre_hooks.values())
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings about a config that runs, but probably not as its author meant. Each is one line that says what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+
+from .config import NVLINK_KEYS, MXFP8MoEConfig
+
+SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
+MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")
+
+
+def about_expert_parallel(config: dict, ranks: int) -> list[str]:
+    """What DeepSpeed reads of its section for AutoEP without a word: misspelt keys, and a size left out.
+
+    Args:
+        config: the whole DeepSpeed config.
+        ranks: of the job.
+    """
+    if SECTION not in config:
+        near = difflib.get_close_matches(SECTION, map(str, config), n=1, cutoff=0.85)
+        return [f'the config has "{near[0]}", which DeepSpeed ignores: did you mean "{SECTION}"?'] if near else []
+    section = config[SECTION]
+    if not isinstance(section, dict) or not section.get("enabled", False):
+        return []
+    valid = [key for key in AutoEPConfig.__dataclass_fields__ if not key.startswith("_")]
+    lines = []
+    for key in section:
+        if key not in valid:
+            near = difflib.get_close_matches(str(key).lower(), valid, n=1)
+            meant = f'did you mean "{near[0]}"?' if near else f"valid are {', '.join(valid)}"
+            lines.append(f'"{SECTION}" has "{key}", which DeepSpeed ignores: {meant}')
+    if "autoep_size" not in section and ranks > 1:
+        lines.append(f'"{SECTION}" has no "autoep_size", so every rank holds all experts and no tokens travel. Write '
+                     f'how many ranks share the experts of a layer, for example "autoep_size": {ranks}')
+    return lines
+
+
+def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> list[str]:
+    """Keys of the section that have no effect on the converted layers."""
+    layers, lines = list(layers), []
+    if layers and all(layer.ep_size == 1 for layer in layers):
+        keys = ["transport"] if config.transport == "nvlink" else []
+        keys += [key for key in NVLINK_KEYS if getattr(config, key) is not None]
+        lines += _without_effect(keys, "every rank holds all experts of its layers, so no tokens travel")
+    if config.recipe == "bf16":
+        keys = [key for key in MXFP8_KEYS if key in config.model_fields_set]
+        lines += _without_effect(keys, 'the recipe "bf16" quantises nothing')
+    return lines
+
+
+def _without_effect(keys: list[str], reason: str) -> list[str]:
+    if not keys:
+        return []
+    return [", ".join(f'"{key}"' for key in keys) + f" {'has' if len(keys) == 1 else 'have'} no effect: {reason}"]
