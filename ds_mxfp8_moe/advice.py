@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a config that runs, but probably not as its author meant. Each is one line that says what to do."""
+"""Warnings about a config that runs, but probably not as its author meant. Each is one line that says what to do.
+
+And the error for a transformers with which DeepSpeed's AutoEP does not start.
+"""
 
 import difflib
-from collections.abc import Iterable
+import importlib.metadata
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+import deepspeed
 import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+from packaging.specifiers import SpecifierSet
 
-from .config import NVLINK_KEYS, MXFP8MoEConfig
+from .config import NVLINK_KEYS, ConfigError, MXFP8MoEConfig
+
+# Tested: 5.17.0, 5.20.2, 5.21.1, 5.22.2. With 5.23.0 and 5.24.0, DeepSpeed 0.19.8 raises a TypeError in its presets
+# for Mixtral, Qwen and MiniMax-M3. setup.py has the same bounds.
+TRANSFORMERS = SpecifierSet(">=5.17,<5.23")
 
 SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
 MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")
@@ -56,3 +68,24 @@ def _without_effect(keys: list[str], reason: str) -> list[str]:
     if not keys:
         return []
     return [", ".join(f'"{key}"' for key in keys) + f" {'has' if len(keys) == 1 else 'have'} no effect: {reason}"]
+
+
+@contextmanager
+def explaining_transformers(config: MXFP8MoEConfig) -> Iterator[None]:
+    """Names the versions that work, where AutoEP fails to start an engine with another version of transformers.
+
+    Raises:
+        ConfigError: in place of errors by which a changed library shows.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        in_autoep = any("auto_ep" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+        if not config.enabled or not in_autoep:
+            raise
+        version = importlib.metadata.version("transformers")
+        if TRANSFORMERS.contains(version, prereleases=True):
+            raise
+        raise ConfigError(f"AutoEP of DeepSpeed {deepspeed.__version__} cannot convert this model with transformers "
+                          f"{version} ({type(error).__name__}: {error}). Versions that work: pip install "
+                          f"'transformers{TRANSFORMERS}'") from error

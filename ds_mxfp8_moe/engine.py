@@ -12,7 +12,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .advice import about_expert_parallel, about_keys
+from .advice import about_expert_parallel, about_keys, explaining_transformers
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
@@ -36,11 +36,13 @@ def initialize(*args, **kwargs) -> tuple:
     section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
 
     Raises:
-        ConfigError: the section is wrong (before any collective), or differs between ranks.
+        ConfigError: the section is wrong (before any collective), or differs between ranks. Or AutoEP does not start
+            with this version of transformers.
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    result = deepspeed.initialize(*args, **kwargs)
+    with explaining_transformers(config):
+        result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
 
@@ -65,7 +67,8 @@ def _reading_the_section(plain_init):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
-        plain_init(self, *args, **kwargs)
+        with explaining_transformers(config):
+            plain_init(self, *args, **kwargs)
         _convert_engine(self, config)
 
     init.mxfp8_moe = True

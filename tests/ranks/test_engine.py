@@ -2,6 +2,7 @@
 """`initialize` is deepspeed.initialize, `enable` reaches the engines that others make; both read the section."""
 
 import argparse
+import importlib.metadata
 import inspect
 import io
 import json
@@ -22,6 +23,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d as c10d
+from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
@@ -139,6 +141,30 @@ def said_at_start(section):
 def test_a_section_that_does_nothing_says_so(ranks2, section, message):
     first, second = ranks2.run(said_at_start, section)
     assert len(first) == 1 and re.search(message, first[0]) and not second
+
+
+class Registry(dict):
+    """As transformers 5.23 has it."""
+
+    def get(self, model):
+        return super().get(str(model.__class__)) or {}
+
+
+def with_a_new_transformers(patched):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: "5.23.0")
+        patch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", Registry(output_capturing._CAN_RECORD_REGISTRY))
+        with pytest.raises(ConfigError, match=r"transformers 5.23.0 \(TypeError: .*pip install 'transformers<5.23"):
+            if patched:
+                with enabled():
+                    deepspeed.initialize(model=model(), config=ds_config(MXFP8))
+            else:
+                ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_transformers_that_autoep_cannot_use_is_refused_with_those_that_work(ranks2, patched):
+    ranks2.run(with_a_new_transformers, patched)
 
 
 def advised(autoep):
