@@ -25,6 +25,7 @@ from .convert import (
     keep_quantized_weights,
     print_on_rank_0,
 )
+from .expert_groups import split_experts
 from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
@@ -67,8 +68,12 @@ def _reading_the_section(plain_init):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
+        if config.enabled:
+            vars(self)["_configure_optimizer"] = lambda optimizer, parameters: DeepSpeedEngine._configure_optimizer(
+                self, split_experts(self, optimizer), parameters)
         with explaining_transformers(config):
             plain_init(self, *args, **kwargs)
+        vars(self).pop("_configure_optimizer", None)
         _convert_engine(self, config)
 
     init.mxfp8_moe = True
