@@ -32,6 +32,7 @@ from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
+from .saving import save_whole_models
 from .transport.peer_memory import PeerMemory
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
@@ -112,6 +113,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         check_before_steps(model_or_engine)
         batch_gradients(model_or_engine, section, report)
         keep_quantized_weights(model_or_engine)
+        if report.converted:
+            save_whole_models(model_or_engine)
     elif section.keep_quantized_weights and report.converted:
         print_on_rank_0('mxfp8_moe: "keep_quantized_weights" has no effect without an engine, which says when weights '
                         "change")

@@ -3,6 +3,7 @@
 names the call that writes such files."""
 
 import accelerate
+import deepspeed
 import deepspeed.comm as dist
 import peft
 import pytest
@@ -75,6 +76,18 @@ def test_the_models_own_save_pretrained(ranks2, tmp_path):
 def test_a_model_that_cannot_save_itself_says_what_does(ranks2, tmp_path, stage, ep_size):
     ranks2.run(saved_by_the_model, tmp_path, stage, ep_size)
     assert not list(tmp_path.iterdir())
+
+
+def converted_by_hand(directory):
+    engine = deepspeed.initialize(model=model(), config=ds_config(None, 1, 2))[0]
+    ds_mxfp8_moe.convert(engine)
+    engine.save_16bit_model(directory)
+    write_config(engine.module, directory)
+    return loss_of(engine)
+
+
+def test_an_engine_converted_by_hand_saves_whole_too(ranks2, tmp_path):
+    assert same_loss(ranks2.run(converted_by_hand, tmp_path), tmp_path)
 
 
 def without_the_flag():

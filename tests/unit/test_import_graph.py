@@ -26,9 +26,9 @@ LAYERS = [
     ["ep", "scaled_grouped_mm", "parallel_style", "all_to_all"],
     ["recognise", "proof"],
     ["layer", "autoep"],
-    ["convert", "advice"],
     ["pretrained"],
     ["saving"],
+    ["convert", "advice"],
     ["engine"],
     ["report", "__init__"],
 ]
