@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a config that runs, but probably not as its author meant. Each is one line that says what to do.
+"""What to do about a config that runs, but probably not as its author meant: one line each.
 
-And the error for a transformers with which DeepSpeed's AutoEP does not start.
+Also: which version of transformers to install if AutoEP does not start with this one.
 """
 
 import difflib
@@ -26,7 +26,7 @@ MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep
 
 
 def about_expert_parallel(config: dict, ranks: int) -> list[str]:
-    """What DeepSpeed reads of its section for AutoEP without a word: misspelt keys, and a size left out.
+    """What DeepSpeed passes over in its section for AutoEP without a word: misspelt keys, and a size left out.
 
     Args:
         config: the whole DeepSpeed config.

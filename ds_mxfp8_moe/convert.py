@@ -81,10 +81,11 @@ class ConversionReport:
         lines = [str(layer) for layer in self.layers]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
-        none_left = "; 'include' and 'exclude' leave no layer" * all(layer.detail == LEFT_OUT for layer in self.layers)
-        warning = "" if self.converted or all(layer.detail == SWITCHED_OFF for layer in self.layers) else "WARNING: "
+        reasons = {layer.detail for layer in self.layers}
+        warning = "" if self.converted or reasons == {SWITCHED_OFF} else "WARNING: "
+        cause = "; 'include' and 'exclude' leave no layer" if reasons == {LEFT_OUT} else ""
         counts = f"{self.converted} of {len(self.layers)} MoE layers converted"
-        return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{none_left}"])
+        return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
 
 
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:

@@ -69,7 +69,7 @@ def _reading_the_section(plain_init):
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
         if config.enabled:
-            vars(self)["_configure_optimizer"] = lambda optimizer, parameters: DeepSpeedEngine._configure_optimizer(
+            vars(self)["_configure_optimizer"] = lambda optimizer, parameters: type(self)._configure_optimizer(
                 self, split_experts(self, optimizer), parameters)
         with explaining_transformers(config):
             plain_init(self, *args, **kwargs)

@@ -12,8 +12,8 @@ import torch
 from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-ORIGIN = "group_of_client"  # key of a group: the index of the user's group that it follows
-OWN_KEYS = ("params", "name", "moe", ORIGIN)
+NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
+OWN_KEYS = ("params", "name", "moe", NUMBER)
 
 
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
@@ -32,11 +32,12 @@ def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     """
     twin = object.__new__(type(type(optimizer).__name__, (_Twin, type(optimizer)), {}))
     vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # wrapped by schedulers
-    groups = [{"name": f"group {i}", **group, ORIGIN: i} for i, group in enumerate(optimizer.param_groups)]
-    twin.param_groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    twin._original = optimizer
-    twin._start = [_values(group) for group in optimizer.param_groups]
-    twin._seen = {}
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        [{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)])
+    groups = [group for group in groups if group["params"]]
+    twin._followed = [optimizer.param_groups[group.pop("origin")] for group in groups]
+    twin._seen = [_values(group) for group in twin._followed]
+    twin.param_groups = [{**group, NUMBER: i} for i, group in enumerate(groups)]
     optimizer._opt_called = True  # torch's schedulers would warn that it was not stepped before them
     return twin
 
@@ -45,16 +46,23 @@ class _Twin:
     """Mixed into the optimizer's class. Its groups take over what has changed in the original's since the last look.
 
     Values that did not change there stay, so that a loaded checkpoint and DeepSpeed's own schedulers have effect.
+
+    Attributes:
+        _followed: for each group the one of the original, and `_seen`: its values at the last look.
     """
 
     @property
     def param_groups(self) -> list[dict]:
-        for group in vars(self)["param_groups"]:
-            key, given = (group[ORIGIN], group["name"]), _values(self._original.param_groups[group[ORIGIN]])
-            before = self._seen.get(key, self._start[group[ORIGIN]])
-            group.update({name: value for name, value in given.items() if name not in before or before[name] != value})
-            self._seen[key] = given
-        return vars(self)["param_groups"]
+        groups = vars(self)["param_groups"]
+        if len(groups) == len(self._followed):
+            for i, group in enumerate(groups):
+                group.setdefault(NUMBER, i)  # loaded from a checkpoint of an optimizer without a twin
+        for group in groups:
+            i = group[NUMBER]
+            given, before = _values(self._followed[i]), self._seen[i]
+            group.update({key: value for key, value in given.items() if key not in before or before[key] != value})
+            self._seen[i] = given
+        return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict]) -> None:

@@ -22,6 +22,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .pretrained import autoep_layers, is_partitioned, is_peft, needs_peers, whole_state_dict
+from .transport.deadline import tell_peers_on_error
 
 # On an engine: True. On its model: DeepSpeed's section "expert_parallel". On parts that hold MoE layers: None.
 MARK = "_mxfp8_saves_whole"
@@ -65,6 +66,7 @@ def _replace(owner: Any, method: str, ours: Callable) -> None:
     setattr(owner, method, replaced)
 
 
+@tell_peers_on_error
 def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
     """The whole model on rank 0, None elsewhere. Collective."""
     if engine.autotp_size() > 1:
@@ -99,13 +101,10 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
     if MARK not in vars(model):
         return plain(model, *args, **kwargs)
     given = inspect.signature(plain).bind(model, *args, **kwargs)
-    state = given.arguments.get("state_dict")
-    # accelerator.get_state_dict returned None. On CPUs, Accelerate takes every rank for the main process.
-    elsewhere = "state_dict" in given.arguments and state is None and dist.get_rank() > 0
-    if elsewhere or not given.arguments.get("is_main_process", True):
+    if _rank_0_writes(given.arguments):
         return None
-    names = autoep_layers(model)
-    stray = [f"{name}.experts.w1" for name in names if state is not None and f"{name}.experts.w1" in state]
+    state = given.arguments.get("state_dict")
+    stray = [name for name in autoep_layers(model) if state is not None and f"{name}.experts.w1" in state]
     if stray:
         raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
                            f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
@@ -119,8 +118,20 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
 
 
 def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
-    if MARK in vars(model) and is_partitioned(model) and kwargs.get("state_dict") is None \
-            and kwargs.get("is_main_process", True):
-        raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them by "
-                           f"itself. {USE_INSTEAD}")
+    # Outside ZeRO-3 each rank has all adapters. PEFT takes the state dict from the keyword arguments.
+    if MARK in vars(model):
+        if _rank_0_writes(kwargs):
+            return None
+        if is_partitioned(model) and kwargs.get("state_dict") is None:
+            raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
+                               f"by itself. {USE_INSTEAD}")
     return plain(model, *args, **kwargs)
+
+
+def _rank_0_writes(arguments: dict) -> bool:
+    """Whether this rank was told to write nothing, or to write the None that `get_state_dict` returns off rank 0.
+
+    On CPUs, Accelerate takes every rank for the main process, so that the second case is common there.
+    """
+    without_state = "state_dict" in arguments and arguments["state_dict"] is None
+    return not arguments.get("is_main_process", True) or (without_state and dist.get_rank() > 0)

@@ -8,12 +8,12 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import transformers
-from accelerate.state import AcceleratorState
 from autoep_models import ds_config, model, train_engine
+from rank_pool import reset_hugging_face
 from slow import slow_except
+from test_engine import enabled
 from test_pretrained import build, held_out_loss, loaded
 from test_trainer import Sentences, config
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
@@ -101,15 +101,14 @@ def test_with_the_flag_off_saving_is_deepspeeds(ranks2):
 
 
 def trainer_of(directory, stage):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    unset_hf_deepspeed_config()
-    ds_mxfp8_moe.enable()
+    reset_hugging_face()
     arguments = transformers.TrainingArguments(
         output_dir=str(directory), deepspeed=config({"enabled": True}, stage, 2), use_cpu=True, max_steps=2,
         per_device_train_batch_size=2, learning_rate=3e-3, save_steps=1, report_to=[], disable_tqdm=True)
     return transformers.Trainer(model=model(), args=arguments, train_dataset=Sentences(32))
 
 
+@enabled()
 def by_trainer(directory, stage):
     trainer = trainer_of(directory, stage)
     with pytest.raises(TypeError, match=r"no DeepSpeed engine yet: call its train\(\) first"):
@@ -132,9 +131,8 @@ def test_the_trainers_files(ranks2, tmp_path, stage):
     assert results[0][0] == pytest.approx(results[0][1], abs=1e-3)  # a resumed run ends with the same model
 
 
+@enabled()
 def by_accelerate(directory, stage):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    ds_mxfp8_moe.enable()
     if stage == 2:  # otherwise it finds no GPUs and takes each rank for the main process
         accelerate.PartialState(cpu=True)
     plugin = accelerate.DeepSpeedPlugin(hf_ds_config=ds_config({"enabled": True}, stage, optimizer=ADAM))
@@ -162,7 +160,6 @@ def test_accelerates_files(ranks2, tmp_path, stage):
 
 
 def adapters(directory, stage):
-    unset_hf_deepspeed_config()  # of a Trainer's case: models would be made partitioned
     net = peft.get_peft_model(model("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     pattern = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
     engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, stage, 2, pattern))[0]

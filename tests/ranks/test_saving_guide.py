@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import transformers
-from accelerate.state import AcceleratorState
 from autoep_models import autoep_layers, ds_config, model
-from deepspeed.runtime.engine import DeepSpeedEngine
+from test_engine import enabled
 from test_trainer import Sentences
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
@@ -20,10 +18,9 @@ PAGE = Path(__file__).parents[2] / "examples/guides/saving_and_loading.md"
 TRAINER, ACCELERATE, PLAIN, CHECKPOINT = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
+@enabled(times=0)  # the blocks call `enable` themselves
 def run(block, directory, stage, own_optimizer):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    unset_hf_deepspeed_config()
-    config, plain = ds_config({"enabled": True}, stage), DeepSpeedEngine.__init__
+    config = ds_config({"enabled": True}, stage)
     if own_optimizer:
         del config["optimizer"]
     if block == TRAINER:
@@ -32,12 +29,9 @@ def run(block, directory, stage, own_optimizer):
              "checkpoint": str(directory / "checkpoint")}
     if block == CHECKPOINT:
         ds_mxfp8_moe.initialize(model=model(), config=config)[0].save_checkpoint(names["checkpoint"])
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transformers, "TrainingArguments", partial(transformers.TrainingArguments, use_cpu=True))
-            exec(compile(block, str(PAGE), "exec"), names)
-    finally:
-        DeepSpeedEngine.__init__ = plain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers, "TrainingArguments", partial(transformers.TrainingArguments, use_cpu=True))
+        exec(compile(block, str(PAGE), "exec"), names)
     engine = {TRAINER: lambda: names["trainer"].model_wrapped, ACCELERATE: lambda: names["model"]}.get(
         block, lambda: names["engine"])()
     assert [type(layer) for layer in autoep_layers(engine.module)] == [MXFP8AutoEPMoELayer] * 2

@@ -4,13 +4,10 @@
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from autoep_models import batch, ds_config, gathered, model
-from deepspeed.runtime.engine import DeepSpeedEngine
+from rank_pool import reset_hugging_face
+from test_engine import enabled
 from transformers import get_linear_schedule_with_warmup
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-import ds_mxfp8_moe
 
 RATES = [0.1, 0.075, 0.05, 0.025]
 
@@ -23,8 +20,7 @@ def groups_of(net) -> list[dict]:
 
 
 def prepared(stage, dtype):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    unset_hf_deepspeed_config()
+    reset_hugging_face()
     config = ds_config({"enabled": True}, stage, bf16={"enabled": dtype == "bf16"})
     del config["optimizer"]
     accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=config))
@@ -46,25 +42,20 @@ def step(accelerator, engine, optimizer, schedule, number):
     return loss.item()
 
 
+@enabled()
 def trained(directory, stage, dtype):
-    plain, used = DeepSpeedEngine.__init__, []
-    ds_mxfp8_moe.enable()
-    try:
-        parts = prepared(stage, dtype)
-        engine, inner = parts[1], parts[1].optimizer.optimizer
-        inner.register_step_pre_hook(lambda *_: used.append(
-            {(group.get("moe", False), group["lr"], group["weight_decay"]) for group in inner.param_groups}))
-        before = {name: gathered(p) for name, p in engine.module.named_parameters()}
-        losses = [step(*parts, i) for i in range(2)]
-        parts[0].save_state(directory)
-        losses += [step(*parts, i) for i in range(2, 4)]
-        still = [name for name, p in engine.module.named_parameters() if torch.equal(before[name], gathered(p))]
-        again = prepared(stage, dtype)
-        again[0].load_state(directory)
-        resumed = [step(*again, i) for i in range(2, 4)]
-    finally:
-        DeepSpeedEngine.__init__ = plain
-    return losses, resumed, still, used
+    parts, used = prepared(stage, dtype), []
+    engine, inner = parts[1], parts[1].optimizer.optimizer
+    inner.register_step_pre_hook(lambda *_: used.append(
+        {(group.get("moe", False), group["lr"], group["weight_decay"]) for group in inner.param_groups}))
+    before = {name: gathered(p) for name, p in engine.module.named_parameters()}
+    losses = [step(*parts, i) for i in range(2)]
+    parts[0].save_state(directory)
+    losses += [step(*parts, i) for i in range(2, 4)]
+    still = [name for name, p in engine.module.named_parameters() if torch.equal(before[name], gathered(p))]
+    again = prepared(stage, dtype)
+    again[0].load_state(directory)
+    return losses, [step(*again, i) for i in range(2, 4)], still, used
 
 
 @pytest.mark.parametrize("stage, dtype", [(1, "bf16"), (2, "fp32"), (3, "fp32")])
