@@ -26,6 +26,7 @@ from .convert import (
     print_on_rank_0,
 )
 from .expert_groups import split_experts
+from .loading import name_broken_files
 from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
@@ -134,6 +135,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         build_executor(engine.module)
         check_before_steps(engine)
         save_whole_models(engine)
+        name_broken_files(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     keep_quantized_weights(engine)

@@ -26,7 +26,7 @@ LAYERS = [
     ["ep", "scaled_grouped_mm", "parallel_style", "all_to_all"],
     ["recognise", "proof"],
     ["layer", "autoep"],
-    ["pretrained"],
+    ["pretrained", "loading"],
     ["saving"],
     ["convert", "advice"],
     ["engine"],
