@@ -100,12 +100,13 @@ def test_with_the_flag_off_saving_is_deepspeeds(ranks2):
     assert ranks2.run(without_the_flag) == [[], []]
 
 
-def trainer_of(directory, stage):
-    reset_hugging_face()
+def trainer_of(directory, stage, net=None, **changes):
+    """A Trainer of `net`, or of a model that is made after the Trainer's arguments: in ZeRO-3 partitioned at once."""
     arguments = transformers.TrainingArguments(
-        output_dir=str(directory), deepspeed=config({"enabled": True}, stage, 2), use_cpu=True, max_steps=2,
-        per_device_train_batch_size=2, learning_rate=3e-3, save_steps=1, report_to=[], disable_tqdm=True)
-    return transformers.Trainer(model=model(), args=arguments, train_dataset=Sentences(32))
+        output_dir=str(directory), deepspeed=config({"enabled": True}, stage, 2) | changes, use_cpu=True,
+        max_steps=2, per_device_train_batch_size=2, learning_rate=3e-3, save_steps=1, report_to=[], disable_tqdm=True,
+        save_strategy="steps" if net is None else "no")
+    return transformers.Trainer(model=net or model(), args=arguments, train_dataset=Sentences(32))
 
 
 @enabled()
@@ -117,6 +118,7 @@ def by_trainer(directory, stage):
     trainer.save_model(directory / "final")
     save_pretrained(trainer, directory / "whole")
     loss = loss_of(trainer.model_wrapped)
+    reset_hugging_face()
     resumed = trainer_of(directory, stage)
     resumed.train(resume_from_checkpoint=str(directory / "checkpoint-1"))
     return loss, loss_of(resumed.model_wrapped)
@@ -159,10 +161,13 @@ def test_accelerates_files(ranks2, tmp_path, stage):
         assert same_loss(losses, tmp_path / name), name
 
 
+LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+PATTERN = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
+
+
 def adapters(directory, stage):
-    net = peft.get_peft_model(model("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
-    pattern = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
-    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, stage, 2, pattern))[0]
+    net = peft.get_peft_model(model("qwen3_moe"), LORA)
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, stage, 2, PATTERN))[0]
     train_engine(engine, range(20))
     save_pretrained(engine, directory / "whole")
     state = engine._zero3_consolidated_16bit_state_dict()  # what accelerator.get_state_dict returns
@@ -186,3 +191,22 @@ def test_adapters(ranks2, tmp_path, stage):
         net = peft.PeftModel.from_pretrained(model("qwen3_moe"), tmp_path / name)
         assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-3)
     assert losses[0] != pytest.approx(held_out_loss(model("qwen3_moe")), abs=1e-3)
+
+
+@enabled()
+def adapters_by_trainer(directory, stage):
+    trainer = trainer_of(directory, stage, peft.get_peft_model(model(), LORA),
+                         expert_parallel={"enabled": True, "autoep_size": 2, **PATTERN})
+    trainer.train()
+    trainer.save_model(directory / "final")
+    save_pretrained(trainer, directory / "whole")
+    return loss_of(trainer.model_wrapped)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_by_the_trainer(ranks2, tmp_path, stage):
+    losses = ranks2.run(adapters_by_trainer, tmp_path, stage)
+    for name in ("final", "whole"):
+        net = peft.PeftModel.from_pretrained(model("qwen3_moe"), tmp_path / name)
+        assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-3)
+        assert any(p.abs().sum() > 0 for key, p in net.named_parameters() if "lora_B" in key)
