@@ -33,9 +33,11 @@ from .metrics import Metrics
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
+from .saving import save_whole_models
 from .transport.peer_memory import PeerMemory
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,11 @@ class ConversionReport:
         lines = [str(layer) for layer in self.layers]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
-        return "\n".join([*lines, f"mxfp8_moe: {self.converted} of {len(self.layers)} MoE layers converted"])
+        reasons = {layer.detail for layer in self.layers}
+        warning = "" if self.converted or reasons == {SWITCHED_OFF} else "WARNING: "
+        cause = "; 'include' and 'exclude' leave no layer" if reasons == {LEFT_OUT} else ""
+        counts = f"{self.converted} of {len(self.layers)} MoE layers converted"
+        return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
 
 
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
@@ -111,6 +117,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         keep_quantized_weights(model_or_engine)
         balance_loads(model_or_engine)
         write_metrics(model_or_engine)
+        if report.converted:
+            save_whole_models(model_or_engine)
     elif report.converted:
         for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
             if getattr(section, key):
@@ -137,8 +145,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
         classic = isinstance(module, deepspeed_layer.MoE)
         kind, label = "classic" if classic else "AutoEP", name or "(the model itself)"
         if not enabled or not config.selects(name):
-            detail = "left out by 'include' and 'exclude'" if enabled else "'enabled' is false"
-            layers.append(LayerReport(label, kind, False, detail))
+            layers.append(LayerReport(label, kind, False, LEFT_OUT if enabled else SWITCHED_OFF))
             continue
         try:
             formula = (_classic_formula if classic else _autoep_formula)(module, shared)
@@ -158,7 +165,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = MXFP8GroupedExperts
             module.mxfp8_settings = settings
-        layers.append(LayerReport(label, kind, True, _describe(settings)))
+        layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}"))
     return ConversionReport.of(layers, config)
 
 
@@ -170,14 +177,14 @@ def choose_transports(model: torch.nn.Module) -> None:
     Raises:
         RuntimeError: the config asks for nvlink, which is not possible here.
     """
-    for module in _converted_layers(model):
+    for module in converted_layers(model):
         if module.ep_size > 1:
             module.mxfp8_settings.choose_transport(module.ep_group)
 
 
 def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in _converted_layers(model) if layer.ep_size == 1), None)
+    device = next((next(layer.parameters()).device for layer in converted_layers(model) if layer.ep_size == 1), None)
     if device is not None and has_kernels(device):
         executor, reason = replay.try_load()
         if executor is None:
@@ -212,7 +219,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
 
     The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
     """
-    layers = [layer for layer in _converted_layers(engine.module)
+    layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
     obstacle = _obstacle_to_keeping(engine) if layers else None
     if obstacle:
@@ -254,7 +261,7 @@ def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
 
 def balance_loads(engine: DeepSpeedEngine) -> None:
     """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
-    layers = [layer for layer in _converted_layers(engine.module)
+    layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.load_balance_coeff is not None]
     if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
         print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
@@ -271,7 +278,7 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
 
 def write_metrics(engine: DeepSpeedEngine) -> None:
     """Lets the engine write metrics of its layers, if their config asks for it."""
-    layers = [layer for layer in _converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
+    layers = [layer for layer in converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
     if layers and not engine.monitor.enabled:
         print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
@@ -310,7 +317,8 @@ def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
     setattr(owner, method, around)
 
 
-def _converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+    """The model's layers on the MXFP8 path."""
     return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
 
 
@@ -324,6 +332,12 @@ def _section(config) -> MXFP8MoEConfig:
         raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
                           "pass no config to convert in the default recipe")
     return section
+
+
+def _placement(layer: torch.nn.Module) -> str:
+    if layer.ep_size == 1:
+        return f"{layer.num_experts} experts on every rank"
+    return f"{layer.num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
 
 
 def _describe(settings: LayerSettings) -> str:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves."""
+"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves.
+
+Importing this module makes engines say so if their config has the section and neither of the two read it.
+"""
 
 import functools
 import inspect
@@ -9,7 +12,8 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .config import ConfigError, MXFP8MoEConfig, parse
+from .advice import about_expert_parallel, about_keys, explaining_transformers
+from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
     balance_loads,
@@ -18,10 +22,14 @@ from .convert import (
     check_before_steps,
     choose_transports,
     convert_layers,
+    converted_layers,
     keep_quantized_weights,
     print_on_rank_0,
     write_metrics,
 )
+from .expert_groups import split_experts
+from .loading import name_broken_files
+from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -32,11 +40,13 @@ def initialize(*args, **kwargs) -> tuple:
     section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
 
     Raises:
-        ConfigError: the section is wrong (before any collective), or differs between ranks.
+        ConfigError: the section is wrong (before any collective), or differs between ranks. Or AutoEP does not start
+            with this version of transformers.
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    result = deepspeed.initialize(*args, **kwargs)
+    with explaining_transformers(config):
+        result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
 
@@ -61,11 +71,43 @@ def _reading_the_section(plain_init):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
-        plain_init(self, *args, **kwargs)
+        if config.enabled:
+            vars(self)["_configure_optimizer"] = lambda optimizer, parameters: type(self)._configure_optimizer(
+                self, split_experts(self, optimizer), parameters)
+        with explaining_transformers(config):
+            plain_init(self, *args, **kwargs)
+        vars(self).pop("_configure_optimizer", None)
         _convert_engine(self, config)
 
     init.mxfp8_moe = True
     return init
+
+
+def _reminding(plain_init):
+    """The engine's plain start, which also looks for the section. The first forward warns if nobody read it."""
+
+    @functools.wraps(plain_init)
+    def init(self, *args, **kwargs):
+        plain_init(self, *args, **kwargs)
+        section = self._config._param_dict.get(SECTION)
+        if isinstance(section, dict) and section.get("enabled", True) is not False:
+            self._mxfp8_moe_reminder = self.module.register_forward_pre_hook(lambda module, inputs: remind(self))
+
+    def remind(engine: DeepSpeedEngine) -> None:
+        _stop_reminder(engine)
+        if not converted_layers(engine.module):  # by `convert`
+            print_on_rank_0(
+                f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this '
+                "is plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library "
+                "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+
+    init.mxfp8_moe_reminder = True
+    return init
+
+
+def _stop_reminder(engine: DeepSpeedEngine) -> None:
+    if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
+        hook.remove()
 
 
 def _given_config(given: dict) -> Any:
@@ -75,6 +117,7 @@ def _given_config(given: dict) -> Any:
 
 
 def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    _stop_reminder(engine)
     if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`
         return
     engine._mxfp8_moe_config = config
@@ -87,9 +130,14 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     batch_gradients(engine, config, report)
     if config.enabled:
         print_on_rank_0(report)
+        advice = about_expert_parallel(engine._config._param_dict, dist.get_world_size())
+        for line in advice + about_keys(config, converted_layers(engine.module)):
+            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
         choose_transports(engine.module)
         build_executor(engine.module)
         check_before_steps(engine)
+        save_whole_models(engine)
+        name_broken_files(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     keep_quantized_weights(engine)
@@ -125,3 +173,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
                               + ". Look for hooks, adapters or devices that only some ranks have, or leave the layer "
                               "out with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
+
+
+if not hasattr(DeepSpeedEngine.__init__, "mxfp8_moe_reminder"):
+    DeepSpeedEngine.__init__ = _reminding(DeepSpeedEngine.__init__)

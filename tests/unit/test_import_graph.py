@@ -17,7 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx", "executor"],
     ["casts"],
-    ["routing", "router", "experts", "config", "zero", "branch", "kept_weights"],
+    ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups"],
     ["activation", "grouped_gemm"],
     ["crossover"],
     ["transport*"],
@@ -27,8 +27,10 @@ LAYERS = [
     ["recognise", "proof"],
     ["layer", "autoep"],
     ["balance"],
-    ["convert"],
-    ["engine", "pretrained"],
+    ["pretrained", "loading"],
+    ["saving"],
+    ["convert", "advice"],
+    ["engine"],
     ["report", "__init__"],
 ]
 
