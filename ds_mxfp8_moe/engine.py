@@ -20,6 +20,7 @@ from .convert import (
     keep_quantized_weights,
     print_on_rank_0,
 )
+from .presets import added_preset
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -34,7 +35,8 @@ def initialize(*args, **kwargs) -> tuple:
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    result = deepspeed.initialize(*args, **kwargs)
+    with added_preset(given.get("model") if config.enabled else None):
+        result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
 
@@ -59,7 +61,8 @@ def _reading_the_section(plain_init):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
-        plain_init(self, *args, **kwargs)
+        with added_preset(given["model"] if config.enabled else None):
+            plain_init(self, *args, **kwargs)
         _convert_engine(self, config)
 
     init.mxfp8_moe = True

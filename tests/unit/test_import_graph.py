@@ -17,7 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx", "executor"],
     ["casts"],
-    ["routing", "experts", "config", "zero", "branch", "kept_weights"],
+    ["routing", "experts", "config", "zero", "branch", "kept_weights", "presets"],
     ["activation", "grouped_gemm"],
     ["crossover"],
     ["transport*"],

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets of DeepSpeed's AutoEP for Hugging Face model types that it does not know.
+
+DeepSpeed finds the MoE blocks of a model by a preset for its model type. For other types it raises "AutoEP detection
+is ambiguous", or finds no layers. While an engine with an enabled section "mxfp8_moe" is made, this file lends AutoEP
+the preset for the model's type, and mends what its layers would lose: routers with a bias under another name, or with
+another rule.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_presets import registry
+from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset, TransformersTopLevelRouterLogitsAdapter
+from deepspeed.moe.ep_count import count_tokens_per_expert
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch import nn
+
+from .config import ConfigError
+
+CORRECTION_BIAS = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class AddedPreset:
+    """How AutoEP treats one model type.
+
+    Attributes:
+        like: the preset of DeepSpeed that it resembles.
+        classes: how transformers' class names of this type begin. Router logits are recorded in these classes.
+        changes: fields of MoEModelPreset that differ from `like`.
+        gate: the linear layer's name below the router. "": the router holds the weight itself.
+        correction_bias: the name, in the block, of the bias that acts on the choice of experts alone, where this is not
+            CORRECTION_BIAS.
+        route_scale: the name, in the router, of the factor of its weights, where AutoEP does not read it.
+        sparse_mixer: whether the router is phimoe's.
+    """
+
+    like: str
+    classes: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    gate: str = ""
+    correction_bias: str | None = None
+    route_scale: str | None = None
+    sparse_mixer: bool = False
+
+    def preset(self, model_type: str) -> MoEModelPreset:
+        return replace(registry.get_preset(self.like), hf_model_types=(model_type, ), preset_adapter=model_type,
+                       unsupported_hf_model_type_notes={}, min_transformers_version=None, **self.changes)
+
+    def prepare(self, block: nn.Module, router_name: str) -> None:
+        """Puts the router's tensors of a block, which AutoEP is about to replace, where AutoEP looks for them."""
+        router = getattr(block, router_name)
+        if self.gate:
+            router.weight = router.get_submodule(self.gate).weight
+        bias = None if self.correction_bias is None else getattr(block, self.correction_bias, None)
+        if isinstance(bias, nn.Parameter):
+            router.register_parameter(CORRECTION_BIAS, bias)
+        elif bias is not None:
+            router.register_buffer(CORRECTION_BIAS, bias)
+
+    def finish(self, layer: AutoEPMoELayer, source: nn.Module) -> None:
+        """Mends a layer that AutoEP has made. `source`: the router of the block that it replaces."""
+        router = layer.router
+        bias = router.e_score_correction_bias
+        if bias is not None and bias.dim() > 1:  # [1, E]; AutoEP's router adds [E]
+            bias.data = bias.data.flatten()
+        if self.route_scale:
+            router.route_scale = getattr(source, self.route_scale)
+        if self.sparse_mixer:
+            router.__class__ = SparseMixerRouter
+            router.jitter = source.router_jitter_noise
+
+
+class SparseMixerRouter(TokenChoiceTopKRouter):
+    """phimoe's router. In training it chooses two experts by chance, among those with nearly the largest logits."""
+
+    jitter: float
+
+    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Takes [T, H]; returns weights [T, 2], experts [T, 2] and counts [E], as AutoEP's router."""
+        from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+        weight_TK, expert_TK = sparsemixer(self.gate(x), self.jitter, self.training, self.top_k)
+        return weight_TK, expert_TK, count_tokens_per_expert(expert_TK, self.num_experts)
+
+
+def _at(name: str) -> str:
+    return rf"model\.layers\.\d+\.{name}"
+
+
+PRESETS: dict[str, AddedPreset] = {
+    "afmoe": AddedPreset("deepseek_v3", "Afmoe", {"router_pattern": "router", "num_experts_attr": "num_experts",
+                                                  "route_norm": True},
+                         gate="gate", correction_bias="expert_bias", route_scale="route_scale"),
+    "dots1": AddedPreset("deepseek_v3", "Dots1"),
+    "ernie4_5_moe": AddedPreset("qwen3_moe", "Ernie4_5_Moe", {"shared_experts_pattern": "shared_experts"}),
+    "flex_olmo": AddedPreset("qwen3_moe", "FlexOlmo"),
+    "glm4_moe": AddedPreset("deepseek_v3", "Glm4Moe"),
+    "glm4_moe_lite": AddedPreset("deepseek_v3", "Glm4MoeLite"),
+    "granitemoe": AddedPreset("mixtral", "GraniteMoe",
+                              {"moe_layer_pattern": _at("block_sparse_moe"), "router_pattern": "router"}),
+    "jamba": AddedPreset("qwen3_moe", "Jamba", {"moe_layer_pattern": _at("feed_forward"), "router_pattern": "router",
+                                                "route_norm": False}),
+    "lfm2_moe": AddedPreset("qwen3_moe", "Lfm2Moe", {"moe_layer_pattern": _at("feed_forward"),
+                                                     "score_func": "sigmoid"}, correction_bias="expert_bias"),
+    "minimax": AddedPreset("mixtral", "MiniMax"),
+    "minimax_m2": AddedPreset("mixtral", "MiniMaxM2", {"score_func": "sigmoid"}),
+    "olmoe": AddedPreset("qwen3_moe", "Olmoe"),
+    "phimoe": AddedPreset("mixtral", "Phimoe", {"router_pattern": "router"}, sparse_mixer=True),
+    "qwen3_next": AddedPreset("qwen3_moe", "Qwen3Next"),
+    "solar_open": AddedPreset("deepseek_v3", "SolarOpen"),
+}
+
+
+def model_type_of(model: nn.Module | None) -> str | None:
+    """Hugging Face's name of the architecture. None: the model has none."""
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+@contextmanager
+def added_preset(model: nn.Module | None) -> Iterator[None]:
+    """Lets AutoEP find the MoE blocks of this model inside the context, if its type is one of PRESETS.
+
+    A preset that DeepSpeed itself has for the type comes first. So do keys of "expert_parallel" that the user wrote.
+    """
+    model_type = model_type_of(model)
+    if model_type not in PRESETS or registry.preset_name_for_hf_model_type(model_type) is not None:
+        yield
+        return
+    added = PRESETS[model_type]
+    plain = AutoEP._replace_moe_layer_without_retarget
+
+    def replace_layer(self, spec, *args, **kwargs):
+        block = self.model.get_submodule(spec.moe_module_name)
+        ours = spec.model_family == model_type  # else the user chose another preset
+        if ours:
+            added.prepare(block, spec.router_name)
+        layer, sources = plain(self, spec, *args, **kwargs)
+        if ours:
+            added.finish(layer, getattr(block, spec.router_name))
+        return layer, sources
+
+    registry.PRESET_MODELS[model_type] = added.preset(model_type)
+    registry._PRESET_ADAPTERS[model_type] = TransformersTopLevelRouterLogitsAdapter(
+        display_name=model_type, hf_model_types=(model_type, ), class_name_fragments=(added.classes, ))
+    AutoEP._replace_moe_layer_without_retarget = replace_layer
+    try:
+        yield
+    finally:
+        AutoEP._replace_moe_layer_without_retarget = plain
+        del registry.PRESET_MODELS[model_type], registry._PRESET_ADAPTERS[model_type]
