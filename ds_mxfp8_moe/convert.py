@@ -31,6 +31,7 @@ from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.device import has_kernels
 from .ops.op_builder import replay
+from .presets import why_no_layers
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .transport.peer_memory import PeerMemory
 
@@ -103,7 +104,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     """
     section = _section(config)
     report = convert_layers(model_or_engine, section)
-    print_on_rank_0(report)
+    print_report(report, model_or_engine)
     if isinstance(model_or_engine, DeepSpeedEngine):
         check_before_steps(model_or_engine)
         batch_gradients(model_or_engine, section, report)
@@ -117,6 +118,10 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
 def print_on_rank_0(what: ConversionReport | str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(what, flush=True)
+
+
+def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> None:
+    print_on_rank_0((why_no_layers(model_or_engine) if not report.layers else None) or report)
 
 
 def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> ConversionReport:

@@ -19,8 +19,9 @@ from .convert import (
     convert_layers,
     keep_quantized_weights,
     print_on_rank_0,
+    print_report,
 )
-from .presets import added_preset
+from .presets import added_preset, announcement
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -87,7 +88,9 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     report = _agree_across_ranks(config, report)
     batch_gradients(engine, config, report)
     if config.enabled:
-        print_on_rank_0(report)
+        if added := announcement(engine.module):
+            print_on_rank_0(added)
+        print_report(report, engine)
         choose_transports(engine.module)
         build_executor(engine.module)
         check_before_steps(engine)

@@ -16,7 +16,11 @@ import torch
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import registry
-from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset, TransformersTopLevelRouterLogitsAdapter
+from deepspeed.module_inject.auto_ep_presets.base import (
+    MoELayerSpec,
+    MoEModelPreset,
+    TransformersTopLevelRouterLogitsAdapter,
+)
 from deepspeed.moe.ep_count import count_tokens_per_expert
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
@@ -35,7 +39,7 @@ class AddedPreset:
         classes: how transformers' class names of this type begin. Router logits are recorded in these classes.
         changes: fields of MoEModelPreset that differ from `like`.
         gate: the linear layer's name below the router. "": the router holds the weight itself.
-        correction_bias: the name, in the block, of the bias that acts on the choice of experts alone, where this is not
+        correction_bias: the name, in the block, of the bias that acts on the choice of experts alone, if this is not
             CORRECTION_BIAS.
         route_scale: the name, in the router, of the factor of its weights, where AutoEP does not read it.
         sparse_mixer: whether the router is phimoe's.
@@ -118,9 +122,38 @@ PRESETS: dict[str, AddedPreset] = {
 }
 
 
+# Why AutoEP cannot replace the MoE blocks of these types.
+UNSUPPORTED = {
+    "dbrx": "its experts lie in one matrix for all of them",
+    "gemma4_text": "its router normalises and scales its input, which AutoEP's router does not",
+    "hunyuan_v1_moe": "its router may choose another number of experts in each layer, which AutoEP's cannot",
+    "llama4_text": "it multiplies the tokens by the router's scores before the experts",
+    "longcat_flash": "some of its experts have no weights",
+}
+
+
 def model_type_of(model: nn.Module | None) -> str | None:
     """Hugging Face's name of the architecture. None: the model has none."""
     return getattr(getattr(model, "config", None), "model_type", None)
+
+
+@contextmanager
+def _explained(model_type: str) -> Iterator[None]:
+    """An error of AutoEP's detection of MoE blocks says why it cannot replace those of this type."""
+    plain = AutoEP.ep_parser
+
+    def parser(self):
+        try:
+            return plain(self)
+        except ValueError as error:
+            raise ConfigError(f"{model_type}: {UNSUPPORTED[model_type]}, so \"expert_parallel\" does not work for "
+                              "this model type. Remove that section to train it without expert parallelism") from error
+
+    AutoEP.ep_parser = parser
+    try:
+        yield
+    finally:
+        AutoEP.ep_parser = plain
 
 
 @contextmanager
@@ -128,9 +161,17 @@ def added_preset(model: nn.Module | None) -> Iterator[None]:
     """Lets AutoEP find the MoE blocks of this model inside the context, if its type is one of PRESETS.
 
     A preset that DeepSpeed itself has for the type comes first. So do keys of "expert_parallel" that the user wrote.
+
+    Raises:
+        ConfigError: AutoEP cannot detect the blocks of a type of UNSUPPORTED.
     """
     model_type = model_type_of(model)
-    if model_type not in PRESETS or registry.preset_name_for_hf_model_type(model_type) is not None:
+    known = registry.preset_name_for_hf_model_type(model_type) is not None
+    if model_type in UNSUPPORTED and not known:
+        with _explained(model_type):
+            yield
+        return
+    if model_type not in PRESETS or known:
         yield
         return
     added = PRESETS[model_type]
@@ -155,3 +196,37 @@ def added_preset(model: nn.Module | None) -> Iterator[None]:
     finally:
         AutoEP._replace_moe_layer_without_retarget = plain
         del registry.PRESET_MODELS[model_type], registry._PRESET_ADAPTERS[model_type]
+
+
+def announcement(model: nn.Module) -> str | None:
+    """Which preset of this file the layers of a model were made by. None: by none."""
+    families = {layer.model_family for layer in model.modules() if isinstance(layer, AutoEPMoELayer)}
+    model_type = model_type_of(model)
+    if model_type not in PRESETS or model_type not in families:
+        return None
+    added = PRESETS[model_type]
+    changes = "".join(f", {key} {value!r}" for key, value in added.changes.items())
+    return (f"mxfp8_moe: AutoEP has no preset for {model_type}: took {added.like}'s{changes}. "
+            'Keys that you write in "expert_parallel" come first')
+
+
+def why_no_layers(engine: nn.Module) -> str | None:
+    """Why an engine with the section "expert_parallel" has no MoE layers. None: it has no such section."""
+    config = getattr(getattr(engine, "_config", None), "expert_parallel_config", None)
+    if config is None or not config.enabled:
+        return None
+    model_type = model_type_of(getattr(engine, "module", None)) or "this model"
+    reason = UNSUPPORTED.get(model_type, "DeepSpeed's AutoEP finds no MoE layers in it")
+    advice = "" if model_type in UNSUPPORTED else (
+        '. If it has MoE layers, name a preset that resembles them by "preset_model" in "expert_parallel" '
+        f"({', '.join(registry.available_preset_names())}), and where they are by \"moe_layer_pattern\"")
+    return f"mxfp8_moe: {model_type}: {reason}; its MoE layers stay Hugging Face's own{advice}"
+
+
+def router_names(spec: MoELayerSpec) -> tuple[str, str]:
+    """The names of the router's linear layer and of its correction bias in the block that AutoEP replaced."""
+    added = PRESETS.get(spec.model_family)
+    gate = f"{spec.router_name}.{added.gate}" if added and added.gate else spec.router_name
+    if added and added.correction_bias:
+        return gate, added.correction_bias
+    return gate, ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))

@@ -19,9 +19,8 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .presets import CORRECTION_BIAS, added_preset, router_names
 from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
-
-CORRECTION_BIAS = "e_score_correction_bias"
 
 
 @tell_peers_on_error
@@ -91,7 +90,8 @@ def _specs(engine, skeleton) -> dict[str, MoELayerSpec]:
     names = [name for name, module in engine.module.named_modules() if isinstance(module, AutoEPMoELayer)]
     if not names:
         return {}
-    found = AutoEP(skeleton, engine._config.expert_parallel_config).ep_parser()
+    with added_preset(skeleton):
+        found = AutoEP(skeleton, engine._config.expert_parallel_config).ep_parser()
     specs = {spec.moe_module_name: spec for spec in found}
     missing = [name for name in names if name not in specs]
     if missing:
@@ -118,8 +118,9 @@ def _tensors(model, skeleton, specs: dict[str, MoELayerSpec]) -> Iterator[tuple[
 
 def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced."""
-    correction_bias = ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))
-    renamed = {"router.gate.": f"{spec.router_name}.", f"router.{CORRECTION_BIAS}": correction_bias,
+    gate, correction_bias = router_names(spec)
+    shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
+    renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
                "shared_experts.": f"{spec.shared_experts_name}.",
                "shared_experts_gate.": f"{spec.shared_experts_gate_name}."}
     for key, value in own.items():
@@ -127,7 +128,8 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tup
             if key.startswith(prefix):
                 tensor = _at_rank_0(_whole(value))
                 if tensor is not None:
-                    yield name + key.removeprefix(prefix), tensor
+                    original = name + key.removeprefix(prefix)
+                    yield original, tensor.reshape(shapes.get(original, tensor.shape))
     weights = [_all_experts(layer, own[f"experts.{key}"]) for key in ("w1", "w2", "w3")]
     if dist.get_rank() == 0:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):

@@ -32,40 +32,40 @@ VOCABULARY, STEPS, RANKS = 128, 6, 2
 BAR = 0.01  # the largest relative difference of losses, at any step
 
 # Two layers, hidden size 64, eight experts of FFN size 64, two of them for each token.
-_COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                num_key_value_heads=4, max_position_embeddings=64, num_experts_per_tok=2, bos_token_id=1,
                eos_token_id=2, pad_token_id=0, moe_intermediate_size=64, tie_word_embeddings=False)
-_NARROW = {**_COMMON, "intermediate_size": 64}  # where this is the size of the experts
+NARROW = {**COMMON, "intermediate_size": 64}  # where this is the size of the experts
 _FULL = dict(layer_types=["full_attention"] * 2)
-_SHARED = dict(**_COMMON, num_experts=8, head_dim=16, shared_expert_intermediate_size=96)
-_DEEPSEEK = dict(**_COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank=16, qk_nope_head_dim=16,
+_SHARED = dict(**COMMON, num_experts=8, head_dim=16, shared_expert_intermediate_size=96)
+_DEEPSEEK = dict(**COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank=16, qk_nope_head_dim=16,
                  qk_rope_head_dim=8, v_head_dim=16, n_group=4, topk_group=2, routed_scaling_factor=1.5)
 
 # Model type -> its configuration class, and the arguments for a tiny model.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "afmoe": ("AfmoeConfig", dict(**_COMMON, **_FULL, num_experts=8, head_dim=16, num_dense_layers=0,
+    "afmoe": ("AfmoeConfig", dict(**COMMON, **_FULL, num_experts=8, head_dim=16, num_dense_layers=0,
                                   num_shared_experts=1, route_scale=1.5)),
     "deepseek_v2": ("DeepseekV2Config", dict(**_DEEPSEEK, q_lora_rank=None, first_k_dense_replace=0,
                                              topk_method="group_limited_greedy")),
     "deepseek_v3": ("DeepseekV3Config", dict(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=1)),
     "dots1": ("Dots1Config", dict(**_DEEPSEEK, **_FULL, first_k_dense_replace=0)),
-    "ernie4_5_moe": ("Ernie4_5_MoeConfig", dict(**_COMMON, moe_num_experts=8, moe_num_shared_experts=1,
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", dict(**COMMON, moe_num_experts=8, moe_num_shared_experts=1,
                                                 moe_layer_start_index=0)),
-    "flex_olmo": ("FlexOlmoConfig", dict(**_NARROW, num_experts=8)),
+    "flex_olmo": ("FlexOlmoConfig", dict(**NARROW, num_experts=8)),
     "glm4_moe": ("Glm4MoeConfig", dict(**_DEEPSEEK, first_k_dense_replace=0, head_dim=16)),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", dict(**_DEEPSEEK, q_lora_rank=24)),
-    "granitemoe": ("GraniteMoeConfig", dict(**_NARROW, num_local_experts=8)),
-    "jamba": ("JambaConfig", dict(**_NARROW, num_experts=8, attn_layer_period=1, attn_layer_offset=0,
+    "granitemoe": ("GraniteMoeConfig", dict(**NARROW, num_local_experts=8)),
+    "jamba": ("JambaConfig", dict(**NARROW, num_experts=8, attn_layer_period=1, attn_layer_offset=0,
                                   expert_layer_period=1, expert_layer_offset=0, use_mamba_kernels=False)),
-    "lfm2_moe": ("Lfm2MoeConfig", dict(**_COMMON, **_FULL, num_experts=8, num_dense_layers=0)),
-    "minimax": ("MiniMaxConfig", dict(**_NARROW, **_FULL, num_local_experts=8)),
-    "minimax_m2": ("MiniMaxM2Config", dict(**_NARROW, num_local_experts=8, head_dim=16)),
-    "mixtral": ("MixtralConfig", dict(**_NARROW, num_local_experts=8)),
-    "olmoe": ("OlmoeConfig", dict(**_NARROW, num_experts=8)),
-    "phimoe": ("PhimoeConfig", dict(**_NARROW, num_local_experts=8)),
+    "lfm2_moe": ("Lfm2MoeConfig", dict(**COMMON, **_FULL, num_experts=8, num_dense_layers=0)),
+    "minimax": ("MiniMaxConfig", dict(**NARROW, **_FULL, num_local_experts=8)),
+    "minimax_m2": ("MiniMaxM2Config", dict(**NARROW, num_local_experts=8, head_dim=16)),
+    "mixtral": ("MixtralConfig", dict(**NARROW, num_local_experts=8)),
+    "olmoe": ("OlmoeConfig", dict(**NARROW, num_experts=8)),
+    "phimoe": ("PhimoeConfig", dict(**NARROW, num_local_experts=8)),
     "qwen2_moe": ("Qwen2MoeConfig", _SHARED),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", dict(**_SHARED, **_FULL)),
-    "qwen3_moe": ("Qwen3MoeConfig", dict(**_COMMON, num_experts=8, head_dim=16, norm_topk_prob=True)),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(**COMMON, num_experts=8, head_dim=16, norm_topk_prob=True)),
     "qwen3_next": ("Qwen3NextConfig", dict(**_SHARED, **_FULL, decoder_sparse_step=1)),
     "solar_open": ("SolarOpenConfig", dict(**_DEEPSEEK, head_dim=16)),
 }
