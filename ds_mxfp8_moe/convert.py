@@ -26,16 +26,16 @@ from . import zero
 from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
-from .experts import DTYPES, ExpertFormula, NotRecognised
+from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
 from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.device import has_kernels
 from .ops.op_builder import replay
-from .presets import why_no_layers
+from .autoep_presets import why_no_layers
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .transport.peer_memory import PeerMemory
 
-AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
 
 
 @dataclass(frozen=True)
@@ -368,6 +368,10 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     if experts.activation not in AUTOEP_ACTIVATIONS:
         raise NotRecognised(f"its experts' activation is {experts.activation}; recognised are "
                             f"{', '.join(AUTOEP_ACTIVATIONS)}")
+    constants = experts.activation_alpha, experts.activation_limit
+    if experts.activation == "swiglu_oai" and constants != (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT):
+        raise NotRecognised(f"its experts' swiglu_oai has alpha {constants[0]} and limit {constants[1]}; recognised "
+                            f"are {SWIGLU_OAI_ALPHA} and {SWIGLU_OAI_LIMIT}")
     for name, parameter in experts.named_parameters():
         if parameter in shared:
             raise NotRecognised(f"parameter {name} of its experts is shared with {shared[parameter]}")

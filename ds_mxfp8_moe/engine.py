@@ -21,7 +21,7 @@ from .convert import (
     print_on_rank_0,
     print_report,
 )
-from .presets import added_preset, announcement
+from .autoep_presets import added_preset, announcement
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 

@@ -19,7 +19,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .presets import CORRECTION_BIAS, added_preset, router_names
+from .autoep_presets import CORRECTION_BIAS, added_preset, router_names
 from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
 
 

@@ -59,6 +59,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                   expert_layer_period=1, expert_layer_offset=0, use_mamba_kernels=False)),
     "lfm2_moe": ("Lfm2MoeConfig", dict(**COMMON, **_FULL, num_experts=8, num_dense_layers=0)),
     "minimax": ("MiniMaxConfig", dict(**NARROW, **_FULL, num_local_experts=8)),
+    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", COMMON),
     "minimax_m2": ("MiniMaxM2Config", dict(**NARROW, num_local_experts=8, head_dim=16)),
     "mixtral": ("MixtralConfig", dict(**NARROW, num_local_experts=8)),
     "olmoe": ("OlmoeConfig", dict(**NARROW, num_experts=8)),

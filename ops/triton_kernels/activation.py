@@ -66,12 +66,33 @@ def _value_and_slope(x, ACT: tl.constexpr):
         share = tl.where(x > 0.0, 1.0 - tail, tail)
         value = x * share
         slope = share + x * (exp * 0.3989422804014327)
+    elif ACT == "swiglu_oai":
+        clamped = tl.where(x > 7.0, 7.0, x)
+        share = _sigmoid(1.702 * clamped)
+        value = clamped * share
+        slope = tl.where(x > 7.0, 0.0, share * (1.0 + 1.702 * clamped * (1.0 - share)))
     else:
         tl.static_assert(ACT == "gelu_tanh")
         share = _sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
         value = x * share
         slope = share + value * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * (x * x)))
     return value, slope
+
+
+@triton.jit
+def _up_value(up, ACT: tl.constexpr):
+    """What act(gate) is multiplied by."""
+    if ACT == "swiglu_oai":
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return up
+
+
+@triton.jit
+def _up_gradient(d, up, ACT: tl.constexpr):
+    """The gradient of up, from that of `_up_value`."""
+    if ACT == "swiglu_oai":
+        d = tl.where(tl.abs(up) > 7.0, 0.0, d)
+    return d
 
 
 @triton.jit
@@ -172,7 +193,7 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
             _store_rows(up, kept_ptr, kept_scale_ptr, row, first, r, c, P, G, UP_AT, F, B, FLOOR)
     h, _ = _value_and_slope(x, ACT)
     if UP_AT is not None:
-        h *= up
+        h *= _up_value(up, ACT)
     h *= weight
     if h_scale_ptr is not None:
         _store_rows(h, h_ptr, h_scale_ptr, row, first, r, c, P, F, 0, F, B, FLOOR)
@@ -232,10 +253,11 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, UP_AT, F, B)
         else:
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
-        tl.store(dweight_at, tl.sum(t * (value * up), 1))
-        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+        factor = _up_value(up, ACT)
+        tl.store(dweight_at, tl.sum(t * (value * factor), 1))
+        _store_gradient(weighted * factor * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
-        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+        _store_gradient(_up_gradient(weighted * value, up, ACT), plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
@@ -300,12 +322,13 @@ def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, w
     value, slope = _value_and_slope(
         _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, GATE_AT, F, B), ACT)
     up = _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, UP_AT, F, B)
+    factor = _up_value(up, ACT)
     weighted = t * tl.load(weight_ptr + row + r)[:, None]
     if first < F:  # each column of F once
-        share = tl.sum(tl.where(second[None, :], 0.0, t * (value * up)), 1)
+        share = tl.sum(tl.where(second[None, :], 0.0, t * (value * factor)), 1)
         tl.store(dweight_ptr + tile.to(tl.int64) * P + (row + r), share)
     gate = second if GATE_AT > 0 else first + c < F
-    d = tl.where(gate[None, :], weighted * up * slope, weighted * value)
+    d = tl.where(gate[None, :], weighted * factor * slope, _up_gradient(weighted * value, up, ACT))
     if plain_ptr is not None:
         _store(d, plain_ptr, row, first, r, c, G, 0, G)
     _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, 0, G, B, FLOOR)

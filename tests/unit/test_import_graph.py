@@ -17,7 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx", "executor"],
     ["casts"],
-    ["routing", "experts", "config", "zero", "branch", "kept_weights", "presets"],
+    ["routing", "experts", "config", "zero", "branch", "kept_weights", "autoep_presets"],
     ["activation", "grouped_gemm"],
     ["crossover"],
     ["transport*"],
