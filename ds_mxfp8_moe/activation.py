@@ -84,9 +84,9 @@ def _activated(pre_PG: torch.Tensor, activation: str, layout: str) -> torch.Tens
     return value(gate_PF) * up_value(up_PF, activation)
 
 
-def _up_gradient(d_PF: torch.Tensor, up_PF: torch.Tensor, activation: str) -> torch.Tensor:
-    """The gradient of up, from that of `up_value`."""
-    return torch.where(up_PF.abs() > SWIGLU_OAI_LIMIT, 0.0, d_PF) if activation == "swiglu_oai" else d_PF
+def _up_slope(value_PF: torch.Tensor, up_PF: torch.Tensor, activation: str) -> torch.Tensor:
+    """value_PF times the slope of `up_value`."""
+    return torch.where(up_PF.abs() > SWIGLU_OAI_LIMIT, 0.0, value_PF) if activation == "swiglu_oai" else value_PF
 
 
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int,
@@ -159,7 +159,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     else:
         gate_PF, up_PF = _halves(pre_PG, layout)
         halves = [t * up_value(up_PF, activation) * slope(gate_PF),
-                  _up_gradient(t * value(gate_PF), up_PF, activation)]
+                  t * _up_slope(value(gate_PF), up_PF, activation)]
         dpre = torch.cat(halves[::-1] if layout == "up_gate" else halves, dim=-1)
     forms = (MXTensor.of(quantize(x, block_size, scaling_mode).parts, t_PF.dtype) if wanted else None
              for x, wanted in ((dpre, rows), (dpre.t(), columns)))

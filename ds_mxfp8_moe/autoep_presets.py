@@ -17,6 +17,7 @@ from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.module_inject.auto_ep_presets.base import (
+    ForwardContract,
     MoELayerSpec,
     MoEModelPreset,
     TransformersTopLevelRouterLogitsAdapter,
@@ -25,6 +26,7 @@ from deepspeed.moe.ep_count import count_tokens_per_expert
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 
+from .biased_experts import add_biases
 from .config import ConfigError
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -43,6 +45,8 @@ class AddedPreset:
             CORRECTION_BIAS.
         route_scale: the name, in the router, of the factor of its weights, where AutoEP does not read it.
         sparse_mixer: whether the router is phimoe's.
+        gpt_oss: whether the experts are gpt-oss': with biases, and the columns of gate and up in turn. Its blocks
+            return a pair.
     """
 
     like: str
@@ -52,6 +56,7 @@ class AddedPreset:
     correction_bias: str | None = None
     route_scale: str | None = None
     sparse_mixer: bool = False
+    gpt_oss: bool = False
 
     def preset(self, model_type: str) -> MoEModelPreset:
         return replace(registry.get_preset(self.like), hf_model_types=(model_type, ), preset_adapter=model_type,
@@ -68,9 +73,13 @@ class AddedPreset:
         elif bias is not None:
             router.register_buffer(CORRECTION_BIAS, bias)
 
-    def finish(self, layer: AutoEPMoELayer, source: nn.Module) -> None:
-        """Mends a layer that AutoEP has made. `source`: the router of the block that it replaces."""
-        router = layer.router
+    def finish(self, layer: AutoEPMoELayer, block: nn.Module, spec: MoELayerSpec) -> dict[int, list[nn.Parameter]]:
+        """Mends a layer that AutoEP has made in place of `block`.
+
+        Returns:
+            For each new parameter's id, those that it was made of.
+        """
+        router, source = layer.router, getattr(block, spec.router_name)
         bias = router.e_score_correction_bias
         if bias is not None and bias.dim() > 1:  # [1, E]; AutoEP's router adds [E]
             bias.data = bias.data.flatten()
@@ -79,6 +88,14 @@ class AddedPreset:
         if self.sparse_mixer:
             router.__class__ = SparseMixerRouter
             router.jitter = source.router_jitter_noise
+        return add_biases(layer, getattr(block, spec.experts_name)) if self.gpt_oss else {}
+
+
+class _ReturnsPair(TransformersTopLevelRouterLogitsAdapter):
+    """For blocks that return the hidden states and something that the model ignores."""
+
+    def adjust_forward_contract(self, contract: ForwardContract) -> ForwardContract:
+        return replace(super().adjust_forward_contract(contract), return_router_logits=True, capture_target="none")
 
 
 class SparseMixerRouter(TokenChoiceTopKRouter):
@@ -107,6 +124,7 @@ PRESETS: dict[str, AddedPreset] = {
     "flex_olmo": AddedPreset("qwen3_moe", "FlexOlmo"),
     "glm4_moe": AddedPreset("deepseek_v3", "Glm4Moe"),
     "glm4_moe_lite": AddedPreset("deepseek_v3", "Glm4MoeLite"),
+    "gpt_oss": AddedPreset("minimax_m3", "GptOss", {"router_pattern": "router", "score_func": "softmax"}, gpt_oss=True),
     "granitemoe": AddedPreset("mixtral", "GraniteMoe",
                               {"moe_layer_pattern": _at("block_sparse_moe"), "router_pattern": "router"}),
     "jamba": AddedPreset("qwen3_moe", "Jamba", {"moe_layer_pattern": _at("feed_forward"), "router_pattern": "router",
@@ -184,11 +202,14 @@ def added_preset(model: nn.Module | None) -> Iterator[None]:
             added.prepare(block, spec.router_name)
         layer, sources = plain(self, spec, *args, **kwargs)
         if ours:
-            added.finish(layer, getattr(block, spec.router_name))
+            new = added.finish(layer, block, spec)
+            if sources:  # a client optimizer needs them
+                sources.sources.update(new)
         return layer, sources
 
     registry.PRESET_MODELS[model_type] = added.preset(model_type)
-    registry._PRESET_ADAPTERS[model_type] = TransformersTopLevelRouterLogitsAdapter(
+    adapter = _ReturnsPair if added.gpt_oss else TransformersTopLevelRouterLogitsAdapter
+    registry._PRESET_ADAPTERS[model_type] = adapter(
         display_name=model_type, hf_model_types=(model_type, ), class_name_fragments=(added.classes, ))
     AutoEP._replace_moe_layer_without_retarget = replace_layer
     try:
@@ -230,3 +251,9 @@ def router_names(spec: MoELayerSpec) -> tuple[str, str]:
     if added and added.correction_bias:
         return gate, added.correction_bias
     return gate, ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))
+
+
+def gate_and_up_in_turn(spec: MoELayerSpec) -> bool:
+    """Whether the columns of gate and up alternate in the block that AutoEP replaced."""
+    added = PRESETS.get(spec.model_family)
+    return added is not None and added.gpt_oss

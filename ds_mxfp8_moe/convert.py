@@ -23,7 +23,9 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from . import zero
-from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
+from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
+from .autoep_presets import why_no_layers
+from .biased_experts import BiasedGroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
@@ -31,7 +33,6 @@ from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.device import has_kernels
 from .ops.op_builder import replay
-from .autoep_presets import why_no_layers
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .transport.peer_memory import PeerMemory
 
@@ -157,7 +158,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.deepspeed_moe.mxfp8_experts = ExpertsAtConversion(module.deepspeed_moe.experts)
         else:
             module.__class__ = MXFP8AutoEPMoELayer
-            module.experts.__class__ = MXFP8GroupedExperts
+            module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
         layers.append(LayerReport(label, kind, True, _describe(settings)))
     return ConversionReport.of(layers, config)
@@ -299,7 +300,8 @@ def _describe(settings: LayerSettings) -> str:
 
 def _restore_layer(module: torch.nn.Module) -> None:
     """Undoes an earlier conversion. Our `MoE` stays: around DeepSpeed's inner layer it is DeepSpeed's MoE."""
-    original = {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8GroupedExperts: GroupedExperts, MXFP8MOELayer: MOELayer}
+    original = {ours: plain for plain, ours in CONVERTED_EXPERTS.items()}
+    original |= {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8MOELayer: MOELayer}
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
@@ -355,7 +357,7 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
 def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     experts = layer.experts
     _refuse_subclass(layer, AutoEPMoELayer)
-    _refuse_subclass(experts, GroupedExperts)
+    _refuse_subclass(experts, GroupedExperts, BiasedGroupedExperts)
     if layer.score_apply != "post":
         raise NotRecognised(f"it applies the router's scores {layer.score_apply!r} the experts")
     if layer.comm_backend != "comm":
@@ -382,5 +384,8 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     _, ffn_size, hidden_size = getattr(experts.w1, "ds_shape", experts.w1.shape)
     if hidden_size % 32 or ffn_size % 32:
         raise NotRecognised(f"hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32")
+    biases = {}
+    if isinstance(experts, BiasedGroupedExperts):
+        biases = {f"{role}_bias": f"expert_biases.{role}" for role in ("gate", "up", "down")}
     return ExpertFormula("gated", AUTOEP_ACTIVATIONS[experts.activation], hidden_size, ffn_size, gate="w1", up="w3",
-                         down="w2")
+                         down="w2", **biases)

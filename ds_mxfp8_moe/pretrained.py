@@ -19,7 +19,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .autoep_presets import CORRECTION_BIAS, added_preset, router_names
+from .autoep_presets import CORRECTION_BIAS, added_preset, gate_and_up_in_turn, router_names
 from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
 
 
@@ -130,17 +130,24 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict) -> Iterator[tup
                 if tensor is not None:
                     original = name + key.removeprefix(prefix)
                     yield original, tensor.reshape(shapes.get(original, tensor.shape))
+    biases = [_at_rank_0(_whole(own[key])) for role in ("gate", "up", "down")
+              if (key := f"expert_biases.{role}") in own]
     weights = [_all_experts(layer, own[f"experts.{key}"]) for key in ("w1", "w2", "w3")]
     if dist.get_rank() == 0:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
             yield f"{spec.experts_name}.{key}", tensor
+        if biases:
+            yield f"{spec.experts_name}.{spec.expert_w1_name}_bias", torch.stack(biases[:2], dim=2).flatten(1)
+            yield f"{spec.experts_name}.{spec.expert_w2_name}_bias", biases[2]
 
 
 def _unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:
     """The inverse of AutoEP's repacking: (name below the module of experts, tensor)."""
     names = (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name)
     if names[2] is None:  # one tensor for both projections
-        parts = [torch.cat([gate_EFH, up_EFH], dim=1), down_EHF]
+        both = (torch.stack([gate_EFH, up_EFH], dim=2).flatten(1, 2) if gate_and_up_in_turn(spec) else
+                torch.cat([gate_EFH, up_EFH], dim=1))
+        parts = [both, down_EHF]
     else:
         parts = [gate_EFH, down_EHF, up_EFH]
     if spec.expert_storage == "fused_3d":

@@ -54,6 +54,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo": ("FlexOlmoConfig", dict(**NARROW, num_experts=8)),
     "glm4_moe": ("Glm4MoeConfig", dict(**_DEEPSEEK, first_k_dense_replace=0, head_dim=16)),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", dict(**_DEEPSEEK, q_lora_rank=24)),
+    "gpt_oss": ("GptOssConfig", dict(**NARROW, **_FULL, num_local_experts=8, head_dim=16)),
     "granitemoe": ("GraniteMoeConfig", dict(**NARROW, num_local_experts=8)),
     "jamba": ("JambaConfig", dict(**NARROW, num_experts=8, attn_layer_period=1, attn_layer_offset=0,
                                   expert_layer_period=1, expert_layer_offset=0, use_mamba_kernels=False)),

@@ -88,11 +88,11 @@ def _up_value(up, ACT: tl.constexpr):
 
 
 @triton.jit
-def _up_gradient(d, up, ACT: tl.constexpr):
-    """The gradient of up, from that of `_up_value`."""
+def _up_slope(value, up, ACT: tl.constexpr):
+    """value times the slope of `_up_value`."""
     if ACT == "swiglu_oai":
-        d = tl.where(tl.abs(up) > 7.0, 0.0, d)
-    return d
+        value = tl.where(tl.abs(up) > 7.0, 0.0, value)
+    return value
 
 
 @triton.jit
@@ -255,9 +255,10 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
         factor = _up_value(up, ACT)
         tl.store(dweight_at, tl.sum(t * (value * factor), 1))
+        value = _up_slope(value, up, ACT)  # here, so that up takes no registers below
         _store_gradient(weighted * factor * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
-        _store_gradient(_up_gradient(weighted * value, up, ACT), plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+        _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
     else:
         tl.store(dweight_at, tl.sum(t * value, 1))
@@ -328,7 +329,7 @@ def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, w
         share = tl.sum(tl.where(second[None, :], 0.0, t * (value * factor)), 1)
         tl.store(dweight_ptr + tile.to(tl.int64) * P + (row + r), share)
     gate = second if GATE_AT > 0 else first + c < F
-    d = tl.where(gate[None, :], weighted * factor * slope, _up_gradient(weighted * value, up, ACT))
+    d = tl.where(gate[None, :], weighted * factor * slope, weighted * _up_slope(value, up, ACT))
     if plain_ptr is not None:
         _store(d, plain_ptr, row, first, r, c, G, 0, G)
     _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, 0, G, B, FLOOR)
