@@ -28,6 +28,7 @@ from .transpose import in_order, loaded_row, store_columns
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
 BACKWARD_COLUMNS = {32: Tile(64, 64, 4, vector=8, registers=128), 128: Tile(128, 128, 8, vector=8)}  # by block size
+BACKWARD_COLUMNS_CLAMPED = BACKWARD_COLUMNS | {128: Tile(128, 128, 16, vector=8)}  # swiglu_oai takes more registers
 
 
 @triton.jit
@@ -469,7 +470,8 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
     if columns:
         columns_GP, columns_scale = _bytes(t_PF, G, P), _bytes(t_PF, cdiv(P, block_size), G)
     if P:
-        tile = BACKWARD_COLUMNS[block_size] if columns else BACKWARD
+        with_columns = BACKWARD_COLUMNS_CLAMPED if activation == "swiglu_oai" else BACKWARD_COLUMNS
+        tile = with_columns[block_size] if columns else BACKWARD
         tiles, E = cdiv(F, tile.columns), _num_experts(bias_EG)
         shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
         constants = dict(F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size,
