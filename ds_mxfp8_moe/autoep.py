@@ -37,8 +37,7 @@ class MXFP8GroupedExperts(GroupedExperts):
 class MXFP8BiasedGroupedExperts(MXFP8GroupedExperts, BiasedGroupedExperts):
     """The same with biases."""
 
-    def biases(self) -> dict[str, torch.Tensor]:
-        return self.held[0]()
+    biases = BiasedGroupedExperts.biases
 
 
 # The class of a layer's experts before conversion, and after.

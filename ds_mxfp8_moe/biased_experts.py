@@ -42,16 +42,30 @@ class ExpertBiases(nn.Module):
 class BiasedGroupedExperts(GroupedExperts):
     """`GroupedExperts` with the layer's biases."""
 
-    held: tuple[ExpertBiases]  # in a tuple, so that the layer and not this module registers them
+    held: tuple[AutoEPMoELayer]  # the layer, in a tuple, so that it does not become a part of its own part
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """Role -> [experts of this rank, ...]."""
+        return self.held[0].expert_biases()
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """As GroupedExperts: rows [P, H] sorted by expert, and how many each expert gets."""
+        """As GroupedExperts: rows [P, H] sorted by expert, and how many each expert gets.
+
+        Raises:
+            ValueError: the layer is folded with AutoTP.
+        """
+        handles = self.held[0].folding_group_handles
+        if handles is not None and handles.spec.tp_size > 1:  # DeepSpeed would average the biases' gradients
+            raise ValueError("experts with biases (gpt_oss) do not work with AutoTP: set "
+                             f'"tensor_parallel": {{"autotp_size": 1}} (given: {handles.spec.tp_size})')
         ends_E = num_tokens_per_expert.cumsum(0).int()
-        bias = self.held[0]()
+        # Rows past the last group belong to no expert, and torch._grouped_mm leaves any values in them.
+        inside_P = torch.arange(len(x), device=x.device).unsqueeze(1) < ends_E[-1]
+        bias = self.biases()
 
         def project(rows: torch.Tensor, weight: torch.Tensor, role: str) -> torch.Tensor:
             y = torch._grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), offs=ends_E)
-            return (y + bias_rows(bias[role], ends_E, len(rows))).to(rows.dtype)
+            return torch.where(inside_P, y + bias_rows(bias[role], ends_E, len(rows)), 0).to(rows.dtype)
 
         h = apply_expert_activation(project(x, self.w1, "gate_bias"), project(x, self.w3, "up_bias"), self.activation,
                                     self.activation_alpha, self.activation_limit)
@@ -81,5 +95,5 @@ def add_biases(layer: AutoEPMoELayer, source: nn.Module) -> dict[int, list[nn.Pa
     biases.down.requires_grad_(down.requires_grad)
     layer.expert_biases = biases
     experts.__class__ = BiasedGroupedExperts
-    experts.held = (biases, )
+    experts.held = (layer, )
     return {id(biases.gate): [gate_up], id(biases.up): [gate_up], id(biases.down): [down]}

@@ -9,6 +9,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .autoep_presets import added_preset, announcement
 from .config import ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
@@ -21,7 +22,6 @@ from .convert import (
     print_on_rank_0,
     print_report,
 )
-from .autoep_presets import added_preset, announcement
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 

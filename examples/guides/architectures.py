@@ -81,7 +81,7 @@ def tiny_model(model_type: str, dtype: torch.dtype = torch.bfloat16, **changes) 
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("e_score_correction_bias", "expert_bias")) or ("experts" in name and "bias" in name):
+            if name.endswith(("correction_bias", "expert_bias", "router.bias", "proj_bias")):
                 tensor.normal_(std=0.1)
     return model.train()
 
