@@ -7,11 +7,10 @@ A user's expert is any nn.Module. It may take the MXFP8 path only if it computes
     mlp      y = act(x W1^T + b1) W2^T + b2
     gated    y = (act(x Wg^T + bg) * up(x Wu^T + bu)) W2^T + b2     Wg and Wu apart, or packed into one [2F, H] weight
 
-up(v) is v, except for "swiglu_oai" (gpt-oss, MiniMax-M3), which clamps both sides:
+with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v, except
+for the activation swiglu_oai (gpt-oss, MiniMax-M3), which clamps both sides:
 
-    act(v) = c sigmoid(1.702 c) with c = min(v, 7)        up(v) = max(min(v, 7), -7) + 1
-
-with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one.
+    act(v) = c sigmoid(1.702 c) with c = min(v, 7)        up(v) = min(max(v, -7), 7) + 1
 """
 
 from collections.abc import Callable, Mapping, Sequence
