@@ -115,23 +115,30 @@ def _at(name: str) -> str:
     return rf"model\.layers\.\d+\.{name}"
 
 
+_GRANITE = {"moe_layer_pattern": _at("block_sparse_moe"), "router_pattern": "router"}
 PRESETS: dict[str, AddedPreset] = {
     "afmoe": AddedPreset("deepseek_v3", "Afmoe", {"router_pattern": "router", "num_experts_attr": "num_experts",
                                                   "route_norm": True},
                          gate="gate", correction_bias="expert_bias", route_scale="route_scale"),
+    "deepseek_v32": AddedPreset("deepseek_v3", "DeepseekV32"),
     "dots1": AddedPreset("deepseek_v3", "Dots1"),
     "ernie4_5_moe": AddedPreset("qwen3_moe", "Ernie4_5_Moe", {"shared_experts_pattern": "shared_experts"}),
+    "exaone_moe": AddedPreset("deepseek_v3", "ExaoneMoe", {"num_experts_attr": "num_experts"}),
     "flex_olmo": AddedPreset("qwen3_moe", "FlexOlmo"),
     "glm4_moe": AddedPreset("deepseek_v3", "Glm4Moe"),
     "glm4_moe_lite": AddedPreset("deepseek_v3", "Glm4MoeLite"),
+    "glm_moe_dsa": AddedPreset("deepseek_v3", "GlmMoeDsa"),
     "gpt_oss": AddedPreset("minimax_m3", "GptOss", {"router_pattern": "router", "score_func": "softmax"},
                            gpt_oss=True),
-    "granitemoe": AddedPreset("mixtral", "GraniteMoe",
-                              {"moe_layer_pattern": _at("block_sparse_moe"), "router_pattern": "router"}),
+    "granitemoe": AddedPreset("mixtral", "GraniteMoe", _GRANITE),
+    "granitemoehybrid": AddedPreset("mixtral", "GraniteMoeHybrid", _GRANITE),
+    "granitemoeshared": AddedPreset("mixtral", "GraniteMoeShared", _GRANITE),
     "jamba": AddedPreset("qwen3_moe", "Jamba", {"moe_layer_pattern": _at("feed_forward"), "router_pattern": "router",
                                                 "route_norm": False}),
     "lfm2_moe": AddedPreset("qwen3_moe", "Lfm2Moe", {"moe_layer_pattern": _at("feed_forward"),
                                                      "score_func": "sigmoid"}, correction_bias="expert_bias"),
+    "mellum": AddedPreset("qwen3_moe", "Mellum"),
+    "mimo_v2_flash": AddedPreset("deepseek_v3", "MiMoV2Flash"),
     "minimax": AddedPreset("mixtral", "MiniMax"),
     "minimax_m2": AddedPreset("mixtral", "MiniMaxM2", {"score_func": "sigmoid"}),
     "olmoe": AddedPreset("qwen3_moe", "Olmoe"),

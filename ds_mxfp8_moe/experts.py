@@ -7,7 +7,7 @@ A user's expert is any nn.Module. It may take the MXFP8 path only if it computes
     mlp      y = act(x W1^T + b1) W2^T + b2
     gated    y = (act(x Wg^T + bg) * up(x Wu^T + bu)) W2^T + b2     Wg and Wu apart, or packed into one [2F, H] weight
 
-with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v, except
+with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v, but
 for the activation swiglu_oai (gpt-oss, MiniMax-M3), which clamps both sides:
 
     act(v) = c sigmoid(1.702 c) with c = min(v, 7)        up(v) = min(max(v, -7), 7) + 1

@@ -26,15 +26,7 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested
 
 
 def model_of(model_type: str, **changes):
-    """In float32, with MoE blocks that matter: experts and routers as large as those of a trained model."""
-    model = tiny_model(model_type, torch.float32, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "experts" in name:
-                parameter.mul_(8)
-            elif name.endswith(("gate.weight", "router.weight")):
-                parameter.normal_(std=0.15)
-    return model
+    return tiny_model(model_type, torch.float32, **changes)
 
 
 def train(model_type, section=BF16, stage=1, expert_parallel=None, model_changes=None, **changes):
