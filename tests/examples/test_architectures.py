@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/guides/architectures.py and the page that it wrote."""
 
+import math
 import re
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def test_a_row(ranks2):
 def test_what_is_missed(change):
     good = {"model_type": "olmoe", "layers": 2, "converted": 2, "bf16": 0.001, "mxfp8": 0.001}
     assert architectures.missed([good, good | change]) == ["olmoe"]
+
+
+def test_differences():
+    assert architectures.difference([1.0, 2.0], [1.0, 4.0]) == 0.5
+    assert math.isnan(architectures.difference([1.0, float("nan"), 2.0], [1.0, 1.0, 1.0]))
 
 
 def test_the_page_has_every_architecture_within_its_bar():
