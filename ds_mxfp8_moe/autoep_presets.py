@@ -86,6 +86,9 @@ class AddedPreset:
         if self.route_scale:
             router.route_scale = getattr(source, self.route_scale)
         if self.sparse_mixer:
+            if noise := block.input_jitter_noise:
+                raise ConfigError(f"{spec.model_family}: the model's input_jitter_noise is {noise}, which expert "
+                                  "parallelism does not add; expected 0. Set it in the model's config")
             router.__class__ = SparseMixerRouter
             router.jitter = source.router_jitter_noise
         return add_biases(layer, getattr(block, spec.experts_name)) if self.gpt_oss else {}

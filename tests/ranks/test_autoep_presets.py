@@ -55,6 +55,21 @@ def test_trains_like_hugging_face_in_zero_3(ranks2, model_type):
         assert difference(ours, own) < 1e-5
 
 
+def born_partitioned(model_type):
+    """A model whose parameters ZeRO-3 has partitioned before AutoEP sees it, as the Trainer loads models."""
+    model = model_of(model_type)
+    changes = {**SGD, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=model, config_dict_or_path={**changes, "train_micro_batch_size_per_gpu": 4})
+    assert not any(p.numel() for p in model.parameters())
+    return train(model_type, None)[0], losses(model, BF16, steps=3, **changes)[0]
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "ernie4_5_moe", "gpt_oss", "phimoe"])
+def test_models_that_were_partitioned_before(ranks2, model_type):
+    for own, ours in ranks2.run(born_partitioned, model_type):
+        assert difference(ours, own) < 1e-5
+
+
 RECORDED = ["flex_olmo", "granitemoe", "jamba", "minimax", "minimax_m2", "olmoe", "phimoe", "qwen3_next"]
 
 
@@ -167,3 +182,8 @@ def test_a_model_that_autoep_refuses_is_told_by_its_type(ranks2):
     with pytest.raises(RankFailure, match="ConfigError: hunyuan_v1_moe: its router may choose another number of "
                                           "experts in each layer.*Remove that section"):
         ranks2.run(unsupported, "hunyuan_v1_moe")
+
+
+def test_noise_that_would_be_left_out_is_an_error(ranks2):
+    with pytest.raises(RankFailure, match="ConfigError: phimoe: the model's input_jitter_noise is 0.1"):
+        ranks2.run(train, "phimoe", model_changes={"input_jitter_noise": 0.1})

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss under AutoEP: experts with biases, converted and not, in every ZeRO stage, saved and loaded."""
 
-import deepspeed
 import pytest
 import torch
 from autoep_models import autoep_layers, batch, train_engine
 from slow import slow_except
 from test_autoep import call, decibels
+from test_autoep_checkpoints import check_same, read, to_universal, write
 from test_autoep_presets import BF16, SGD, beside_hugging_face, model_of
 
 import ds_mxfp8_moe
@@ -94,6 +94,19 @@ def test_a_checkpoint_holds_the_biases_of_all_ranks(ranks2, tmp_path, stage, ep_
             assert loaded == pytest.approx(went_on, abs=1e-6)
 
 
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_universal_checkpoint_holds_the_biases(ranks2, tmp_path, ep_size):
+    changes = {"family": "gpt_oss"}
+    written = ranks2.run(write, tmp_path, MXFP8, MXFP8, 2, 2, **changes)
+    to_universal(tmp_path)
+    read_again = ranks2.run(read, tmp_path, MXFP8, 2, ep_size, **changes, checkpoint={"load_universal": True})
+    for (saved, went_on), (found, converted, loaded, next_losses) in zip(written, read_again, strict=True):
+        assert found and converted == 2
+        assert sum("expert_biases" in name for name in saved) == 2 * 3 * 4
+        check_same(saved, loaded)
+        assert next_losses[0] == pytest.approx(went_on[0], abs=1e-2 if ep_size == 1 else 1e-6)
+
+
 def with_a_client_optimizer():
     plain = model_of("gpt_oss")
     frozen = [name for name, _ in plain.named_parameters() if "gate_up_proj_bias" in name]
@@ -144,20 +157,6 @@ def recomputed():
 def test_activation_checkpointing_in_zero_3_changes_no_bit(ranks2):
     for plain, again in ranks2.run(recomputed):
         assert plain == again
-
-
-def born_partitioned():
-    """A model whose parameters ZeRO-3 has partitioned before AutoEP sees it, as the Trainer loads models."""
-    own = train_engine(build(BF16, 3), range(2))
-    model = model_of("gpt_oss")
-    deepspeed.zero.Init(module=model, config_dict_or_path=config(BF16, 3))
-    assert not any(p.numel() for p in model.parameters())
-    return own, train_engine(build(BF16, 3, model=model), range(2))
-
-
-def test_a_model_that_was_partitioned_before(ranks2):
-    for own, ours in ranks2.run(born_partitioned):
-        assert ours == pytest.approx(own, abs=1e-5)
 
 
 def with_autotp():

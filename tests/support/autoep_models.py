@@ -36,10 +36,15 @@ FAMILIES = {
 
 
 
+# AutoEP knows it only with this package's section.
+ADDED = {"gpt_oss": lambda: transformers.GptOssConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
+                                                      head_dim=16, layer_types=["full_attention"] * 2)}
+
+
 def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
     """A model of 2 layers, hidden 64, 8 experts of FFN size 64; the same weights on every rank."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
+    config = (FAMILIES | ADDED)[family]()
     for key, value in changes.items():
         setattr(config, key, value)
     net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
