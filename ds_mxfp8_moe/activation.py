@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .experts import ACTIVATIONS
+from .experts import ACTIVATIONS, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, up_value
 from .mx import MXTensor, quantize
 from .ops.device import runs_triton
 
@@ -31,12 +31,19 @@ def _gelu_tanh_slope(x):
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
 
 
+def _swiglu_oai_slope(x):
+    c = x.clamp(max=SWIGLU_OAI_LIMIT)
+    s = torch.sigmoid(SWIGLU_OAI_ALPHA * c)
+    return torch.where(x > SWIGLU_OAI_LIMIT, 0.0, s * (1 + SWIGLU_OAI_ALPHA * c * (1 - s)))
+
+
 # Derivatives of experts.ACTIVATIONS, on float32.
 SLOPES: dict[str, Callable] = {
     "relu": lambda x: (x > 0).to(x.dtype),
     "gelu": _gelu_slope,
     "gelu_tanh": _gelu_tanh_slope,
     "silu": _silu_slope,
+    "swiglu_oai": _swiglu_oai_slope,
 }
 
 
@@ -74,7 +81,12 @@ def _activated(pre_PG: torch.Tensor, activation: str, layout: str) -> torch.Tens
     if layout == "mlp":
         return value(pre_PG.float())
     gate_PF, up_PF = _halves(pre_PG, layout)
-    return value(gate_PF) * up_PF
+    return value(gate_PF) * up_value(up_PF, activation)
+
+
+def _up_slope(value_PF: torch.Tensor, up_PF: torch.Tensor, activation: str) -> torch.Tensor:
+    """value_PF times the slope of `up_value`."""
+    return torch.where(up_PF.abs() > SWIGLU_OAI_LIMIT, 0.0, value_PF) if activation == "swiglu_oai" else value_PF
 
 
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int,
@@ -146,7 +158,8 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         dpre = t * slope(pre_PG.float())
     else:
         gate_PF, up_PF = _halves(pre_PG, layout)
-        halves = [t * up_PF * slope(gate_PF), t * value(gate_PF)]
+        halves = [t * up_value(up_PF, activation) * slope(gate_PF),
+                  t * _up_slope(value(gate_PF), up_PF, activation)]
         dpre = torch.cat(halves[::-1] if layout == "up_gate" else halves, dim=-1)
     forms = (MXTensor.of(quantize(x, block_size, scaling_mode).parts, t_PF.dtype) if wanted else None
              for x, wanted in ((dpre, rows), (dpre.t(), columns)))

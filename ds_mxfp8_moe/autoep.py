@@ -8,6 +8,7 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
+from .biased_experts import BiasedGroupedExperts
 from .branch import Branch
 from .expert_ffn import ExpertFFN
 from .kept_weights import KeptWeights
@@ -28,7 +29,21 @@ class MXFP8GroupedExperts(GroupedExperts):
                 branch: Branch | None = None) -> torch.Tensor:
         if ffn is None:  # the layer is back on DeepSpeed's path, but a wrapper (PEFT) kept these experts' class
             return super().forward(x_TH, routes)
-        return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2}, branch)
+        return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2, **self.biases()}, branch)
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """Role -> [E, ...]."""
+        return {}
+
+
+class MXFP8BiasedGroupedExperts(MXFP8GroupedExperts, BiasedGroupedExperts):
+    """The same with biases."""
+
+    biases = BiasedGroupedExperts.biases
+
+
+# The class of a layer's experts before conversion, and after.
+CONVERTED_EXPERTS = {GroupedExperts: MXFP8GroupedExperts, BiasedGroupedExperts: MXFP8BiasedGroupedExperts}
 
 
 class _SharedExpertsCalled:

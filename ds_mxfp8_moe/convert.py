@@ -23,10 +23,12 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from . import balance, zero
-from .autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
+from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
+from .autoep_presets import why_no_layers
+from .biased_experts import BiasedGroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
-from .experts import DTYPES, ExpertFormula, NotRecognised
+from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
 from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .metrics import Metrics
@@ -36,7 +38,7 @@ from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .saving import save_whole_models
 from .transport.peer_memory import PeerMemory
 
-AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 
 
@@ -110,7 +112,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     """
     section = _section(config)
     report = convert_layers(model_or_engine, section)
-    print_on_rank_0(report)
+    print_report(report, model_or_engine)
     if isinstance(model_or_engine, DeepSpeedEngine):
         check_before_steps(model_or_engine)
         batch_gradients(model_or_engine, section, report)
@@ -129,6 +131,10 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
 def print_on_rank_0(what: ConversionReport | str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(what, flush=True)
+
+
+def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> None:
+    print_on_rank_0((why_no_layers(model_or_engine) if not report.layers else None) or report)
 
 
 def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> ConversionReport:
@@ -163,7 +169,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.deepspeed_moe.mxfp8_experts = ExpertsAtConversion(module.deepspeed_moe.experts)
         else:
             module.__class__ = MXFP8AutoEPMoELayer
-            module.experts.__class__ = MXFP8GroupedExperts
+            module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
         layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}"))
     return ConversionReport.of(layers, config)
@@ -355,7 +361,8 @@ def _describe(settings: LayerSettings) -> str:
 
 def _restore_layer(module: torch.nn.Module) -> None:
     """Undoes an earlier conversion. Our `MoE` stays: around DeepSpeed's inner layer it is DeepSpeed's MoE."""
-    original = {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8GroupedExperts: GroupedExperts, MXFP8MOELayer: MOELayer}
+    original = {ours: plain for plain, ours in CONVERTED_EXPERTS.items()}
+    original |= {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8MOELayer: MOELayer}
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
@@ -411,7 +418,7 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
 def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     experts = layer.experts
     _refuse_subclass(layer, AutoEPMoELayer)
-    _refuse_subclass(experts, GroupedExperts)
+    _refuse_subclass(experts, GroupedExperts, BiasedGroupedExperts)
     if layer.score_apply != "post":
         raise NotRecognised(f"it applies the router's scores {layer.score_apply!r} the experts")
     if layer.comm_backend != "comm":
@@ -424,6 +431,10 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     if experts.activation not in AUTOEP_ACTIVATIONS:
         raise NotRecognised(f"its experts' activation is {experts.activation}; recognised are "
                             f"{', '.join(AUTOEP_ACTIVATIONS)}")
+    constants = experts.activation_alpha, experts.activation_limit
+    if experts.activation == "swiglu_oai" and constants != (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT):
+        raise NotRecognised(f"its experts' swiglu_oai has alpha {constants[0]} and limit {constants[1]}; recognised "
+                            f"are {SWIGLU_OAI_ALPHA} and {SWIGLU_OAI_LIMIT}")
     for name, parameter in experts.named_parameters():
         if parameter in shared:
             raise NotRecognised(f"parameter {name} of its experts is shared with {shared[parameter]}")
@@ -434,5 +445,8 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     _, ffn_size, hidden_size = getattr(experts.w1, "ds_shape", experts.w1.shape)
     if hidden_size % 32 or ffn_size % 32:
         raise NotRecognised(f"hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32")
+    biases = {}
+    if isinstance(experts, BiasedGroupedExperts):
+        biases = {f"{role}_bias": f"expert_biases.{role}" for role in ("gate", "up", "down")}
     return ExpertFormula("gated", AUTOEP_ACTIVATIONS[experts.activation], hidden_size, ffn_size, gate="w1", up="w3",
-                         down="w2")
+                         down="w2", **biases)

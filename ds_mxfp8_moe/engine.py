@@ -13,6 +13,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .advice import about_expert_parallel, about_keys, explaining_transformers
+from .autoep_presets import added_preset, announcement
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
@@ -25,6 +26,7 @@ from .convert import (
     converted_layers,
     keep_quantized_weights,
     print_on_rank_0,
+    print_report,
     write_metrics,
 )
 from .expert_groups import split_experts
@@ -45,7 +47,7 @@ def initialize(*args, **kwargs) -> tuple:
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    with explaining_transformers(config):
+    with explaining_transformers(config), added_preset(given.get("model") if config.enabled else None):
         result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
@@ -74,7 +76,7 @@ def _reading_the_section(plain_init):
         if config.enabled:
             vars(self)["_configure_optimizer"] = lambda optimizer, parameters: type(self)._configure_optimizer(
                 self, split_experts(self, optimizer), parameters)
-        with explaining_transformers(config):
+        with explaining_transformers(config), added_preset(given["model"] if config.enabled else None):
             plain_init(self, *args, **kwargs)
         vars(self).pop("_configure_optimizer", None)
         _convert_engine(self, config)
@@ -129,7 +131,9 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     report = _agree_across_ranks(config, report)
     batch_gradients(engine, config, report)
     if config.enabled:
-        print_on_rank_0(report)
+        if added := announcement(engine.module):
+            print_on_rank_0(added)
+        print_report(report, engine)
         advice = about_expert_parallel(engine._config._param_dict, dist.get_world_size())
         for line in advice + about_keys(config, converted_layers(engine.module)):
             print_on_rank_0(f"mxfp8_moe: WARNING: {line}")

@@ -241,7 +241,7 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
     Returns:
         The tensors, without those of quantised weights, and the object.
     """
-    kept = None if ffn.kept is None else ffn.kept.of(weights, transposed)
+    kept = None if ffn.kept is None else ffn.kept.of(_without_biases(layout, weights), transposed)
     given, tensors = None, []
     if kept is not None:
         tensors, kinds = _taken_apart(kept.values())
@@ -254,6 +254,14 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
         kept.update(zip(names, _put_together(list(outputs[first:]), kinds), strict=True))
         outputs = outputs[:first]
     return outputs, other
+
+
+def _without_biases(layout: tuple, weights: Sequence) -> list[torch.Tensor]:
+    found = []
+    for role, value in _unflatten(layout, weights).items():
+        if not role.endswith("_bias"):
+            found += value if isinstance(value, list) else [value]
+    return found
 
 
 def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,

@@ -5,9 +5,12 @@ A user's expert is any nn.Module. It may take the MXFP8 path only if it computes
 
     linear   y = x W^T + b
     mlp      y = act(x W1^T + b1) W2^T + b2
-    gated    y = (act(x Wg^T + bg) * (x Wu^T + bu)) W2^T + b2       Wg and Wu apart, or packed into one [2F, H] weight
+    gated    y = (act(x Wg^T + bg) * up(x Wu^T + bu)) W2^T + b2     Wg and Wu apart, or packed into one [2F, H] weight
 
-with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one.
+with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v, but
+for the activation swiglu_oai (gpt-oss, MiniMax-M3), which clamps both sides:
+
+    act(v) = c sigmoid(1.702 c) with c = min(v, 7)        up(v) = min(max(v, -7), 7) + 1
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 
 ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
+    "swiglu_oai": lambda x: (c := x.clamp(max=SWIGLU_OAI_LIMIT)) * torch.sigmoid(SWIGLU_OAI_ALPHA * c),
 }
+GATED_ONLY = ("swiglu_oai", )  # activations that only kind gated has
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,7 +44,7 @@ class ExpertFormula:
 
     Attributes:
         kind: "linear", "mlp" or "gated". The formulas are at the top of this file.
-        activation: "relu", "gelu", "gelu_tanh", "silu", or None for kind linear.
+        activation: "relu", "gelu", "gelu_tanh", "silu", "swiglu_oai" (kind gated), or None for kind linear.
         hidden_size: H, width of input and output.
         ffn_size: F, width between the projections; H for kind linear.
         gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. A linear expert has
@@ -78,6 +84,11 @@ class ExpertFormula:
         return f"{self.kind}{act}{packed} with {roles}"
 
 
+def up_value(up: torch.Tensor, activation: str) -> torch.Tensor:
+    """What a gated expert multiplies act(gate) by."""
+    return up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT) + 1 if activation == "swiglu_oai" else up
+
+
 def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The formula itself, in plain PyTorch.
 
@@ -100,10 +111,11 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
     if formula.kind == "mlp":
         hidden = act(up)
     elif formula.packed == "none":
-        hidden = act(project("gate", x)) * up
+        hidden = act(project("gate", x)) * up_value(up, formula.activation)
     else:
         first, second = up.chunk(2, dim=-1)
-        hidden = act(first) * second if formula.packed == "gate_up" else act(second) * first
+        gate, up = (first, second) if formula.packed == "gate_up" else (second, first)
+        hidden = act(gate) * up_value(up, formula.activation)
     return project("down", hidden)
 
 

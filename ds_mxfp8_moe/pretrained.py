@@ -21,9 +21,8 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .autoep_presets import CORRECTION_BIAS, added_preset, gate_and_up_in_turn, router_names
 from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
-
-CORRECTION_BIAS = "e_score_correction_bias"
 
 
 @tell_peers_on_error
@@ -179,7 +178,8 @@ def _specs(model, skeleton, expert_parallel: AutoEPConfig) -> dict[str, MoELayer
     names = list(autoep_layers(model))
     if not names:
         return {}
-    found = AutoEP(skeleton, expert_parallel).ep_parser()
+    with added_preset(skeleton):
+        found = AutoEP(skeleton, expert_parallel).ep_parser()
     specs = {spec.moe_module_name: spec for spec in found}
     missing = [name for name in names if name not in specs]
     if missing:
@@ -208,8 +208,9 @@ def _tensors(model, skeleton, prefix: str, specs: dict[str, MoELayerSpec], wante
 
 def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced."""
-    correction_bias = ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))
-    renamed = {"router.gate.": f"{spec.router_name}.", f"router.{CORRECTION_BIAS}": correction_bias,
+    gate, correction_bias = router_names(spec)
+    shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
+    renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
                "shared_experts.": f"{spec.shared_experts_name}.",
                "shared_experts_gate.": f"{spec.shared_experts_gate_name}."}
     for key, value in own.items():
@@ -217,20 +218,28 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
             if key.startswith(prefix):
                 tensor = _kept(_whole(value), keep)
                 if tensor is not None:
-                    yield name + key.removeprefix(prefix), tensor
+                    original = name + key.removeprefix(prefix)
+                    yield original, tensor.reshape(shapes.get(original, tensor.shape))
+    biases = [_kept(_whole(own[key]), keep) for role in ("gate", "up", "down")
+              if (key := f"expert_biases.{role}") in own]
     if "experts.w1" not in own:  # not wanted
         return
     weights = [_all_experts(layer, own[f"experts.{key}"], keep) for key in ("w1", "w2", "w3")]
     if keep:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
             yield f"{spec.experts_name}.{key}", tensor
+        if biases:
+            yield f"{spec.experts_name}.{spec.expert_w1_name}_bias", torch.stack(biases[:2], dim=2).flatten(1)
+            yield f"{spec.experts_name}.{spec.expert_w2_name}_bias", biases[2]
 
 
 def _unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:
     """The inverse of AutoEP's repacking: (name below the module of experts, tensor)."""
     names = (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name)
     if names[2] is None:  # one tensor for both projections
-        parts = [torch.cat([gate_EFH, up_EFH], dim=1), down_EHF]
+        both = (torch.stack([gate_EFH, up_EFH], dim=2).flatten(1, 2) if gate_and_up_in_turn(spec) else
+                torch.cat([gate_EFH, up_EFH], dim=1))
+        parts = [both, down_EHF]
     else:
         parts = [gate_EFH, down_EHF, up_EFH]
     if spec.expert_storage == "fused_3d":

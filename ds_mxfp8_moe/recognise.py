@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .experts import ACTIVATIONS, DTYPES, ExpertFormula, NotRecognised
+from .experts import ACTIVATIONS, DTYPES, GATED_ONLY, ExpertFormula, NotRecognised
 from .proof import prove
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,8 +51,8 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
                "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
     if kind not in weights:
         raise ValueError(f"register_expert: kind={kind!r}; expected one of {', '.join(weights)}")
-    if activation not in ([None] if kind == "linear" else ACTIVATIONS):
-        expected = "None" if kind == "linear" else "one of " + ", ".join(ACTIVATIONS)
+    if activation not in _activations(kind):
+        expected = "None" if kind == "linear" else "one of " + ", ".join(_activations(kind))
         raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected {expected}")
     given = {role for role in formula.names() if not role.endswith("_bias")}
     biases = {role.removesuffix("_bias") for role in formula.names()} - given
@@ -60,6 +60,13 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
         raise ValueError(f"register_expert: kind {kind!r} with packed={packed!r} names the weights "
                          f"{sorted(weights[kind])} and biases of these; got {sorted(formula.names())}")
     _registered[cls] = formula
+
+
+def _activations(kind: str) -> list[str | None]:
+    """The activations that a kind may have."""
+    if kind == "linear":
+        return [None]
+    return [act for act in ACTIVATIONS if kind == "gated" or act not in GATED_ONLY]
 
 
 # ---- recognition --------------------------------------------------------------------------------------------------
@@ -200,8 +207,7 @@ def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormul
         listed = ", ".join(f"{name or 'weight'} {list(shape)}" for name, shape in shapes.items())
         raise NotRecognised(f"the shapes of its nn.Linear modules ({listed}) fit no recognised formula for hidden "
                             f"size {hidden_size}")
-    return [replace(layout, activation=act) for layout in layouts
-            for act in ([None] if layout.kind == "linear" else ACTIVATIONS)]
+    return [replace(layout, activation=act) for layout in layouts for act in _activations(layout.kind)]
 
 
 # ---- after conversion ---------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from .transpose import in_order, loaded_row, store_columns
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
 BACKWARD_COLUMNS = {32: Tile(64, 64, 4, vector=8, registers=128), 128: Tile(128, 128, 8, vector=8)}  # by block size
+BACKWARD_COLUMNS_CLAMPED = BACKWARD_COLUMNS | {128: Tile(128, 128, 16, vector=8)}  # swiglu_oai takes more registers
 
 
 @triton.jit
@@ -66,12 +67,33 @@ def _value_and_slope(x, ACT: tl.constexpr):
         share = tl.where(x > 0.0, 1.0 - tail, tail)
         value = x * share
         slope = share + x * (exp * 0.3989422804014327)
+    elif ACT == "swiglu_oai":
+        clamped = tl.where(x > 7.0, 7.0, x)
+        share = _sigmoid(1.702 * clamped)
+        value = clamped * share
+        slope = tl.where(x > 7.0, 0.0, share * (1.0 + 1.702 * clamped * (1.0 - share)))
     else:
         tl.static_assert(ACT == "gelu_tanh")
         share = _sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
         value = x * share
         slope = share + value * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * (x * x)))
     return value, slope
+
+
+@triton.jit
+def _up_value(up, ACT: tl.constexpr):
+    """What act(gate) is multiplied by."""
+    if ACT == "swiglu_oai":
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return up
+
+
+@triton.jit
+def _up_slope(value, up, ACT: tl.constexpr):
+    """value times the slope of `_up_value`."""
+    if ACT == "swiglu_oai":
+        value = tl.where(tl.abs(up) > 7.0, 0.0, value)
+    return value
 
 
 @triton.jit
@@ -172,7 +194,7 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
             _store_rows(up, kept_ptr, kept_scale_ptr, row, first, r, c, P, G, UP_AT, F, B, FLOOR)
     h, _ = _value_and_slope(x, ACT)
     if UP_AT is not None:
-        h *= up
+        h *= _up_value(up, ACT)
     h *= weight
     if h_scale_ptr is not None:
         _store_rows(h, h_ptr, h_scale_ptr, row, first, r, c, P, F, 0, F, B, FLOOR)
@@ -232,8 +254,10 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, UP_AT, F, B)
         else:
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
-        tl.store(dweight_at, tl.sum(t * (value * up), 1))
-        _store_gradient(weighted * up * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
+        factor = _up_value(up, ACT)
+        tl.store(dweight_at, tl.sum(t * (value * factor), 1))
+        value = _up_slope(value, up, ACT)  # here, so that up takes no registers below
+        _store_gradient(weighted * factor * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
         _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, UP_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
@@ -300,12 +324,13 @@ def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, w
     value, slope = _value_and_slope(
         _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, GATE_AT, F, B), ACT)
     up = _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, UP_AT, F, B)
+    factor = _up_value(up, ACT)
     weighted = t * tl.load(weight_ptr + row + r)[:, None]
     if first < F:  # each column of F once
-        share = tl.sum(tl.where(second[None, :], 0.0, t * (value * up)), 1)
+        share = tl.sum(tl.where(second[None, :], 0.0, t * (value * factor)), 1)
         tl.store(dweight_ptr + tile.to(tl.int64) * P + (row + r), share)
     gate = second if GATE_AT > 0 else first + c < F
-    d = tl.where(gate[None, :], weighted * up * slope, weighted * value)
+    d = tl.where(gate[None, :], weighted * factor * slope, weighted * _up_slope(value, up, ACT))
     if plain_ptr is not None:
         _store(d, plain_ptr, row, first, r, c, G, 0, G)
     _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, 0, G, B, FLOOR)
@@ -445,7 +470,8 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
     if columns:
         columns_GP, columns_scale = _bytes(t_PF, G, P), _bytes(t_PF, cdiv(P, block_size), G)
     if P:
-        tile = BACKWARD_COLUMNS[block_size] if columns else BACKWARD
+        with_columns = BACKWARD_COLUMNS_CLAMPED if activation == "swiglu_oai" else BACKWARD_COLUMNS
+        tile = with_columns[block_size] if columns else BACKWARD
         tiles, E = cdiv(F, tile.columns), _num_experts(bias_EG)
         shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
         constants = dict(F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size,

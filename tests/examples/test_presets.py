@@ -87,7 +87,7 @@ def test_autoep_finds_its_layers_in_a_small_model_of_every_family(kind):
 
 
 # An auxiliary loss and plain softmax routing; sigmoid scores, a correction bias, shared experts, a dense layer, and no
-# auxiliary loss; linear attention beside full; a formula of experts that is not converted.
+# auxiliary loss; linear attention beside full; the formula swiglu_oai.
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "minimax_m3_vl_text"])
 def test_finetuned_in_bf16_and_mxfp8_and_read_back(folder, ranks2, kind):
@@ -96,9 +96,9 @@ def test_finetuned_in_bf16_and_mxfp8_and_read_back(folder, ranks2, kind):
     args = options(folder)
     configs = presets.ds_configs(args)
     row = presets.finetune(kind, configs, NoBar(), args, launch=launcher(ranks2))
-    assert row["converted"] == {"mixtral": 2, "deepseek_v3": 1, "minimax_m3_vl_text": 0}[kind]
+    assert row["converted"] == {"mixtral": 2, "deepseek_v3": 1, "minimax_m3_vl_text": 2}[kind]
     assert presets.verdict(row).startswith("ok"), row
-    assert (row["mxfp8"] == row["bf16"]) == (row["converted"] == 0)
+    assert row["mxfp8"] != row["bf16"]
 
 
 # The experts of one layer; all that is no expert; all experts; all but the head, so that no layer has a backward.

@@ -12,7 +12,7 @@ ENDS = (128, 128, 640, 1024, 1024, 1536)
 
 
 @pytest.mark.parametrize("layout", ["mlp", "gate_up", "up_gate"])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"])
 def test_every_formula(activation, layout):
     for F in (160, 512):
         run_case("cuda", activation, layout, F, dict(ends=ENDS))

@@ -12,8 +12,9 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize("activation, layout", slow_except(
-    product(["silu", "gelu", "gelu_tanh", "relu"], ["mlp", "gate_up", "up_gate"]),
-    ("silu", "gate_up"), ("gelu", "up_gate"), ("gelu_tanh", "mlp"), ("relu", "mlp")))
+    product(["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"], ["mlp", "gate_up", "up_gate"]),
+    ("silu", "gate_up"), ("gelu", "up_gate"), ("gelu_tanh", "mlp"), ("relu", "mlp"),
+    ("swiglu_oai", "gate_up")))
 def test_every_formula(interpreter, activation, layout):
     interpreter(run_case, "cpu", activation, layout, 160, dict(ends=(128, )))  # takes half the time of more rows
 
@@ -30,9 +31,10 @@ def test_every_recipe(interpreter, keys):
     interpreter(run_case, "cpu", "silu", "gate_up", 160, keys)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu_oai"])
 @pytest.mark.parametrize("keys", [dict(block=128), dict(block=128, keep=False, bias=True)], ids=str)
-def test_blocks_across_up_and_gate(interpreter, keys):
-    interpreter(run_case, "cpu", "gelu", "up_gate", 160, keys)
+def test_blocks_across_up_and_gate(interpreter, keys, activation):
+    interpreter(run_case, "cpu", activation, "up_gate", 160, keys)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

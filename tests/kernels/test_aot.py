@@ -80,7 +80,7 @@ def activations():
     ffn = module("activation")
     pre, t, weight = torch.empty(P, 2 * F, dtype=BF16), torch.empty(P, F, dtype=BF16), torch.empty(P)
     bias = torch.empty(E, 2 * F, dtype=BF16)
-    for block, activation in ((32, "gelu"), (128, "silu")):
+    for block, activation in ((32, "gelu"), (128, "silu"), (32, "swiglu_oai"), (128, "swiglu_oai")):
         _, kept = ffn.activate(pre, weight, activation, "gate_up", block, keep=True, bias_EG=bias, ends_E=ends())
         ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, plain=True)
         ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, columns=True)

@@ -4,7 +4,7 @@
 import peft
 import pytest
 import torch
-from autoep_models import CONVERTED, autoep_layers, batch, ds_config, engine, gathered, model, train_engine
+from autoep_models import FAMILIES, autoep_layers, batch, ds_config, engine, gathered, model, train_engine
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.utils import safe_get_full_grad
 from slow import slow_except
@@ -70,7 +70,7 @@ def bf16_recipe(family, shape, logits):
     return report, decibels(plain, ours), same_bits(routing, our_routing), keys == list(built.module.state_dict())
 
 
-@pytest.mark.parametrize("family, shape, logits", [*((family, "batched", None) for family in CONVERTED),
+@pytest.mark.parametrize("family, shape, logits", [*((family, "batched", None) for family in FAMILIES),
                                                    ("qwen2_moe", "flat", False), ("qwen2_moe", "flat", True)])
 def test_the_bf16_recipe_equals_deepspeed(ranks2, family, shape, logits):
     for report, db, same_routing, same_keys in ranks2.run(bf16_recipe, family, shape, logits):
@@ -263,7 +263,7 @@ def test_trains_like_deepspeed_under_autocast(ranks2):
                    tolerance=1e-3, db=30, most_moved=0.02)  # scores that tie but for a rounding, later on
 
 
-@pytest.mark.parametrize("family", [family for family in CONVERTED if family != "qwen3_moe"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
 def test_every_family_trains_like_deepspeed(ranks2, family):
     check_training(ranks2.run(trained_like_deepspeed, 3, 2, family=family))
 
@@ -470,7 +470,8 @@ def fallback_trains(*args, **kwargs):
 @pytest.mark.parametrize("reason, kwargs", [
     ("applies the router's scores 'pre' the experts", dict(expert_parallel={"score_apply": "pre"})),
     ("FFN size 48 are not both multiples of 32", dict(model_changes={"moe_intermediate_size": 48})),
-    ("activation is swiglu_oai", dict(family="minimax_m3")),
+    ("activation is swiglu_clamped", dict(expert_parallel={"expert_activation": "swiglu_clamped"})),
+    ("swiglu_oai has alpha 1.5 and limit 7.0", dict(family="minimax_m3", model_changes={"swiglu_alpha": 1.5})),
 ])
 def test_fallback_layers_train_as_deepspeed_does(ranks2, reason, kwargs):
     for details, losses in ranks2.run(fallback_trains, 0, 2, **kwargs):

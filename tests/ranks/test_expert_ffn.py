@@ -45,6 +45,8 @@ FORMULAS = {
     "gelu": dict(kind="mlp", activation="gelu"),
     "swiglu": dict(kind="gated", activation="silu"),
     "geglu": dict(kind="gated", activation="gelu_tanh"),
+    "swiglu_oai": dict(kind="gated", activation="swiglu_oai"),
+    "packed-swiglu_oai": dict(kind="gated", activation="swiglu_oai", packed="up_gate"),
     "packed": dict(kind="gated", activation="silu", packed="gate_up"),
     "packed-reversed": dict(kind="gated", activation="silu", packed="up_gate"),
 }
@@ -67,7 +69,10 @@ def make_experts(name, num, bias, dtype, hidden=HIDDEN, ffn=FFN):
         shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     experts = []
     for _ in range(num):
-        expert = {role: (torch.randn(shape) / shape[1]**0.5).to(dtype) for role, shape in shapes.items()}
+        expert = {role: torch.randn(shape) / shape[1]**0.5 for role, shape in shapes.items()}
+        if kind["activation"] == "swiglu_oai":  # one value in twelve is clamped
+            expert |= {role: 4 * value for role, value in expert.items() if role != "down"}
+        expert = {role: value.to(dtype) for role, value in expert.items()}
         if bias:
             expert |= {f"{role}_bias": (torch.randn(shape[0]) / 4).to(dtype) for role, shape in shapes.items()}
         experts.append(expert)

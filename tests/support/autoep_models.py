@@ -20,7 +20,7 @@ _DEEPSEEK = dict(**_COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank
 
 # What each adds: plain softmax routing; an auxiliary loss on the router's logits; a shared expert behind a gate; the
 # layer itself returning its logits; group-limited routing beside shared experts; sigmoid scores with a correction bias
-# and a dense first layer; another FFN formula, which is not converted.
+# and a dense first layer; the FFN formula swiglu_oai.
 FAMILIES = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_QWEN, norm_topk_prob=True),
     "mixtral": lambda: transformers.MixtralConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
@@ -34,13 +34,17 @@ FAMILIES = {
     "minimax_m3": lambda: transformers.MiniMaxM3VLTextConfig(**_COMMON),
 }
 
-CONVERTED = [family for family in FAMILIES if family != "minimax_m3"]
+
+
+# AutoEP knows it only with this package's section.
+ADDED = {"gpt_oss": lambda: transformers.GptOssConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
+                                                      head_dim=16, layer_types=["full_attention"] * 2)}
 
 
 def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
     """A model of 2 layers, hidden 64, 8 experts of FFN size 64; the same weights on every rank."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
+    config = (FAMILIES | ADDED)[family]()
     for key, value in changes.items():
         setattr(config, key, value)
     net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

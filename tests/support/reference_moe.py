@@ -14,6 +14,7 @@ ACT = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "silu": torch.nn.functional.silu,
+    "swiglu_oai": lambda x: torch.clamp(x, max=7.0) * torch.sigmoid(1.702 * torch.clamp(x, max=7.0)),
 }
 
 
@@ -151,6 +152,8 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
         pre.reverse()
 
     def activated(values):
+        if formula.activation == "swiglu_oai":
+            return act(values[0]) * (torch.clamp(values[1], -7.0, 7.0) + 1)
         return act(values[0]) * values[1] if len(values) == 2 else act(values[0])
 
     h = operand(activated(pre) * w)

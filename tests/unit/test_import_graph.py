@@ -19,6 +19,7 @@ LAYERS = [
     ["casts"],
     ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups"],
     ["activation", "grouped_gemm"],
+    ["biased_experts", "autoep_presets"],
     ["crossover"],
     ["transport*"],
     ["expert_math", "metrics"],

@@ -63,6 +63,30 @@ def test_gated(name, act, bias):
                                                                        else (None, None, None))
 
 
+class Oai(Gated):
+    """gpt-oss: both sides clamped, and one added to up."""
+
+    def __init__(self, alpha=1.702, limit=7.0, **kwargs):
+        super().__init__(**kwargs)
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x):
+        gate, up = self.c(x).clamp(max=self.limit), self.b(x).clamp(-self.limit, self.limit)
+        return self.a((up + 1) * gate * torch.sigmoid(self.alpha * gate))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_swiglu_oai(bias):
+    formula = recognise(local_experts(Oai(bias=bias)), H)
+    assert (formula.kind, formula.activation, formula.gate, formula.up) == ("gated", "swiglu_oai", "c.weight",
+                                                                            "b.weight")
+
+
+@pytest.mark.parametrize("constants", [dict(alpha=1.7), dict(limit=10.0)])
+def test_swiglu_oai_with_other_constants_is_refused(constants):
+    assert "differs from the nearest recognised formula, gated(swiglu_oai)" in refused(Oai(**constants))
+
+
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_packed(gate_first):
     formula = recognise(local_experts(Packed(gate_first)), H)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets of DeepSpeed's AutoEP for Hugging Face model types that it does not know.
+
+DeepSpeed finds the MoE blocks of a model by a preset for its model type. For other types it raises "AutoEP detection
+is ambiguous", or finds no layers. While an engine with an enabled section "mxfp8_moe" is made, this file lends AutoEP
+the preset for the model's type, and mends what its layers would lose: routers with a bias under another name, or with
+another rule.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_presets import registry
+from deepspeed.module_inject.auto_ep_presets.base import (
+    ForwardContract,
+    MoELayerSpec,
+    MoEModelPreset,
+    TransformersTopLevelRouterLogitsAdapter,
+)
+from deepspeed.moe.ep_count import count_tokens_per_expert
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch import nn
+
+from .biased_experts import add_biases
+from .config import ConfigError
+
+CORRECTION_BIAS = "e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class AddedPreset:
+    """How AutoEP treats one model type.
+
+    Attributes:
+        like: the preset of DeepSpeed that it resembles.
+        classes: how transformers' class names of this type begin. Router logits are recorded in these classes.
+        changes: fields of MoEModelPreset that differ from `like`.
+        gate: the linear layer's name below the router. "": the router holds the weight itself.
+        correction_bias: the name, in the block, of the bias that acts on the choice of experts alone, if this is not
+            CORRECTION_BIAS.
+        route_scale: the name, in the router, of the factor of its weights, where AutoEP does not read it.
+        sparse_mixer: whether the router is phimoe's.
+        gpt_oss: whether the experts are gpt-oss': with biases, and the columns of gate and up in turn. Its blocks
+            return a pair.
+    """
+
+    like: str
+    classes: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    gate: str = ""
+    correction_bias: str | None = None
+    route_scale: str | None = None
+    sparse_mixer: bool = False
+    gpt_oss: bool = False
+
+    def preset(self, model_type: str) -> MoEModelPreset:
+        return replace(registry.get_preset(self.like), hf_model_types=(model_type, ), preset_adapter=model_type,
+                       unsupported_hf_model_type_notes={}, min_transformers_version=None, **self.changes)
+
+    def prepare(self, block: nn.Module, router_name: str) -> None:
+        """Puts the router's tensors of a block, which AutoEP is about to replace, where AutoEP looks for them."""
+        router = getattr(block, router_name)
+        if self.gate:
+            router.weight = router.get_submodule(self.gate).weight
+        bias = None if self.correction_bias is None else getattr(block, self.correction_bias, None)
+        if isinstance(bias, nn.Parameter):
+            router.register_parameter(CORRECTION_BIAS, bias)
+        elif bias is not None:
+            router.register_buffer(CORRECTION_BIAS, bias)
+
+    def finish(self, layer: AutoEPMoELayer, block: nn.Module, spec: MoELayerSpec) -> dict[int, list[nn.Parameter]]:
+        """Mends a layer that AutoEP has made in place of `block`.
+
+        Returns:
+            For each new parameter's id, those that it was made of.
+        """
+        router, source = layer.router, getattr(block, spec.router_name)
+        bias = router.e_score_correction_bias
+        if bias is not None and bias.dim() > 1:  # [1, E]; AutoEP's router adds [E]
+            bias.data = bias.data.flatten()
+        if self.route_scale:
+            router.route_scale = getattr(source, self.route_scale)
+        if self.sparse_mixer:
+            if noise := block.input_jitter_noise:
+                raise ConfigError(f"{spec.model_family}: the model's input_jitter_noise is {noise}, which expert "
+                                  "parallelism does not add; expected 0. Set it in the model's config")
+            router.__class__ = SparseMixerRouter
+            router.jitter = source.router_jitter_noise
+        return add_biases(layer, getattr(block, spec.experts_name)) if self.gpt_oss else {}
+
+
+class _ReturnsPair(TransformersTopLevelRouterLogitsAdapter):
+    """For blocks that return the hidden states and something that the model ignores."""
+
+    def adjust_forward_contract(self, contract: ForwardContract) -> ForwardContract:
+        return replace(super().adjust_forward_contract(contract), return_router_logits=True, capture_target="none")
+
+
+class SparseMixerRouter(TokenChoiceTopKRouter):
+    """phimoe's router. In training it chooses two experts by chance, among those with nearly the largest logits."""
+
+    jitter: float
+
+    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Takes [T, H]; returns weights [T, 2], experts [T, 2] and counts [E], as AutoEP's router."""
+        from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+        weight_TK, expert_TK = sparsemixer(self.gate(x), self.jitter, self.training, self.top_k)
+        return weight_TK, expert_TK, count_tokens_per_expert(expert_TK, self.num_experts)
+
+
+def _at(name: str) -> str:
+    return rf"model\.layers\.\d+\.{name}"
+
+
+_GRANITE = {"moe_layer_pattern": _at("block_sparse_moe"), "router_pattern": "router"}
+PRESETS: dict[str, AddedPreset] = {
+    "afmoe": AddedPreset("deepseek_v3", "Afmoe", {"router_pattern": "router", "num_experts_attr": "num_experts",
+                                                  "route_norm": True},
+                         gate="gate", correction_bias="expert_bias", route_scale="route_scale"),
+    "deepseek_v32": AddedPreset("deepseek_v3", "DeepseekV32"),
+    "dots1": AddedPreset("deepseek_v3", "Dots1"),
+    "ernie4_5_moe": AddedPreset("qwen3_moe", "Ernie4_5_Moe", {"shared_experts_pattern": "shared_experts"}),
+    "exaone_moe": AddedPreset("deepseek_v3", "ExaoneMoe", {"num_experts_attr": "num_experts"}),
+    "flex_olmo": AddedPreset("qwen3_moe", "FlexOlmo"),
+    "glm4_moe": AddedPreset("deepseek_v3", "Glm4Moe"),
+    "glm4_moe_lite": AddedPreset("deepseek_v3", "Glm4MoeLite"),
+    "glm_moe_dsa": AddedPreset("deepseek_v3", "GlmMoeDsa"),
+    "gpt_oss": AddedPreset("minimax_m3", "GptOss", {"router_pattern": "router", "score_func": "softmax"},
+                           gpt_oss=True),
+    "granitemoe": AddedPreset("mixtral", "GraniteMoe", _GRANITE),
+    "granitemoehybrid": AddedPreset("mixtral", "GraniteMoeHybrid", _GRANITE),
+    "granitemoeshared": AddedPreset("mixtral", "GraniteMoeShared", _GRANITE),
+    "jamba": AddedPreset("qwen3_moe", "Jamba", {"moe_layer_pattern": _at("feed_forward"), "router_pattern": "router",
+                                                "route_norm": False}),
+    "lfm2_moe": AddedPreset("qwen3_moe", "Lfm2Moe", {"moe_layer_pattern": _at("feed_forward"),
+                                                     "score_func": "sigmoid"}, correction_bias="expert_bias"),
+    "mellum": AddedPreset("qwen3_moe", "Mellum"),
+    "mimo_v2_flash": AddedPreset("deepseek_v3", "MiMoV2Flash"),
+    "minimax": AddedPreset("mixtral", "MiniMax"),
+    "minimax_m2": AddedPreset("mixtral", "MiniMaxM2", {"score_func": "sigmoid"}),
+    "olmoe": AddedPreset("qwen3_moe", "Olmoe"),
+    "phimoe": AddedPreset("mixtral", "Phimoe", {"router_pattern": "router"}, sparse_mixer=True),
+    "qwen3_next": AddedPreset("qwen3_moe", "Qwen3Next"),
+    "solar_open": AddedPreset("deepseek_v3", "SolarOpen"),
+}
+
+
+# Why AutoEP cannot replace the MoE blocks of these types.
+UNSUPPORTED = {
+    "dbrx": "its experts lie in one matrix for all of them",
+    "gemma4_text": "its router normalises and scales its input, which AutoEP's router does not",
+    "hunyuan_v1_moe": "its router may choose another number of experts in each layer, which AutoEP's cannot",
+    "llama4_text": "it multiplies the tokens by the router's scores before the experts",
+    "longcat_flash": "some of its experts have no weights",
+}
+
+
+def model_type_of(model: nn.Module | None) -> str | None:
+    """Hugging Face's name of the architecture. None: the model has none."""
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+@contextmanager
+def _explained(model_type: str) -> Iterator[None]:
+    """An error of AutoEP's detection of MoE blocks says why it cannot replace those of this type."""
+    plain = AutoEP.ep_parser
+
+    def parser(self):
+        try:
+            return plain(self)
+        except ValueError as error:
+            raise ConfigError(f"{model_type}: {UNSUPPORTED[model_type]}, so \"expert_parallel\" does not work for "
+                              "this model type. Remove that section to train it without expert parallelism") from error
+
+    AutoEP.ep_parser = parser
+    try:
+        yield
+    finally:
+        AutoEP.ep_parser = plain
+
+
+@contextmanager
+def added_preset(model: nn.Module | None) -> Iterator[None]:
+    """Lets AutoEP find the MoE blocks of this model inside the context, if its type is one of PRESETS.
+
+    A preset that DeepSpeed itself has for the type comes first. So do keys of "expert_parallel" that the user wrote.
+
+    Raises:
+        ConfigError: AutoEP cannot detect the blocks of a type of UNSUPPORTED.
+    """
+    model_type = model_type_of(model)
+    known = registry.preset_name_for_hf_model_type(model_type) is not None
+    if model_type in UNSUPPORTED and not known:
+        with _explained(model_type):
+            yield
+        return
+    if model_type not in PRESETS or known:
+        yield
+        return
+    added = PRESETS[model_type]
+    plain = AutoEP._replace_moe_layer_without_retarget
+
+    def replace_layer(self, spec, *args, **kwargs):
+        block = self.model.get_submodule(spec.moe_module_name)
+        ours = spec.model_family == model_type  # else the user chose another preset
+        if ours:
+            added.prepare(block, spec.router_name)
+        layer, sources = plain(self, spec, *args, **kwargs)
+        if ours:
+            new = added.finish(layer, block, spec)
+            if sources:  # a client optimizer needs them
+                sources.sources.update(new)
+        return layer, sources
+
+    registry.PRESET_MODELS[model_type] = added.preset(model_type)
+    adapter = _ReturnsPair if added.gpt_oss else TransformersTopLevelRouterLogitsAdapter
+    registry._PRESET_ADAPTERS[model_type] = adapter(
+        display_name=model_type, hf_model_types=(model_type, ), class_name_fragments=(added.classes, ))
+    AutoEP._replace_moe_layer_without_retarget = replace_layer
+    try:
+        yield
+    finally:
+        AutoEP._replace_moe_layer_without_retarget = plain
+        del registry.PRESET_MODELS[model_type], registry._PRESET_ADAPTERS[model_type]
+
+
+def announcement(model: nn.Module) -> str | None:
+    """Which preset of this file the layers of a model were made by. None: by none."""
+    families = {layer.model_family for layer in model.modules() if isinstance(layer, AutoEPMoELayer)}
+    model_type = model_type_of(model)
+    if model_type not in PRESETS or model_type not in families:
+        return None
+    added = PRESETS[model_type]
+    changes = "".join(f", {key} {value!r}" for key, value in added.changes.items())
+    return (f"mxfp8_moe: AutoEP has no preset for {model_type}: took {added.like}'s{changes}. "
+            'Keys that you write in "expert_parallel" come first')
+
+
+def why_no_layers(engine: nn.Module) -> str | None:
+    """Why an engine with the section "expert_parallel" has no MoE layers. None: it has no such section."""
+    config = getattr(getattr(engine, "_config", None), "expert_parallel_config", None)
+    if config is None or not config.enabled:
+        return None
+    model_type = model_type_of(getattr(engine, "module", None)) or "this model"
+    reason = UNSUPPORTED.get(model_type, "DeepSpeed's AutoEP finds no MoE layers in it")
+    advice = "" if model_type in UNSUPPORTED else (
+        '. If it has MoE layers, name a preset that resembles them by "preset_model" in "expert_parallel" '
+        f"({', '.join(registry.available_preset_names())}), and where they are by \"moe_layer_pattern\"")
+    return f"mxfp8_moe: {model_type}: {reason}; its MoE layers stay Hugging Face's own{advice}"
+
+
+def router_names(spec: MoELayerSpec) -> tuple[str, str]:
+    """The names of the router's linear layer and of its correction bias in the block that AutoEP replaced."""
+    added = PRESETS.get(spec.model_family)
+    gate = f"{spec.router_name}.{added.gate}" if added and added.gate else spec.router_name
+    if added and added.correction_bias:
+        return gate, added.correction_bias
+    return gate, ".".join(filter(None, [spec.e_score_correction_bias_path, CORRECTION_BIAS]))
+
+
+def gate_and_up_in_turn(spec: MoELayerSpec) -> bool:
+    """Whether the columns of gate and up alternate in the block that AutoEP replaced."""
+    added = PRESETS.get(spec.model_family)
+    return added is not None and added.gpt_oss

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/guides/architectures.py and the page that it wrote."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import architectures
+
+PAGE = Path(architectures.__file__).with_suffix(".md")
+
+
+def test_a_row(ranks2):
+    (one, other) = ranks2.run(architectures.row, "gpt_oss")
+    assert one == other and one["layers"] == one["converted"] == 2
+    assert 0 < one["bf16"] < 0.01 and 0 < one["mxfp8"] < 0.01 and one["last"] < one["first"]
+    assert architectures.missed([one]) == []
+    assert "| gpt_oss | 2 of 2 |" in architectures.page([one])
+
+
+@pytest.mark.parametrize("change", [{"converted": 1}, {"layers": 0, "converted": 0}, {"bf16": 0.02},
+                                    {"mxfp8": float("nan")}])
+def test_what_is_missed(change):
+    good = {"model_type": "olmoe", "layers": 2, "converted": 2, "bf16": 0.001, "mxfp8": 0.001}
+    assert architectures.missed([good, good | change]) == ["olmoe"]
+
+
+def test_differences():
+    assert architectures.difference([1.0, 2.0], [1.0, 4.0]) == 0.5
+    assert math.isnan(architectures.difference([1.0, float("nan"), 2.0], [1.0, 1.0, 1.0]))
+
+
+def test_the_page_has_every_architecture_within_its_bar():
+    row = r"^\| (\w+) \| (\d+) of (\d+) \| [\d.]+ to [\d.]+ \| ([\d.]+)% \| ([\d.]+)% \|"
+    rows = re.findall(row, PAGE.read_text(), re.MULTILINE)
+    assert [row[0] for row in rows] == sorted(architectures.ARCHITECTURES) and len(rows) >= 17
+    for _, converted, layers, bf16, mxfp8 in rows:
+        assert converted == layers and max(float(bf16), float(mxfp8)) <= 100 * architectures.BAR

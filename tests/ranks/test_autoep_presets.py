@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture that AutoEP or autoep_presets.py knows computes what transformers' own layers do."""
+
+import io
+from contextlib import redirect_stdout
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_presets import registry
+from deepspeed.runtime.engine import DeepSpeedEngine
+from rank_pool import RankFailure
+from slow import slow_except
+
+import ds_mxfp8_moe
+from architectures import ARCHITECTURES, COMMON, NARROW, VOCABULARY, difference, losses, tiny_model
+from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.autoep_presets import PRESETS
+
+BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32
+# Without clipping: in ZeRO-0 with expert parallelism, DeepSpeed's norm of all gradients is another one.
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
+       "gradient_clipping": 0.0}
+
+
+def model_of(model_type: str, **changes):
+    return tiny_model(model_type, torch.float32, **changes)
+
+
+def train(model_type, section=BF16, stage=1, expert_parallel=None, model_changes=None, **changes):
+    changes = {**SGD, "zero_optimization": {"stage": stage}, **changes}
+    return losses(model_of(model_type, **(model_changes or {})), section, expert_parallel, steps=3, **changes)
+
+
+def beside_hugging_face(*args, **kwargs):
+    return train(args[0], None, *args[2:], **kwargs)[0], *train(*args, **kwargs)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_trains_like_hugging_face(ranks2, model_type):
+    results = ranks2.run(beside_hugging_face, model_type)
+    for own, ours, layers, converted, _ in results:
+        assert layers == converted > 0
+        assert difference(ours, own) < 1e-5
+    printed = results[0][-1]
+    assert printed.count(f"AutoEP has no preset for {model_type}: took") == (model_type in PRESETS)
+
+
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_next"])
+def test_trains_like_hugging_face_in_zero_3(ranks2, model_type):
+    for own, ours, layers, converted, _ in ranks2.run(beside_hugging_face, model_type, BF16, 3):
+        assert layers == converted == 2
+        assert difference(ours, own) < 1e-5
+
+
+def born_partitioned(model_type):
+    """A model whose parameters ZeRO-3 has partitioned before AutoEP sees it, as the Trainer loads models."""
+    model = model_of(model_type)
+    changes = {**SGD, "zero_optimization": {"stage": 3}}
+    deepspeed.zero.Init(module=model, config_dict_or_path={**changes, "train_micro_batch_size_per_gpu": 4})
+    assert not any(p.numel() for p in model.parameters())
+    return train(model_type, None)[0], losses(model, BF16, steps=3, **changes)[0]
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "ernie4_5_moe", "gpt_oss", "phimoe"])
+def test_models_that_were_partitioned_before(ranks2, model_type):
+    for own, ours in ranks2.run(born_partitioned, model_type):
+        assert difference(ours, own) < 1e-5
+
+
+RECORDED = ["flex_olmo", "granitemoe", "jamba", "minimax", "minimax_m2", "olmoe", "phimoe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("model_type", slow_except(RECORDED, "granitemoe", "olmoe"))
+def test_the_auxiliary_loss_sees_the_routers_logits(ranks2, model_type):
+    weight = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    (without, *_), (own, ours, *_) = (ranks2.run(beside_hugging_face, model_type, model_changes=changes)[0]
+                                      for changes in ({}, weight))
+    assert difference(ours, own) < 1e-5
+    assert difference(without, own) > 1e-2
+
+
+def with_other_keys(model_type, several):
+    own, *_ = train(model_type, None)
+    return [difference(train(model_type, expert_parallel=keys)[0], own) for keys in several]
+
+
+PHIMOE_AS_MIXTRAL = {"preset_model": "mixtral", "router_pattern": "router"}
+
+
+@pytest.mark.parametrize("model_type", slow_except(sorted(PRESETS), "olmoe", "phimoe"))
+def test_keys_that_the_user_wrote_win(ranks2, model_type):
+    """One of two keys is wrong. It also shows that the comparison above notices another router."""
+    keys = [PHIMOE_AS_MIXTRAL] if model_type == "phimoe" else [{"route_norm": False}, {"route_norm": True}]
+    assert max(ranks2.run(with_other_keys, model_type, keys)[0]) > 3e-5
+
+
+def without_the_flag():
+    before = dict(registry.PRESET_MODELS), dict(registry._PRESET_ADAPTERS), AutoEP._replace_moe_layer_without_retarget
+    train("olmoe")
+    with pytest.raises(ValueError, match="AutoEP detection is ambiguous"):
+        train("olmoe", {"enabled": False})
+    with pytest.raises(ValueError, match="Unknown preset_model 'nonsense'"):
+        train("olmoe", expert_parallel={"preset_model": "nonsense"})
+    return before == (registry.PRESET_MODELS, registry._PRESET_ADAPTERS, AutoEP._replace_moe_layer_without_retarget)
+
+
+def test_without_the_flag_and_after_an_error_deepspeed_is_as_before(ranks2):
+    assert ranks2.run(without_the_flag) == [True, True]
+
+
+def trained_by_others():
+    plain = DeepSpeedEngine.__init__
+    ds_mxfp8_moe.enable()
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            engine = deepspeed.initialize(model=model_of("lfm2_moe"), config={
+                **SGD, "train_micro_batch_size_per_gpu": 2, "mxfp8_moe": BF16,
+                "expert_parallel": {"enabled": True, "autoep_size": 2}})[0]
+    finally:
+        DeepSpeedEngine.__init__ = plain
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, MXFP8AutoEPMoELayer)]
+    return len(layers), "AutoEP has no preset for lfm2_moe" in printed.getvalue()
+
+
+def test_enable_adds_presets_too(ranks2):
+    assert ranks2.run(trained_by_others) == [(2, True), (2, False)]
+
+
+def held_out_loss(model) -> float:
+    ids = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(99))
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss.item()
+
+
+def saved(directory, model_type):
+    engine = ds_mxfp8_moe.initialize(model=model_of(model_type), config={
+        **SGD, "train_micro_batch_size_per_gpu": 2, "mxfp8_moe": BF16,
+        "expert_parallel": {"enabled": True, "autoep_size": 2}})[0]
+    ds_mxfp8_moe.save_pretrained(engine, directory)
+    return held_out_loss(engine.module)
+
+
+@pytest.mark.parametrize("model_type", slow_except(sorted(PRESETS), "afmoe", "ernie4_5_moe", "lfm2_moe", "olmoe"))
+def test_transformers_loads_what_save_pretrained_wrote(ranks2, tmp_path, model_type):
+    found = ranks2.run(saved, tmp_path, model_type)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32,
+                                                                    output_loading_info=True)
+    assert not any(info.values()), info
+    assert found == pytest.approx([held_out_loss(model)] * 2, abs=1e-5)
+
+
+UNSUPPORTED_MODELS = {
+    "llama4_text": ("Llama4TextConfig", dict(**{**COMMON, "num_experts_per_tok": 1}, num_local_experts=8, head_dim=16,
+                                             intermediate_size_mlp=96, interleave_moe_layer_step=1)),
+    "llama": ("LlamaConfig", COMMON),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", dict(**NARROW, num_experts=8, moe_topk=2, head_dim=16)),
+}
+
+
+def unsupported(model_type):
+    name, arguments = UNSUPPORTED_MODELS[model_type]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**arguments))
+    return losses(model, BF16, steps=1, **SGD)[-1]
+
+
+@pytest.mark.parametrize("model_type, told", [
+    ("llama4_text", "mxfp8_moe: llama4_text: it multiplies the tokens by the router's scores before the experts; its "
+                    "MoE layers stay Hugging Face's own\n"),
+    ("llama", "mxfp8_moe: llama: DeepSpeed's AutoEP finds no MoE layers in it; its MoE layers stay Hugging Face's "
+              "own. If it has MoE layers, name a preset that resembles them by \"preset_model\""),
+])
+def test_a_model_without_autoep_layers_is_told_by_its_type(ranks2, model_type, told):
+    printed = ranks2.run(unsupported, model_type)[0]
+    assert told in printed and "no MoE layers found" not in printed
+
+
+def test_a_model_that_autoep_refuses_is_told_by_its_type(ranks2):
+    with pytest.raises(RankFailure, match="ConfigError: hunyuan_v1_moe: its router may choose another number of "
+                                          "experts in each layer.*Remove that section"):
+        ranks2.run(unsupported, "hunyuan_v1_moe")
+
+
+def test_noise_that_would_be_left_out_is_an_error(ranks2):
+    with pytest.raises(RankFailure, match="ConfigError: phimoe: the model's input_jitter_noise is 0.1"):
+        ranks2.run(train, "phimoe", model_changes={"input_jitter_noise": 0.1})
