@@ -14,7 +14,7 @@ import test_transport
 import torch
 
 from ds_mxfp8_moe.mx import MXTensor, quantize
-from ds_mxfp8_moe.transport import Wire, collective
+from ds_mxfp8_moe.transport import Wire, rows
 from ds_mxfp8_moe.transport.collective import Collective
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -189,7 +189,7 @@ def exchange(problem: Problem, device: str, in_kernels: bool) -> list:
         meanwhile()
         return counts.tolist()
 
-    with mock.patch.object(collective, "runs_triton", lambda x: in_kernels), poisoned(), \
+    with mock.patch.object(rows, "runs_kernels", lambda *_: in_kernels), poisoned(), \
             mock.patch.object(Collective, "_read_counts", read_counts):
         return peers.run(body)
 
