@@ -194,8 +194,8 @@ def check_same_calls(group: Any, signatures: list, where: str) -> None:
     if len(set(signatures)) > 1:
         ranks, me = ranks_of(group), dist.get_rank(group=group)
         others = tuple(rank for rank, one in zip(ranks, signatures, strict=True) if one != signatures[me])
-        raise PeerFailure(f"ranks are in different calls: rank {ranks[me]} is in {where}, and ranks {list(others)} are "
-                          f"in another. {SAME_CALLS}", others)
+        raise PeerFailure(f"ranks are in different calls: rank {ranks[me]} is in {where}, and ranks {list(others)} "
+                          f"are in another. {SAME_CALLS}", others)
 
 
 def peer_failure(group: Any, where: str, start: float, seconds: float, nodes: Nodes | None = None) -> PeerFailure:
@@ -225,9 +225,7 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, nodes: No
         return PeerFailure(f"rank {me} lost its connection to the store in {where}, after {waited}. Rank 0 or its "
                            "launcher keeps the store, so rank 0 has probably died. Look at its log")
     notes, missing, raised = answer
-    peers = "ranks " + (", ".join(map(named, missing)).replace("rank ", "") if nodes else str(list(missing)))
-    if len(missing) < 2:
-        peers = named(missing[0]) if missing else "its peers"
+    peers = " and ".join(map(named, missing)) or "its peers"
     if any(" until the deadline, for" in note.text for note in notes.values()):
         lines = [f"{named(me)} waited for {peers} in {where} until the deadline, for {waited}:"]
         silent, last = "it hangs elsewhere, is late, or has died. Look at its log", [DEADLINE]
