@@ -11,7 +11,7 @@ import pytest
 import test_expert_ffn
 import test_transport
 import torch
-from rank_pool import KEPT_GROUPS, RankPool
+from rank_pool import RankPool
 from reference_moe import reference
 from slow import slow_except
 from test_expert_ffn import RECIPES, compare, formula
@@ -33,9 +33,7 @@ def ranks6():
 
 
 def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
-    hops = Hops.of(dist.get_world_group(), node_size, name)
-    KEPT_GROUPS.update((hops.between.group, hops.inside.group))
-    return Hierarchical(hops, name)
+    return Hierarchical(Hops.of(dist.get_world_group(), node_size, name), name)
 
 
 # ---------------------------------------------------------------- bits
@@ -52,8 +50,8 @@ def check_exchange(problem: Problem, node_size: int, y_dtype: torch.dtype | None
 
 
 def with_tokens(problem: Problem, ranks: int) -> Problem:
-    """The problem for `ranks` ranks. Only rank 0, 4 and so on may be empty: without the rows of another rank, the order
-    in which they arrive may be right by chance."""
+    """The problem for `ranks` ranks. Only ranks 0 and 4 may be empty: without the rows of another one, rows may arrive
+    in the right order by chance."""
     tokens = problem.tokens[2:] + problem.tokens[:2]
     return dataclasses.replace(problem, tokens=tuple(min(tokens[i % 4], TOKENS_OF_6[i % 6]) for i in range(ranks)))
 
