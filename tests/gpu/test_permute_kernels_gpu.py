@@ -55,6 +55,13 @@ def test_every_number_of_choices(top_k):
         check_exchange("cuda", Problem((50, 60, 40), top_k=top_k, wire=wire, hidden=544))
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("node_size, ranks", [(2, 4), (3, 6), (4, 8)])
+def test_two_hops(wire, node_size, ranks):
+    check_exchange("cuda", Problem((300, ) * (ranks - 1) + (511, ), top_k=8, local_experts=8, hidden=2880,
+                                   wire=WIRES[wire], not_finite=True, routing="dropped"), node_size)
+
+
 @pytest.mark.parametrize("case", MESSAGES, ids=str)
 def test_messages(case):
     check_message("cuda", *case)
