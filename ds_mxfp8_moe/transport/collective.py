@@ -2,8 +2,7 @@
 """The transport over deepspeed.comm (NCCL or gloo). It runs on every machine.
 
 One forward makes three all-to-alls on the way out (counts, expert ids, rows) and one on the way back. Data, scales and
-routing weights share one uint8 message (rows.py). `Collective._read_counts` is the only place where the host waits for
-a GPU.
+routing weights share one uint8 message (rows.py). The host waits for a GPU once, for the counts.
 """
 
 import zlib
