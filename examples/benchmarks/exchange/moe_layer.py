@@ -216,7 +216,7 @@ def wanted(case: Case) -> list[Wanted]:
     for transport in transports:
         for recipe, keys in reversed(RECIPES.items()):
             found.append(Wanted(f"{transport}, {recipe}", partial(autoep, case, {**keys, "transport": transport}),
-                                AUTOEP, None if transport == "collective" else f"collective, {recipe}",
+                                AUTOEP, f"collective, {recipe}" if transport == "nvlink" else None,
                                 LEAST_SQNR_DB if recipe == "bf16" else LEAST_SQNR_MXFP8_DB))
         if transport == "nvlink":
             found.append(Wanted(HP_STATIC, partial(autoep, case, STATIC), AUTOEP))
