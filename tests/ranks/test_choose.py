@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.transport import choose as module
-from ds_mxfp8_moe.transport.choose import MOST_RANKS, Place, choose
+from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.local import Local
@@ -204,15 +205,50 @@ UNEVEN = [
 @pytest.mark.parametrize("hosts, keys, obstacle", UNEVEN, ids=lambda value: None)
 def test_other_nodes_take_the_collective_transport_and_say_why(ranks4, hosts, keys, obstacle):
     for rank, answers in enumerate(ranks4.run(on_nodes, hosts, keys, {"requested": "hierarchical"} | keys)):
-        for (name, _, _, said), warning in zip(answers, ("", "WARNING: "), strict=True):
+        reasons = (f"there is no CUDA device. No hierarchical, because {obstacle}",
+                   f"{obstacle}. No nvlink, because there is no CUDA device")
+        for (name, _, _, said), warning, reason in zip(answers, ("", "WARNING: "), reasons, strict=True):
             assert name == "Collective"
-            assert said == (f"mxfp8_moe: {warning}transport collective between ranks [0, 1, 2, 3]: there is no CUDA "
-                            f"device. No hierarchical, because {obstacle}\n" if rank == 0 else "")
+            assert said == (f"mxfp8_moe: {warning}transport collective between ranks [0, 1, 2, 3]: {reason}\n"
+                            if rank == 0 else "")
 
 
 def test_hierarchical_inside_one_node_is_what_no_request_gives(ranks2):
     ((name, _, _, said), ), _ = ranks2.run(on_nodes, ONE_HOST, {"requested": "hierarchical"})
-    assert name == "Collective" and "No hierarchical, because all ranks are on one node\n" in said
+    assert name == "Collective" and "all ranks are on one node. No nvlink, because there is no CUDA device" in said
+
+
+def with_nvlink(*requests) -> list:
+    """What is decided on a machine with NVLink."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_nvlink", lambda *args: Verdict("nvlink", "good"))
+        return [module._decide(dist.get_world_group(), "moe", Asked(*keys, "host")) for keys in requests]
+
+
+def test_nvlink_comes_before_two_hops_unless_these_are_requested(ranks4):
+    for default, of_size, requested, uneven, nvlink in ranks4.run(
+            with_nvlink, (None, None), (None, 2), ("hierarchical", 2), ("hierarchical", 3), ("nvlink", 2)):
+        assert default == of_size == nvlink == Verdict("nvlink", "good")
+        assert requested == Verdict("hierarchical", "2 nodes of 2 ranks, wire host", node_size=2)
+        assert uneven == Verdict("nvlink", f"good. No hierarchical, because {THREE_AND_ONE}")
+
+
+def without_process_groups() -> tuple:
+    """Rank 1 cannot make a process group for its hops."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(module.Hops, "of", mock.Mock(side_effect=RuntimeError("no splits")))
+        else:
+            patch.setattr(module.Hops, "of", lambda *args: None)
+        return on_nodes(TWO_BY_TWO, {})[0]
+
+
+def test_one_rank_without_process_groups_decides_for_all(ranks4):
+    for rank, (name, _, _, said) in enumerate(ranks4.run(without_process_groups)):
+        assert name == "Collective"
+        assert said == ("mxfp8_moe: WARNING: transport collective between ranks [0, 1, 2, 3]: there is no CUDA "
+                        "device. No hierarchical, because rank 1: the process groups of two hops cannot be made: "
+                        "RuntimeError: no splits\n" if rank == 0 else "")
 
 
 def ask_differently(keys: list) -> list:
