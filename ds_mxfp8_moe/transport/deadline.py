@@ -157,8 +157,10 @@ def tell_peers_on_error(function: Callable) -> Callable:
     return telling
 
 
-def wait_for_device(event: Any, group: Any, where: str, seconds: float) -> None:
+def wait_for_device(event: Any, group: Any, where: str, seconds: float, nodes: Nodes | None = None) -> None:
     """Waits on the host until `event` has passed, as a stream's synchronize would.
+
+    `nodes`: of `group`, for errors.
 
     Raises:
         PeerFailure: shortly before `seconds` have passed, or soon after a peer gave up waiting in this group.
@@ -171,12 +173,18 @@ def wait_for_device(event: Any, group: Any, where: str, seconds: float) -> None:
         time.sleep(0 if now < start + LOOK_SECONDS else 1e-3)
         if now > look:
             if now > start + seconds or _ask(lambda store: _a_peer_gave_up(store, group)):
-                raise peer_failure(group, where, start, seconds)
+                raise peer_failure(group, where, start, seconds, nodes)
             look = min(now + LOOK_SECONDS, start + seconds)
 
 
-def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callable[[], None]) -> list:
-    """Reads counts on the host, which waits for the GPU here. `meanwhile`: called before the wait."""
+def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callable[[], None],
+                nodes: Nodes | None = None) -> list:
+    """Reads counts on the host, which waits for the GPU here.
+
+    Args:
+        meanwhile: called before the wait.
+        nodes: of `group`, for errors.
+    """
     if counts.device.type == "cpu":  # as on GPUs, although the host has waited already
         meanwhile()
         return counts.tolist()
@@ -185,7 +193,7 @@ def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callabl
     copied = get_accelerator().Event()
     copied.record()
     meanwhile()
-    wait_for_device(copied, group, where, set_deadline(group, counts.device))
+    wait_for_device(copied, group, where, set_deadline(group, counts.device), nodes)
     return on_host.tolist()
 
 

@@ -25,12 +25,10 @@ class RowWire(ABC):
     """Carries rows between the ranks of one hop.
 
     Attributes:
-        name: for the start-up line.
         ranks: global ranks of the hop, ascending.
         sent_bytes: bytes that this rank has sent to other ranks of the hop. Between nodes: bytes that left its node.
     """
 
-    name: str
     ranks: list
     sent_bytes: int = 0
 
@@ -61,7 +59,6 @@ class HostWire(RowWire):
 
     def __init__(self, group: Any, nodes: Nodes):
         self.group, self.nodes, self.ranks = group, nodes, ranks_of(group)
-        self.name = f"host ({torch.distributed.get_backend(group)})"
 
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str) -> torch.Tensor:
         self.count(x, send_splits)

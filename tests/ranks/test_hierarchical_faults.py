@@ -110,6 +110,32 @@ def test_a_rank_that_dies_in_a_hop_is_named_by_all_others(ranks4, phase, hop):
     assert f"lost its connection to rank 3 of node 1 in {place(phase, hop)}" in errors[peer]
 
 
+class Never:
+
+    @staticmethod
+    def query() -> bool:
+        return False
+
+
+def wait_for_a_device() -> tuple | None:
+    """What the host does on NCCL, where it waits for both hops at once."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    group = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() == 2:
+        return None
+    nodes = deadline.Nodes(group, {rank: rank // 2 for rank in range(4)})
+    with mock.patch.object(deadline, "GRACE_SECONDS", GRACE), pytest.raises(PeerFailure) as caught:
+        deadline.wait_for_device(Never, group, "'counts' of moe", DEADLINE.total_seconds(), nodes)
+    return caught.value.missing, str(caught.value)
+
+
+def test_a_wait_for_the_device_names_rank_and_node(ranks4):
+    zero, one, none, three = ranks4.run(wait_for_a_device)
+    for missing, text in (zero, one, three):
+        assert missing == (2, ) and "rank 2 of node 1 did not come; " in text and "in 'counts' of moe" in text
+    assert none is None
+
+
 def confused(how: str) -> tuple:
     """Rank 1 goes wrong `how`; then all ranks make the same calls. What each of them raises."""
     odd, expert_TK = dist.get_rank() == 1, torch.arange(6).view(6, 1)

@@ -87,8 +87,6 @@ class Member(Collective):
 class Hop(RowWire):
     """One hop of such a rank, among `ranks`."""
 
-    name = "threads"
-
     def __init__(self, rank: int, ranks: range, peers: Peers):
         self.rank, self.ranks, self.peers = rank, ranks, peers
 
@@ -209,7 +207,7 @@ def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | N
         transport = two_hops(rank, peers, node_size) if node_size else Member(None, rank=rank, peers=peers)
         return moved(transport, problem, inputs[rank], "slot_RK", device)[1]
 
-    def read_counts(counts, group, where, meanwhile):
+    def read_counts(counts, group, where, meanwhile, nodes=None):
         """Without events: the accelerator of this process may be the CPU."""
         meanwhile()
         return counts.tolist()
