@@ -42,7 +42,7 @@ def scale_bytes(amax: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def cast(x: torch.Tensor, block: tuple[int, int], mode: str) -> Bytes:
-    """Casts finite x [R, K]. `block`: rows and columns that share a scale. The last block of an axis may be smaller."""
+    """Casts finite x [R, K]. `block`: rows and columns that share a scale. Last blocks may be smaller."""
     x = x.double()
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % block[1], 0, -rows % block[0]))

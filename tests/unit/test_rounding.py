@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every cast rounds as a float64 oracle does, to the byte, and shortens a tensor by exactly as much.
 
-A biased cast shifts trainings. Rounding to nearest is not free of bias along the tensor: with rceil, <q, x> / <x, x> - 1
-is about -7e-4 on normal data. That is the format's own, and no cast may add to it.
+A biased cast shifts trainings. Rounding to nearest is not free of bias along the tensor: with rceil, <q, x> / <x, x>
+- 1 is about -7e-4 on normal data. That is the format's own, and no cast may add to it.
 """
 
 import pytest
