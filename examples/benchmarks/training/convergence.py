@@ -139,6 +139,7 @@ def launch(run: Run, place: str | None, args: argparse.Namespace) -> subprocess.
     """Starts the ranks of one run, which write into its folder."""
     folder = args.state / run.name
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").unlink(missing_ok=True)  # of a run with other arguments
     threads = max(1, (os.cpu_count() or 1) // (len(places(args)) * args.ranks))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | (
         {"CUDA_VISIBLE_DEVICES": place} if place else {"DS_ACCELERATOR": "cpu"})
@@ -159,8 +160,20 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
+def asked(args: argparse.Namespace) -> dict:
+    """What a case must agree in with the arguments."""
+    return {"steps": args.steps, "ranks": args.ranks, "heldout_windows": args.heldout_windows,
+            "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
+
+
 def finished(run: Run, args: argparse.Namespace) -> bool:
-    return (args.state / run.name / "summary.json").exists()
+    """Whether --state has this run from its start to its end, with these arguments."""
+    path = args.state / run.name / "summary.json"
+    if not path.exists():
+        return False
+    summary = json.loads(path.read_text())
+    return (asked(args).items() <= summary["case"].items()
+            and summary["section"] == convergence_run.recipe_of(run, args).section)
 
 
 def say(line: str) -> None:
@@ -172,14 +185,16 @@ def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], str | None]:
     if args.known is None:
         return {}, None
     result = results_file.read(args.known, "convergence")
-    asked = {"steps": args.steps, "ranks": args.ranks, "heldout_windows": args.heldout_windows,
-             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
-    for one in result["rows"]:
-        given = {key: one["case"].get(key) for key in asked}
-        if given != asked:
-            sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked}: leave it out")
-    return {Run(one["case"]["size"], one["contender"], one["case"]["seed"]): one
-            for one in result["rows"]}, result["commit"]
+    found = {Run(one["case"]["size"], one["contender"], one["case"]["seed"]): one for one in result["rows"]}
+    planned = set(plan(args))
+    for one, known in found.items():
+        given = {key: known["case"].get(key) for key in asked(args)}
+        if given != asked(args):
+            sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked(args)}: leave it out")
+        if one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
+            sys.exit(f"--known {args.known} has {one.name} with the section {known.get('section')}, and it is "
+                     f"{section} now: leave it out")
+    return found, result["commit"]
 
 
 def work(runs: Iterable[Run], args: argparse.Namespace, store: Callable[[], None]) -> bool:
@@ -301,7 +316,8 @@ def verdict(difference: Interval, less: Interval | None, spread: float | None) -
             f"at a spread of {spread:.2%}"
     beyond = difference.high - LIMIT
     if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
-        return f"no worse than another order of sums. {takes}", 0.0
+        half = (less.high - less.low) / 2
+        return f"no worse than another order of sums, to within {half:.2%}. {takes}", 0.0
     if difference.low > 0:
         return f"costs quality: the interval lies above 0. {takes}", beyond
     return f"open. {takes}", beyond

@@ -240,11 +240,12 @@ def case_of(run: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
     tokens = json.loads((args.state / "tokens.json").read_text())
     per_step = (engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
                 * dist.get_world_size() * seq_len)
-    case = {"size": run.size, "model": "classic" if isinstance(engine.module, train.models.GPT) else "autoep",
+    kind = "classic" if isinstance(engine.module, train.models.GPT) else "autoep"
+    case = {"size": run.size, "model": kind if run.size != OWN else Path(args.hf_model or args.model).name,
             "parameters": train.number_of_parameters(engine), "expert_parallel": train.moe_layers(engine)[0].ep_size,
             "ranks": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage(), "steps": args.steps,
             "tokens_per_step": per_step, "lr": engine.optimizer.param_groups[0].get("initial_lr"),
-            "dtype": str(next(engine.module.parameters()).dtype).removeprefix("torch."), "data": tokens["source"],
+            "dtype": str(next(engine.module.parameters()).dtype).removeprefix("torch."), "data": Path(args.data).name,
             "data_sha256": tokens["sha256"][:16], "training_tokens": tokens["training_tokens"],
             "heldout_windows": args.heldout_windows, "seed": run.seed}
     epochs = per_step * args.steps / case["training_tokens"]
@@ -375,7 +376,7 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
                 load = train.ExpertLoad(layers)  # whose counts leave out what was evaluated
             write(row)
     if writes:
-        summary = {"case": case, "contender": run.recipe, "machine": results_file.machine(),
+        summary = {"case": case, "contender": run.recipe, "section": recipe.section, "machine": results_file.machine(),
                    "roundings": sorted(roundings), "moe_layers": len(layers), "layers_converted": len(converted),
                    "seconds": round(time.time() - begin, 1)}
         (folder / "summary.json").write_text(json.dumps(summary))
