@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import yaml
+from rounding_cases import DEFAULT, OF_WGRAD
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
@@ -22,8 +23,6 @@ from training.convergence_run import BF16, RECIPES, YARDSTICK, Recipe, Run
 
 pytestmark = pytest.mark.slow
 CONFIGS = convergence.ROOT / "configs"
-DEFAULT = {"dispatch_fwd", "weights_fwd", "pre", "h", "combine_bwd", "weights_bwd", "dpre"}
-OF_WGRAD = {"x_wgrad", "h_wgrad", "g_wgrad", "dpre_wgrad"}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +107,8 @@ def test_each_row_says_which_roundings_acted(ranks2, state, recipe, expected):
         for name, db in row.get("sqnr_db", {}).items():
             assert db > 25 and abs(row["shrinkage"][name]) < 0.01
     done = convergence.row(state / f"tiny-{recipe}-0")
-    assert done["correct"] and done["heldout_loss"] == pytest.approx(log[-1]["heldout_loss"], rel=1e-5)
+    assert done["correct"] and done["step_ms"] > 0
+    assert done["heldout_loss"] == pytest.approx(log[-1]["heldout_loss"], rel=1e-5)
     summary_path = state / f"tiny-{recipe}-0/summary.json"
     summary_path.write_text(json.dumps(summary | {"roundings": [] if expected else ["h"]}))
     assert convergence.row(state / f"tiny-{recipe}-0")["failure"] == (
@@ -241,7 +241,7 @@ def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, ca
     assert not convergence.work(convergence.plan(args), args, lambda: stored.append(1))
     assert [seed for _, seed in started] == [0, 1, 2, 3, 4] and {place for place, _ in started} == {"0", "1"}
     told = capsys.readouterr().err
-    assert len(stored) == 3 and "50M-bf16-4: no time to finish it" in told and "out of memory" in told
+    assert len(stored) == 3 and "no time to finish 50M-bf16-4" in told and "out of memory" in told
     # What is finished is not started again, and nothing is started that would not end in time.
     started.clear()
     args.seconds = 0.0

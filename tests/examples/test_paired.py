@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from lib.paired import interval, pairs_needed, t_quantile
+from lib.paired import interval, main, pairs_needed, t_quantile
 
 # 97.5 % quantiles, as tables print them.
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
@@ -49,3 +49,11 @@ def test_the_pairs_needed_are_the_fewest_that_suffice():
         assert pairs == 2 or t_quantile(pairs - 2) * spread / math.sqrt(pairs - 1) > room
     assert pairs_needed(0.0, 0.0025) == 2
     assert pairs_needed(0.01, 0.0) is None and pairs_needed(10.0, 1e-4) is None
+
+
+def test_losses_on_the_command_line(capsys):
+    main(["--bf16", "1.0", "2.0", "3.0", "--mxfp8", "1.01", "2.02", "3.03"])
+    assert "MXFP8 costs +1.00% of the loss, 95 % interval +1.00% to +1.00%" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--bf16", "1.0", "2.0", "--mxfp8", "1.01"])
+    assert "2 losses of bf16 and 1 of MXFP8 were given" in capsys.readouterr().err

@@ -1,41 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated roundings: all of them together are the layer's own arithmetic, each can be measured and left out."""
 
-import sys
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from rounding_cases import ALL_WIRES, DEFAULT, NO_WIRES, OF_WGRAD, step
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
-
-from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import quantize, sqnr_db
-from ds_mxfp8_moe.routing import Routes
-from ds_mxfp8_moe.transport.local import Local
-from training.roundings import NAMES, WIRES, Measured, simulated
-
-T, K, E, H, F = 200, 2, 4, 96, 160
-DEFAULT = {"dispatch_fwd", "weights_fwd", "pre", "h", "combine_bwd", "weights_bwd", "dpre"}
-OF_WGRAD = {"x_wgrad", "h_wgrad", "g_wgrad", "dpre_wgrad"}
-ALL_WIRES = {f"{wire}_dtype": "mxfp8" for wire in WIRES}
-NO_WIRES = {"dispatch_fwd_dtype": "bf16", "combine_bwd_dtype": "bf16"}
-
-
-def step(dtype: torch.dtype = torch.float32, **keys) -> dict[str, torch.Tensor]:
-    """The output and all gradients of one layer."""
-    torch.manual_seed(5)
-    weights = {role: torch.randn(E, *shape).div(shape[1]**0.5).to(dtype).requires_grad_()
-               for role, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}
-    x = torch.randn(T, H).to(dtype).requires_grad_()
-    weight = torch.rand(T, K).requires_grad_()
-    routes = Routes(expert_TK=torch.rand(T, E).topk(K, dim=1).indices, weight_TK=weight, num_experts=E)
-    formula = ExpertFormula("gated", "silu", H, F, gate="gate", up="up", down="down")
-    y = ExpertFFN(formula, resolve(MXFP8MoEConfig(enabled=True, **keys), "cpu"), Local(), E)(x, routes, weights)
-    y.backward(torch.randn(T, H).to(dtype))
-    return {"y": y.detach(), "x": x.grad, "weight": weight.grad} | {role: w.grad for role, w in weights.items()}
+from training.roundings import NAMES, Measured, simulated
 
 
 def equal(a: dict, b: dict) -> bool:
@@ -86,6 +59,25 @@ def test_each_rounding_can_be_left_out():
         worse = [part for part in exact if sqnr_db(exact[part], changed[part]) < sqnr_db(exact[part], rounded[part])
                  - 0.2]
         assert not worse, name
+
+
+def _by_kernels(keys):
+    from ds_mxfp8_moe.ops import device
+    with mock.patch.object(device, "has_kernels", lambda _: True):
+        own, measured = step(torch.bfloat16, T=60, **keys), Measured()
+        with simulated(measured=measured):
+            found = step(torch.bfloat16, T=60, **keys)
+    return {name: sqnr_db(own[name], found[name]) for name in own}, measured.read()["sqnr_db"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"scale_block_size": 128}, {"recipe": "mxfp8", **NO_WIRES}], ids=str)
+def test_kernels_of_casts_and_activations(interpreter, keys):
+    """Triton's kernels compute the exponential otherwise than torch does."""
+    close, found = interpreter(_by_kernels, keys)
+    assert min(close.values()) > 30, close
+    expected = DEFAULT if "recipe" not in keys else (DEFAULT | OF_WGRAD | {"x", "g"}) - {"dispatch_fwd", "combine_bwd"}
+    assert set(found) == expected and min(found.values()) > 28
 
 
 def test_measures():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paired differences: their mean with a 95 % interval by Student's t, and how many pairs a narrower one takes."""
 
+import argparse
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -77,3 +78,23 @@ def pairs_needed(spread: float, room: float) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compares losses that you measured yourself, seed by seed.")
+    parser.add_argument("--bf16", nargs="+", type=float, required=True, metavar="LOSS", help="one for each seed")
+    parser.add_argument("--mxfp8", nargs="+", type=float, required=True, metavar="LOSS", help="of the same seeds")
+    parser.add_argument("--limit", type=float, default=0.0025, help="what it may cost, as a share of the loss")
+    args = parser.parse_args(arguments)
+    if len(args.bf16) != len(args.mxfp8) or len(args.bf16) < 2:
+        parser.error(f"{len(args.bf16)} losses of bf16 and {len(args.mxfp8)} of MXFP8 were given; expected one of "
+                     "each for every seed, and two seeds or more")
+    found = interval([own / base - 1 for own, base in zip(args.mxfp8, args.bf16, strict=True)])
+    pairs = pairs_needed(found.spread, args.limit)
+    print(f"MXFP8 costs {found.mean:+.2%} of the loss, 95 % interval {found.low:+.2%} to {found.high:+.2%}. "
+          f"A spread of {found.spread:.2%} takes {pairs or f'more than {MOST_PAIRS}'} seeds for an interval of "
+          f"{args.limit:.2%} to each side.")
+
+
+if __name__ == "__main__":
+    main()

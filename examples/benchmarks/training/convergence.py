@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -150,14 +151,18 @@ def launch(run: Run, place: str | None, args: argparse.Namespace) -> subprocess.
                                 start_new_session=True)
 
 
-def end(process: subprocess.Popen) -> None:
-    """Ends a run's launcher and its ranks."""
-    process.terminate()  # torchrun ends its ranks
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def end(processes: Iterable[subprocess.Popen]) -> None:
+    """Ends the launchers of runs and their ranks, within ten seconds."""
+    processes = list(processes)
+    for process in processes:
+        process.terminate()  # torchrun ends its ranks
+    deadline = time.monotonic() + 10
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own
+            process.wait()
 
 
 def asked(args: argparse.Namespace) -> dict:
@@ -219,14 +224,15 @@ def work(runs: Iterable[Run], args: argparse.Namespace, store: Callable[[], None
             running[one] = place, launch(one, place, args), time.time()
         if not running:
             break
+        if time.time() > until:
+            end(process for _, process, _ in running.values())
+            say(f"no time to finish {', '.join(one.name for one in running)}")
+            break
         time.sleep(0.2)
         for one, (place, process, begin) in list(running.items()):
-            if time.time() > until and process.poll() is None:
-                end(process)
-                say(f"{one.name}: no time to finish it")
-            elif process.poll() is None:
+            if process.poll() is None:
                 continue
-            elif process.returncode or not finished(one, args):
+            if process.returncode or not finished(one, args):
                 good = False
                 output = (args.state / one.name / "output.txt").read_text()
                 say(f"{one.name} failed with {process.returncode}:\n{output[-3000:]}")
@@ -249,6 +255,8 @@ def row(folder: Path) -> dict:
     curves: dict = {name: {str(entry["step"]): _short(entry[name]) for entry in log if name in entry}
                     for name in CURVES}
     heldout = list(curves["heldout_loss"].values())
+    times = [(entry["step"], entry["seconds"]) for entry in log if "seconds" in entry]
+    per_step = [(after - before) / (done - begun) for (begun, before), (done, after) in pairwise(times)]
     quantizes = summary["contender"] == OWN or (
         summary["contender"] in RECIPES and RECIPES[summary["contender"]].quantizes)
     expected = 0 if summary["contender"] == "plain" else summary["moe_layers"]
@@ -258,7 +266,8 @@ def row(folder: Path) -> dict:
                if summary["layers_converted"] != expected else
                "no rounding acted" if quantizes and not summary["roundings"] else
                "a rounding acted" if summary["roundings"] and not quantizes else None)
-    return {**summary, "heldout_loss": heldout[-1], "curves": curves, "correct": failure is None} | (
+    return {**summary, "step_ms": round(1e3 * median(per_step), 1) if per_step else None,
+            "heldout_loss": heldout[-1], "curves": curves, "correct": failure is None} | (
         {"failure": failure} if failure else {})
 
 

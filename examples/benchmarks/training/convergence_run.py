@@ -367,7 +367,8 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
             if done % args.log_every and done != args.steps:
                 continue
             loss, aux = train.mean_over_ranks((totals / len(norms)).tolist(), engine.device)
-            row = {"step": done, "loss": loss, "aux_loss": aux, "grad_norm": float(sum(norms) / len(norms)),
+            row = {"step": done, "seconds": time.time() - begin, "loss": loss, "aux_loss": aux,
+                   "grad_norm": float(sum(norms) / len(norms)),
                    "busiest_expert": load.read() / layers[0].num_experts}
             totals.zero_()
             norms.clear()
