@@ -17,7 +17,7 @@ from rounding_cases import DEFAULT, OF_WGRAD
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
 from lib import paired, results_file, show
-from training import convergence, convergence_run
+from training import convergence, convergence_results, convergence_run
 from training.convergence import STUDY
 from training.convergence_run import BF16, RECIPES, YARDSTICK, Recipe, Run
 
@@ -106,12 +106,12 @@ def test_each_row_says_which_roundings_acted(ranks2, state, recipe, expected):
     for row in log:
         for name, db in row.get("sqnr_db", {}).items():
             assert db > 25 and abs(row["shrinkage"][name]) < 0.01
-    done = convergence.row(state / f"tiny-{recipe}-0")
+    done = convergence_results.row(state / f"tiny-{recipe}-0")
     assert done["correct"] and done["step_ms"] > 0
     assert done["heldout_loss"] == pytest.approx(log[-1]["heldout_loss"], rel=1e-5)
     summary_path = state / f"tiny-{recipe}-0/summary.json"
     summary_path.write_text(json.dumps(summary | {"roundings": [] if expected else ["h"]}))
-    assert convergence.row(state / f"tiny-{recipe}-0")["failure"] == (
+    assert convergence_results.row(state / f"tiny-{recipe}-0")["failure"] == (
         "no rounding acted" if expected else "a rounding acted")
 
 
@@ -183,7 +183,7 @@ def test_the_most_important_runs_come_first(tmp_path):
     assert names[44:46] == ["300M-bf16-0", "300M-default_128-0"]
     few = convergence.plan(arguments(tmp_path, "--recipes", "bf16", "default_128-h", "--seeds", "2", "--sizes",
                                      "300M"))
-    assert [run.name for run in few] == ["300M-bf16-0", "300M-bf16-1", "300M-default_128-h-0", "300M-default_128-h-1"]
+    assert [run.name for run in few] == ["300M-bf16-0", "300M-default_128-h-0", "300M-bf16-1", "300M-default_128-h-1"]
 
 
 @pytest.mark.parametrize("given, told", [
@@ -271,7 +271,7 @@ def row(recipe, seed, heldout, steps=200, start=5.6, **case):
 
 
 def prepared(rows):
-    return {(one["contender"], one["case"]["steps"]): one for one in convergence.prepare({"rows": rows})}
+    return {(one["contender"], one["case"]["steps"]): one for one in convergence_results.prepare({"rows": rows})}
 
 
 def test_differences_are_paired_by_seed():
@@ -300,9 +300,9 @@ def test_runs_that_do_not_start_alike_are_no_pair():
 
 @pytest.mark.parametrize("costs, yardstick, said, beyond", [
     ([0.001, 0.0012, 0.0011], [0.0, 0.001, -0.001], "costs at most 0.25%", True),
-    ([0.01, 0.0101, 0.0102], [0.0, 0.001, -0.001], "costs quality: the interval lies above 0", False),
+    ([0.01, 0.0101, 0.0102], [0.0, 0.001, -0.001], "costs quality: its interval lies above zero. At a spread", False),
     ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "no worse than another order of sums, to within", True),
-    ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open. A recipe that costs nothing would need", False),
+    ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: its interval contains zero. At a spread", False),
     ([0.01], [0.0], "one pair says nothing about the spread", None)])
 def test_verdicts(costs, yardstick, said, beyond, tmp_path, capsys):
     rows = [one for seed, (cost, other) in enumerate(zip(costs, yardstick, strict=True))
@@ -319,13 +319,14 @@ def test_verdicts(costs, yardstick, said, beyond, tmp_path, capsys):
 def test_the_seeds_needed_follow_from_the_yardstick():
     yardstick = [0.01, -0.01, 0.0, 0.002]
     spread = paired.interval(yardstick).spread
-    said, _ = convergence.verdict(paired.interval([0.02, 0.001, 0.002, 0.01]), None, spread)
-    assert f"would need {paired.pairs_needed(spread, 0.0025)} seeds to show it at a spread of {spread:.2%}" in said
+    needed = paired.pairs_needed(spread, 0.0025)
+    said, _ = convergence_results.verdict(paired.interval([0.02, 0.001, 0.002, 0.01]), None, spread)
+    assert f"At a spread of {spread:.2%}, a recipe that costs nothing needs {needed} seeds" in said
 
 
 def test_result_files_of_before_are_shown():
     for path in results_file.RESULTS.glob("convergence*.json"):
-        for one in convergence.prepare(results_file.read(path)):
+        for one in convergence_results.prepare(results_file.read(path)):
             assert one["correct"] and np.isfinite(one["heldout_loss"])
 
 
