@@ -199,31 +199,43 @@ def test_wrong_arguments(given, told, capsys, tmp_path):
     assert told in capsys.readouterr().err
 
 
-class Process:
-    """Stands for the launcher of a run of `seconds`, which fails if `fails`. It leaves a summary if it does not."""
+class Ranks:
+    """Stands for the ranks of a run of `seconds`, which fails if `fails`. It leaves a summary if it does not."""
 
     def __init__(self, folder, case, seconds=0.5, fails=False):
-        self.folder, self.case, self.fails, self.returncode = folder, case, fails, None
+        self.folder, self.case, self.fails, self.ended = folder, case, fails, False
         self.at = time.monotonic() + seconds
 
     def poll(self):
-        if time.monotonic() > self.at and self.returncode is None:
-            self.returncode = int(self.fails)
-            if not self.fails:
-                (self.folder / "summary.json").write_text(json.dumps(self.case))
-        return self.returncode
+        if time.monotonic() < self.at:
+            return None
+        if not self.fails:
+            (self.folder / "summary.json").write_text(json.dumps(self.case))
+        return int(self.fails)
 
-    def terminate(self):
-        self.returncode = -15
+    def end(self):
+        self.ended = True
 
-    def wait(self, timeout=None):
-        return self.returncode
+
+@pytest.mark.parametrize("codes, expected", [([0, 0], 0), ([0, 7], 7), ([None, 0], None), ([None, 7], 7)])
+def test_a_run_ends_with_its_first_rank_that_fails(codes, expected):
+    """None: the rank runs on."""
+    sleeping = "import sys, time; time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", sleeping if code is None else f"raise SystemExit({code})"])
+                 for code in codes]
+    ranks = convergence.Ranks(processes)
+    for code, process in zip(codes, processes, strict=True):
+        if code is not None:
+            process.wait(timeout=30)
+    assert ranks.poll() == expected
+    ranks.end()
+    assert all(process.returncode is not None for process in processes)
 
 
 def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, capsys):
     """Seed 2 fails, and seed 4 takes longer than there is time."""
     args = arguments(tmp_path, "--recipes", "bf16", "--sizes", "50M", "--seeds", "5", "--seconds", "1e9")
-    started, stored = [], []
+    started, stored, launched = [], [], []
 
     def launch(run, place, args):
         started.append((place, run.seed))
@@ -231,7 +243,8 @@ def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, ca
         folder.mkdir(exist_ok=True)
         (folder / "output.txt").write_text("out of memory")
         done = {"case": convergence.asked(args), "section": RECIPES[BF16].section}
-        return Process(folder, done, 60 if run.seed == 4 else 0.5, run.seed == 2)
+        launched.append(Ranks(folder, done, 60 if run.seed == 4 else 0.5, run.seed == 2))
+        return launched[-1]
 
     monkeypatch.setattr(convergence, "launch", launch)
     monkeypatch.setattr(convergence, "places", lambda _: ["0", "1"])
@@ -241,7 +254,8 @@ def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, ca
     assert not convergence.work(convergence.plan(args), args, lambda: stored.append(1))
     assert [seed for _, seed in started] == [0, 1, 2, 3, 4] and {place for place, _ in started} == {"0", "1"}
     told = capsys.readouterr().err
-    assert len(stored) == 3 and "no time to finish 50M-bf16-4" in told and "out of memory" in told
+    assert len(stored) == 3 and "50M-bf16-4: no time to finish it" in told and "out of memory" in told
+    assert [ranks.ended for ranks in launched] == [False] * 4 + [True]
     # What is finished is not started again, and nothing is started that would not end in time.
     started.clear()
     args.seconds = 0.0

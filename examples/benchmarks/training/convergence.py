@@ -18,7 +18,6 @@ speed says nothing. The second command compares a user's section "mxfp8_moe" wit
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -128,33 +127,41 @@ def places(args: argparse.Namespace) -> list[str | None]:
     return [",".join(visible[i:i + each]) for i in range(0, count - each + 1, each)] * args.sharing
 
 
-def launch(run: Run, place: str | None, args: argparse.Namespace) -> subprocess.Popen:
+class Ranks:
+    """The processes of one run. They belong to this process's session, and end with it."""
+
+    def __init__(self, processes: list[subprocess.Popen]):
+        self.processes = processes
+
+    def poll(self) -> int | None:
+        """None while they run, 0 if all have ended well. If one has failed, the others are ended too."""
+        codes = [process.poll() for process in self.processes]
+        failed = next((code for code in codes if code), None)
+        if failed:
+            self.end()
+        return failed or (None if None in codes else 0)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()  # nothing of it is kept
+        for process in self.processes:
+            process.wait()
+
+
+def launch(run: Run, place: str | None, args: argparse.Namespace) -> Ranks:
     """Starts the ranks of one run, which write into its folder."""
     folder = args.state / run.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # of a run with other arguments
     threads = max(1, (os.cpu_count() or 1) // (len(places(args)) * args.ranks))
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | (
-        {"CUDA_VISIBLE_DEVICES": place} if place else {"DS_ACCELERATOR": "cpu"})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), "--master-addr",
-               "127.0.0.1", "--master-port", str(free_port()), __file__, *args.arguments, "--rank_of", *map(str, run)]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {"DS_ACCELERATOR": "cpu"}) | {
+        "OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(args.ranks), "LOCAL_WORLD_SIZE": str(args.ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, __file__, *args.arguments, "--rank_of", *map(str, run)]
     with (folder / "output.txt").open("w") as output:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                start_new_session=True)
-
-
-def end(processes: Iterable[subprocess.Popen]) -> None:
-    """Ends the launchers of runs and their ranks, within ten seconds."""
-    processes = list(processes)
-    for process in processes:
-        process.terminate()  # torchrun ends its ranks
-    deadline = time.monotonic() + 10
-    for process in processes:
-        try:
-            process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own
-            process.wait()
+        return Ranks([subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                      for rank in range(args.ranks)])
 
 
 def asked(args: argparse.Namespace) -> dict:
@@ -205,35 +212,35 @@ def work(runs: Iterable[Run], args: argparse.Namespace, store: Callable[[], None
     until = STARTED + args.seconds - ENDING_S
     waiting = [one for one in runs if not finished(one, args)]
     free, running, took, good = places(args), {}, {}, True
-    while True:
-        for one in list(waiting):
-            needed = took.get(one.size, SHORTEST_S)
-            if not free or time.time() + needed > until:
-                continue
-            place = free.pop(0)
-            waiting.remove(one)
-            say(f"{one.name} on {place or 'the CPU'}")
-            running[one] = place, launch(one, place, args), time.time()
-        if not running:
-            break
-        if time.time() > until:
-            end(process for _, process, _ in running.values())
-            say(f"no time to finish {', '.join(one.name for one in running)}")
-            break
-        time.sleep(0.2)
-        for one, (place, process, begin) in list(running.items()):
-            if process.poll() is None:
-                continue
-            if process.returncode or not finished(one, args):
-                good = False
-                output = (args.state / one.name / "output.txt").read_text()
-                say(f"{one.name} failed with {process.returncode}:\n{output[-3000:]}")
-            else:
+    try:
+        while True:
+            for one in list(waiting):
+                if free and time.time() + took.get(one.size, SHORTEST_S) <= until:
+                    waiting.remove(one)
+                    place = free.pop(0)
+                    say(f"{one.name} on {place or 'the CPU'}")
+                    running[one] = place, launch(one, place, args), time.time()
+            if not running or time.time() > until:
+                break
+            time.sleep(0.2)
+            for one, (place, ranks, begin) in list(running.items()):
+                code = ranks.poll()
+                if code is None:
+                    continue
+                del running[one]
+                free.append(place)
+                if code or not finished(one, args):
+                    good = False
+                    output = (args.state / one.name / "output.txt").read_text()
+                    say(f"{one.name} failed with {code}:\n{output[-3000:]}")
+                    continue
                 took[one.size] = max(took.get(one.size, 0.0), time.time() - begin)
                 say(f"{one.name}: finished")
                 store()
-            del running[one]
-            free.append(place)
+    finally:
+        for one, (_, ranks, _) in running.items():
+            ranks.end()
+            say(f"{one.name}: no time to finish it")
     if waiting:
         say(f"no time for {len(waiting)} runs, beginning with {waiting[0].name}: "
             f"--seconds {args.seconds:.0f} leaves less than a run takes")
