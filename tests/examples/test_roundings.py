@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated roundings: all of them together are the layer's own arithmetic, each can be measured and left out."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
+import rounding_cases
 import torch
 from rounding_cases import ALL_WIRES, DEFAULT, NO_WIRES, OF_WGRAD, step
 
+from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.mx import quantize, sqnr_db
-from training.roundings import NAMES, Measured, simulated
+from ds_mxfp8_moe.transport import Pending
+from ds_mxfp8_moe.transport.local import Local
+from training import roundings
+from training.roundings import NAMES, WIRES, Measured, simulated, simulates
 
 
 def equal(a: dict, b: dict) -> bool:
@@ -78,6 +84,37 @@ def test_kernels_of_casts_and_activations(interpreter, keys):
     assert min(close.values()) > 30, close
     expected = DEFAULT if "recipe" not in keys else (DEFAULT | OF_WGRAD | {"x", "g"}) - {"dispatch_fwd", "combine_bwd"}
     assert set(found) == expected and min(found.values()) > 28
+
+
+class Late(Local):
+    """A transport whose combine is its own start_combine, as over NVLink."""
+
+    def combine(self, *args):
+        return self.start_combine(*args).result()
+
+    def start_combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine", sms=0):
+        return Pending(Local.combine(self, plan, y_PH, wire, dtype, weight_P, phase))
+
+
+def test_wires_of_a_transport_with_an_exchange_that_starts_early(monkeypatch):
+    found = []
+    for transport in (Local, Late):
+        monkeypatch.setattr(rounding_cases, "Local", transport)
+        monkeypatch.setattr(roundings, "NVLink", Late)
+        own, measured = step(**ALL_WIRES), Measured()
+        with simulated(measured=measured):
+            assert equal(step(**ALL_WIRES), own)
+        found.append(measured.read())
+    assert found[0] == found[1] and set(WIRES) <= found[0]["sqnr_db"].keys()
+
+
+def test_other_formulas_are_refused():
+    gated = ExpertFormula("gated", "silu", 32, 32, gate="gate", up="up", down="down")
+    assert simulates(gated) and not simulates(replace(gated, up_bias="bias"))
+    assert not simulates(ExpertFormula("mlp", "gelu", 32, 32, up="up", down="down"))
+    with mock.patch.object(roundings, "simulates", lambda _: False), simulated():
+        with pytest.raises(ValueError, match="for gated experts without biases only"):
+            step()
 
 
 def test_measures():

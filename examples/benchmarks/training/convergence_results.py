@@ -39,7 +39,7 @@ def row(folder: Path) -> dict:
 
 def _failure(summary: dict, loss: float, heldout: list[float]) -> str | None:
     """Why a finished run is not what it should be. None if it is."""
-    name, rounded = summary["contender"], bool(summary["roundings"])
+    name, roundings = summary["contender"], summary["roundings"]
     expected = 0 if name == "plain" else summary["moe_layers"]
     if not math.isfinite(loss):
         return "the loss is not finite"
@@ -47,8 +47,8 @@ def _failure(summary: dict, loss: float, heldout: list[float]) -> str | None:
         return "the held-out loss did not fall"
     if summary["layers_converted"] != expected:
         return f"{summary['layers_converted']} of {expected} layers were converted"
-    if rounded != (name == OWN or RECIPES[name].quantizes):
-        return "a rounding acted" if rounded else "no rounding acted"
+    if roundings is not None and bool(roundings) != (name == OWN or RECIPES[name].quantizes):
+        return "a rounding acted" if roundings else "no rounding acted"
     return None
 
 
@@ -137,7 +137,7 @@ def means(found: dict[int, dict]) -> dict:
     curves = {name: {int(step): _mean(one["curves"][name][step] for one in rows if step in one["curves"].get(name, {}))
                      for step in rows[0]["curves"].get(name, ())} for name in CURVES}
     out = {"heldout_loss": fmean(one["heldout_loss"] for one in rows), "curves": curves,
-           "roundings": ", ".join(sorted({rounding for one in rows for rounding in one.get("roundings", ())}))}
+           "roundings": ", ".join(sorted({rounding for one in rows for rounding in one.get("roundings") or ()}))}
     for name in TRAINING:
         values = list(curves[name].values())
         out[name] = median(values[-max(1, len(values) // 10):])

@@ -33,7 +33,7 @@ from ds_mxfp8_moe import MXFP8MoEConfig
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
 from lib import results_file
 
-from .roundings import NAMES, WIRES, Measured, simulated
+from .roundings import NAMES, WIRES, Measured, simulated, simulates
 
 ROOT = Path(__file__).resolve().parents[3]
 HELDOUT_SHARE = 0.05  # of the texts
@@ -274,11 +274,20 @@ def measured_roundings(engine, tokens_BS: torch.Tensor, settings: argparse.Names
 
     Every rank calls it. The result is of this rank's tensors.
     """
-    measured = Measured()
-    with simulated(off, measured):
-        cross_entropy, aux_loss = train.losses(_Module(engine), tokens_BS)
-        # Asked for by autograd.grad, gradients reach no parameter, whose hooks belong to ZeRO.
-        torch.autograd.grad(cross_entropy + settings.moe_loss_coeff * aux_loss, _embedding(engine.module).weight)
+    module, measured, embedded = engine.module, Measured(), []
+    embedding = module.embedding if isinstance(module, train.models.GPT) else module.get_input_embeddings()
+
+    def keep(_, inputs, output):
+        embedded.append(output if output.requires_grad else output.requires_grad_())
+
+    hook = embedding.register_forward_hook(keep)
+    try:
+        with simulated(off, measured):
+            cross_entropy, aux_loss = train.losses(_Module(engine), tokens_BS)
+            # Asked for by autograd.grad, gradients reach no parameter, whose hooks belong to ZeRO.
+            torch.autograd.grad(cross_entropy + settings.moe_loss_coeff * aux_loss, embedded)
+    finally:
+        hook.remove()
     return measured.read()
 
 
@@ -290,10 +299,6 @@ class _Module:
 
     def __call__(self, **inputs):
         return self.module(**inputs)
-
-
-def _embedding(module: torch.nn.Module) -> torch.nn.Module:
-    return module.embedding if isinstance(module, train.models.GPT) else module.get_input_embeddings()
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -330,6 +335,9 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
     sample_BS = next(heldout.heldout_batches(micro_batch, micro_batch * dist.get_world_size(), dist.get_rank(),
                                              dist.get_world_size()))
     log = train.open_log(folder, 0) if writes else None
+    # ZeRO-3 fetches parameters in hooks that expect the engine's own backward.
+    measurable = engine.zero_optimization_stage() < 3 and all(
+        simulates(layer.mxfp8_settings.formula) for layer in quantized)
     roundings: set[str] = set()
 
     def evaluated() -> dict:
@@ -339,7 +347,7 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
         if quantized:
             with in_bf16(quantized):
                 row["heldout_loss_bf16"] = train.heldout_loss(engine, heldout, settings)
-            if writes_roundings:
+            if measurable:
                 row |= measured_roundings(engine, sample_BS, settings, recipe.off or ())
                 roundings.update(row["sqnr_db"])
         return row
@@ -348,8 +356,6 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
         if log:
             print(json.dumps(row), file=log, flush=True)
 
-    # Other formulas than gated experts are trained, and their roundings are not measured.
-    writes_roundings = all(layer.mxfp8_settings.formula.kind == "gated" for layer in quantized)
     with nullcontext() if recipe.off is None else simulated(recipe.off):
         write({"step": 0, **evaluated()})
         load = train.ExpertLoad(layers)
@@ -378,8 +384,8 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
             write(row)
     if writes:
         summary = {"case": case, "contender": run.recipe, "section": recipe.section, "machine": results_file.machine(),
-                   "roundings": sorted(roundings), "moe_layers": len(layers), "layers_converted": len(converted),
-                   "seconds": round(time.time() - begin, 1)}
+                   "roundings": sorted(roundings) if measurable else None, "moe_layers": len(layers),
+                   "layers_converted": len(converted), "seconds": round(time.time() - begin, 1)}
         (folder / "summary.json").write_text(json.dumps(summary))
 
 

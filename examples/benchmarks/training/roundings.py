@@ -22,7 +22,7 @@ accumulators of the FP8 tensor cores.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -30,11 +30,13 @@ import torch
 from ds_mxfp8_moe import casts, expert_ffn, mx
 from ds_mxfp8_moe.activation import activate, activate_backward
 from ds_mxfp8_moe.expert_math import ExpertMath, Rows
+from ds_mxfp8_moe.experts import ExpertFormula
 from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_weights, grouped_mm_wgrad_rows, plain, rescales_rows
 from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import Pending, Transport, Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
+from ds_mxfp8_moe.transport.nvlink import NVLink
 
 WIRES = ("dispatch_fwd", "combine_fwd", "combine_bwd", "dispatch_bwd")  # the config leaves these out, and "pre"
 NAMES = ("x", "weights_fwd", "h", "g", "weights_bwd", "dpre", "x_wgrad", "h_wgrad", "g_wgrad", "dpre_wgrad")
@@ -71,8 +73,13 @@ class Measured:
         return result
 
 
+def simulates(formula: ExpertFormula) -> bool:
+    """Whether experts of this formula can be simulated: gated ones without biases."""
+    return formula.kind == "gated" and not (formula.gate_bias or formula.up_bias or formula.down_bias)
+
+
 class SimulatedMath(ExpertMath):
-    """Gated experts without biases: roundings as the recipe says but for those in `off`, products of plain tensors."""
+    """Rounds as the recipe says, but for the roundings in `off`. Multiplies plain tensors."""
 
     off: Collection[str] = ()
     measured: Measured | None = None
@@ -116,7 +123,7 @@ class SimulatedMath(ExpertMath):
     def forward(self, dispatch: Callable[[], tuple], backward: bool) -> tuple[torch.Tensor, Rows]:
         if not self.recipe.quantize_gemm:
             return super().forward(dispatch, backward)
-        if self.formula.kind != "gated" or self.up_bias_EG is not None or self.down_bias_EH is not None:
+        if not simulates(self.formula):
             raise ValueError("roundings are simulated for gated experts without biases only, and these are "
                              f"{self.formula}: choose recipes without a switched-off rounding")
         x_PH, weight_P = dispatch()
@@ -160,9 +167,13 @@ class SimulatedMath(ExpertMath):
         return grads, combine_grad(dx_PH, weight_P=dpre.dweight_P, sms=0).result()
 
 
-def _measuring(transport: type, measured: Measured) -> dict[str, Callable]:
-    """`dispatch` and `combine` of a transport that also measure what a wire in MXFP8 rounds."""
-    dispatch, combine = transport.dispatch, transport.combine
+def _measuring(transport: type[Transport], measured: Measured) -> dict[str, Callable]:
+    """Methods of a transport that also measure what a wire in MXFP8 rounds."""
+    dispatch, combine, start = transport.dispatch, transport.combine, vars(transport).get("start_combine")
+
+    def combined(self, *args):
+        # By default, start_combine calls combine. Where a transport has its own, combine calls that.
+        return start(self, *args).result() if start else combine(self, *args)
 
     def measured_dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
         if wire.mxfp8:
@@ -170,20 +181,22 @@ def _measuring(transport: type, measured: Measured) -> dict[str, Callable]:
         return dispatch(self, plan, x_TH, wire, weight_TK, phase)
 
     def measured_combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
-        result = combine(self, plan, y_PH, wire, dtype, weight_P, phase)
+        result = combined(self, plan, y_PH, wire, dtype, weight_P, phase)
         if wire.mxfp8:
-            measured.add(PHASES[phase], combine(self, plan, y_PH, Wire(False), dtype, None, phase)[0], result[0])
+            measured.add(PHASES[phase], combined(self, plan, y_PH, Wire(False), dtype, None, phase)[0], result[0])
         return result
 
-    return {"dispatch": measured_dispatch, "combine": measured_combine}
+    def measured_start(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine", sms=0):
+        return Pending(measured_combine(self, plan, y_PH, wire, dtype, weight_P, phase))
+
+    return {"dispatch": measured_dispatch, "combine": measured_combine, "start_combine": measured_start}
 
 
 @contextmanager
 def simulated(off: Collection[str] = (), measured: Measured | None = None) -> Iterator[None]:
     """Within it, converted layers of this process compute with `SimulatedMath`, without replays.
 
-    Every rank enters it at the same step, since wires that are measured send their rows twice. Wires over NVLink are
-    not measured.
+    Every rank enters it at the same step, since wires that are measured send their rows twice.
 
     Args:
         off: roundings of NAMES that are left out.
@@ -197,6 +210,7 @@ def simulated(off: Collection[str] = (), measured: Measured | None = None) -> It
         if measured is None:
             yield
             return
-        with mock.patch.multiple(Local, **_measuring(Local, measured)), \
-                mock.patch.multiple(Collective, **_measuring(Collective, measured)):
+        with ExitStack() as patched:
+            for transport in (Local, Collective, NVLink):
+                patched.enter_context(mock.patch.multiple(transport, **_measuring(transport, measured)))
             yield
