@@ -232,6 +232,21 @@ def test_a_run_ends_with_its_first_rank_that_fails(codes, expected):
     assert all(process.returncode is not None for process in processes)
 
 
+def test_a_rank_ends_with_the_study():
+    """Although the process that started it is killed."""
+    reads, writes = os.pipe()
+    study = os.fork()
+    if study == 0:
+        me = os.getpid()
+        if os.fork() == 0:
+            convergence_run._end_with(me)
+        os.kill(me, 9)
+    os.close(writes)
+    os.waitpid(study, 0)
+    assert os.read(reads, 1) == b""  # the rank, too, has closed its end
+    os.close(reads)
+
+
 def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, capsys):
     """Seed 2 fails, and seed 4 takes longer than there is time."""
     args = arguments(tmp_path, "--recipes", "bf16", "--sizes", "50M", "--seeds", "5", "--seconds", "1e9")

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import deepspeed
@@ -389,8 +390,16 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
         (folder / "summary.json").write_text(json.dumps(summary))
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process soon after its parent, which may be killed without a chance to end its runs."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def rank_main(run: Run, args: argparse.Namespace) -> None:
-    """One rank of a run that a launcher started."""
+    """One rank of a run that convergence.py started."""
+    Thread(target=_end_with, args=(os.getppid(), ), daemon=True).start()
     accelerator, rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
     if accelerator.device_name() == "cuda" and accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         # All ranks share the GPU. NCCL refuses that, so each says that it is on a machine of its own.
