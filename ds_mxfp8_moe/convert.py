@@ -5,13 +5,10 @@ Conversion swaps classes in place: every Parameter object, buffer, hook and name
 be safe stays on DeepSpeed's own path, exactly as DeepSpeed made it, and the report gives the reason.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe import layer as deepspeed_layer
@@ -22,21 +19,18 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from . import balance, zero
 from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from .autoep_presets import why_no_layers
 from .biased_experts import BiasedGroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
+from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
-from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
-from .metrics import Metrics
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .saving import save_whole_models
-from .transport.peer_memory import PeerMemory
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
@@ -114,11 +108,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     report = convert_layers(model_or_engine, section)
     print_report(report, model_or_engine)
     if isinstance(model_or_engine, DeepSpeedEngine):
-        check_before_steps(model_or_engine)
-        batch_gradients(model_or_engine, section, report)
-        keep_quantized_weights(model_or_engine)
-        balance_loads(model_or_engine)
-        write_metrics(model_or_engine)
+        hook_engine(model_or_engine, section, report.converted)
         if report.converted:
             save_whole_models(model_or_engine)
     elif report.converted:
@@ -126,11 +116,6 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
             if getattr(section, key):
                 print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
-
-
-def print_on_rank_0(what: ConversionReport | str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(what, flush=True)
 
 
 def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> None:
@@ -197,136 +182,6 @@ def build_executor(model: torch.nn.Module) -> None:
         if executor is None:
             print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
                             f"slower: {reason}")
-
-
-def check_before_steps(engine: DeepSpeedEngine) -> None:
-    """Makes the engine raise errors of exchanges that the host did not wait for before it steps the optimizer."""
-    plain = engine._take_model_step
-    if hasattr(plain, "mxfp8_moe"):
-        return
-
-    @functools.wraps(plain)
-    def step(*args, **kwargs):
-        PeerMemory.wait_and_check_all()
-        return plain(*args, **kwargs)
-
-    step.mxfp8_moe = True
-    engine._take_model_step = step
-
-
-def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> None:
-    """Applies the key of that name to an engine with converted layers, and takes it back from others."""
-    obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and report.converted > 0)
-    if obstacle:
-        print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
-
-
-def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
-    """Lets the engine's layers keep quantised weights, if their config asks for it and the engine allows it.
-
-    The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
-    """
-    layers = [layer for layer in converted_layers(engine.module)
-              if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
-    obstacle = _obstacle_to_keeping(engine) if layers else None
-    if obstacle:
-        print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
-    if not layers or obstacle:
-        return
-    for layer in layers:
-        layer.mxfp8_kept = KeptWeights()
-    size = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
-    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept within each step, up to {size / 2**30:.2f} GiB on this rank")
-    hooked, engine._mxfp8_keeping = "_mxfp8_keeping" in vars(engine), layers
-    if hooked:
-        return
-
-    def clear() -> None:
-        for layer in engine._mxfp8_keeping:
-            if "mxfp8_kept" in vars(layer):  # which another conversion removes
-                layer.mxfp8_kept.clear()
-
-    def stop() -> None:
-        for layer in engine._mxfp8_keeping:
-            vars(layer).pop("mxfp8_kept", None)
-
-    for owner, method in ((engine, "_take_model_step"), (engine, "load_checkpoint"), (engine, "offload_states"),
-                          (engine.optimizer, "step"), (engine.optimizer, "load_state_dict")):
-        _do_around(owner, method, clear)
-    _do_around(engine, "destroy", stop)
-
-
-def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
-    if not hasattr(engine.optimizer, "step"):
-        return "the engine has no optimizer, so it does not know when weights change"
-    if engine.zero_optimization_partition_weights():
-        return "ZeRO-3 frees the weights after each call"
-    if engine.zenflow:
-        return "ZenFlow changes weights between the optimizer's steps"
-    return None
-
-
-def balance_loads(engine: DeepSpeedEngine) -> None:
-    """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
-    layers = [layer for layer in converted_layers(engine.module)
-              if layer.mxfp8_settings.config.load_balance_coeff is not None]
-    if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
-        print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
-    layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
-    hooked = "_mxfp8_balancer" in vars(engine)
-    engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
-        layers) else None
-    if any(not balance.corrects(layer) for layer in layers):
-        print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
-                        "transformers has no place for them in this model")
-    if layers and not hooked:
-        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_balancer and engine._mxfp8_balancer.step())
-
-
-def write_metrics(engine: DeepSpeedEngine) -> None:
-    """Lets the engine write metrics of its layers, if their config asks for it."""
-    layers = [layer for layer in converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
-    if layers and not engine.monitor.enabled:
-        print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
-                        '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
-        layers = []
-    hooked = "_mxfp8_metrics" in vars(engine)
-    engine._mxfp8_metrics = Metrics(engine, layers, layers[0].mxfp8_settings.config.metrics.every) if layers else None
-    if layers and not hooked:
-        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_metrics and engine._mxfp8_metrics.after_step())
-
-
-def _do_after(owner: Any, method: str, action: Callable[[], Any]) -> None:
-    """Makes `owner.method` do `action` after it has returned."""
-    plain = getattr(owner, method)
-
-    @functools.wraps(plain)
-    def then(*args, **kwargs):
-        result = plain(*args, **kwargs)
-        action()
-        return result
-
-    setattr(owner, method, then)
-
-
-def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
-    """Makes `owner.method` do `action` before it begins and after it ends."""
-    plain = getattr(owner, method)
-
-    @functools.wraps(plain)
-    def around(*args, **kwargs):
-        action()
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            action()
-
-    setattr(owner, method, around)
-
-
-def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
-    """The model's layers on the MXFP8 path."""
-    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
 
 
 def _section(config) -> MXFP8MoEConfig:

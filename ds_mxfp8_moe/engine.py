@@ -15,20 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from .advice import about_expert_parallel, about_keys, explaining_transformers
 from .autoep_presets import added_preset, announcement
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
-from .convert import (
-    ConversionReport,
-    balance_loads,
-    batch_gradients,
-    build_executor,
-    check_before_steps,
-    choose_transports,
-    convert_layers,
-    converted_layers,
-    keep_quantized_weights,
-    print_on_rank_0,
-    print_report,
-    write_metrics,
-)
+from .convert import ConversionReport, build_executor, choose_transports, convert_layers, print_report
+from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
 from .expert_groups import split_experts
 from .loading import name_broken_files
 from .saving import save_whole_models
@@ -129,7 +117,6 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     if config.enabled:
         report = tell_peers_on_error(convert_layers)(engine, config)
     report = _agree_across_ranks(config, report)
-    batch_gradients(engine, config, report)
     if config.enabled:
         if added := announcement(engine.module):
             print_on_rank_0(added)
@@ -139,14 +126,11 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
             print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
         choose_transports(engine.module)
         build_executor(engine.module)
-        check_before_steps(engine)
         save_whole_models(engine)
         name_broken_files(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
-    keep_quantized_weights(engine)
-    balance_loads(engine)
-    write_metrics(engine)
+    hook_engine(engine, config, report.converted)
 
 
 def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:

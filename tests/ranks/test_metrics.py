@@ -14,7 +14,7 @@ from autoep_models import autoep_layers, engine, train_engine
 from models import Layout, batch, make_engine
 
 from ds_mxfp8_moe import layer, metrics
-from ds_mxfp8_moe.convert import converted_layers
+from ds_mxfp8_moe.engine_hooks import converted_layers
 
 FIGURES = {"load_most", "load_fewest", "load_entropy", "rank_most", "dropped", "amax", "zero_blocks",
            "saturated_blocks", "sqnr_db"}

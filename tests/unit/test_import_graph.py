@@ -28,6 +28,7 @@ LAYERS = [
     ["recognise", "proof"],
     ["layer", "autoep"],
     ["balance"],
+    ["engine_hooks"],
     ["pretrained", "loading"],
     ["saving"],
     ["convert", "advice"],
