@@ -122,6 +122,7 @@ def print_on_rank_0(what: ConversionReport | str) -> None:
 
 
 def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> None:
+    """Prints the report on rank 0. For an engine in which AutoEP made no layers, it says why by the model type."""
     print_on_rank_0((why_no_layers(model_or_engine) if not report.layers else None) or report)
 
 
