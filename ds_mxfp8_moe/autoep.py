@@ -13,6 +13,8 @@ from .branch import Branch
 from .expert_ffn import ExpertFFN
 from .kept_weights import KeptWeights
 from .layer import LayerSettings
+from .metrics import sample
+from .router import route
 from .routing import Routes, round_robin
 from .transport.deadline import tell_peers_on_error
 
@@ -61,6 +63,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
 
     mxfp8_settings: LayerSettings
     mxfp8_kept: KeptWeights | None = None
+    mxfp8_samples: list | None = None  # metrics.py
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Takes [B, S, H] and returns what AutoEPMoELayer does: [B, S, H] or [T, H], with the router's logits if the
@@ -71,13 +74,16 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             return AutoEPMoELayer.forward(self, hidden_states)
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weight_TK, expert_TK, counts_E = self.router(x_TH, self.expert_bias)
+        weight_TK, expert_TK, counts_E = route(self.router, x_TH, self.expert_bias)
         routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
         if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)
             counts_E = routes.counts_E()
-        with torch.no_grad():
-            self.tokens_per_expert.add_(counts_E)
+        if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
+            with torch.no_grad():
+                self.tokens_per_expert.add_(counts_E)
+        if self.mxfp8_samples == []:
+            self.mxfp8_samples.append(sample(x_TH, routes, settings.recipe))
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,

@@ -29,6 +29,14 @@ class ConfigError(ValueError):
     """The config asks for something that does not exist or is not possible. Each problem is one line, with a cure."""
 
 
+class MetricsConfig(DeepSpeedConfigModel):
+    """The keys of "metrics" in the section."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    every: int = Field(ge=1)
+
+
 class MXFP8MoEConfig(DeepSpeedConfigModel):
     """The keys of the section "mxfp8_moe". Every key may be left out. The string "auto" is no value for any of them.
 
@@ -70,6 +78,11 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
             recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
             effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
+        load_balance_coeff: balances the load of AutoEP's experts without an auxiliary loss. After each step, a bias
+            that acts on the choice of experts alone moves by this much: up for experts that got fewer tokens than the
+            mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.
+        metrics: {"every": N} writes figures of each layer to DeepSpeed's monitors in one step of N. metrics.py lists
+            them. Default: none.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -96,6 +109,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     exclude: tuple[str, ...] = ()
     batch_gradients: bool = True
     keep_quantized_weights: bool = False
+    load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    metrics: MetricsConfig | None = None
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):
@@ -243,9 +258,10 @@ def _check_section_name(config: dict) -> None:
 
 def _problem(item: dict) -> str:
     """One of pydantic's errors as a line."""
-    key, given = item["loc"][0], _text(item["input"])
+    *inside, key = item["loc"]  # inside of "metrics", or of nothing
+    given, key = _text(item["input"]), str(key)
     if item["type"] == "extra_forbidden":
-        valid_keys = list(MXFP8MoEConfig.model_fields)
+        valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
         meant = f"did you mean {_text(near[0])}? " if near else ""
         return f"unknown key {_text(key)} (given {given}); {meant}Valid: {', '.join(map(_text, valid_keys))}"

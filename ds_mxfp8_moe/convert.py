@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from . import zero
+from . import balance, zero
 from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from .autoep_presets import why_no_layers
 from .biased_experts import BiasedGroupedExperts
@@ -31,12 +31,15 @@ from .crossover import min_tokens_per_expert
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
 from .kept_weights import KeptWeights
 from .layer import LayerSettings, MoE, MXFP8MOELayer
+from .metrics import Metrics
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
+from .saving import save_whole_models
 from .transport.peer_memory import PeerMemory
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
+LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,11 @@ class ConversionReport:
         lines = [str(layer) for layer in self.layers]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
-        return "\n".join([*lines, f"mxfp8_moe: {self.converted} of {len(self.layers)} MoE layers converted"])
+        reasons = {layer.detail for layer in self.layers}
+        warning = "" if self.converted or reasons == {SWITCHED_OFF} else "WARNING: "
+        cause = "; 'include' and 'exclude' leave no layer" if reasons == {LEFT_OUT} else ""
+        counts = f"{self.converted} of {len(self.layers)} MoE layers converted"
+        return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
 
 
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
@@ -110,9 +117,14 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         check_before_steps(model_or_engine)
         batch_gradients(model_or_engine, section, report)
         keep_quantized_weights(model_or_engine)
-    elif section.keep_quantized_weights and report.converted:
-        print_on_rank_0('mxfp8_moe: "keep_quantized_weights" has no effect without an engine, which says when weights '
-                        "change")
+        balance_loads(model_or_engine)
+        write_metrics(model_or_engine)
+        if report.converted:
+            save_whole_models(model_or_engine)
+    elif report.converted:
+        for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
+            if getattr(section, key):
+                print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 
 
@@ -140,8 +152,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
         classic = isinstance(module, deepspeed_layer.MoE)
         kind, label = "classic" if classic else "AutoEP", name or "(the model itself)"
         if not enabled or not config.selects(name):
-            detail = "left out by 'include' and 'exclude'" if enabled else "'enabled' is false"
-            layers.append(LayerReport(label, kind, False, detail))
+            layers.append(LayerReport(label, kind, False, LEFT_OUT if enabled else SWITCHED_OFF))
             continue
         try:
             formula = (_classic_formula if classic else _autoep_formula)(module, shared)
@@ -161,7 +172,7 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
-        layers.append(LayerReport(label, kind, True, _describe(settings)))
+        layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}"))
     return ConversionReport.of(layers, config)
 
 
@@ -173,14 +184,14 @@ def choose_transports(model: torch.nn.Module) -> None:
     Raises:
         RuntimeError: the config asks for nvlink, which is not possible here.
     """
-    for module in _converted_layers(model):
+    for module in converted_layers(model):
         if module.ep_size > 1:
             module.mxfp8_settings.choose_transport(module.ep_group)
 
 
 def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in _converted_layers(model) if layer.ep_size == 1), None)
+    device = next((next(layer.parameters()).device for layer in converted_layers(model) if layer.ep_size == 1), None)
     if device is not None and has_kernels(device):
         executor, reason = replay.try_load()
         if executor is None:
@@ -215,7 +226,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
 
     The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
     """
-    layers = [layer for layer in _converted_layers(engine.module)
+    layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
     obstacle = _obstacle_to_keeping(engine) if layers else None
     if obstacle:
@@ -255,6 +266,49 @@ def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
     return None
 
 
+def balance_loads(engine: DeepSpeedEngine) -> None:
+    """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
+    layers = [layer for layer in converted_layers(engine.module)
+              if layer.mxfp8_settings.config.load_balance_coeff is not None]
+    if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
+        print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
+    layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
+    hooked = "_mxfp8_balancer" in vars(engine)
+    engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
+        layers) else None
+    if any(not balance.corrects(layer) for layer in layers):
+        print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
+                        "transformers has no place for them in this model")
+    if layers and not hooked:
+        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_balancer and engine._mxfp8_balancer.step())
+
+
+def write_metrics(engine: DeepSpeedEngine) -> None:
+    """Lets the engine write metrics of its layers, if their config asks for it."""
+    layers = [layer for layer in converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
+    if layers and not engine.monitor.enabled:
+        print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
+                        '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
+        layers = []
+    hooked = "_mxfp8_metrics" in vars(engine)
+    engine._mxfp8_metrics = Metrics(engine, layers, layers[0].mxfp8_settings.config.metrics.every) if layers else None
+    if layers and not hooked:
+        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_metrics and engine._mxfp8_metrics.after_step())
+
+
+def _do_after(owner: Any, method: str, action: Callable[[], Any]) -> None:
+    """Makes `owner.method` do `action` after it has returned."""
+    plain = getattr(owner, method)
+
+    @functools.wraps(plain)
+    def then(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        action()
+        return result
+
+    setattr(owner, method, then)
+
+
 def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
     """Makes `owner.method` do `action` before it begins and after it ends."""
     plain = getattr(owner, method)
@@ -270,7 +324,8 @@ def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
     setattr(owner, method, around)
 
 
-def _converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+    """The model's layers on the MXFP8 path."""
     return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
 
 
@@ -284,6 +339,12 @@ def _section(config) -> MXFP8MoEConfig:
         raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
                           "pass no config to convert in the default recipe")
     return section
+
+
+def _placement(layer: torch.nn.Module) -> str:
+    if layer.ep_size == 1:
+        return f"{layer.num_experts} experts on every rank"
+    return f"{layer.num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
 
 
 def _describe(settings: LayerSettings) -> str:
@@ -306,7 +367,7 @@ def _restore_layer(module: torch.nn.Module) -> None:
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
-            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept"):
+            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples"):
                 vars(part).pop(ours, None)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves."""
+"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves.
+
+Importing this module makes engines say so if their config has the section and neither of the two read it.
+"""
 
 import functools
 import inspect
@@ -9,19 +12,26 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .advice import about_expert_parallel, about_keys, explaining_transformers
 from .autoep_presets import added_preset, announcement
-from .config import ConfigError, MXFP8MoEConfig, parse
+from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import (
     ConversionReport,
+    balance_loads,
     batch_gradients,
     build_executor,
     check_before_steps,
     choose_transports,
     convert_layers,
+    converted_layers,
     keep_quantized_weights,
     print_on_rank_0,
     print_report,
+    write_metrics,
 )
+from .expert_groups import split_experts
+from .loading import name_broken_files
+from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 
@@ -32,11 +42,12 @@ def initialize(*args, **kwargs) -> tuple:
     section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
 
     Raises:
-        ConfigError: the section is wrong (before any collective), or differs between ranks.
+        ConfigError: the section is wrong (before any collective), or differs between ranks. Or AutoEP does not start
+            with this version of transformers.
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    with added_preset(given.get("model") if config.enabled else None):
+    with explaining_transformers(config), added_preset(given.get("model") if config.enabled else None):
         result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
@@ -62,12 +73,43 @@ def _reading_the_section(plain_init):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
-        with added_preset(given["model"] if config.enabled else None):
+        if config.enabled:
+            vars(self)["_configure_optimizer"] = lambda optimizer, parameters: type(self)._configure_optimizer(
+                self, split_experts(self, optimizer), parameters)
+        with explaining_transformers(config), added_preset(given["model"] if config.enabled else None):
             plain_init(self, *args, **kwargs)
+        vars(self).pop("_configure_optimizer", None)
         _convert_engine(self, config)
 
     init.mxfp8_moe = True
     return init
+
+
+def _reminding(plain_init):
+    """The engine's plain start, which also looks for the section. The first forward warns if nobody read it."""
+
+    @functools.wraps(plain_init)
+    def init(self, *args, **kwargs):
+        plain_init(self, *args, **kwargs)
+        section = self._config._param_dict.get(SECTION)
+        if isinstance(section, dict) and section.get("enabled", True) is not False:
+            self._mxfp8_moe_reminder = self.module.register_forward_pre_hook(lambda module, inputs: remind(self))
+
+    def remind(engine: DeepSpeedEngine) -> None:
+        _stop_reminder(engine)
+        if not converted_layers(engine.module):  # by `convert`
+            print_on_rank_0(
+                f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this '
+                "is plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library "
+                "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+
+    init.mxfp8_moe_reminder = True
+    return init
+
+
+def _stop_reminder(engine: DeepSpeedEngine) -> None:
+    if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
+        hook.remove()
 
 
 def _given_config(given: dict) -> Any:
@@ -77,6 +119,7 @@ def _given_config(given: dict) -> Any:
 
 
 def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    _stop_reminder(engine)
     if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`
         return
     engine._mxfp8_moe_config = config
@@ -91,12 +134,19 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         if added := announcement(engine.module):
             print_on_rank_0(added)
         print_report(report, engine)
+        advice = about_expert_parallel(engine._config._param_dict, dist.get_world_size())
+        for line in advice + about_keys(config, converted_layers(engine.module)):
+            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
         choose_transports(engine.module)
         build_executor(engine.module)
         check_before_steps(engine)
+        save_whole_models(engine)
+        name_broken_files(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     keep_quantized_weights(engine)
+    balance_loads(engine)
+    write_metrics(engine)
 
 
 def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
@@ -127,3 +177,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
                               + ". Look for hooks, adapters or devices that only some ranks have, or leave the layer "
                               "out with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
+
+
+if not hasattr(DeepSpeedEngine.__init__, "mxfp8_moe_reminder"):
+    DeepSpeedEngine.__init__ = _reminding(DeepSpeedEngine.__init__)

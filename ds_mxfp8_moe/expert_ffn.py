@@ -280,8 +280,8 @@ def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function
         roles.append(weights[start:start + max(size, 1)])
         start += len(roles[-1])
     key = (ffn.formula, ffn.recipe, ffn.num_local_experts, ffn.min_tokens_per_expert, layout, how,
-           recording.signature((*inputs, *(role[0] for role in roles))))
-    between = tuple(map(recording.distances, roles)) if quantized else recording.distances(weights)
+           executor.signature((*inputs, *(role[0] for role in roles))))
+    between = tuple(map(executor.distances, roles)) if quantized else executor.distances(weights)
     with current(device):
         return recording.replayed(executor, key, between, function, (*inputs, *weights))
 

@@ -19,6 +19,7 @@ from .config import MXFP8MoEConfig, Recipe
 from .expert_ffn import ExpertFFN
 from .experts import DTYPES, ExpertFormula, expert_weights
 from .kept_weights import KeptWeights
+from .metrics import sample
 from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport import Transport
@@ -96,6 +97,7 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_settings: LayerSettings
     mxfp8_experts: ExpertsAtConversion
     mxfp8_kept: KeptWeights | None = None
+    mxfp8_samples: list | None = None  # metrics.py
 
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
@@ -109,6 +111,8 @@ class MXFP8MOELayer(MOELayer):
         with self._timed(MOE_TIMER, "time_moe"):
             x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
             routes = self._route(x_TH, used_token)
+            if self.mxfp8_samples == []:
+                self.mxfp8_samples.append(sample(x_TH, routes, self.mxfp8_settings.recipe))
             y_TH = self._compute(x_TH, routes, branch)
         return y_TH.reshape(hidden_states.shape)
 

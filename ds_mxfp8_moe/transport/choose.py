@@ -72,7 +72,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         return Collective(group, name)
     if group not in _OF_GROUP:
         _OF_GROUP[group] = _decide(group, name)
-        _tell(group, _OF_GROUP[group], capacity_factor)
+        if _OF_GROUP[group].nvlink or requested != "nvlink":  # else an error follows
+            _tell(group, _OF_GROUP[group], {"nvlink_sms": sms, "capacity_factor": capacity_factor})
     verdict = _OF_GROUP[group]
     if verdict.nvlink:
         return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap,
@@ -142,12 +143,12 @@ def _trial(group: Any, module: Any) -> str:
     return ""
 
 
-def _tell(group: Any, verdict: Verdict, capacity_factor: float | None) -> None:
+def _tell(group: Any, verdict: Verdict, of_nvlink: dict) -> None:
+    """`of_nvlink`: values of the keys that only the transport nvlink reads."""
     ranks = ranks_of(group)
     if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
         name = "nvlink" if verdict.nvlink else "collective"
         warning = "WARNING: " if verdict.broken else ""
         print(f"mxfp8_moe: {warning}transport {name} between ranks {ranks}: {verdict.reason}", flush=True)
-        if capacity_factor is not None and not verdict.nvlink:
-            print('mxfp8_moe: WARNING: "capacity_factor" has no effect: only the transport nvlink has buffers of a '
-                  "fixed size", flush=True)
+        for key in [key for key, value in of_nvlink.items() if value is not None and not verdict.nvlink]:
+            print(f'mxfp8_moe: WARNING: "{key}" has no effect: only the transport nvlink reads it', flush=True)

@@ -59,9 +59,10 @@ def train_command(config: Path, save_dir: Path, *arguments: str) -> Iterator[tup
         threads = max(1, (os.cpu_count() or 1) // ranks())
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
     port = free_port()
-    command = [str(programs / "deepspeed"), "--num_gpus", str(ranks()), "--master_port", str(port),
-               "--log_level", "warning", str(HERE / "train.py"), "--deepspeed_config", str(config), "--save_dir",
-               str(save_dir), *arguments]
+    # The launcher as a module: a DeepSpeed that a virtual environment takes from outside has no script inside of it.
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks()), "--master_port",
+               str(port), "--log_level", "warning", str(HERE / "train.py"), "--deepspeed_config", str(config),
+               "--save_dir", str(save_dir), *arguments]
     try:
         yield command, environment
     finally:

@@ -11,9 +11,10 @@ launches and ops in C++ (ops/csrc/replay): it allocates tensors, launches kernel
 torch ops through the dispatcher, and frees each tensor after its last use. A program holds no tensor. It runs on the
 current stream, on the device of its first input.
 
-A program does not repeat the function's branches. It is valid only for inputs with the same properties (`signature`).
-A kernel may compute the address of every weight from that of one. The weights must then lie at the same `distances`
-from each other. `replayed` keeps one program for each combination that its callers give it.
+A program does not repeat the function's branches. It is valid only for inputs with the same properties (the executor's
+`signature`). A kernel may compute the address of every weight from that of one. The weights must then lie at the same
+`distances` from each other, which the executor computes too. `replayed` keeps one program for each combination that
+its callers give it.
 """
 
 import re
@@ -39,19 +40,7 @@ def active() -> "Recording | None":
     return getattr(_ACTIVE, "recording", None)
 
 
-def signature(tensors: Sequence[torch.Tensor | None]) -> tuple:
-    """The properties of each tensor that the program depends on."""
-    return tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors)
-
-
-def distances(tensors: Sequence[torch.Tensor]) -> tuple:
-    """The distances in memory from the first tensor to each."""
-    addresses = [x.data_ptr() for x in tensors]
-    first = addresses[0]
-    return tuple(address - first for address in addresses)
-
-
-def replayed(executor: ModuleType, key: tuple, between: tuple, function: Callable,
+def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable,
              inputs: Sequence[torch.Tensor]) -> tuple:
     """function(*inputs). Records the first call, and replays the recording in later calls if it has no obstacle.
 

@@ -85,11 +85,14 @@ def _sonic() -> dict:
                 y = y + weight_TE[..., e:e + 1] * ((functional.silu(pre[..., ::2]) * pre[..., 1::2]) @ down_HF.t())
             return y, None
 
-    modules = {"sonicmoe": mock.Mock(MoE=MoE), "sonicmoe.enums": mock.Mock()}
+    tiles = SimpleNamespace(gemm=lambda tuned=True: tuned)
+    modules = {"sonicmoe": mock.Mock(MoE=MoE), "sonicmoe.enums": mock.Mock(),
+               "sonicmoe.functional": SimpleNamespace(forward=tiles, backward=SimpleNamespace())}
     tokens, reference = host.Tokens(host.TINY), host.wanted(host.TINY)[0]
     host.built(reference, tokens, host.check)
     with mock.patch.dict(sys.modules, modules):
         layer = host.sonic(host.TINY)
+    assert tiles.gemm() is False
     one = reference._replace(name=host.SONIC, least_db=host.LEAST_SQNR_OTHER_ROUTER_DB)
     return host.check(layer, tokens, one)
 

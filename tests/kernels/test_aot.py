@@ -112,6 +112,14 @@ def exchanges():
     local.plan_rows(slot, E, P)
 
 
+def routers():
+    route, bias = module("route"), torch.empty(E)
+    for dtype, sigmoid in ((BF16, False), (F32, True)):
+        logits = torch.empty(T, E, dtype=dtype)
+        route.route(logits, K, sigmoid, True, 1.0, bias, bias if sigmoid else None)
+        route.route_backward(logits, torch.empty(T, K).long(), torch.empty(T, K), sigmoid, True, 1.0)
+
+
 def hopper_gemms():
     gemm, wgrad = module("grouped_gemm_hopper"), module("grouped_wgrad_hopper")
     wide, narrow = 128 * 132, 128
@@ -145,6 +153,7 @@ CASES = {
     "blackwell_gemms": (blackwell_gemms, BOTH),
     "casts": (casts, BOTH),
     "exchanges": (exchanges, BOTH),
+    "routers": (routers, BOTH),
     "hopper_bf16_gemms": (hopper_bf16_gemms, (HOPPER, )),
     "hopper_gemms": (hopper_gemms, (HOPPER, )),
 }

@@ -233,3 +233,17 @@ def test_what_wrappers_do_is_recorded(executor):
         outputs, _ = function(*noted._inputs)
     program, x = noted.program(outputs, executor), torch.randn(4, 64)
     assert equal(program(x), function(x)[0])
+
+
+def test_a_signature_holds_what_a_program_depends_on(executor):
+    x = torch.zeros(8, 4)
+    others = [x[:4], x.t(), x.int(), torch.zeros(33)[1:].view(8, 4), x.view(4, 8), None]
+    found = [executor.signature([x, other]) for other in (x, *others)]
+    assert len(set(found)) == len(found)
+    assert executor.signature([torch.ones(8, 4), x]) == found[0]
+
+
+def test_distances_are_those_of_addresses(executor):
+    x = torch.zeros(12)
+    numbers = (ctypes.c_int64 * 3).from_buffer_copy(executor.distances([x[4:], x, x[8:]]))
+    assert list(numbers) == [0, -16, 16]

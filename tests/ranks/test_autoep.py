@@ -138,7 +138,8 @@ SECTIONS = [{}, {"scale_block_size": 128}, {"recipe": "mxfp8"}, {"recipe": "mxfp
             {"scaling_mode": "floor"}]
 
 
-@pytest.mark.parametrize("ranks, ep_size", [("ranks2", 2), ("ranks4", 2), ("ranks4", 4)])
+@pytest.mark.parametrize("ranks, ep_size", slow_except(
+    [("ranks2", 2), ("ranks4", 2), ("ranks4", 4)], ("ranks2", 2), ("ranks4", 2)))
 def test_mxfp8_stays_within_the_bars_of_swiglu(request, ranks, ep_size):
     for results in request.getfixturevalue(ranks).run(mxfp8_recipes, ep_size, SECTIONS):
         for section, (db, same_routing, repeatable) in zip(SECTIONS, results, strict=True):
@@ -203,7 +204,7 @@ def check_training(results, tolerance=1e-5, db=90, most_moved=0):
 
 @pytest.mark.parametrize("ranks, ep_size, stage", slow_except(
     [(*ranks, stage) for ranks in (("ranks2", 2), ("ranks2", 1), ("ranks4", 2)) for stage in range(4)],
-    ("ranks2", 2, 0), ("ranks2", 2, 1), ("ranks2", 1, 2), ("ranks2", 2, 3), ("ranks4", 2, 2), ("ranks4", 2, 3)))
+    ("ranks2", 2, 0), ("ranks2", 1, 2), ("ranks2", 2, 3), ("ranks4", 2, 2)))
 def test_trains_like_deepspeed_in_every_zero_stage(request, ranks, ep_size, stage):
     pool = request.getfixturevalue(ranks)
     check_training(pool.run(trained_like_deepspeed, stage, ep_size))
@@ -221,7 +222,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(
+    LAYOUTS, "accumulation and clipping", "accumulation and clipping, ZeRO-3", "data before experts"))
 def test_trains_like_deepspeed_in_other_layouts(ranks4, layout):
     stage, changes = LAYOUTS[layout]
     check_training(ranks4.run(trained_like_deepspeed, stage, 2, **changes))

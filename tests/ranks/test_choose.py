@@ -138,7 +138,11 @@ def test_a_group_of_one_asks_nothing():
 
 
 def on_the_cpu():
-    group, out = dist.get_world_group(), io.StringIO()
+    group, out = dist.new_group([0, 1]), io.StringIO()
+    with redirect_stdout(out), pytest.raises(RuntimeError, match="there is no CUDA device"):
+        choose(group, "moe", "nvlink")
+    assert not out.getvalue()  # the error says it all
+    group = dist.get_world_group()
     with redirect_stdout(out):
         chosen = choose(group, "moe", capacity_factor=1.5)
     with pytest.raises(RuntimeError, match="there is no CUDA device"):
@@ -148,8 +152,7 @@ def on_the_cpu():
 
 def test_without_gpus(ranks2):
     said = ("mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device\n"
-            'mxfp8_moe: WARNING: "capacity_factor" has no effect: only the transport nvlink has buffers of a fixed '
-            "size\n")
+            'mxfp8_moe: WARNING: "capacity_factor" has no effect: only the transport nvlink reads it\n')
     assert ranks2.run(on_the_cpu) == [(True, said), (True, "")]
 
 

@@ -12,6 +12,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from rank_pool import RankFailure
+from slow import slow_except
 from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
@@ -132,7 +133,7 @@ def raise_in_the_front_door(drop_tokens):
     return str(ends_in_time(layer, torch.ones(4, 32)))
 
 
-@pytest.mark.parametrize("drop_tokens, phase", [(True, "counts"), (False, "gate")])
+@pytest.mark.parametrize("drop_tokens, phase", slow_except([(True, "counts"), (False, "gate")], (True, "counts")))
 def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3, drop_tokens, phase):
     zero, _, two = ranks3.run(raise_in_the_front_door, drop_tokens)
     for rank, text, other in ((0, zero, 2), (2, two, 0)):
@@ -226,7 +227,7 @@ def die(rank):
     exchange.plan(some_routes(), 2)
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", slow_except([1, 0], 1))
 def test_a_killed_rank_is_named(ranks3, rank):
     with pytest.raises(RankFailure) as caught:
         ranks3.run(die, rank)

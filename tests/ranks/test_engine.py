@@ -2,6 +2,7 @@
 """`initialize` is deepspeed.initialize, `enable` reaches the engines that others make; both read the section."""
 
 import argparse
+import importlib.metadata
 import inspect
 import io
 import json
@@ -22,6 +23,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d as c10d
+from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
@@ -139,6 +141,85 @@ def said_at_start(section):
 def test_a_section_that_does_nothing_says_so(ranks2, section, message):
     first, second = ranks2.run(said_at_start, section)
     assert len(first) == 1 and re.search(message, first[0]) and not second
+
+
+class Registry(dict):
+    """As transformers 5.23 has it."""
+
+    def get(self, model):
+        return super().get(str(model.__class__)) or {}
+
+
+def with_a_new_transformers(patched):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: "5.23.0")
+        patch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", Registry(output_capturing._CAN_RECORD_REGISTRY))
+        with pytest.raises(ConfigError, match=r"transformers 5.23.0 \(TypeError: .*pip install 'transformers<5.23"):
+            if patched:
+                with enabled():
+                    deepspeed.initialize(model=model(), config=ds_config(MXFP8))
+            else:
+                ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_transformers_that_autoep_cannot_use_is_refused_with_those_that_work(ranks2, patched):
+    ranks2.run(with_a_new_transformers, patched)
+
+
+def advised(autoep):
+    out, config = io.StringIO(), ds_config({"enabled": True, "capacity_factor": 2.0})
+    config["expert_parallel"] = {"enabled": True, **autoep}
+    with redirect_stdout(out):
+        ds_mxfp8_moe.initialize(model=model(), config=config)
+    return out.getvalue()
+
+
+def test_a_size_left_out_and_where_the_experts_lie_are_said(ranks2):
+    said, _ = ranks2.run(advised, {})
+    assert said.count("converted: 8 experts on every rank, recipe") == 2
+    assert 'WARNING: "expert_parallel" has no "autoep_size"' in said
+    assert 'WARNING: "capacity_factor" has no effect: every rank holds all experts' in said
+    said, _ = ranks2.run(advised, {"autoep_size": 2})
+    assert said.count("converted: 8 experts, 4 on each of 2 ranks, recipe") == 2 and said.count("WARNING") == 1
+
+
+def our_hooks(engine) -> int:
+    return sum(hook.__module__.startswith("ds_mxfp8_moe") for hook in engine.module._forward_pre_hooks.values())
+
+
+def unread(section, convert):
+    """What two steps of plain DeepSpeed say of the section, and our hooks on the model before and after."""
+    engine, out = deepspeed.initialize(model=model(), config=ds_config(section))[0], io.StringIO()
+    hooks = [our_hooks(engine)]
+    if convert:
+        with redirect_stdout(io.StringIO()):
+            ds_mxfp8_moe.convert(engine)
+    with redirect_stdout(out):
+        train(engine, range(2))
+    said = [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe: WARNING")]
+    return said, hooks + [our_hooks(engine)], converted(engine)
+
+
+def test_a_section_that_nothing_reads_is_said_once(ranks2):
+    (said, hooks, _), (said_by_1, *_) = ranks2.run(unread, MXFP8, False)
+    assert hooks == [1, 0] and not said_by_1
+    assert len(said) == 1
+    assert re.search(r'has the section "mxfp8_moe", but nothing read it.*mxfp8_moe.enable\(\) before', said[0])
+
+
+@pytest.mark.parametrize("section, convert, hooks, layers", [
+    ({"enabled": False}, False, [0, 0], 0), (None, False, [0, 0], 0), (MXFP8, True, [1, 0], 2)])
+def test_no_warning_where_nothing_is_missed(ranks2, section, convert, hooks, layers):
+    assert ranks2.run(unread, section, convert) == [([], hooks, layers)] * 2
+
+
+def read():
+    return our_hooks(ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))[0])
+
+
+def test_initialize_leaves_no_hook(ranks2):
+    assert ranks2.run(read) == [0, 0]
 
 
 def differing(sections, patched):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 from nvlink_cases import MX32, MX128, NAME, PLAIN, Case, expected, layer, same
 from rank_pool import KEPT_GROUPS
+from slow import slow_except
 from test_expert_ffn import RECIPES
 from torch.distributed import distributed_c10d as c10d
 
@@ -292,7 +293,7 @@ def failing(phase: str) -> tuple | None:
     return cases.failing(phase, Case(tokens=(20, ) * 4), nvlink(new_memory()))
 
 
-@pytest.mark.parametrize("phase", ["counts", "dispatch", "combine"])
+@pytest.mark.parametrize("phase", slow_except(["counts", "dispatch", "combine"], "dispatch"))
 def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
     seconds = DEADLINE.total_seconds()
     cases.named_in_time(ranks3.run(failing, phase), phase, 0.7 * seconds, seconds + SPARE_SECONDS)

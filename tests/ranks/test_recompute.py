@@ -123,7 +123,9 @@ def all_ways(section, kind, counts, to_rank_0):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("section, kind", [(BF16, "top1-gelu"), (DEFAULT, "top2-swiglu")], ids=["bf16", "default"])
+@pytest.mark.parametrize("section, kind", [
+    pytest.param(BF16, "top1-gelu", id="bf16", marks=pytest.mark.slow),
+    pytest.param(DEFAULT, "top2-swiglu", id="default")])
 def test_recomputation_gives_the_same_bits_and_exchanges(ranks2, section, kind, case):
     results = ranks2.run(all_ways, section, kind, *CASES[case])
     for run in results:

@@ -275,10 +275,15 @@ def both_with_two_backward_passes(layout, way):
 UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("stage, config, way", [
-    (1, ADAM, each_backward), (2, ADAM, each_backward), (2, {**ADAM, **FP32_SUMS}, each_backward),
-    (1, UNMANAGED, each_backward), (2, UNMANAGED, each_backward), (2, {**UNMANAGED, **FP32_SUMS}, each_backward),
-    (1, ADAM, no_sync), (1, ADAM, coalesced), (2, ADAM, coalesced), (2, {**ADAM, **FP32_SUMS}, coalesced)])
+    (1, ADAM, each_backward), pytest.param(2, ADAM, each_backward, marks=SLOW),
+    (2, {**ADAM, **FP32_SUMS}, each_backward), pytest.param(1, UNMANAGED, each_backward, marks=SLOW),
+    (2, UNMANAGED, each_backward), pytest.param(2, {**UNMANAGED, **FP32_SUMS}, each_backward, marks=SLOW),
+    (1, ADAM, no_sync), pytest.param(1, ADAM, coalesced, marks=SLOW), (2, ADAM, coalesced),
+    pytest.param(2, {**ADAM, **FP32_SUMS}, coalesced, marks=SLOW)])
 def test_two_backward_passes_before_a_step(ranks2, stage, config, way):
     check_equal(ranks2.run(both_with_two_backward_passes, Layout(zero=stage, dtype="bf16", config=config), way))
 

@@ -58,6 +58,14 @@ def reset_deepspeed_groups() -> None:
     groups.mpu = None
 
 
+def reset_hugging_face() -> None:
+    """Forgets the Trainer and the Accelerator of the case before: after ZeRO-3, models would be made partitioned."""
+    if integration := sys.modules.get("transformers.integrations.deepspeed"):
+        integration.unset_hf_deepspeed_config()
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 KEPT_GROUPS: set = set()  # that a case made for those after it
 
 
@@ -107,6 +115,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         fn, args, kwargs = message
         try:
             reset_deepspeed_groups()
+            reset_hugging_face()
             if accelerator == "cpu":
                 destroy_groups()
             torch.manual_seed(1234)

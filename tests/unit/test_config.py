@@ -41,6 +41,8 @@ ALL_KEYS = {
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],
     "exclude": [".*3.*"],
+    "load_balance_coeff": 0.001,
+    "metrics": {"every": 100},
     "force_load_balance": True,
 }
 
@@ -59,7 +61,7 @@ def test_every_key_is_read():
     config = parse({"train_batch_size": 8, "mxfp8_moe": ALL_KEYS})
     assert set(type(config).model_fields) == set(ALL_KEYS)
     for key, value in ALL_KEYS.items():
-        assert getattr(config, key) == (tuple(value) if isinstance(value, list) else value)
+        assert config.model_dump()[key] == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_no_section_or_no_enabled_is_off():
@@ -128,6 +130,14 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
 def test_bad_values(key, value, expected):
     (line,) = problems(**{key: value})
     assert line.startswith(f'"{key}" ') and expected in line
+
+
+def test_bad_metrics():
+    assert problems(metrics={"every": 0}) == ['"every" is 0. Input should be greater than or equal to 1']
+    (line,) = problems(metrics={"every": 5, "evry": 5})
+    assert line == 'unknown key "evry" (given 5); did you mean "every"? Valid: "every"'
+    (line,) = problems(metrics=100)
+    assert line.startswith('"metrics" is 100')
 
 
 @pytest.mark.parametrize("key", sorted(ALL_KEYS))

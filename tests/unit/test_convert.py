@@ -80,6 +80,14 @@ def test_says_what_finds_no_layer(capsys, tmp_path):
         convert(Model(), {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
 
 
+@pytest.mark.parametrize("section, line", [
+    ({"exclude": [".*"]}, "mxfp8_moe: WARNING: 0 of 2 MoE layers converted; 'include' and 'exclude' leave no layer"),
+    ({"enabled": False}, "mxfp8_moe: 0 of 2 MoE layers converted")])
+def test_a_section_that_leaves_no_layer_is_a_warning(capsys, section, line):
+    convert(Model(), section)
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
 def test_says_below_how_many_tokens_a_layer_runs_bf16(monkeypatch):
     assert "bf16 below" not in convert(Model()).layers[0].detail  # CPUs have no threshold
     assert ", bf16 below 7 tokens per expert," in convert(Model(), {"min_tokens_per_expert": 7}).layers[0].detail
@@ -101,7 +109,8 @@ def test_swaps_classes_and_keeps_every_object(capsys):
     report = convert(model)
     assert report.converted == 2 and [layer.name for layer in report.layers] == ["blocks.0.moe", "blocks.1.moe"]
     printed = capsys.readouterr().out
-    assert "mxfp8_moe: blocks.0.moe (classic) converted: recipe mxfp8_wgrad_with_hp, blocks of 32" in printed
+    assert ("mxfp8_moe: blocks.0.moe (classic) converted: 4 experts on every rank, recipe mxfp8_wgrad_with_hp, blocks "
+            "of 32") in printed
     assert "mxfp8_moe: 2 of 2 MoE layers converted" in printed
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
     assert all(isinstance(m.moe, PlainMoE) and isinstance(m.moe.deepspeed_moe, MOELayer) for m in model.blocks)

@@ -316,6 +316,33 @@ Map map_of(Address address, int swizzle, uint64_t element_bytes, int dtype, cons
   return map;
 }
 
+py::bytes bytes_of(const std::vector<int64_t>& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
+}
+
+// The properties of each tensor that a program depends on. A missing tensor is one -1.
+py::bytes signature(const std::vector<std::optional<at::Tensor>>& tensors) {
+  std::vector<int64_t> found;
+  for (const auto& x : tensors) {
+    if (!x) {
+      found.push_back(-1);
+      continue;
+    }
+    found.insert(found.end(), {x->dim(), int64_t(x->scalar_type()), int64_t(x->device().type()), x->device().index(),
+                               int64_t(reinterpret_cast<uint64_t>(x->data_ptr()) % 16)});
+    found.insert(found.end(), x->sizes().begin(), x->sizes().end());
+    found.insert(found.end(), x->strides().begin(), x->strides().end());
+  }
+  return bytes_of(found);
+}
+
+// The distances in memory from the first tensor to each.
+py::bytes distances(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> found;
+  for (const auto& x : tensors) found.push_back(int64_t(x.data_ptr()) - int64_t(tensors[0].data_ptr()));
+  return bytes_of(found);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -332,6 +359,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("op", &Program::op)
       .def("set_outputs", &Program::set_outputs)
       .def("run", &Program::run);
+  m.def("signature", &signature);
+  m.def("distances", &distances);
   m.def("use_driver", [](uint64_t launch, uint64_t encode) {
     driver().launch = reinterpret_cast<decltype(Driver::launch)>(launch);
     driver().encode = reinterpret_cast<decltype(Driver::encode)>(encode);

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets an optimizer that the user made train experts in ZeRO-1 and 2.
+
+There, experts need parameter groups of their own, marked as "moe". `AdamW(model.parameters())` has one group for all.
+Where a library hands the optimizer to DeepSpeed (Accelerate), the user cannot split it: AutoEP makes the experts' new
+parameters in between.
+"""
+
+from typing import Any
+
+import torch
+from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
+OWN_KEYS = ("params", "name", "moe", NUMBER)
+
+
+def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    """What DeepSpeed shall step in place of the user's optimizer, which is returned itself where it will do."""
+    needed = engine.has_moe_layers and engine.zero_optimization_stage() in (1, 2)
+    if not needed or not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer)
+
+
+def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A twin that shares the optimizer's state and has experts in groups of their own.
+
+    The optimizer keeps its groups, since a learning-rate scheduler made for it counts them. Whatever changes there
+    (the learning rate above all) changes in the twin's groups too.
+    """
+    twin = object.__new__(type(type(optimizer).__name__, (_Twin, type(optimizer)), {}))
+    vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # wrapped by schedulers
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        [{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)])
+    groups = [group for group in groups if group["params"]]
+    twin._followed = [optimizer.param_groups[group.pop("origin")] for group in groups]
+    twin._seen = [_values(group) for group in twin._followed]
+    twin.param_groups = [{**group, NUMBER: i} for i, group in enumerate(groups)]
+    optimizer._opt_called = True  # torch's schedulers would warn that it was not stepped before them
+    return twin
+
+
+class _Twin:
+    """Mixed into the optimizer's class. Its groups take over what has changed in the original's since the last look.
+
+    Values that did not change there stay, so that a loaded checkpoint and DeepSpeed's own schedulers have effect.
+
+    Attributes:
+        _followed: for each group the one of the original, and `_seen`: its values at the last look.
+    """
+
+    @property
+    def param_groups(self) -> list[dict]:
+        groups = vars(self)["param_groups"]
+        if len(groups) == len(self._followed):
+            for i, group in enumerate(groups):
+                group.setdefault(NUMBER, i)  # loaded from a checkpoint of an optimizer without a twin
+        for group in groups:
+            i = group[NUMBER]
+            given, before = _values(self._followed[i]), self._seen[i]
+            group.update({key: value for key, value in given.items() if key not in before or before[key] != value})
+            self._seen[i] = given
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict]) -> None:
+        vars(self)["param_groups"] = groups
+
+
+def _values(group: dict) -> dict:
+    """The group's settings, such as its learning rate."""
+    return {key: value for key, value in group.items() if key not in OWN_KEYS}

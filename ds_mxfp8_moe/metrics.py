@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people watch while a MoE model trains: the load of its experts, and what MXFP8 does to its tokens.
+
+In one step of `every`, each converted layer takes a sample of its first micro-batch. The samples stay on the device
+until the step's end. Their sums over all ranks then go to DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), as
+Train/MoE/<layer>/<name>:
+
+    load_most, load_fewest      the most and the least loaded expert's choices, over the mean
+    load_entropy                of the choices' distribution over experts: 1 if even, 0 if all go to one expert
+    rank_most                   the most loaded rank's choices, over the mean
+    dropped                     the share of choices that the layer's capacity dropped
+    amax                        the largest absolute value among the tokens
+    zero_blocks                 the share of MXFP8 blocks in which all values are 0
+    saturated_blocks            the share of blocks whose largest value lies beyond what their scale can hold
+    sqnr_db                     signal to quantisation noise of the tokens, in dB
+
+The last three come from a cast of up to SAMPLED tokens of each rank. A recipe without quantisation lacks them. In
+other steps nothing is computed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from . import casts
+from .config import Recipe
+from .routing import Routes
+from .transport.deadline import deadline_for
+
+SAMPLED = 1024  # tokens of a rank
+LARGEST = 448.0  # in e4m3
+PREFIX = "Train/MoE"
+
+
+def sample(x_TH: torch.Tensor, routes: Routes, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's sample, on the device.
+
+    Returns:
+        float32 [E + 7], to be summed over ranks: choices of each expert; dropped ones; tokens in the sample; blocks;
+        blocks of zeros; saturated blocks; the sums of squares of the tokens and of their quantisation error. And
+        float32 [1], of which the largest counts: the largest absolute value.
+    """
+    with torch.no_grad():
+        counts_E = routes.counts_E()
+        dropped = routes.expert_TK.numel() - counts_E.sum()
+        tokens_SH = x_TH[:SAMPLED].detach().float()
+        amax = tokens_SH.abs().amax() if tokens_SH.numel() else tokens_SH.new_zeros(())
+        figures = [dropped, amax.new_tensor(len(tokens_SH)), *(amax.new_zeros(()) for _ in range(5))]
+        if recipe.quantize_gemm and len(tokens_SH):
+            figures[2:] = _of_cast(tokens_SH, recipe)
+        return torch.cat([counts_E.float(), torch.stack([x.float() for x in figures])]), amax.view(1)
+
+
+def _of_cast(x_SH: torch.Tensor, recipe: Recipe) -> list[torch.Tensor]:
+    quantized = casts.quantize(x_SH, recipe.block_size, recipe.scaling_mode)
+    padded = torch.nn.functional.pad(x_SH, (0, -x_SH.shape[1] % recipe.block_size))
+    amax_SB = padded.view(len(x_SH), -1, recipe.block_size).abs().amax(2)
+    held_SB = LARGEST * torch.exp2(quantized.scale_bytes.float() - 127)
+    noise_SH = x_SH - quantized.dequantize(torch.float32)
+    return [amax_SB.new_tensor(amax_SB.numel()), (amax_SB == 0).sum(), (amax_SB > held_SB).sum(),
+            x_SH.square().sum(), noise_SH.square().sum()]
+
+
+def load_figures(counts_E: Sequence[float], ep_size: int) -> dict[str, float]:
+    """The figures of the load. Experts lie on ranks in their order, equally many on each of `ep_size`."""
+    total, E = sum(counts_E), len(counts_E)
+    if not total:
+        return {}
+    mean, of_rank = total / E, E // ep_size
+    ranks = [sum(counts_E[i:i + of_rank]) for i in range(0, E, of_rank)]
+    entropy = -sum(count / total * math.log(count / total) for count in counts_E if count)
+    return {"load_most": max(counts_E) / mean, "load_fewest": min(counts_E) / mean,
+            "load_entropy": entropy / math.log(E) if E > 1 else 1.0, "rank_most": max(ranks) * ep_size / total}
+
+
+def figures_of(sums: Sequence[float], amax: float, ep_size: int) -> dict[str, float]:
+    """A layer's figures by name, from its samples' sums over ranks and the largest absolute value."""
+    *counts_E, dropped, tokens, blocks, zeros, saturated, signal, noise = sums
+    found = load_figures(counts_E, ep_size)
+    if total := sum(counts_E) + dropped:
+        found["dropped"] = dropped / total
+    if tokens:
+        found["amax"] = amax
+    if blocks:
+        found |= {"zero_blocks": zeros / blocks, "saturated_blocks": saturated / blocks}
+    if noise and signal:
+        found["sqnr_db"] = math.nan if math.isnan(signal / noise) else 10 * math.log10(signal / noise)
+    return found
+
+
+class Metrics:
+    """Asks the layers of an engine for samples, and writes their figures. Every rank has one.
+
+    Args:
+        layers: converted layers. Each takes a sample in its next forward while its `mxfp8_samples` is an empty list.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, layers: Sequence[Any], every: int):
+        self.engine, self.layers, self.every = engine, list(layers), every
+        self._ask()
+
+    def _ask(self) -> None:
+        wanted = (self.engine.global_steps + 1) % self.every == 0
+        for layer in self.layers:
+            layer.mxfp8_samples = [] if wanted else None
+
+    def after_step(self) -> None:
+        """Writes the figures of the step that has ended, if it is one of `every`. Collective over all ranks then."""
+        if self.engine.global_steps % self.every == 0:
+            self._write()
+        self._ask()
+
+    def _write(self) -> None:
+        sums, largest = [], []
+        for layer in self.layers:
+            # A layer that was not called, or only by other ranks, adds nothing.
+            of_layer = layer.mxfp8_samples or [(torch.zeros(layer.num_experts + 7, device=self.engine.device),
+                                                torch.zeros(1, device=self.engine.device))]
+            sums.append(of_layer[0][0])
+            largest.append(of_layer[0][1])
+        sizes, sums, largest = [len(x) for x in sums], torch.cat(sums), torch.cat(largest)
+        with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            self.engine.monitor.write_events([
+                (f"{PREFIX}/{layer.mxfp8_settings.name}/{name}", value, self.engine.global_samples)
+                for layer, part, amax in zip(self.layers, sums.split(sizes), largest.tolist(), strict=True)
+                for name, value in figures_of(part.tolist(), amax, layer.ep_size).items()])

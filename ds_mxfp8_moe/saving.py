@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the ways of saving that people already use write AutoEP models whole, as `save_pretrained` does.
+
+DeepSpeed, Accelerate and transformers would save one rank's experts under AutoEP's names, without a word, and
+transformers would load them as a model with new experts. With the section enabled, these calls are right or raise an
+error that names the call that is:
+
+    engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
+    trainer.save_model and the Trainer's checkpoints, which call accelerator.get_state_dict
+    save_pretrained and push_to_hub of the model itself
+"""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from .pretrained import autoep_layers, is_partitioned, is_peft, needs_peers, whole_state_dict
+from .transport.deadline import tell_peers_on_error
+
+# On an engine: True. On its model: DeepSpeed's section "expert_parallel". On parts that hold MoE layers: None.
+MARK = "_mxfp8_saves_whole"
+USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
+               "accelerator.prepare or initialize returned, or the Trainer")
+
+
+def save_whole_models(engine: DeepSpeedEngine) -> None:
+    """Applies the above to an engine with AutoEP layers. A second call changes nothing."""
+    if MARK in vars(engine) or not autoep_layers(engine.module):
+        return
+    setattr(engine, MARK, True)
+    # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
+    engine.zero_gather_16bit_weights_on_model_save = lambda: True
+    engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
+    engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
+    _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
+    if accelerate := sys.modules.get("accelerate"):
+        _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
+    if transformers := sys.modules.get("transformers"):
+        _replace(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+        for module in engine.module.modules():
+            if isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
+                vars(module)[MARK] = None
+    if is_peft(engine.module):
+        _replace(sys.modules["peft"].PeftModel, "save_pretrained", _save_adapters)
+    vars(engine.module)[MARK] = engine._config.expert_parallel_config
+
+
+def _replace(owner: Any, method: str, ours: Callable) -> None:
+    """Puts `ours`, which gets the plain method first, into the place of `owner.method`."""
+    plain = getattr(owner, method)
+    if hasattr(plain, "mxfp8_moe"):
+        return
+
+    @functools.wraps(plain)
+    def replaced(*args, **kwargs):
+        return ours(plain, *args, **kwargs)
+
+    replaced.mxfp8_moe = True
+    setattr(owner, method, replaced)
+
+
+@tell_peers_on_error
+def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
+    """The whole model on rank 0, None elsewhere. Collective."""
+    if engine.autotp_size() > 1:
+        raise RuntimeError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which is "
+                           "not gathered: use engine.save_checkpoint")
+    buffers = {name for name, _ in engine.module.named_buffers()}
+    return whole_state_dict(
+        engine.module, engine._config.expert_parallel_config,
+        lambda name, value: value.requires_grad or not exclude_frozen_parameters or name in buffers)
+
+
+def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
+                      save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+    # What it writes in ZeRO-0 to 2. In ZeRO-3 it asks for _zero3_consolidated_16bit_state_dict.
+    engine.module_state_dict = functools.partial(_state_dict, engine)
+    try:
+        return plain(save_dir, save_filename, exclude_frozen_parameters)
+    finally:
+        del engine.module_state_dict
+
+
+def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
+    if isinstance(model, DeepSpeedEngine) and MARK in vars(model):
+        return _state_dict(model)
+    if MARK in vars(model):
+        raise RuntimeError(f"this {type(model).__name__} holds one rank's experts: pass the model that "
+                           "accelerator.prepare returned, on every rank, to get those of all ranks")
+    return plain(accelerator, model, *args, **kwargs)
+
+
+def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
+    if MARK not in vars(model):
+        return plain(model, *args, **kwargs)
+    given = inspect.signature(plain).bind(model, *args, **kwargs)
+    if _rank_0_writes(given.arguments):
+        return None
+    state = given.arguments.get("state_dict")
+    stray = [name for name in autoep_layers(model) if state is not None and f"{name}.experts.w1" in state]
+    if stray:
+        raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
+                           f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
+    if state is None:
+        expert_parallel = vars(model)[MARK]
+        if expert_parallel is None or needs_peers(model):
+            raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
+                               f"so it cannot save itself. {USE_INSTEAD}")
+        given.arguments["state_dict"] = whole_state_dict(model, expert_parallel, keep=True)
+    return plain(*given.args, **given.kwargs)
+
+
+def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
+    # Outside ZeRO-3 each rank has all adapters. PEFT takes the state dict from the keyword arguments.
+    if MARK in vars(model):
+        if _rank_0_writes(kwargs):
+            return None
+        if is_partitioned(model) and kwargs.get("state_dict") is None:
+            raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
+                               f"by itself. {USE_INSTEAD}")
+    return plain(model, *args, **kwargs)
+
+
+def _rank_0_writes(arguments: dict) -> bool:
+    """Whether this rank was told to write nothing, or to write the None that `get_state_dict` returns off rank 0.
+
+    On CPUs, Accelerate takes every rank for the main process, so that the second case is common there.
+    """
+    without_state = "state_dict" in arguments and arguments["state_dict"] is None
+    return not arguments.get("is_main_process", True) or (without_state and dist.get_rank() > 0)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_balance_coeff`: the biases of AutoEP's experts follow their load, and checkpoints hold them."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import balance
+
+COEFF = 0.01
+SECTION = {"enabled": True, "load_balance_coeff": COEFF}
+FAMILIES = ["qwen3_moe", "deepseek_v3"]  # without and with a correction bias
+
+
+def biases(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [balance.bias_of(layer).clone() for layer in autoep_layers(module)]
+
+
+def counts_of_a_step(net, step: int) -> list[torch.Tensor]:
+    """Choices of all ranks in a forward of this batch, by layer."""
+    layers, found = autoep_layers(net.module), []
+    hooks = [layer.router.register_forward_hook(lambda module, args, out: found.append(out[2].float()))
+             for layer in layers]
+    net(input_ids=batch(step))
+    for hook in hooks:
+        hook.remove()
+    for count_E in found:
+        dist.all_reduce(count_E)
+    return found
+
+
+def moves(family: str, stage: int, **changes) -> list[float]:
+    """Trains a step of each number of micro-batches. By how much a bias lies off the rule, in each layer."""
+    net = engine(SECTION, stage, family=family, **changes)
+    before = biases(net.module)
+    net.eval()
+    expected = [torch.zeros_like(bias) for bias in before]
+    micro_batches = net.gradient_accumulation_steps()
+    for step in range(micro_batches):
+        for sum_E, count_E in zip(expected, counts_of_a_step(net, step), strict=True):
+            sum_E += count_E
+    net.train()
+    train_engine(net, range(micro_batches))
+    return [float((now - old - COEFF * torch.sign(load.mean() - load)).abs().max())
+            for now, old, load in zip(biases(net.module), before, expected, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stage, changes", [(0, {}), (2, {"gradient_accumulation_steps": 3}),
+                                            (3, {"bf16": {"enabled": True}})])
+def test_a_bias_moves_by_the_sign_of_its_load_s_error(ranks2, family, stage, changes):
+    for found in ranks2.run(moves, family, stage, **changes):
+        assert found and max(found) < 1e-6, found
+
+
+STEPS = 200
+
+
+def skewed_loads(coeff: float | None) -> list[float]:
+    """The most loaded expert's share over the mean, in the first 3 and in the last 40 of 200 steps."""
+    plain, seen = model(), []
+    with torch.no_grad():  # all tokens have a common part, which the gates send to two experts
+        plain.model.embed_tokens.weight.add_(0.02)
+        for layer in plain.model.layers:
+            layer.mlp.gate.weight[:2].add_(0.02)
+    config = ds_config({"enabled": True, "load_balance_coeff": coeff}, 1)
+    config["optimizer"]["params"]["lr"] = 1e-3
+    net = ds_mxfp8_moe.initialize(model=plain, config=config)[0]
+    layers = autoep_layers(net.module)
+    for layer in layers:
+        layer.router.register_forward_hook(lambda module, args, out: seen.append(out[2].float()))
+    train_engine(net, range(STEPS))
+    loads = torch.stack(seen).view(STEPS, len(layers), -1)
+    dist.all_reduce(loads)
+    return [float((part.sum(0).amax(1) / part.sum(0).mean(1)).min()) for part in (loads[:3], loads[-40:])]
+
+
+def test_a_skewed_router_becomes_balanced(ranks2):
+    start, end = ranks2.run(skewed_loads, 0.002)[0]
+    assert start > 2 and end < 1.2, (start, end)
+
+
+@pytest.mark.slow
+def test_without_the_key_a_skewed_router_stays_skewed(ranks2):
+    _, end = ranks2.run(skewed_loads, None)[0]
+    assert end > 2
+
+
+def resumed(family: str, directory: str) -> tuple:
+    first = engine(SECTION, 2, family=family)
+    train_engine(first, range(3))
+    first.save_checkpoint(directory, tag="t")
+    kept = biases(first.module)
+    losses = train_engine(first, range(3, 6))
+    second = engine(SECTION, 2, family=family, model_changes={"initializer_range": 0.01})
+    second.load_checkpoint(directory, tag="t")
+    loaded = biases(second.module)
+    again = train_engine(second, range(3, 6))
+    ends = [torch.equal(a, b) for a, b in zip(biases(first.module), biases(second.module), strict=True)]
+    return losses == again, [torch.equal(a, b) for a, b in zip(kept, loaded, strict=True)], ends, [
+        bool(bias.any()) for bias in kept]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_hold_the_biases(ranks2, family, tmp_path):
+    for same, loaded, ends, moved in ranks2.run(resumed, family, str(tmp_path)):
+        assert same and all(loaded) and all(ends) and all(moved)
+
+
+def evaluated() -> bool:
+    net = engine(SECTION, 0)
+    net.eval()
+    net(input_ids=batch(0))
+    return any(bool(layer.tokens_per_expert.any()) for layer in autoep_layers(net.module))
+
+
+def test_an_evaluation_counts_nothing(ranks2):
+    assert ranks2.run(evaluated) == [False, False]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of ops/triton_kernels/route.py against DeepSpeed's router, on the CPU by Triton's interpreter or on a
+GPU."""
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from permute_cases import poisoned
+
+from ds_mxfp8_moe import router as router_module
+from ds_mxfp8_moe.mx import sqnr_db
+
+HIDDEN = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int = 70
+    experts: int = 8
+    top_k: int = 2
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    correction: bool = False
+
+    def router(self, device: str) -> TokenChoiceTopKRouter:
+        torch.manual_seed(3)
+        router = TokenChoiceTopKRouter(HIDDEN, self.experts, None, None, self.top_k, self.score, self.normalize,
+                                       self.scale, gate_bias=False)
+        if self.correction:
+            router.e_score_correction_bias = torch.randn(self.experts, device=device)
+        return router.to(device, self.dtype)
+
+
+CASES = {
+    "softmax": Case(),
+    "not normalised": Case(normalize=False, top_k=6),
+    "sigmoid": Case(score="sigmoid", scale=2.5, top_k=3),
+    "biases": Case(score="sigmoid", bias=True, correction=True, experts=24, top_k=4),
+    "biased softmax": Case(bias=True, experts=5),
+    "all experts": Case(experts=8, top_k=8),
+    "one choice": Case(top_k=1, normalize=False),
+    "one expert": Case(experts=1, top_k=1),
+    "one token": Case(tokens=1, experts=60, top_k=8),
+    "many experts": Case(tokens=37, experts=300, top_k=8),
+    "bf16": Case(dtype=torch.bfloat16, experts=64, top_k=6),
+    "fp16": Case(dtype=torch.float16),
+}
+
+
+def routed(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tensor | None, kernels: bool) -> dict:
+    x_TH = x_TH.detach().requires_grad_()
+    with mock.patch.object(router_module, "has_kernels", lambda device: kernels), poisoned():
+        weight_TK, expert_TK, count_E = router_module.route(router, x_TH, bias_E)
+        assert (weight_TK.dtype, expert_TK.dtype, count_E.dtype) == (torch.float32, torch.int64, torch.int32)
+        assert weight_TK.grad_fn is not None and expert_TK.grad_fn is None
+        # A gradient that depends on the expert, not on the order of choices.
+        g_TE = torch.arange(x_TH.shape[0] * router.num_experts, device=x_TH.device).sin().view(-1, router.num_experts)
+        dx, dgate = torch.autograd.grad(weight_TK, (x_TH, router.gate.weight), g_TE.gather(1, expert_TK))
+    dense_TE = torch.zeros(x_TH.shape[0], router.num_experts, device=x_TH.device)
+    return {"weight": dense_TE.scatter(1, expert_TK, weight_TK.detach()), "x": dx, "gate": dgate,
+            "expert": expert_TK, "count": count_E, "in order": weight_TK.detach()}
+
+
+def check_route(device: str, case: Case) -> None:
+    router = case.router(device)
+    torch.manual_seed(4)
+    x_TH = torch.randn(case.tokens, HIDDEN, device=device).to(case.dtype)
+    bias_E = torch.randn(case.experts, device=device) if case.bias else None
+    plain, kernels = (routed(router, x_TH, bias_E, kernels) for kernels in (False, True))
+    assert torch.equal(plain["expert"].sort(1)[0], kernels["expert"].sort(1)[0])
+    assert torch.equal(plain["count"], kernels["count"])
+    torch.testing.assert_close(kernels["weight"], plain["weight"], rtol=3e-6, atol=0)
+    if bias_E is None and not case.correction:  # then the order of choices is that of weights
+        assert bool((kernels["in order"].diff(dim=1) <= 0).all())
+    # Gradients of the logits are rounded to the tokens' dtype, here and there a neighbour of DeepSpeed's.
+    bar = {torch.float32: 100, torch.float16: 60, torch.bfloat16: 45}[case.dtype]
+    for name in ("x", "gate"):
+        if plain[name].abs().max() > 1e-6:  # a softmax of one score has no gradient
+            assert sqnr_db(plain[name], kernels[name]) > bar, name
+    again = routed(router, x_TH, bias_E, True)
+    assert all(torch.equal(kernels[name], again[name]) for name in kernels)
+
+
+def check_odd_scores(device: str) -> None:
+    """Equal scores go to the first experts. NaN and infinities reach only their own token, and choose K experts."""
+    router = Case(experts=6, top_k=3).router(device)
+    x_TH = torch.zeros(9, HIDDEN, device=device)
+    x_TH[1], x_TH[2] = float("nan"), float("inf")
+    found = routed(router, x_TH, None, True)
+    assert torch.equal(found["expert"][3:], torch.arange(3, device=device).expand(6, 3))
+    assert torch.equal(found["in order"][3:], torch.full((6, 3), 1 / 3, device=device))
+    assert bool(found["in order"][1:3].isnan().all()) and bool(found["x"][1].isnan().all())
+    assert bool(found["x"][3:].isfinite().all())
+    ids = found["expert"].sort(1)[0]
+    assert bool((ids.diff(dim=1) > 0).all()) and 0 <= int(ids.min()) and int(ids.max()) < 6
+    assert int(found["count"].sum()) == found["expert"].numel()

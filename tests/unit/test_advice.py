@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs that run, but probably not as their author meant, are answered by one line that says what to do."""
+
+import importlib.metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig
+from ds_mxfp8_moe.advice import TRANSFORMERS, about_expert_parallel, about_keys, explaining_transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("config, ranks, start, end", [
+    ({"expert_parallel": {"enabled": True}}, 4, '"expert_parallel" has no "autoep_size"', '"autoep_size": 4'),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 2, "preset": "mixtral"}}, 2,
+     '"expert_parallel" has "preset", which DeepSpeed ignores', 'did you mean "preset_model"?'),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 2, "zzz": 1}}, 2, '"expert_parallel" has "zzz"',
+     "expert_activation"),
+    ({"expert_paralel": {"enabled": True}}, 2, 'the config has "expert_paralel", which DeepSpeed ignores',
+     'did you mean "expert_parallel"?')])
+def test_what_deepspeed_ignores_in_silence(config, ranks, start, end):
+    [line] = about_expert_parallel(config, ranks)
+    assert line.startswith(start) and line.endswith(end)
+
+
+def test_a_misspelt_size_is_also_a_missing_one():
+    misspelt, missing = about_expert_parallel({"expert_parallel": {"enabled": True, "autoep_sise": 2}}, 2)
+    assert 'has "autoep_sise"' in misspelt and 'did you mean "autoep_size"?' in misspelt
+    assert 'has no "autoep_size"' in missing
+
+
+@pytest.mark.parametrize("config, ranks", [
+    ({}, 2), ({"expert_parallel": {"enabled": False}}, 2), ({"expert_parallel": {"enabled": True}}, 1),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 1, "load_balance_coeff": None, "expert_w3": None}}, 2),
+    ({"use_data_before_expert_parallelism": True, "tensor_parallel": {}}, 2)])
+def test_configs_with_nothing_to_say(config, ranks):
+    assert about_expert_parallel(config, ranks) == []
+
+
+@pytest.mark.parametrize("section, sizes, line", [
+    ({"transport": "nvlink", "capacity_factor": 1.5}, [1, 1],
+     '"transport", "capacity_factor" have no effect: every rank holds all experts of its layers, so no tokens travel'),
+    ({"nvlink_sms": 8}, [1], '"nvlink_sms" has no effect: every rank holds all experts of its layers, so no tokens '
+                             "travel"),
+    ({"recipe": "bf16", "scaling_mode": "floor"}, [2], '"scaling_mode" has no effect: the recipe "bf16" quantises '
+                                                       "nothing"),
+    ({"transport": "nvlink"}, [1, 2], None), ({"transport": "collective"}, [1], None), ({}, [1], None),
+    ({"recipe": "bf16"}, [1], None), ({"capacity_factor": 1.5}, [], None)])
+def test_keys_without_effect(section, sizes, line):
+    layers = [SimpleNamespace(ep_size=size) for size in sizes]
+    assert about_keys(MXFP8MoEConfig(**section), layers) == ([line] if line else [])
+
+
+def raised(error, section, version, monkeypatch, file="deepspeed/module_inject/auto_ep_presets/base.py"):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(Exception) as caught, explaining_transformers(MXFP8MoEConfig(**section)):
+        exec(compile("raise error", file, "exec"), {"error": error})
+    return caught.value
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.23.0", "5.24.0"])
+def test_a_version_that_fails_is_named_with_those_that_work(monkeypatch, version):
+    cause = TypeError("get() takes 2 positional arguments but 3 were given")
+    error = raised(cause, {"enabled": True}, version, monkeypatch)
+    assert isinstance(error, ConfigError) and error.__cause__ is cause
+    assert f"transformers {version} (TypeError: get() takes 2" in str(error)
+    assert str(error).endswith("pip install 'transformers<5.23,>=5.17'")
+
+
+@pytest.mark.parametrize("error, section, version, file", [
+    (TypeError(), {"enabled": True}, "5.22.2", "auto_ep.py"), (TypeError(), {}, "5.23.0", "auto_ep.py"),
+    (TypeError(), {"enabled": True}, "5.23.0", "train.py"),
+    (ValueError("autoep_size"), {"enabled": True}, "5.23.0", "auto_ep.py")])
+def test_other_errors_stay_as_they_are(monkeypatch, error, section, version, file):
+    assert raised(error, section, version, monkeypatch, file) is error
+
+
+def test_setup_has_the_same_bounds_and_the_tests_run_within_them():
+    assert f'TRANSFORMERS = "transformers{",".join(sorted(map(str, TRANSFORMERS), reverse=True))}"' in (
+        ROOT / "setup.py").read_text()
+    assert TRANSFORMERS.contains(importlib.metadata.version("transformers"))

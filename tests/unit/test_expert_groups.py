@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The twin of an optimizer, which has experts in groups of their own, follows what changes in the original."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_mxfp8_moe import expert_groups
+from ds_mxfp8_moe.expert_groups import split_experts
+
+
+def parameters(experts: int, dense: int) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.ones(8)) for _ in range(experts + dense)]
+    for p in made[:experts]:
+        p.allreduce, p.group_name = False, "ep_size_2"
+    return made
+
+
+def engine(stage=2, moe=True):
+    return SimpleNamespace(has_moe_layers=moe, zero_optimization_stage=lambda: stage)
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """An optimizer with a group of experts and dense parameters and a dense one, and its twin."""
+    split = expert_groups.split_params_into_different_moe_groups_for_optimizer
+    monkeypatch.setattr(expert_groups, "split_params_into_different_moe_groups_for_optimizer",
+                        functools.partial(split, max_group_size=16))  # as for experts of a large model
+    optimizer = torch.optim.AdamW([{"params": parameters(4, 1), "lr": 0.1}, {"params": parameters(0, 2), "lr": 0.2}])
+    return optimizer, split_experts(engine(), optimizer)
+
+
+def rates(optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_experts_have_groups_and_the_original_keeps_its_own(pair):
+    optimizer, twin = pair
+    assert [(group.get("moe", False), len(group["params"])) for group in twin.param_groups] == [
+        (False, 1), (False, 2), (True, 2), (True, 2)]
+    assert rates(twin) == [0.1, 0.2, 0.1, 0.1]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [5, 2]
+    assert isinstance(twin, torch.optim.AdamW) and type(twin).__name__ == "AdamW" and twin.state is optimizer.state
+
+
+def test_a_schedule_reaches_every_group_also_one_by_one(pair):
+    optimizer, twin = pair
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    schedule.step()
+    assert rates(twin) == [0.05, 0.1, 0.05, 0.05]
+    schedule.step()
+    groups, seen = vars(twin)["param_groups"], []
+    for group in groups:  # as ZeRO steps
+        twin.param_groups = [group]
+        seen += rates(twin)
+    assert seen == pytest.approx([0.1 / 3, 0.2 / 3, 0.1 / 3, 0.1 / 3])
+
+
+def test_what_is_set_or_loaded_in_the_twin_stays_until_the_original_changes(pair):
+    optimizer, twin = pair
+    state = twin.state_dict()
+    for group in state["param_groups"]:
+        group["lr"] = 0.7
+        del group["number"]  # saved by an optimizer without a twin
+    twin.load_state_dict(state)
+    assert rates(twin) == [0.7] * 4
+    optimizer.param_groups[0]["lr"] = 0.3
+    assert rates(twin) == [0.3, 0.7, 0.3, 0.3]
+
+
+@pytest.mark.parametrize("what", [engine(stage=0), engine(stage=3), engine(moe=False)])
+def test_where_it_is_not_needed_the_optimizer_stays(what):
+    optimizer = torch.optim.SGD(parameters(1, 1), lr=0.1)
+    assert split_experts(what, optimizer) is optimizer
+
+
+def test_groups_that_the_user_split_and_functions_stay():
+    optimizer = torch.optim.SGD([{"params": parameters(1, 0), "moe": True}], lr=0.1)
+    assert split_experts(engine(), optimizer) is optimizer
+    assert split_experts(engine(), torch.optim.SGD) is torch.optim.SGD
+    assert split_experts(engine(), None) is None

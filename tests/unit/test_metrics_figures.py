@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What metrics.py computes from a layer's tokens and routes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_mxfp8_moe.metrics import figures_of, load_figures, sample
+from ds_mxfp8_moe.routing import Routes
+
+
+def recipe(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"quantize_gemm": True, "block_size": 32, "scaling_mode": "rceil", **changes})
+
+
+def routes(experts: list, num_experts: int) -> Routes:
+    expert_TK = torch.tensor(experts)
+    return Routes(expert_TK=expert_TK, weight_TK=torch.ones(expert_TK.shape), num_experts=num_experts)
+
+
+def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, ep_size: int = 1) -> dict:
+    sums, amax = sample(x_TH, some_routes, some_recipe)
+    return figures_of(sums.tolist(), amax.item(), ep_size)
+
+
+def test_load_of_experts_and_ranks():
+    found = load_figures([4, 0, 2, 2], 2)
+    assert found == {"load_most": 2.0, "load_fewest": 0.0, "rank_most": 1.0,
+                     "load_entropy": pytest.approx(1.5 * math.log(2) / math.log(4))}
+    assert load_figures([8, 0, 0, 0], 2) == {"load_most": 4.0, "load_fewest": 0.0, "load_entropy": 0.0,
+                                             "rank_most": 2.0}
+    assert load_figures([3, 3, 3, 3], 4)["load_entropy"] == pytest.approx(1)
+    assert load_figures([5], 1)["load_entropy"] == 1 and load_figures([0, 0], 1) == {}
+
+
+def test_dropped_choices_and_tokens():
+    found = figures(torch.tensor([[3.0] * 32, [-7.0] * 32]), routes([[0, -1], [1, -1]], 2), recipe())
+    assert found["dropped"] == 0.5 and found["amax"] == 7 and found["load_most"] == 1
+
+
+def test_blocks_of_zeros_and_saturated_ones():
+    x = torch.zeros(2, 96)
+    x[0, :32] = 1.0
+    x[0, 32:64] = 500.0  # in mode floor its scale is 1, which holds 448 at most
+    assert figures(x, routes([[0], [0]], 1), recipe())["zero_blocks"] == pytest.approx(4 / 6)
+    assert figures(x, routes([[0], [0]], 1), recipe())["saturated_blocks"] == 0
+    found = figures(x, routes([[0], [0]], 1), recipe(scaling_mode="floor"))
+    assert found["saturated_blocks"] == pytest.approx(1 / 6)
+    wide = figures(x, routes([[0], [0]], 1), recipe(block_size=128))  # a last block of 96
+    assert wide["zero_blocks"] == 0.5
+
+
+def test_quality_of_the_cast():
+    torch.manual_seed(0)
+    found = figures(torch.randn(64, 256), routes([[0]] * 64, 1), recipe())
+    assert 30 < found["sqnr_db"] < 33
+    assert "sqnr_db" not in figures(torch.ones(4, 32), routes([[0]] * 4, 1), recipe())  # exact
+    nan = torch.randn(4, 32)
+    nan[1, 1] = math.nan
+    assert math.isnan(figures(nan, routes([[0]] * 4, 1), recipe())["sqnr_db"])
+    assert {"sqnr_db", "zero_blocks"}.isdisjoint(figures(nan, routes([[0]] * 4, 1), recipe(quantize_gemm=False)))
+
+
+def test_no_tokens():
+    assert figures(torch.zeros(0, 64), routes(torch.zeros(0, 2).long().tolist() or [[]], 2), recipe()) == {}
