@@ -115,7 +115,8 @@ class SparseMixerRouter(TokenChoiceTopKRouter):
         from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
         if expert_bias is not None:
-            raise ConfigError("phimoe: its router chooses by chance and takes no bias: leave out \"load_balance_coeff\"")
+            raise ConfigError("phimoe: its router chooses by chance and takes no bias: leave out "
+                              '"load_balance_coeff"')
         weight_TK, expert_TK = sparsemixer(self.gate(x), self.jitter, self.training, self.top_k)
         return weight_TK, expert_TK, count_tokens_per_expert(expert_TK, self.num_experts)
 
