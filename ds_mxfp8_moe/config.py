@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 SECTION = "mxfp8_moe"
 WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
 NVLINK_KEYS = ("nvlink_sms", "capacity_factor")
+HIERARCHICAL_KEYS = ("node_size", "wire")
 
 Dtype = Literal["mxfp8", "bf16"]
 
@@ -54,7 +55,13 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         combine_bwd_dtype: the format of the output's gradient on its way to the experts.
         dispatch_bwd_dtype: the format of the input's gradient on its way back.
         transport: how rows travel. "collective": NCCL or gloo through deepspeed.comm. "nvlink": kernels that write
-            into the memory of the host's other GPUs. Default: nvlink wherever it is possible, else collective.
+            into the memory of the host's other GPUs. "hierarchical": two hops for groups that span nodes, so that a
+            token crosses to each node once. Default: nvlink wherever it is possible, else hierarchical for groups that
+            span nodes of the same number of ranks, else collective.
+        node_size: how many consecutive ranks make a node. Only for hierarchical. Default: the ranks that run on one
+            machine make a node.
+        wire: what carries rows between nodes. "host": NCCL or gloo through deepspeed.comm. Only for hierarchical.
+            Default: host.
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
@@ -98,7 +105,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     combine_fwd_dtype: Dtype = "bf16"
     dispatch_bwd_dtype: Dtype = "bf16"
     combine_bwd_dtype: Dtype = "mxfp8"
-    transport: Literal["collective", "nvlink"] | None = None
+    transport: Literal["collective", "nvlink", "hierarchical"] | None = None
+    node_size: int | None = Field(default=None, ge=1)
+    wire: Literal["host"] | None = None
     nvlink_sms: int | None = Field(default=None, ge=1)
     capacity_factor: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     on_overflow: Literal["error", "drop"] = "error"
@@ -137,15 +146,17 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
 
     def _contradictions(self) -> list[str]:
         """Pairs of keys that exclude each other. A default gives way to the recipe, a written value does not."""
-        of_nvlink = [key for key in NVLINK_KEYS if getattr(self, key) is not None]
-        problems = [f'"{key}" needs the transport nvlink, but "transport" is "collective": leave one of the two out'
-                    for key in of_nvlink if self.transport == "collective"]
+        written = [key for key in self.model_fields_set if getattr(self, key) is not None]
+        problems = []
+        for needed, keys in (("nvlink", NVLINK_KEYS), ("hierarchical", HIERARCHICAL_KEYS)):
+            problems += [f'"{key}" needs the transport {needed}, but "transport" is "{self.transport}": leave one of '
+                         "the two out" for key in keys if key in written and self.transport not in (None, needed)]
         if self.on_overflow == "drop" and self.capacity_factor is None:
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
-        written = [key for key in (*WIRE_KEYS, "preactivation_dtype") if key in self.model_fields_set]
         problems += [f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
-                     for key in written if self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
+                     for key in (*WIRE_KEYS, "preactivation_dtype")
+                     if key in written and self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
         return problems
 
     def selects(self, module_name: str) -> bool:

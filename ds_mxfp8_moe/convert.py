@@ -172,7 +172,8 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
-        layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}"))
+        instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
+        layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}{instead}"))
     return ConversionReport.of(layers, config)
 
 
@@ -422,7 +423,7 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     _refuse_subclass(experts, GroupedExperts, BiasedGroupedExperts)
     if layer.score_apply != "post":
         raise NotRecognised(f"it applies the router's scores {layer.score_apply!r} the experts")
-    if layer.comm_backend != "comm":
+    if layer.comm_backend not in ("comm", "deepep"):  # the conversion replaces both
         raise NotRecognised(f"its comm_backend is {layer.comm_backend!r}")
     handles = layer.folding_group_handles
     if handles is not None and handles.spec.tp_size > 1:

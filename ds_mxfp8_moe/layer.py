@@ -45,7 +45,7 @@ class LayerSettings:
         """The layer's transport over its expert-parallel group. None as the group: this rank has all experts."""
         config = self.config
         return choose(group, self.name, config.transport, config.nvlink_sms, config.capacity_factor, config.overlap,
-                      config.on_overflow)
+                      config.on_overflow, config.node_size, config.wire)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.

@@ -30,7 +30,9 @@ PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi
 _ORIGINS = {
     "enabled": 'default: plain DeepSpeed; write "enabled": true to convert',
     "scale_block_size": "chosen for this device: 128 on sm_90, 32 elsewhere",
-    "transport": "chosen: the first one available; collective between hosts",
+    "transport": "chosen: the first one available; between hosts hierarchical, or collective if they are uneven",
+    "node_size": "chosen: the ranks of one host",
+    "wire": "chosen: the only one",
     "nvlink_sms": "chosen for each exchange",
     "capacity_factor": "default: buffers fit the routing of each step",
     "min_tokens_per_expert": "estimated for each layer from its shape, recipe and device",
@@ -99,8 +101,15 @@ def device_lines() -> list[tuple[str, str]]:
 
 
 def transports() -> list[TransportStatus]:
-    """The transports in order of preference, and whether this machine can use them."""
-    return [_nvlink(), _collective()]
+    """The transports in order of preference inside a host, and whether this machine can use them."""
+    return [_nvlink(), _collective(), _hierarchical()]
+
+
+def _hierarchical() -> TransportStatus:
+    """Whether the hosts have the same number of ranks is checked when training starts."""
+    backend = get_accelerator().communication_backend_name()
+    return TransportStatus("hierarchical", True, "between hosts with the same number of ranks, at least two; wire "
+                           f"host: {backend} through deepspeed.comm")
 
 
 def _collective() -> TransportStatus:
@@ -156,6 +165,7 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
     chosen["scale_block_size"] = recipe.block_size
     usable = [transport.name for transport in statuses if transport.available]
     chosen["transport"] = config.transport or (usable[0] if usable else None)
+    chosen["wire"] = config.wire or "host"
 
     lines = []
     for key in type(config).model_fields:

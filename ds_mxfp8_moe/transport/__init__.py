@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tokens travel between the ranks of an expert-parallel group: `Transport`, and the types that it uses.
 
-Every transport gives the same bits. A token travels once to each rank that holds one of its experts. On the way back,
-the experts' rank adds up a token's rows in float32, in ascending choice, and rounds the sum once to the type in which
-it travels. The token's own rank adds up what arrives in float32, in ascending rank.
+Every flat transport gives the same bits. A token travels once to each rank that holds one of its experts. On the way
+back, the experts' rank adds up a token's rows in float32, in ascending choice, and rounds the sum once to the type in
+which it travels. The token's own rank adds up what arrives in float32, in ascending rank. The transport in two hops
+has an order of its own (hierarchical.py).
 
 Letters in tensor names: T tokens of this rank, K choices of a token, H hidden size, W ranks, E local experts,
 S rows that this rank sends, R rows that it receives, P expert-sorted rows with their padding.

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the transport of an expert-parallel group. All its ranks choose the same, for the same reason.
 
-The ranks of a group ask each other at its first choice. Later choices look the answer up.
+The ranks of a group ask each other at its first choice. Later choices by the same keys look the answer up.
 """
 
 import itertools
+import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,10 +20,12 @@ from deepspeed.accelerator import get_accelerator
 from ..ops.op_builder import nvlink as extension
 from . import Transport
 from .collective import Collective
-from .deadline import answers_of_all, ranks_of
+from .deadline import PeerFailure, answers_of_all, ranks_of
+from .hierarchical import Hierarchical
 from .local import Local
 from .nvlink import NVLink
 from .peer_memory import PeerMemory
+from .wires import Hops
 
 MOST_RANKS = 8  # over NVLink
 
@@ -40,64 +44,171 @@ class Place(NamedTuple):
     reached: frozenset
 
 
-class Verdict(NamedTuple):
-    """Whether a group takes NVLink, and the reason. `broken`: NVLink should be possible, but something failed."""
+class Asked(NamedTuple):
+    """The keys of the config by which a transport is chosen. All ranks of a group must ask for the same."""
 
-    nvlink: bool
+    transport: str | None
+    node_size: int | None
+    wire: str
+
+
+class Verdict(NamedTuple):
+    """The transport of a group, and the reason.
+
+    Attributes:
+        broken: nvlink should be possible, but something failed.
+        node_size: of hierarchical.
+    """
+
+    transport: str
     reason: str
     broken: bool = False
+    node_size: int = 0
 
 
-# Keyed weakly, so that an entry goes with its process group.
+# By what was asked. Keyed weakly, so that an entry goes with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def choose(group: Any, name: str, requested: str | None = None, sms: int | None = None,
-           capacity_factor: float | None = None, overlap: bool = True, on_overflow: str = "error") -> Transport:
+           capacity_factor: float | None = None, overlap: bool = True, on_overflow: str = "error",
+           node_size: int | None = None, wire: str | None = None) -> Transport:
     """Returns the transport of one layer. Every rank of the group calls it.
 
     Args:
         group: the layer's expert-parallel process group. None means that this rank has all experts.
         name: of the layer, for errors.
-        requested: "collective" or "nvlink". None means nvlink where it is possible.
+        requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible, else hierarchical
+            where it is. "hierarchical" is for groups that span nodes of the same size; others take what None gives.
         sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
+        node_size: so many consecutive ranks of the world make a node. None: the ranks of one host do.
+        wire: what carries rows between nodes. None means "host".
 
     Raises:
         RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
+        ValueError: ranks of the group ask for different things. Raised on every rank of the group.
         PeerFailure: a rank of the group did not come to the first choice.
     """
     if group is None or dist.get_world_size(group=group) == 1:
         return Local(name)
     if requested == "collective":
         return Collective(group, name)
-    if group not in _OF_GROUP:
-        _OF_GROUP[group] = _decide(group, name)
-        if _OF_GROUP[group].nvlink or requested != "nvlink":  # else an error follows
-            _tell(group, _OF_GROUP[group], {"nvlink_sms": sms, "capacity_factor": capacity_factor})
-    verdict = _OF_GROUP[group]
-    if verdict.nvlink:
+    asked = Asked(requested, node_size, wire or "host")
+    verdicts = _OF_GROUP.setdefault(group, {})
+    if asked not in verdicts:
+        verdicts[asked] = _decide(group, name, asked)
+        if requested != "nvlink" or verdicts[asked].transport == "nvlink":  # else an error follows
+            _tell(group, verdicts[asked], asked, {"nvlink_sms": sms, "capacity_factor": capacity_factor})
+    verdict = verdicts[asked]
+    if verdict.transport == "nvlink":
         return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap,
                       on_overflow)
     if requested == "nvlink":
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
                            '"transport": "collective" instead')
+    if verdict.transport == "hierarchical":
+        return Hierarchical(Hops.of(group, verdict.node_size, name), name)
     return Collective(group, name)
 
 
-def _decide(group: Any, name: str) -> Verdict:
+def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     """After each step all ranks exchange their answers, so that all of them start the next step, or none."""
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
-    reason = _plain_obstacle(len(ranks)) or _apart(ranks, answers_of_all(group, _place(), where))
+    answers = answers_of_all(group, (asked, _place()), where)
+    _check_alike(name, ranks, [one for one, _ in answers])
+    places = [place for _, place in answers]
+    nodes = [place.host for place in places]
+    if asked.node_size is not None:
+        nodes = [rank // asked.node_size for rank in ranks]
+    ways = {"nvlink": lambda: _nvlink(group, ranks, places, where),
+            "hierarchical": lambda: _hierarchical(group, name, ranks, nodes, asked.wire, where)}
+    first, second = reversed(ways) if asked.transport == "hierarchical" else ways
+    preferred = ways[first]()
+    inside_a_node = asked.transport is None and len(set(nodes)) == 1
+    if preferred.transport != "collective" or asked.transport == "nvlink" or inside_a_node:
+        return preferred
+    other = ways[second]()
+    if other.transport == "collective":
+        reason = f"{preferred.reason}. No {second}, because {other.reason}"
+    else:
+        reason = f"{other.reason}. No {first}, because {preferred.reason}"
+    return other._replace(reason=reason, broken=preferred.broken or other.broken)
+
+
+def _check_alike(name: str, ranks: list, asked: list) -> None:
+    for rank, one in zip(ranks, asked, strict=True):
+        for key, given, first in zip(Asked._fields, one, asked[0], strict=True):
+            if given != first:
+                raise ValueError(f'{name}: "{key}" is {json.dumps(given)} on rank {rank} and {json.dumps(first)} on '
+                                 f"rank {ranks[0]}: give every rank the same config")
+
+
+def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
+    """How many ranks each node has, where a group can exchange in two hops.
+
+    Args:
+        ranks: global ranks of the group, in its order.
+        nodes: the node of each of them.
+
+    Returns:
+        The node size and None, or 0 and why two hops are not possible.
+    """
+    members = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        members.setdefault(node, []).append(rank)
+    if len(members) == 1:
+        return 0, "all ranks are on one node"
+    in_order = [rank for of_node in members.values() for rank in of_node]
+    if in_order != list(ranks):
+        return 0, f"the ranks of a node are not consecutive in the group: {' and '.join(map(str, members.values()))}"
+    sizes = sorted({len(of_node) for of_node in members.values()})
+    if len(sizes) > 1:
+        few, many = (next(m for m in members.values() if len(m) == size) for size in (sizes[0], sizes[-1]))
+        return 0, f"its nodes have different numbers of ranks: ranks {few} are one node and ranks {many} another"
+    return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
+
+
+def _hierarchical(group: Any, name: str, ranks: list, nodes: list, wire: str, where: str) -> Verdict:
+    """hierarchical, or collective and why not hierarchical. It makes the process groups of the two hops."""
+    node_size, obstacle = even_nodes(ranks, nodes)
+    if obstacle:
+        return Verdict("collective", obstacle)
+    failure = _trial(group, ranks, "the process groups of two hops cannot be made",
+                     lambda: Hops.of(group, node_size, name), where)
+    if failure:
+        return Verdict("collective", failure, broken=True)
+    return Verdict("hierarchical", f"{len(ranks) // node_size} nodes of {node_size} ranks, wire {wire}",
+                   node_size=node_size)
+
+
+def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
+    """nvlink, or collective and why not nvlink. It allocates the group's staging."""
+    reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
-        return Verdict(False, reason)
+        return Verdict("collective", reason)
     module, failure = extension.try_load()
-    failures = answers_of_all(group, failure, where)
-    if not any(failures):
-        failures = answers_of_all(group, _trial(group, module), where)
-    for rank, failure in zip(ranks, failures, strict=True):
-        if failure:
-            return Verdict(False, f"rank {rank}: {failure}", broken=True)
-    return Verdict(True, "its ranks share a host, and their GPUs reach each other's memory")
+    failure = _first(ranks, answers_of_all(group, failure, where)) or _trial(
+        group, ranks, "peer memory cannot be set up", lambda: PeerMemory.of(group, module), where)
+    if failure:
+        return Verdict("collective", failure, broken=True)
+    return Verdict("nvlink", "its ranks share a host, and their GPUs reach each other's memory")
+
+
+def _trial(group: Any, ranks: list, what: str, make: Callable[[], Any], where: str) -> str:
+    """Makes what a transport needs. Returns the first rank's error, or ""."""
+    try:
+        make()
+        failure = ""
+    except PeerFailure:
+        raise
+    except Exception as error:  # the driver, the container or torch may refuse; the group then takes another transport
+        failure = f"{what}: {type(error).__name__}: {error}"
+    return _first(ranks, answers_of_all(group, failure, where))
+
+
+def _first(ranks: list, failures: list) -> str:
+    """The first failure and its rank, or ""."""
+    return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), "")
 
 
 def _plain_obstacle(ranks: int) -> str | None:
@@ -112,6 +223,8 @@ def _plain_obstacle(ranks: int) -> str | None:
 def _place() -> Place:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    if get_accelerator().device_name() != "cuda":
+        return Place(host, "", frozenset())
     me = torch.cuda.current_device()
     ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     reached = {ids[i] for i in range(len(ids)) if i != me and torch.cuda.can_device_access_peer(me, i)}
@@ -134,21 +247,13 @@ def _apart(ranks: list, places: list) -> str | None:
     return None
 
 
-def _trial(group: Any, module: Any) -> str:
-    """Allocates the group's staging. Returns the error, or ""."""
-    try:
-        PeerMemory.of(group, module)
-    except Exception as error:  # the driver or the container may refuse; the group then takes the collective transport
-        return f"peer memory cannot be set up: {type(error).__name__}: {error}"
-    return ""
-
-
-def _tell(group: Any, verdict: Verdict, of_nvlink: dict) -> None:
+def _tell(group: Any, verdict: Verdict, asked: Asked, of_nvlink: dict) -> None:
     """`of_nvlink`: values of the keys that only the transport nvlink reads."""
     ranks = ranks_of(group)
     if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
-        name = "nvlink" if verdict.nvlink else "collective"
-        warning = "WARNING: " if verdict.broken else ""
-        print(f"mxfp8_moe: {warning}transport {name} between ranks {ranks}: {verdict.reason}", flush=True)
-        for key in [key for key, value in of_nvlink.items() if value is not None and not verdict.nvlink]:
-            print(f'mxfp8_moe: WARNING: "{key}" has no effect: only the transport nvlink reads it', flush=True)
+        refused = asked.transport == "hierarchical" != verdict.transport
+        warning = "WARNING: " if verdict.broken or refused else ""
+        print(f"mxfp8_moe: {warning}transport {verdict.transport} between ranks {ranks}: {verdict.reason}", flush=True)
+        for key, value in of_nvlink.items():
+            if value is not None and verdict.transport != "nvlink":
+                print(f'mxfp8_moe: WARNING: "{key}" has no effect: only the transport nvlink reads it', flush=True)

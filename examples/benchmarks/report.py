@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 BENCHMARKS = ("training.train", "training.convergence", "training.parity", "exchange.moe_layer",
-              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "kernels.expert_ffn",
-              "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
+              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "exchange.scale",
+              "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 
 

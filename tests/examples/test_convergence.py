@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convergence study on two gloo ranks: what is interrupted ends as if it had not been; order, data and tables."""
+"""The paired study: runs on two gloo ranks, what makes them pairs, the order of runs, verdicts and tables."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,217 +11,427 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import yaml
+from rounding_cases import DEFAULT, OF_WGRAD
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from lib import results_file, show
-from training import convergence
-from training.convergence import Run
+from lib import paired, results_file, show
+from training import convergence, convergence_results, convergence_run
+from training.convergence import STUDY
+from training.convergence_run import BF16, RECIPES, YARDSTICK, Recipe, Run
 
 pytestmark = pytest.mark.slow
-MODEL = "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}"
-NEVER = float("inf")
+CONFIGS = convergence.ROOT / "configs"
 
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory):
-    """A folder with a tiny model and the tokens of some texts."""
+    """A folder with two tiny models and the tokens of some texts."""
     folder = tmp_path_factory.mktemp("convergence")
-    (folder / "gpt.yaml").write_text(MODEL)
-    (folder / "texts").mkdir()
-    for i in range(200):
-        (folder / f"texts/{i}.txt").write_text(f"{i} green bottles hanging on the wall\n" * 4)
-    for name in ("whole", "pieces"):
-        convergence.store_tokens(str(folder / "texts"), folder / name)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 4, "max_position_embeddings": 32}
+    model = yaml.safe_load((CONFIGS / "models/qwen3_moe_tiny.yaml").read_text()) | sizes
+    (folder / "autoep.yaml").write_text(yaml.safe_dump(model))
+    (folder / "classic.yaml").write_text(
+        "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}")
+    texts(folder)
+    convergence_run.store_tokens(str(folder / "texts"), folder)
     return folder
 
 
-def _train(state, folder, recipe, until, *arguments):
-    args = convergence.parse_args(["--out", "unused", "--state", str(state / folder), "--steps", "6",
-                                   "--log_every", "2", "--heldout_every", "4",
-                                   "--heldout_windows", "16", *arguments])
-    args.until = until
-    size = convergence.Size(str(state / "gpt.yaml"), 1e-2, sequences=4)
-    with mock.patch.dict(convergence.SIZES, {"tiny": size}):
-        return convergence.train_piece(Run("tiny", recipe, 0), args)
+def texts(folder):
+    (folder / "texts").mkdir()
+    for i in range(200):
+        (folder / f"texts/{i}.txt").write_text(f"{i} green bottles hanging on the wall\n" * 4)
 
 
-def files(state, folder, recipe):
-    """Names of what there is of a run, with its checkpoints, and its log."""
-    folder = state / folder / Run("tiny", recipe, 0).name
-    return {path.name for path in (*folder.iterdir(), *folder.glob("checkpoints/step_*"))}, (
-        folder / "log.jsonl").read_text()
+def _train(state, recipe, seed, *arguments):
+    args = convergence.parse_args(["--out", "unused", "--state", str(state), "--steps", "6", "--log_every", "2",
+                                   "--heldout_every", "4", "--heldout_windows", "16", "--ranks", "2", *arguments])
+    size = convergence_run.Size(str(state / "autoep.yaml"), str(state / "classic.yaml"), 1e-2, 8, 32)
+    with mock.patch.dict(convergence_run.SIZES, {"tiny": size}):
+        convergence_run.train_run(Run("tiny", recipe, seed), args)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "own_bf16", "default_32"])
-def test_an_interrupted_run_ends_with_the_losses_of_an_uninterrupted_one(ranks2, state, recipe):
-    assert ranks2.run(_train, state, "whole", recipe, NEVER) == [True] * 2
-    assert ranks2.run(_train, state, "pieces", recipe, 0.0) == [False] * 2
-    names, log = files(state, "pieces", recipe)
-    assert "step_2" in names and "summary.json" not in names
-    log_path = state / "pieces" / Run("tiny", recipe, 0).name / "log.jsonl"
-    log_path.write_text(log + '{"step": 4, "loss": "of a piece that was killed after its checkpoint"}\n')
-    assert ranks2.run(_train, state, "pieces", recipe, 0.0) == [False] * 2
-    assert "step_2" not in files(state, "pieces", recipe)[0]
-    assert ranks2.run(_train, state, "pieces", recipe, NEVER) == [True] * 2
-    assert files(state, "pieces", recipe) == files(state, "whole", recipe)
-    names, log = files(state, "whole", recipe)
-    assert names == {"log.jsonl", "summary.json"}
-    rows = [json.loads(line) for line in log.splitlines()]
-    assert [row["step"] for row in rows] == [0, 2, 4, 6]
-    assert [row["step"] for row in rows if "heldout_loss" in row] == [0, 4, 6]
-    assert rows[-1]["loss"] < rows[1]["loss"] and rows[-1]["heldout_loss"] < rows[0]["heldout_loss"]
-    assert all(row["grad_norm"] > 0 and 1 / 4 <= row["busiest_expert"] < 1 for row in rows[1:])
-    others = [(row["heldout_loss"], row["heldout_loss_bf16"]) for row in rows if "heldout_loss_bf16" in row]
-    assert len(others) == (3 if recipe == "default_32" else 0)
-    assert all(own != bf16 and own == pytest.approx(bf16, rel=0.01) for own, bf16 in others)
+def trained(ranks2, state, recipe, seed, *arguments):
+    """The log and the summary of a run of six steps on two ranks."""
+    ranks2.run(_train, state, recipe, seed, *arguments)
+    folder = state / f"tiny-{recipe}-{seed}"
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return log, json.loads((folder / "summary.json").read_text())
 
 
-def test_a_checkpoint_of_other_settings_is_refused(ranks2, state):
-    assert ranks2.run(_train, state, "pieces", "floor", 0.0) == [False] * 2
-    with pytest.raises(AssertionError, match="name another --state"):
-        ranks2.run(_train, state, "pieces", "floor", 0.0, "--heldout_windows", "8")
+def curve(log, name):
+    return {row["step"]: row[name] for row in log if name in row}
+
+
+def test_runs_of_a_seed_are_pairs(ranks2, state):
+    runs = {name: trained(ranks2, state, name, 0) for name in (BF16, YARDSTICK, "mxfp8_128")}
+    logs = {name: log for name, (log, _) in runs.items()}
+    # The same weights before the first step, and the same batches.
+    start = logs[BF16][0]["heldout_loss"]
+    assert logs[YARDSTICK][0]["heldout_loss"] == logs["mxfp8_128"][0]["heldout_loss_bf16"] == start
+    assert logs["mxfp8_128"][0]["heldout_loss"] != start
+    losses = {name: curve(log, "loss") for name, log in logs.items()}
+    for name in (YARDSTICK, "mxfp8_128"):
+        assert losses[name] != losses[BF16] and losses[name] == pytest.approx(losses[BF16], rel=0.01)
+    other, _ = trained(ranks2, state, BF16, 1)
+    assert abs(curve(other, "loss")[2] - losses[BF16][2]) > 10 * abs(losses[YARDSTICK][2] - losses[BF16][2])
+    # A run repeats itself, whatever is measured on the way.
+    again, _ = trained(ranks2, state, "mxfp8_128", 0, "--heldout_every", "2")
+    assert curve(again, "loss") == losses["mxfp8_128"]
+    assert curve(again, "grad_norm") == curve(logs["mxfp8_128"], "grad_norm")
+    # What is logged.
+    assert [row["step"] for row in logs[BF16]] == [0, 2, 4, 6]
+    assert list(curve(logs[BF16], "heldout_loss")) == list(curve(logs["mxfp8_128"], "sqnr_db")) == [0, 4, 6]
+    for log, summary in runs.values():
+        assert log[-1]["loss"] < log[1]["loss"] and log[-1]["heldout_loss"] < log[0]["heldout_loss"]
+        assert all(row["grad_norm"] > 0 and 1 / 4 <= row["busiest_expert"] < 1 for row in log[1:])
+        assert summary["case"]["expert_parallel"] == summary["case"]["ranks"] == 2
+        assert summary["case"]["tokens_per_step"] == 8 * 32 and summary["case"]["lr"] == 1e-2
+    assert [set(runs[name][1]["roundings"]) for name in runs] == [set(), set(), DEFAULT | OF_WGRAD]
+
+
+@pytest.mark.parametrize("recipe, expected", [
+    ("wires_128", DEFAULT | {"combine_fwd", "dispatch_bwd"}), ("classic_default_128", DEFAULT), ("plain", set()),
+    ("default_128-pre", DEFAULT - {"pre"}), ("default_128-x", DEFAULT - {"dispatch_fwd"}),
+    ("mxfp8_128-g", (DEFAULT | OF_WGRAD) - {"combine_bwd", "g_wgrad"}),
+    ("default_128-fp8_sums", DEFAULT)])
+def test_each_row_says_which_roundings_acted(ranks2, state, recipe, expected):
+    log, summary = trained(ranks2, state, recipe, 0)
+    assert set(summary["roundings"]) == expected and log[-1]["loss"] < log[1]["loss"]
+    assert summary["section"] == RECIPES[recipe].section
+    assert summary["layers_converted"] == (0 if recipe == "plain" else 2) and summary["moe_layers"] == 2
+    for row in log:
+        for name, db in row.get("sqnr_db", {}).items():
+            assert db > 25 and abs(row["shrinkage"][name]) < 0.01
+    done = convergence_results.row(state / f"tiny-{recipe}-0")
+    assert done["correct"] and done["step_ms"] > 0
+    assert done["heldout_loss"] == pytest.approx(log[-1]["heldout_loss"], rel=1e-5)
+    summary_path = state / f"tiny-{recipe}-0/summary.json"
+    summary_path.write_text(json.dumps(summary | {"roundings": [] if expected else ["h"]}))
+    assert convergence_results.row(state / f"tiny-{recipe}-0")["failure"] == (
+        "no rounding acted" if expected else "a rounding acted")
 
 
 def test_more_than_two_epochs_are_refused(ranks2, state):
     with pytest.raises(AssertionError, match="epochs of --data"):
-        ranks2.run(_train, state, "pieces", "mxfp8_128", 0.0, "--steps", "10000")
+        ranks2.run(_train, state, BF16, 0, "--steps", "10000")
+
+
+def test_a_yardstick_without_another_order_is_refused(ranks2, state):
+    with pytest.raises(AssertionError, match="a rank has one sequence in a step, so no sum has another order"):
+        ranks2.run(_one_sequence, state)
+
+
+def _one_sequence(state):
+    engine = mock.Mock(**{"train_micro_batch_size_per_gpu.return_value": 1,
+                          "gradient_accumulation_steps.return_value": 1})
+    windows = convergence_run.stored(state, "training", 32)
+    convergence_run.batches_of_step(windows, engine, Run("tiny", BF16, 0), 0, True)
 
 
 # ---- what needs no ranks ------------------------------------------------------------------------------------------
+
+
+def test_switches_change_one_thing():
+    for name, recipe in RECIPES.items():
+        for base in ("default_128", "mxfp8_128"):
+            if name.startswith(base) and name != base:
+                changed = {key: value for key, value in recipe.section.items() if key not in RECIPES[base].section}
+                assert len(changed) + len(recipe.off or ()) > 0 or recipe.off == ()
+                assert RECIPES[base].section.items() <= recipe.section.items() and len(changed) <= 1
 
 
 def test_copies_of_a_text_are_left_out_and_none_is_on_both_sides(tmp_path):
     (tmp_path / "texts").mkdir()
     for i in range(400):
         (tmp_path / f"texts/{i}").write_text(f"text {i % 200:05}")
-    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
+    convergence_run.store_tokens(str(tmp_path / "texts"), tmp_path)
     about = json.loads((tmp_path / "tokens.json").read_text())
     assert about["training_tokens"] + about["heldout_tokens"] == 200 * 11 and about["heldout_tokens"] < 400
     sides = [{bytes(text[1:].astype(np.uint8)) for text in np.load(tmp_path / f"{name}.npy").reshape(-1, 11)}
              for name in ("training", "heldout")]
     assert len(sides[0] | sides[1]) == 200 and not sides[0] & sides[1]
     (tmp_path / "texts/new").write_text("later texts change nothing")
-    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
+    convergence_run.store_tokens(str(tmp_path / "texts"), tmp_path)
     assert json.loads((tmp_path / "tokens.json").read_text()) == about
+    (tmp_path / "one").write_text("a single text")
+    with pytest.raises(SystemExit, match="leave none for .*; expected a folder of many files"):
+        convergence_run.store_tokens(str(tmp_path / "one"), tmp_path / "other")
+
+
+def test_a_state_keeps_to_its_data(tmp_path):
+    (tmp_path / "tokens.json").write_text('{"source": "stdlib"}')
+    convergence_run.store_tokens("stdlib", tmp_path)
+    with pytest.raises(SystemExit, match="has the tokens of --data stdlib, not of pydoc"):
+        convergence_run.store_tokens("pydoc", tmp_path)
 
 
 def arguments(state, *more):
+    (state / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
     return convergence.parse_args(["--out", "unused", "--state", str(state), *more])
 
 
 def test_the_most_important_runs_come_first(tmp_path):
     names = [run.name for run in convergence.plan(arguments(tmp_path))]
-    assert names[:9] == ["50M-bf16-0", "50M-default_128-0", "50M-mxfp8_128-0", "50M-default_32-0",
-                         *(f"50M-bf16-{seed}" for seed in range(1, 5)), "50M-own_bf16-0"]
-    assert len(names) == 20 and names[10:] == [name.replace("50M", "300M") for name in names[:10]]
-    with pytest.raises(SystemExit):  # the state lies outside of the repository
-        arguments(convergence.ROOT / "runs")
-    few = convergence.plan(arguments(tmp_path, "--recipes", "floor", "bf16", "--seeds", "2", "--bf16_seeds", "1",
-                                     "--sizes", "50M"))
-    assert [run.name for run in few] == ["50M-bf16-0", "50M-floor-0", "50M-floor-1"]
+    assert names[:6] == ["50M-bf16-0", "50M-default_128-0", "50M-reordered-0", "50M-mxfp8_128-0", "50M-bf16-1",
+                         "50M-default_128-1"]
+    assert len(names) == len(set(names)) == (4 * 8 + 4 * 3) + 4 * 4
+    assert names[32:36] == ["50M-default_32-0", "50M-wires_128-0", "50M-classic_bf16-0", "50M-classic_default_128-0"]
+    assert names[44:46] == ["300M-bf16-0", "300M-default_128-0"]
+    few = convergence.plan(arguments(tmp_path, "--recipes", "bf16", "default_128-h", "--seeds", "2", "--sizes",
+                                     "300M"))
+    assert [run.name for run in few] == ["300M-bf16-0", "300M-default_128-h-0", "300M-bf16-1", "300M-default_128-h-1"]
 
 
-def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, capsys):
-    """Each run stands for a process that takes a second; the third of them fails."""
-    events = []
-
-    class Process:
-
-        def __init__(self, run):
-            self.begin, self.returncode, self.run = time.monotonic(), None, run
-
-        def poll(self):
-            if time.monotonic() > self.begin + 1 and self.returncode is None:
-                self.returncode = int(self.run.seed == 2)
-                events.append(("end", self.run.seed))
-                if self.returncode == 0:
-                    (tmp_path / self.run.name / "summary.json").touch()
-            return self.returncode
-
-    def launch(run, place, until, args):
-        events.append((place, run.seed))
-        (tmp_path / run.name).mkdir()
-        (tmp_path / run.name / "output.txt").write_text("out of memory")
-        return Process(run)
-
-    args = arguments(tmp_path, "--recipes", "bf16", "--sizes", "50M", "--seconds", "1e9")
-    with mock.patch.object(convergence, "launch", launch), \
-            mock.patch.object(convergence, "places", lambda _: ["0,1", "2,3"]):
-        assert not convergence.work(convergence.plan(args), args)
-        assert [event for event in events if event[0] != "end"] == [("0,1", 0), ("2,3", 1), ("0,1", 2), ("2,3", 3),
-                                                                    ("0,1", 4)]
-        assert events[2][0] == "end"
-        events.clear()
-        args.seconds = 0.0
-        assert convergence.work(convergence.plan(args), args) and not events
-        assert "--seconds 0 is too short: a run is begun if 100 s are left" in capsys.readouterr().err
+@pytest.mark.parametrize("given, told", [
+    (["--recipes", "flor"], "unknown flor; expected some of bf16, default_128"),
+    (["--heldout_every", "15"], "--heldout_every must be a multiple of --log_every"),
+    (["--ranks", "3"], "--ranks 3: expected a divisor of the 16 sequences of a step of 50M"),
+    (["--hf_model", "x"], "--hf_model and --model need --ds_config"),
+    (["--ds_config", "nowhere.json"], "there is no file nowhere.json"),
+    (["--state", str(convergence.ROOT / "runs")], "name a folder outside of the repository")])
+def test_wrong_arguments(given, told, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        convergence.parse_args(["--out", "unused", *given])
+    assert told in capsys.readouterr().err
 
 
-def row(recipe, seed, heldout, steps=200, **case):
+class Ranks:
+    """Stands for the ranks of a run of `seconds`, which fails if `fails`. It leaves a summary if it does not."""
+
+    def __init__(self, folder, case, seconds=0.5, fails=False):
+        self.folder, self.case, self.fails, self.ended = folder, case, fails, False
+        self.at = time.monotonic() + seconds
+
+    def poll(self):
+        if time.monotonic() < self.at:
+            return None
+        if not self.fails:
+            (self.folder / "summary.json").write_text(json.dumps(self.case))
+        return int(self.fails)
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("codes, expected", [([0, 0], 0), ([0, 7], 7), ([None, 0], None), ([None, 7], 7)])
+def test_a_run_ends_with_its_first_rank_that_fails(codes, expected):
+    """None: the rank runs on."""
+    sleeping = "import sys, time; time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", sleeping if code is None else f"raise SystemExit({code})"])
+                 for code in codes]
+    ranks = convergence.Ranks(processes)
+    for code, process in zip(codes, processes, strict=True):
+        if code is not None:
+            process.wait(timeout=30)
+    assert ranks.poll() == expected
+    ranks.end()
+    assert all(process.returncode is not None for process in processes)
+
+
+def test_a_rank_ends_with_the_study():
+    """Although the process that started it is killed."""
+    reads, writes = os.pipe()
+    study = os.fork()
+    if study == 0:
+        me = os.getpid()
+        if os.fork() == 0:
+            convergence_run._end_with(me)
+        os.kill(me, 9)
+    os.close(writes)
+    os.waitpid(study, 0)
+    assert os.read(reads, 1) == b""  # the rank, too, has closed its end
+    os.close(reads)
+
+
+def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, capsys):
+    """Seed 2 fails, and seed 4 takes longer than there is time."""
+    args = arguments(tmp_path, "--recipes", "bf16", "--sizes", "50M", "--seeds", "5", "--seconds", "1e9")
+    started, stored, launched = [], [], []
+
+    def launch(run, place, args):
+        started.append((place, run.seed))
+        folder = tmp_path / run.name
+        folder.mkdir(exist_ok=True)
+        (folder / "output.txt").write_text("out of memory")
+        done = {"case": convergence.asked(args), "section": RECIPES[BF16].section}
+        launched.append(Ranks(folder, done, 60 if run.seed == 4 else 0.5, run.seed == 2))
+        return launched[-1]
+
+    monkeypatch.setattr(convergence, "launch", launch)
+    monkeypatch.setattr(convergence, "places", lambda _: ["0", "1"])
+    monkeypatch.setattr(convergence, "ENDING_S", 0)
+    monkeypatch.setattr(convergence, "SHORTEST_S", 0)
+    args.seconds = time.time() - convergence.STARTED + 3
+    assert not convergence.work(convergence.plan(args), args, lambda: stored.append(1))
+    assert [seed for _, seed in started] == [0, 1, 2, 3, 4] and {place for place, _ in started} == {"0", "1"}
+    told = capsys.readouterr().err
+    assert len(stored) == 3 and "50M-bf16-4: no time to finish it" in told and "out of memory" in told
+    assert [ranks.ended for ranks in launched] == [False] * 4 + [True]
+    # What is finished is not started again, and nothing is started that would not end in time.
+    started.clear()
+    args.seconds = 0.0
+    assert convergence.work(convergence.plan(args), args, stored.clear) and not started
+    assert "no time for 2 runs, beginning with 50M-bf16-2" in capsys.readouterr().err
+    # With other arguments, nothing is.
+    args.steps = 7
+    assert not any(convergence.finished(run, args) for run in convergence.plan(args))
+
+
+def row(recipe, seed, heldout, steps=200, start=5.6, **case):
     """A result row; training goes the same way in all."""
-    curve = {str(step): 2.0 - step / 1000 for step in (100, steps)}
-    curves = dict.fromkeys(("loss", "grad_norm", "busiest_expert"), curve) | {
-        "heldout_loss": {"0": 5.6, "100": 2.0, str(steps): heldout}, "sqnr_db": {"10": {"output": 20.0}},
-        "heldout_loss_bf16": {"0": 5.6, str(steps): heldout - 0.05} if recipe == "mxfp8_128" else {}}
+    losses = {str(step): 2.0 - step / 1000 for step in (100, steps)}
+    curves = dict.fromkeys(("loss", "grad_norm", "busiest_expert"), losses) | {
+        "heldout_loss": {"0": start, "100": 2.0, str(steps): heldout}, "heldout_loss_bf16": {}, "sqnr_db": {},
+        "shrinkage": {}}
+    section = RECIPES[recipe].section
+    quantizes = RECIPES[recipe].quantizes
+    if quantizes:
+        curves |= {"heldout_loss_bf16": {"0": start, str(steps): heldout - 0.05},
+                   "sqnr_db": {"0": {"h": 31.5, "pre": 31.0}, str(steps): {"h": 31.6, "pre": 31.2}},
+                   "shrinkage": {"0": {"h": -7e-4, "pre": -7e-4}, str(steps): {"h": -7e-4, "pre": -7e-4}}}
     return {"case": {"size": "tiny", "parameters": 1e6, "steps": steps, "tokens_per_step": 64, "expert_parallel": 2,
-                     "ranks": 2, "heldout_windows": 128, "data_sha256": "ab" * 8, "seed": seed} | case,
-            "contender": recipe, "heldout_loss": heldout, "correct": True, "curves": curves}
+                     "ranks": 1, "heldout_windows": 128, "data_sha256": "ab" * 8, "seed": seed} | case,
+            "contender": recipe, "section": section, "heldout_loss": heldout, "correct": True, "curves": curves,
+            "roundings": ["h", "pre"] if quantizes else []}
+
+
+def prepared(rows):
+    return {(one["contender"], one["case"]["steps"]): one for one in convergence_results.prepare({"rows": rows})}
+
+
+def test_differences_are_paired_by_seed():
+    noise = [0.0, 0.3, -0.2, 0.1]  # of seeds, far larger than the differences
+    rows = [row(BF16, seed, 1 + noise[seed]) for seed in range(4)]
+    costs = [0.001, 0.002, 0.003, 0.002]
+    rows += [row("mxfp8_128", seed, (1 + noise[seed]) * (1 + costs[seed])) for seed in range(4)]
+    rows += [row(YARDSTICK, seed, (1 + noise[seed]) * (1 + cost)) for seed, cost in enumerate((0, 4e-3, 0, -4e-3))]
+    rows += [row("default_128", 7, 1.0), row("mxfp8_128", 0, 9.0, steps=100)]  # without a partner; another case
+    found = prepared(rows)
+    of = found["mxfp8_128", 200]
+    expected = paired.interval(costs)
+    assert (of["difference"], of["low"], of["high"]) == pytest.approx(expected[:3]) and of["pairs"] == 4
+    assert of["over_steps"][100].mean == 0 and of["over_steps"][200].mean == pytest.approx(expected.mean)
+    assert of["in_bf16"] == pytest.approx(expected.mean - 0.05 * np.mean([1 / (1 + n) for n in noise]))
+    assert of["less"] == pytest.approx(0.002) and of["roundings"] == "h, pre" and of["sqnr_db"] == 31.2
+    assert "difference" not in found[BF16, 200] and "difference" not in found["default_128", 200]
+    assert "verdict" not in found[YARDSTICK, 200] and found[YARDSTICK, 200]["difference"] == pytest.approx(0)
+
+
+def test_runs_that_do_not_start_alike_are_no_pair():
+    rows = [row(BF16, 0, 1.0), row(BF16, 1, 1.0), row("mxfp8_128", 0, 1.0), row("mxfp8_128", 1, 1.0, start=5.7)]
+    of = prepared(rows)["mxfp8_128", 200]
+    assert not of["correct"] and of["failure"] == "seeds [1] do not start with the loss of bf16"
+
+
+@pytest.mark.parametrize("costs, yardstick, said, beyond", [
+    ([0.001, 0.0012, 0.0011], [0.0, 0.001, -0.001], "costs at most 0.25%", True),
+    ([0.01, 0.0101, 0.0102], [0.0, 0.001, -0.001], "costs quality: its interval lies above zero. At a spread", False),
+    ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "no worse than another order of sums, to within", True),
+    ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: its interval contains zero. At a spread", False),
+    ([0.01], [0.0], "one pair says nothing about the spread", None)])
+def test_verdicts(costs, yardstick, said, beyond, tmp_path, capsys):
+    rows = [one for seed, (cost, other) in enumerate(zip(costs, yardstick, strict=True))
+            for one in (row(BF16, seed, 1.0), row("default_128", seed, 1 + cost), row(YARDSTICK, seed, 1 + other))]
+    of = prepared(rows)["default_128", 200]
+    assert of["verdict"].startswith(said)
+    assert of.get("beyond") == (None if beyond is None else 0 if beyond else pytest.approx(of["high"] - 0.0025))
+    path = tmp_path / "convergence.json"
+    results_file.write("convergence", rows, path, of_commit="abc")
+    assert show.show(convergence.SHOWN, path, check=True) == ("bars not reached: 1" if beyond is False else "")
+    assert said in capsys.readouterr().out and path.with_suffix(".png").stat().st_size > 5000
+
+
+def test_the_seeds_needed_follow_from_the_yardstick():
+    yardstick = [0.01, -0.01, 0.0, 0.002]
+    spread = paired.interval(yardstick).spread
+    needed = paired.pairs_needed(spread, 0.0025)
+    said, _ = convergence_results.verdict(paired.interval([0.02, 0.001, 0.002, 0.01]), None, spread)
+    assert f"At a spread of {spread:.2%}, a recipe that costs nothing needs {needed} seeds" in said
+
+
+def test_result_files_of_before_are_shown():
+    for path in results_file.RESULTS.glob("convergence*.json"):
+        for one in convergence_results.prepare(results_file.read(path)):
+            assert one["correct"] and np.isfinite(one["heldout_loss"])
 
 
 def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys):
     """All but one of two; that one finishes at once."""
     known, out, state = tmp_path / "known.json", tmp_path / "out.json", tmp_path / "state"
-    results_file.write("convergence", [row("bf16", 0, 1.5)], known, of_commit="older")
+    results_file.write("convergence", [row(BF16, 0, 1.5)], known, of_commit="older")
     state.mkdir()
     (state / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
     asked = []
 
-    def work(runs, args):
+    def work(runs, args, store):
         asked.extend(run.name for run in runs)
         for run in runs:
             (state / run.name).mkdir()
-            (state / run.name / "summary.json").touch()
+            summary = {"case": convergence.asked(args), "section": RECIPES[run.recipe].section}
+            (state / run.name / "summary.json").write_text(json.dumps(summary))
         return True
 
     monkeypatch.setattr(convergence, "work", work)
-    monkeypatch.setattr(convergence, "store_tokens", lambda *_: None)
-    monkeypatch.setattr(convergence, "row", lambda folder: row("bf16", 1, 2.5))
+    monkeypatch.setattr(convergence_run, "store_tokens", lambda *_: None)
+    monkeypatch.setattr(convergence, "row", lambda folder: row(BF16, 1, 2.5))
     monkeypatch.setattr(sys, "argv", ["convergence.py", "--state", str(state), "--sizes", "tiny", "--recipes", "bf16",
-                                      "--bf16_seeds", "2", "--known", str(known), "--out", str(out), "--steps", "200"])
+                                      "--seeds", "2", "--known", str(known), "--out", str(out), "--steps", "200"])
     with pytest.raises(SystemExit) as ended:
         convergence.main()
     assert not ended.value.code and asked == ["tiny-bf16-1"]
     assert "2 of 2 runs are finished" in capsys.readouterr().err
     result = results_file.read(out)
     assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5] and result["commit"] == "older"
+    monkeypatch.setitem(RECIPES, BF16, Recipe({"recipe": BF16, "overlap": False}))
+    with pytest.raises(SystemExit, match="has tiny-bf16-0 with the section {'recipe': 'bf16'}, and it is .* now"):
+        convergence.main()
     sys.argv[-1] = "300"
     with pytest.raises(SystemExit, match="known.json has runs of {'steps': 200, .* and these are of {'steps': 300"):
         convergence.main()
 
 
-def test_a_state_keeps_to_its_data(tmp_path):
-    (tmp_path / "tokens.json").write_text('{"source": "stdlib"}')
-    convergence.store_tokens("stdlib", tmp_path)
-    with pytest.raises(SystemExit, match="has the tokens of --data stdlib, not of pydoc"):
-        convergence.store_tokens("pydoc", tmp_path)
+# ---- whole commands -------------------------------------------------------------------------------------------------
 
 
-def test_recipes_are_compared_with_the_seeds_of_bf16(tmp_path, capsys):
-    rows = [row("bf16", seed, 1.5 + seed / 100) for seed in range(5)]
-    rows.append(row("bf16", 0, 9.0, steps=100))  # another case: not in the range
-    rows += [row("default_128", 0, 1.56), row("default_128", 1, 1.50), row("mxfp8_128", 0, 1.55),
-             row("floor", 0, 1.4)]
-    found = {(one["contender"], one["case"]["steps"]): one for one in convergence.prepare({"rows": rows})}
-    assert found["default_128", 200]["heldout_loss"] == pytest.approx(1.53) and found["default_128", 200]["seeds"] == 2
-    assert found["default_128", 200]["to_bf16"] == pytest.approx(1.53 / 1.52 - 1)
-    assert found["mxfp8_128", 200]["beyond"] == pytest.approx(1.55 / 1.54 - 1)
-    assert found["mxfp8_128", 200]["heldout_bf16"] == pytest.approx(1.5)
-    assert found["default_128", 200]["beyond"] == found["floor", 200]["beyond"] == 0
-    path = tmp_path / "convergence.json"
-    results_file.write("convergence", rows, path, of_commit="abc")
-    assert show.show(convergence.SHOWN, path, check=True) == "bars not reached: 1"
-    assert path.with_suffix(".png").stat().st_size > 5000
-    assert "beyond the highest of bf16's seeds is 0.006494 (mxfp8_128" in capsys.readouterr().err
-    results_file.write("convergence", rows[6:7], path, of_commit="abc")  # without bf16
-    assert show.show(convergence.SHOWN, path) == ""
+def command(*arguments):
+    script = convergence.ROOT / "examples/benchmarks/training/convergence.py"
+    done = subprocess.run([sys.executable, str(script), *map(str, arguments)], env=os.environ | {
+        "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(convergence.ROOT)}, capture_output=True, text=True, timeout=280)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_study_of_a_tiny_model(tmp_path):
+    given = ("--sizes", "tiny", "--steps", "4", "--log_every", "2", "--heldout_every", "2", "--heldout_windows", "8",
+             "--data", "pydoc", "--sharing", "2", "--state", tmp_path, "--seconds", "250")
+    first = tmp_path / "first.json"
+    status, _, told = command(*given, "--recipes", "bf16", "--seeds", "2", "--out", first)
+    assert status == 0, told
+    status, shown, told = command(*given, "--recipes", "bf16", "default_128", "--seeds", "2", "--known", first,
+                                  "--out", tmp_path / "second.json")
+    assert status == 0 and "4 of 4 runs are finished" in told and "tiny-bf16" not in told, told
+    assert "tiny, default_128:" in shown and "seeds: 2" in shown
+
+
+def test_an_ab_of_ones_own_model(tmp_path):
+    config = json.loads((CONFIGS / "ds/autoep_zero2.json").read_text())
+    config |= {"expert_parallel": {"enabled": True, "autoep_size": 1}, "train_micro_batch_size_per_gpu": 1,
+               "gradient_accumulation_steps": 2}
+    path, out = tmp_path / "ds_config.json", tmp_path / "ab.json"
+    given = ("--ds_config", path, "--hf_model", CONFIGS / "models/qwen3_moe_tiny.yaml", "--seq_len", "32", "--steps",
+             "2", "--log_every", "1", "--heldout_every", "1", "--heldout_windows", "4", "--data", "pydoc", "--state",
+             tmp_path, "--seeds", "1", "--out", out, "--seconds", "250", "--sharing", "2")
+    path.write_text(json.dumps(config))
+    status, _, told = command(*given)
+    assert status and 'expected a section "mxfp8_moe" with "enabled": true' in told
+    path.write_text(json.dumps(config | {"mxfp8_moe": {"enabled": True, "recipe": "mxfp8", "min_tokens_per_expert": 0,
+                                                       "combine_fwd_dtype": "mxfp8"}}))
+    status, shown, told = command(*given)
+    assert status == 0 and "own, own:" in shown, told
+    rows = {one["contender"]: one for one in results_file.read(out)["rows"]}
+    assert rows.keys() == {"bf16", "own", "reordered"} and "combine_fwd" in rows["own"]["roundings"]
+    assert rows["bf16"]["roundings"] == [] and rows["bf16"]["section"]["recipe"] == "bf16"
+    assert str(tmp_path) not in out.read_text() and len(STUDY["own"]) == 3

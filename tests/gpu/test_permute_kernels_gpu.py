@@ -21,7 +21,7 @@ from permute_cases import (
 )
 
 from ds_mxfp8_moe.ops.triton_kernels import local, permute
-from ds_mxfp8_moe.transport import collective
+from ds_mxfp8_moe.transport import rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
 
@@ -53,6 +53,13 @@ def test_dtypes(wire, dtype, y_dtype):
 def test_every_number_of_choices(top_k):
     for wire in (PLAIN, MX32, MX128):
         check_exchange("cuda", Problem((50, 60, 40), top_k=top_k, wire=wire, hidden=544))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("node_size, ranks", [(2, 4), (3, 6), (4, 8)])
+def test_two_hops(wire, node_size, ranks):
+    check_exchange("cuda", Problem((300, ) * (ranks - 1) + (511, ), top_k=8, local_experts=8, hidden=2880,
+                                   wire=WIRES[wire], not_finite=True, routing="dropped"), node_size)
 
 
 @pytest.mark.parametrize("case", MESSAGES, ids=str)
@@ -126,7 +133,7 @@ def over_nccl(problem: Problem):
         return x_PH, weight_P, *transport.combine(plan, y_PH, problem.wire, problem.dtype, weight_P)
 
     with_kernels = both()
-    with mock.patch.object(collective, "runs_triton", lambda x: False):
+    with mock.patch.object(rows, "runs_kernels", lambda *_: False):
         plain = both()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(with_kernels, plain, strict=True))
 

@@ -13,7 +13,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.mark.parametrize("activation, layout", slow_except(
     product(["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"], ["mlp", "gate_up", "up_gate"]),
-    ("silu", "gate_up"), ("gelu", "up_gate"), ("gelu_tanh", "mlp"), ("relu", "mlp"), ("swiglu_oai", "gate_up")))
+    ("silu", "gate_up"), ("gelu", "up_gate"), ("gelu_tanh", "mlp"), ("relu", "mlp"),
+    ("swiglu_oai", "gate_up")))
 def test_every_formula(interpreter, activation, layout):
     interpreter(run_case, "cpu", activation, layout, 160, dict(ends=(128, )))  # takes half the time of more rows
 

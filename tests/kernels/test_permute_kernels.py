@@ -2,7 +2,7 @@
 """The permute kernels in Triton's interpreter."""
 
 import pytest
-from permute_cases import MESSAGES, MX32, PLAIN, PROBLEMS, Problem, check_exchange, check_message
+from permute_cases import MESSAGES, MX32, MX128, PLAIN, PROBLEMS, Problem, check_exchange, check_message
 from slow import slow_except
 
 
@@ -14,6 +14,14 @@ def test_same_bits_as_the_plain_path(interpreter, name):
 @pytest.mark.parametrize("top_k", slow_except(range(1, 9), 1, 2, 3, 8))
 def test_every_number_of_choices(interpreter, top_k):
     interpreter(check_exchange, "cpu", Problem((5, 6, 4), top_k=top_k, wire=MX32 if top_k % 2 else PLAIN, hidden=64))
+
+
+@pytest.mark.parametrize("node_size", [1, 2, 3])
+@pytest.mark.parametrize("wire", [PLAIN, MX32, MX128])
+def test_two_hops(interpreter, wire, node_size):
+    tokens = (3, 2, 0, 5, 4, 1) if node_size == 3 else (3, 2, 5, 4)
+    interpreter(check_exchange, "cpu", Problem(tokens, top_k=3, local_experts=2, wire=wire, hidden=160,
+                                               routing="dropped"), node_size)
 
 
 @pytest.mark.parametrize("case", MESSAGES, ids=str)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converted AutoEP layers beside DeepSpeed's own: the same routing bits, the same training, MXFP8 within its bars."""
 
+from unittest import mock
+
 import peft
 import pytest
 import torch
@@ -441,7 +443,7 @@ TAMPERED = {
     "GroupedExperts has a forward hook, which this path would ignore":
     lambda layer: layer.experts.register_forward_hook(lambda module, args, output: None),
     "forward method is replaced": lambda layer: setattr(layer, "forward", layer.forward),
-    "its comm_backend is 'deepep'": lambda layer: setattr(layer, "comm_backend", "deepep"),
+    "its comm_backend is 'other'": lambda layer: setattr(layer, "comm_backend", "other"),
     "parameter w1 of its experts is shared": lambda layer: layer.register_parameter("again", layer.experts.w1),
 }
 
@@ -459,6 +461,23 @@ def test_what_it_cannot_prove_it_leaves_alone(ranks2, reason, stage):
     for untouched, detail, other in ranks2.run(refused, reason, stage):
         assert untouched and other
         assert reason in detail and "runs DeepSpeed's own path" in detail
+
+
+DEEPEP = {"comm_backend": "deepep", "comm_max_tokens_per_rank": 64}
+
+
+def in_place_of_deepep() -> tuple:
+    """Trains with layers that the config gives to DeepEP, and with others. DeepEP itself is not called."""
+    with mock.patch.object(auto_ep_layer.AutoEPMoELayer, "_deepep_route", side_effect=AssertionError):
+        deepep, comm = (train(MXFP8, 1, expert_parallel=keys) for keys in (DEEPEP, {}))
+    details = [layer.detail for layer in convert(engine(None, expert_parallel=DEEPEP), MXFP8).layers]
+    return deepep[0], comm[0], all(torch.equal(deepep[2][name], comm[2][name]) for name in comm[2]), deepep[4], details
+
+
+def test_layers_of_deepep_train_with_our_exchange_and_the_report_says_so(ranks2):
+    for deepep, comm, same, converted, details in ranks2.run(in_place_of_deepep):
+        assert deepep == comm and same and converted == len(details) == 2
+        assert all(detail.endswith(", in place of DeepEP") for detail in details)
 
 
 def fallback_trains(*args, **kwargs):

@@ -2,10 +2,12 @@
 """The choice of transport: for a reason, alike on every rank, made once. Machines with GPUs are played on the CPU."""
 
 import io
+import json
 from collections import Counter
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.transport import choose as module
-from ds_mxfp8_moe.transport.choose import MOST_RANKS, Place, choose
+from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.local import Local
@@ -148,6 +150,127 @@ def on_the_cpu():
     with pytest.raises(RuntimeError, match="there is no CUDA device"):
         choose(group, "moe", "nvlink")
     return isinstance(chosen, Collective), out.getvalue()
+
+
+# ---------------------------------------------------------------- two hops
+
+
+def on_nodes(hosts: list, *requests) -> list:
+    """What this rank gets for each request (arguments of choose), and what it prints. Rank i runs on hosts[i]."""
+    group, got = dist.get_world_group(), []
+    module._OF_GROUP.pop(group, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_place", lambda: Place(hosts[dist.get_rank()], "", gpus()))
+        for keys in requests:
+            out = io.StringIO()
+            with redirect_stdout(out):
+                try:
+                    chosen = choose(group, "moe", **keys)
+                except (RuntimeError, ValueError) as error:
+                    chosen = error
+            hops = getattr(chosen, "hops", None)
+            got.append((type(chosen).__name__, hops and hops.node_size, str(chosen) if hops is None else "",
+                        out.getvalue()))
+    module._OF_GROUP.pop(group, None)
+    return got
+
+
+TWO_BY_TWO, ONE_HOST = ["a 1", "a 1", "b 2", "b 2"], ["a 1"] * 4
+START = "mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: "
+
+
+def test_groups_that_span_nodes_evenly_take_two_hops(ranks4):
+    answers = ranks4.run(on_nodes, TWO_BY_TWO, {}, {"requested": "hierarchical"}, {"requested": "collective"})
+    for rank, (chosen, requested, collective) in enumerate(answers):
+        assert chosen[:2] == requested[:2] == ("Hierarchical", 2) and collective[0] == "Collective"
+        said = f"{START}2 nodes of 2 ranks, wire host"
+        assert chosen[3] == (f"{said}. No nvlink, because there is no CUDA device\n" if rank == 0 else "")
+        assert requested[3] == (f"{said}\n" if rank == 0 else "")
+
+
+def test_node_size_makes_nodes_of_consecutive_ranks(ranks4):
+    for rank, (two, default, again) in enumerate(ranks4.run(
+            on_nodes, ONE_HOST, {"requested": "hierarchical", "node_size": 2, "wire": "host"}, {"node_size": 2},
+            {"requested": "hierarchical", "node_size": 2})):
+        assert two[:2] == default[:2] == again[:2] == ("Hierarchical", 2)
+        assert two[3] == (f"{START}2 nodes of 2 ranks, wire host\n" if rank == 0 else "") and again[3] == ""
+
+
+THREE_AND_ONE = "its nodes have different numbers of ranks: ranks [3] are one node and ranks [0, 1, 2] another"
+UNEVEN = [
+    (["a 1", "a 1", "a 1", "b 2"], {}, THREE_AND_ONE),
+    (["a 1", "b 2", "a 1", "b 2"], {}, "the ranks of a node are not consecutive in the group: [0, 2] and [1, 3]"),
+    (["a 1", "b 2", "c 3", "d 4"], {}, "there is one rank a node"),
+    (ONE_HOST, {"node_size": 1}, "there is one rank a node"),
+    (ONE_HOST, {"node_size": 3}, THREE_AND_ONE),
+]
+
+
+@pytest.mark.parametrize("hosts, keys, obstacle", UNEVEN, ids=lambda value: None)
+def test_other_nodes_take_the_collective_transport_and_say_why(ranks4, hosts, keys, obstacle):
+    for rank, answers in enumerate(ranks4.run(on_nodes, hosts, keys, {"requested": "hierarchical"} | keys)):
+        reasons = (f"there is no CUDA device. No hierarchical, because {obstacle}",
+                   f"{obstacle}. No nvlink, because there is no CUDA device")
+        for (name, _, _, said), warning, reason in zip(answers, ("", "WARNING: "), reasons, strict=True):
+            assert name == "Collective"
+            assert said == (f"mxfp8_moe: {warning}transport collective between ranks [0, 1, 2, 3]: {reason}\n"
+                            if rank == 0 else "")
+
+
+def test_hierarchical_inside_one_node_is_what_no_request_gives(ranks2):
+    ((name, _, _, said), ), _ = ranks2.run(on_nodes, ONE_HOST, {"requested": "hierarchical"})
+    assert name == "Collective" and "all ranks are on one node. No nvlink, because there is no CUDA device" in said
+
+
+def with_nvlink(*requests) -> list:
+    """What is decided on a machine with NVLink."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_nvlink", lambda *args: Verdict("nvlink", "good"))
+        return [module._decide(dist.get_world_group(), "moe", Asked(*keys, "host")) for keys in requests]
+
+
+def test_nvlink_comes_before_two_hops_unless_these_are_requested(ranks4):
+    for default, of_size, requested, uneven, nvlink in ranks4.run(
+            with_nvlink, (None, None), (None, 2), ("hierarchical", 2), ("hierarchical", 3), ("nvlink", 2)):
+        assert default == of_size == nvlink == Verdict("nvlink", "good")
+        assert requested == Verdict("hierarchical", "2 nodes of 2 ranks, wire host", node_size=2)
+        assert uneven == Verdict("nvlink", f"good. No hierarchical, because {THREE_AND_ONE}")
+
+
+def without_process_groups() -> tuple:
+    """Rank 1 cannot make a process group for its hops."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(module.Hops, "of", mock.Mock(side_effect=RuntimeError("no splits")))
+        else:
+            patch.setattr(module.Hops, "of", lambda *args: None)
+        return on_nodes(TWO_BY_TWO, {})[0]
+
+
+def test_one_rank_without_process_groups_decides_for_all(ranks4):
+    for rank, (name, _, _, said) in enumerate(ranks4.run(without_process_groups)):
+        assert name == "Collective"
+        assert said == ("mxfp8_moe: WARNING: transport collective between ranks [0, 1, 2, 3]: there is no CUDA "
+                        "device. No hierarchical, because rank 1: the process groups of two hops cannot be made: "
+                        "RuntimeError: no splits\n" if rank == 0 else "")
+
+
+def ask_differently(keys: list) -> list:
+    group = dist.get_world_group()
+    module._OF_GROUP.pop(group, None)
+    with pytest.raises(ValueError) as caught:
+        choose(group, "moe", **keys[dist.get_rank()])
+    assert group not in module._OF_GROUP or not module._OF_GROUP[group]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key, one, two", [("node_size", 2, 1), ("requested", "hierarchical", None)])
+def test_ranks_that_ask_for_different_nodes_raise_everywhere(ranks2, key, one, two):
+    keys = [{"requested": "hierarchical", "node_size": 2, key: value} for value in (one, two)]
+    name = "transport" if key == "requested" else key
+    values = [json.dumps(value) for value in (two, one)]
+    said = f'moe: "{name}" is {values[0]} on rank 1 and {values[1]} on rank 0: give every rank the same config'
+    assert ranks2.run(ask_differently, keys) == [said] * 2
 
 
 def test_without_gpus(ranks2):

@@ -119,7 +119,7 @@ def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
 def layer_with_deadline(**keys):
     group_with_deadline()
     layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3, **keys)
-    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
+    ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True, transport="collective"))  # else the choice comes first
     layer.set_deepspeed_parallelism()
     return layer
 

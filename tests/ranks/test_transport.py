@@ -114,11 +114,11 @@ def outputs_of(problem: Problem, rank: int, inputs: list, dtype: torch.dtype) ->
     return y, number
 
 
-def naive_combine(problem: Problem, owner: int, inputs: list, outputs: list) -> tuple:
-    """The order of sums, word for word: fp32 partial per token and rank in ascending choice, one rounding, fp32 sum
-    in ascending rank."""
+def naive_combine(problem: Problem, owner: int, inputs: list, outputs: list, node_size: int = 1) -> tuple:
+    """The order of sums, word for word: fp32 partial per token and rank in ascending choice; their fp32 sum per node
+    in ascending rank; one rounding; fp32 sum in ascending node. A flat transport's nodes are ranks."""
     T = inputs[owner][0].shape[0]
-    total_TH = torch.zeros(T, problem.hidden)
+    of_node = [torch.zeros(T, problem.hidden) for _ in range(0, len(outputs), node_size)]
     weight_TK = torch.zeros(T, problem.top_k)
     for rank, (y_PH, number_P) in enumerate(outputs):
         rows, _ = rows_of(rank, problem.local_experts, [expert for expert, _, _ in inputs])
@@ -129,10 +129,11 @@ def naive_combine(problem: Problem, owner: int, inputs: list, outputs: list) -> 
                 partial = torch.zeros(problem.hidden)
                 for p in mine:
                     partial += y_PH[p].float()
-                total_TH[token] += as_sent(partial, problem.wire, problem.dtype)
+                of_node[rank // node_size][token] += partial
         for (source, token, choice), p in place.items():
             if source == owner:
                 weight_TK[token, choice] = number_P[p]
+    total_TH = sum(as_sent(sum_TH, problem.wire, problem.dtype) for sum_TH in of_node)
     return total_TH.to(problem.dtype), weight_TK
 
 
@@ -140,9 +141,10 @@ def transport() -> Transport:
     return Collective(dist.get_world_group()) if dist.is_initialized() else Local()
 
 
-def check_exchange(problem: Problem, y_dtype: torch.dtype | None = None) -> None:
+def check_exchange(problem: Problem, y_dtype: torch.dtype | None = None, exchange: Transport | None = None,
+                   node_size: int = 1) -> None:
     """On every rank: the whole exchange equals the naive one bit for bit, and leaves its inputs alone."""
-    exchange = transport()
+    exchange = exchange or transport()
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     inputs = problem.inputs(world)
     expert_TK, x_TH, weight_TK = inputs[rank]
@@ -165,7 +167,7 @@ def check_exchange(problem: Problem, y_dtype: torch.dtype | None = None) -> None
 
     outputs = [outputs_of(problem, r, inputs, y_dtype or problem.dtype) for r in range(world)]
     y_TH, back_TK = exchange.combine(plan, outputs[rank][0], problem.wire, problem.dtype, outputs[rank][1])
-    want_y, want_back = naive_combine(problem, rank, inputs, outputs)
+    want_y, want_back = naive_combine(problem, rank, inputs, outputs, node_size)
     assert y_TH.dtype == problem.dtype and back_TK.dtype == torch.float32
     assert torch.equal(bits(y_TH), bits(want_y)) and torch.equal(back_TK, want_back)
     bare_TH, none = exchange.combine(plan, outputs[rank][0], problem.wire, problem.dtype)
@@ -227,8 +229,8 @@ def test_dispatch_and_combine_are_each_others_transpose(ranks4, routing, wire):
     assert inner[0] == inner[1] != 0 and inner[2] == inner[3] != 0
 
 
-def inner_products(problem: Problem) -> list:
-    exchange, rank = transport(), dist.get_rank()
+def inner_products(problem: Problem, exchange: Transport | None = None) -> list:
+    exchange, rank = exchange or transport(), dist.get_rank()
     expert_TK, x_TH, weight_TK = problem.inputs(exchange.world_size)[rank]
     x_TH, weight_TK = x_TH.float().round().clamp(-2, 2).to(problem.dtype), (weight_TK * 9).round()
     plan = exchange.plan(expert_TK, problem.local_experts)
@@ -313,8 +315,8 @@ def test_two_plans_in_flight_and_the_same_bits_again(ranks4):
     ranks4.run(two_plans)
 
 
-def two_plans():
-    exchange, rank = transport(), dist.get_rank()
+def two_plans(exchange: Transport | None = None):
+    exchange, rank = exchange or transport(), dist.get_rank()
     problems = [Problem(wire=MX), Problem(wire=MX, seed=8, routing="skewed", top_k=3)]
     inputs = [problem.inputs(exchange.world_size)[rank] for problem in problems]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of permute.py and unpermute.py against the plain path of the collective transport, on whatever device
-the kernels run.
+"""The kernels of permute.py and unpermute.py against the plain path of the transports that use them, on whatever
+device the kernels run.
 
 A group of any size lives in one process: its ranks are threads that take turns and swap their messages.
 """
@@ -14,8 +14,11 @@ import test_transport
 import torch
 
 from ds_mxfp8_moe.mx import MXTensor, quantize
-from ds_mxfp8_moe.transport import Wire, collective
+from ds_mxfp8_moe.transport import Wire, collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.deadline import Nodes
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.wires import Hops, RowWire
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, MX32, MX128, FLOOR = Wire(False), Wire(True), Wire(True, 128), Wire(True, 32, "floor")
@@ -79,6 +82,25 @@ class Member(Collective):
         arrived = self.peers.swap(self.rank, x.split(list(send_splits)))
         assert arrived.shape[0] == sum(recv_splits)
         return arrived
+
+
+class Hop(RowWire):
+    """One hop of such a rank, among `ranks`."""
+
+    def __init__(self, rank: int, ranks: range, peers: Peers):
+        self.rank, self.ranks, self.peers = rank, ranks, peers
+
+    def exchange(self, x, send_splits, recv_splits, where):
+        parts = dict(zip(self.ranks, x.split(list(send_splits)), strict=True))
+        arrived = self.peers.swap(self.rank, [parts.get(peer, x[:0]) for peer in range(self.peers.size)])
+        assert arrived.shape[0] == sum(recv_splits)
+        return arrived
+
+
+def two_hops(rank: int, peers: Peers, node_size: int) -> Hierarchical:
+    first = rank - rank % node_size
+    between, inside = range(rank % node_size, peers.size, node_size), range(first, first + node_size)
+    return Hierarchical(Hops(Nodes(None, {}), node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
 
 
 @dataclass(frozen=True)
@@ -177,26 +199,28 @@ def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -
     return plan, (x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH)
 
 
-def exchange(problem: Problem, device: str, in_kernels: bool) -> list:
-    """What `moved` returns beside the plan, of each rank."""
+def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | None = None) -> list:
+    """What `moved` returns beside the plan, of each rank. `node_size`: of the transport in two hops."""
     inputs, peers = problem.inputs(), Peers(len(problem.tokens))
 
     def body(rank):
-        return moved(Member(None, rank=rank, peers=peers), problem, inputs[rank], "slot_RK", device)[1]
+        transport = two_hops(rank, peers, node_size) if node_size else Member(None, rank=rank, peers=peers)
+        return moved(transport, problem, inputs[rank], "slot_RK", device)[1]
 
-    def read_counts(self, counts, meanwhile):
+    def read_counts(counts, group, where, meanwhile, nodes=None):
         """Without events: the accelerator of this process may be the CPU."""
         meanwhile()
         return counts.tolist()
 
-    with mock.patch.object(collective, "runs_triton", lambda x: in_kernels), poisoned(), \
-            mock.patch.object(Collective, "_read_counts", read_counts):
+    with mock.patch.object(rows, "runs_kernels", lambda *_: in_kernels), poisoned(), \
+            mock.patch.object(collective, "read_counts", read_counts), \
+            mock.patch.object(hierarchical, "read_counts", read_counts):
         return peers.run(body)
 
 
-def check_exchange(device: str, problem: Problem) -> None:
+def check_exchange(device: str, problem: Problem, node_size: int | None = None) -> None:
     """Both paths give the same bits, dtypes and shapes."""
-    plain, with_kernels = exchange(problem, device, False), exchange(problem, device, True)
+    plain, with_kernels = (exchange(problem, device, in_kernels, node_size) for in_kernels in (False, True))
     for rank, (expected, actual) in enumerate(zip(plain, with_kernels, strict=True)):
         for name, a, b in zip(("x", "weight", "y", "back", "bare x", "bare y"), expected, actual, strict=True):
             assert (type(a), a.shape, a.dtype) == (type(b), b.shape, b.dtype), (rank, name)

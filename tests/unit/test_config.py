@@ -45,6 +45,7 @@ ALL_KEYS = {
     "metrics": {"every": 100},
     "force_load_balance": True,
 }
+OF_TWO_HOPS = {"transport": "hierarchical", "node_size": 4, "wire": "host"}
 
 
 def problems(**section):
@@ -59,9 +60,15 @@ def problems(**section):
 
 def test_every_key_is_read():
     config = parse({"train_batch_size": 8, "mxfp8_moe": ALL_KEYS})
-    assert set(type(config).model_fields) == set(ALL_KEYS)
+    assert set(type(config).model_fields) == {*ALL_KEYS, *OF_TWO_HOPS}
     for key, value in ALL_KEYS.items():
         assert config.model_dump()[key] == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_the_keys_of_two_hops_are_read():
+    config = parse({"mxfp8_moe": OF_TWO_HOPS})
+    assert {key: getattr(config, key) for key in OF_TWO_HOPS} == OF_TWO_HOPS
+    assert parse({"mxfp8_moe": {"node_size": 4}}).transport is None
 
 
 def test_no_section_or_no_enabled_is_off():
@@ -113,7 +120,9 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
         ("scaling_mode", "ceil", "Input should be 'rceil' or 'floor'"),
         ("combine_bwd_dtype", torch.bfloat16, 'is "torch.bfloat16". Input should be \'mxfp8\' or \'bf16\''),
         ("scale_block_size", "128", 'is "128". Input should be 32 or 128'),
-        ("transport", "nccl", "Input should be 'collective' or 'nvlink'"),
+        ("transport", "nccl", "Input should be 'collective', 'nvlink' or 'hierarchical'"),
+        ("node_size", 0, "is 0. Input should be greater than or equal to 1"),
+        ("wire", "nvshmem", "is \"nvshmem\". Input should be 'host'"),
         ("enabled", "true", 'is "true". Input should be a valid boolean'),
         ("overlap", 1, "is 1. Input should be a valid boolean"),
         ("min_tokens_per_expert", -1, "is -1. Input should be greater than or equal to 0"),
@@ -140,7 +149,7 @@ def test_bad_metrics():
     assert line.startswith('"metrics" is 100')
 
 
-@pytest.mark.parametrize("key", sorted(ALL_KEYS))
+@pytest.mark.parametrize("key", sorted({*ALL_KEYS, *OF_TWO_HOPS}))
 def test_auto_is_no_value(key):
     (line,) = problems(**{key: "auto"})
     assert line == f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
@@ -169,6 +178,18 @@ def test_the_collective_transport_refuses_nvlinks_keys(key, value):
     (line,) = problems(transport="collective", **{key: value})
     assert f'"{key}" needs the transport nvlink, but "transport" is "collective"' in line
     parse({"mxfp8_moe": {key: value}})
+
+
+@pytest.mark.parametrize("transport", ["collective", "nvlink"])
+@pytest.mark.parametrize("key, value", [("node_size", 2), ("wire", "host")])
+def test_other_transports_refuse_the_keys_of_two_hops(transport, key, value):
+    (line,) = problems(transport=transport, **{key: value})
+    assert f'"{key}" needs the transport hierarchical, but "transport" is "{transport}"' in line
+
+
+def test_two_hops_refuse_nvlinks_keys():
+    (line,) = problems(transport="hierarchical", capacity_factor=1.5)
+    assert '"capacity_factor" needs the transport nvlink, but "transport" is "hierarchical"' in line
 
 
 def test_nothing_is_dropped_without_a_capacity():

@@ -59,6 +59,9 @@ def test_report_on_this_machine(capsys):
     for part in (
         "device ................... cpu",
         "transport collective ..... [OKAY] gloo through deepspeed.comm",
+        "transport hierarchical ... [OKAY] between hosts with the same number of ranks, at least two; wire host: gloo",
+        "node_size ................ null (chosen: the ranks of one host)",
+        'wire ..................... "host" (chosen: the only one)',
         'a section {"enabled": true} would mean',
         'recipe ................... "mxfp8_wgrad_with_hp" (default)',
         "scale_block_size ......... 32 (chosen for this device",
@@ -84,6 +87,16 @@ def test_runs_as_a_module_without_optional_packages_and_without_distributed():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "what this machine would use" in done.stdout and "versions" in done.stdout
+
+
+def test_two_hops_in_a_config(tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    section = {"enabled": True, "transport": "hierarchical", "node_size": 8, "wire": "host"}
+    path.write_text(json.dumps({"mxfp8_moe": section}))
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert 'transport ................ "hierarchical" (given)' in text
+    assert "node_size ................ 8 (given)" in text and 'wire ..................... "host" (given)' in text
 
 
 def test_config_file_is_resolved(tmp_path, capsys):

@@ -213,7 +213,7 @@ def measure(case: Case, budget_s: float) -> list[dict]:
         plan = planners[name]()
         for dtype, wire in batch.wires.items():
             calls = stages(batch, transport, plan, wire)
-            same = None if name == "collective" else exchanges[f"collective, {dtype}"].stages["combine"]
+            same = exchanges[f"collective, {dtype}"].stages["combine"] if name == "nvlink" else None
             exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, wire, same),
                                                       {"bytes": batch.bytes_on_links(wire, "ours")})
     return timing.rows(described, exchanges, budget_s) + timing.rows(

@@ -185,7 +185,7 @@ def contenders(case: Case, transport: Any) -> dict[str, Contender]:
              NCCL_MXFP8_GEMM: Contender(today, partial(check, NCCL_MXFP8_GEMM, today, nccl, None))}
     for name, keys in OURS.items():
         collective = None
-        if world.name_of(transport) != "collective":
+        if world.name_of(transport) == "nvlink":
             collective = stages(over(world.transport("collective"), case, recipe(**keys)))
         ours = stages(over(transport, case, recipe(**keys)))
         found[name] = Contender(ours, partial(check, name, ours, nccl, collective),

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
-from ds_mxfp8_moe.transport import collective
+from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from lib import run, show, timing, world
 from lib.show import Measure
@@ -185,7 +185,7 @@ def waits(way: Way) -> dict[str, int]:
     that does. tests/gpu checks that nothing else does."""
     if not hasattr(way.layer.inner, "mxfp8_settings"):
         return {}
-    with (mock.patch.object(collective, "wait_for_device", wraps=collective.wait_for_device) as over_nccl,
+    with (mock.patch.object(deadline, "wait_for_device", wraps=deadline.wait_for_device) as over_nccl,
           mock.patch.object(PeerMemory, "wait_for_counts", autospec=True,
                             side_effect=PeerMemory.wait_for_counts) as over_nvlink):
         timing.run(way.stages)
@@ -216,7 +216,7 @@ def wanted(case: Case) -> list[Wanted]:
     for transport in transports:
         for recipe, keys in reversed(RECIPES.items()):
             found.append(Wanted(f"{transport}, {recipe}", partial(autoep, case, {**keys, "transport": transport}),
-                                AUTOEP, None if transport == "collective" else f"collective, {recipe}",
+                                AUTOEP, f"collective, {recipe}" if transport == "nvlink" else None,
                                 LEAST_SQNR_DB if recipe == "bf16" else LEAST_SQNR_MXFP8_DB))
         if transport == "nvlink":
             found.append(Wanted(HP_STATIC, partial(autoep, case, STATIC), AUTOEP))

@@ -86,6 +86,7 @@ class Shown(NamedTuple):
         ratios: (over, contender) of speed-ups that a wide table shows too, or that a long one shows over each `over`.
         prepare: makes the rows to show from those in the file, for example means over seeds.
         note: a line above the table.
+        sentences: makes lines below the table from the prepared result.
     """
 
     benchmark: str
@@ -97,6 +98,7 @@ class Shown(NamedTuple):
     ratios: tuple[tuple[str, str], ...] = ()
     prepare: Callable[[dict], list[dict]] = lambda result: result["rows"]
     note: str = ""
+    sentences: Callable[[dict], list[str]] = lambda result: []
 
     def prepared(self, result: dict) -> dict:
         return {**result, "rows": self.prepare(result)}
@@ -182,7 +184,8 @@ def texts(shown: Shown, result: dict) -> list[str]:
     keys = varying(result)
     same = described(case, [key for key in case if key not in keys and key not in DERIVED])
     return list(filter(None, [measures_table(shown, result), failures_table(result),
-                              same and f"All cases: {same}.", shown.note, main_table(shown, result)]))
+                              same and f"All cases: {same}.", shown.note, main_table(shown, result),
+                              "\n".join(shown.sentences(result))]))
 
 
 # ---- bars ---------------------------------------------------------------------------------------------------------
@@ -216,15 +219,23 @@ def _misses(value: float, goal: float, better: str) -> bool:
 # ---- plots --------------------------------------------------------------------------------------------------------
 
 
-def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 3, **settings) -> None:
-    """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}. `settings`: of each axis."""
+def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 3,
+          of_panels: dict[str, dict] | None = None, **settings) -> None:
+    """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
+
+    Args:
+        panels: a point may be (x, y, low, high): the area between low and high is shaded.
+        settings: of each axis. `of_panels`: further ones by the panel's title.
+    """
     colors = _colors(panels.values())
     for axis, (title, series) in zip(_axes(pyplot, len(panels), columns, 3.4), panels.items(), strict=True):
         for name, points in series.items():
             if points:
-                axis.plot(*zip(*sorted(points), strict=True), ".-", color=colors[name], label=name, linewidth=1,
-                          markersize=4)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+                x, y, *band = zip(*sorted(points), strict=True)
+                axis.plot(x, y, ".-", color=colors[name], label=name, linewidth=1, markersize=4)
+                if band:
+                    axis.fill_between(x, *band, color=colors[name], alpha=0.15, linewidth=0)
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings, **(of_panels or {}).get(title, {}))
         if series:
             axis.legend(fontsize=6)
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport of groups that span nodes. Every row takes two hops: between nodes, and inside a node (wires.py).
+
+    dispatch    A token, quantised once, crosses to each node that serves one of its choices: once, to the rank of its
+                own rank's index there. That rank passes the bytes on, unchanged, to the experts' ranks of its node.
+    combine     At the experts' rank, a token's rows are added in float32, in ascending choice. The sums go in float32
+                to the rank from which the token came. That rank adds them in float32, in ascending rank, and rounds
+                once to the wire's format: to a dtype, or to MXFP8. The token's own rank adds what arrives in float32,
+                in ascending node, and rounds once.
+
+What stays in a token's own node takes the same steps and is rounded alike. Scales, routing weights and expert ids
+travel beside their rows. Dispatch gives the bits of the collective transport: an expert's rows are in ascending (rank,
+token, choice). Combine gives its own bits, which are the same in every run. With one rank a node, they are those of
+the collective transport.
+
+The counts of a plan take the two hops too. Every rank learns the signatures of all, so that ranks in different calls
+raise together. The host waits for a GPU once, for the counts.
+
+Further letters in tensor names: N nodes, G ranks of a node, C rows that this rank sends to nodes, L rows that land
+here for this node, S rows that it passes on inside the node.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..routing import count
+from . import Transport, Wire
+from .deadline import check_same_calls, read_counts
+from .rows import (
+    PLAIN,
+    Sends,
+    as_bytes,
+    expand,
+    experts_there,
+    numbered,
+    pack,
+    pack_all,
+    padded_ends,
+    padding,
+    partial_sums,
+    sends,
+    sort_by_expert,
+    sums,
+    wanted_by,
+)
+from .wires import Hops
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HierarchicalPlan:
+    """What one forward's routing means for this rank. Immutable.
+
+    Attributes:
+        num_tokens, top_k, tokens_per_expert, group_ends, group_ends_E, slot_RK, source_P: as in Plan.
+        between: which tokens go to which node.
+        inside: which of the rows that land here go to which rank of the node.
+        *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside).
+    """
+
+    num_tokens: int
+    top_k: int
+    tokens_per_expert: float
+    between: Sends
+    between_send_splits: tuple
+    between_recv_splits: tuple
+    inside: Sends
+    inside_send_splits: tuple
+    inside_recv_splits: tuple
+    group_ends: tuple
+    group_ends_E: torch.Tensor
+    slot_RK: torch.Tensor
+    source_P: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """P: expert-sorted rows on this rank, padding included."""
+        return self.source_P.shape[0]
+
+
+@dataclass(frozen=True)
+class Hierarchical(Transport):
+    """Expert-parallel exchange in two hops.
+
+    Attributes:
+        hops: of the layer's group.
+        name: of the layer, for errors.
+    """
+
+    hops: Hops
+    name: str = "an expert-parallel exchange"
+
+    @property
+    def world_size(self) -> int:
+        return self.hops.num_nodes * self.hops.node_size
+
+    def _between(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+        where = f"{self._where(phase)}, hop between nodes"
+        return self.hops.between.exchange(x, send_splits, recv_splits, where)
+
+    def _inside(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+        where = f"{self._where(phase)}, hop inside the node"
+        return self.hops.inside.exchange(x, send_splits, recv_splits, where)
+
+    def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
+             rows: str = "") -> HierarchicalPlan:
+        (T, K), E, N, G = expert_TK.shape, num_local_experts, self.hops.num_nodes, self.hops.node_size
+        W, nodes = N * G, self.hops.nodes
+        call = f" ({K} choices a token{rows and ', '}{rows})"
+        wanted_TN = wanted_by(expert_TK, G * E, N)
+        crossing_N, needed_W = wanted_TN.sum(0), wanted_by(expert_TK, E, W).sum(0)
+
+        # What this rank tells each rank: rows for its node, rows for it, tokens of this rank, signature, and choices
+        # of each of its experts.
+        told_W = torch.cat([crossing_N.repeat_interleave(G).view(W, 1), needed_W.view(W, 1),
+                            needed_W.new_full((W, 1), T),
+                            needed_W.new_full((W, 1), zlib.crc32((self.name + call).encode())),
+                            count(expert_TK, W * E).view(W, E)], dim=1)
+        landed_NG = self._between(told_W.view(N, -1), (1, ) * N, (1, ) * N, "counts").view(N, G, E + 4)
+        arrived_GN = self._inside(landed_NG.transpose(0, 1).reshape(G, -1), (1, ) * G, (1, ) * G,
+                                  "counts").view(G, N, E + 4)
+        heard_W = arrived_GN.transpose(0, 1).reshape(W, E + 4)  # from each rank
+        sizes_E = heard_W[:, 4:].sum(0)
+        of_device = []
+
+        def launch_what_needs_no_counts() -> None:
+            of_device.extend((numbered(wanted_TN), *padding(sizes_E)))
+            if meanwhile is not None:
+                meanwhile()
+
+        counts = read_counts(torch.cat([crossing_N, landed_NG[:, 0, 0], landed_NG[:, :, 1].sum(0),
+                                        arrived_GN[:, :, 1].sum(1), sizes_E, heard_W[:, 2].sum().view(1),
+                                        heard_W[:, 3]]),
+                             nodes.group, self._where("counts"), launch_what_needs_no_counts, nodes)
+        (to_node, from_node, to_rank, from_rank, sizes, (tokens_of_group, ),
+         signatures) = _split(counts, (N, N, G, G, E, 1, W))
+        check_same_calls(nodes.group, signatures, self._where("counts") + call)
+        pairs, ends_E, shift_E = of_device
+
+        between = sends(pairs, sum(to_node), N)
+        ids_CK = experts_there(expert_TK, G * E, between)
+        ids_LK = self._between(as_bytes(ids_CK), to_node, from_node, "expert ids").view(ids_CK.dtype).long()
+        inside = sends(numbered(wanted_by(ids_LK, E, G)), sum(to_rank), G)
+        local_SK = experts_there(ids_LK, E, inside)
+        local_RK = self._inside(as_bytes(local_SK), to_rank, from_rank, "expert ids").view(local_SK.dtype)
+        ends = padded_ends(sizes)
+        slot_RK, source_P = sort_by_expert(local_RK, sum(sizes), shift_E, ends[-1],
+                                           _by_source(arrived_GN[:, :, 1], sum(from_rank)))
+        return HierarchicalPlan(
+            num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), between=between,
+            between_send_splits=to_node, between_recv_splits=from_node, inside=inside, inside_send_splits=to_rank,
+            inside_recv_splits=from_rank, group_ends=ends, group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK,
+            source_P=source_P)
+
+    def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+                 phase: str = "dispatch") -> tuple:
+        message_C = pack(x_TH, wire, weight_TK, plan.between.row_S, plan.between.slot_WN, plan.top_k)
+        message_L = self._between(message_C, plan.between_send_splits, plan.between_recv_splits, phase)
+        message_R = self._inside(message_L.index_select(0, plan.inside.row_S), plan.inside_send_splits,
+                                 plan.inside_recv_splits, phase)
+        return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)
+
+    def combine(self, plan: HierarchicalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+                weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
+        H, K, weights = y_PH.shape[1], plan.top_k, 0 if weight_P is None else plan.top_k
+        message_R = partial_sums(y_PH, PLAIN, torch.float32, weight_P, plan.slot_RK)
+        message_S = self._inside(message_R, plan.inside_recv_splits, plan.inside_send_splits, phase)
+        sum_LH, weight_LK = sums(message_S, H, PLAIN, torch.float32, weights, plan.inside.slot_WN, K)
+        message_L = pack_all(sum_LH if wire.mxfp8 else sum_LH.to(dtype), wire, weight_LK if weights else None)
+        message_C = self._between(message_L, plan.between_recv_splits, plan.between_send_splits, phase)
+        y_TH, weight_TK = sums(message_C, H, wire, dtype, weights, plan.between.slot_WN, K)
+        return y_TH, weight_TK if weights else None
+
+
+def _split(values: list, sizes: tuple) -> list:
+    """Consecutive parts of `values`, as tuples."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(tuple(values[start:start + size]))
+        start += size
+    return parts
+
+
+def _by_source(size_GN: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """int64 [R]: received rows in ascending rank of their token. They arrive by (index in the node, node).
+
+    `size_GN`: how many rows arrived through each rank of this node, out of each node.
+    """
+    size = size_GN.reshape(-1)
+    first_NG = (size.cumsum(0) - size).view(size_GN.shape).t()
+    size = size_GN.t().reshape(-1)
+    shift = first_NG.reshape(-1) - (size.cumsum(0) - size)
+    every_R = torch.arange(num_rows, device=size.device)
+    return every_R + torch.repeat_interleave(shift, size, output_size=num_rows)

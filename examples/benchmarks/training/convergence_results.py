@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs of the paired study (convergence.py) say: rows, paired differences, verdicts, tables and plots."""
+
+import json
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+
+from lib import paired, show
+from lib.paired import Interval
+from lib.show import Measure
+
+from .convergence_run import BF16, OWN, RECIPES, YARDSTICK, Recipe
+
+LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
+JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
+SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
+CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage")
+TRAINING = {"loss": "training loss", "grad_norm": "gradient norm", "busiest_expert": "share of the busiest expert"}
+MOST_DB = 60  # that a plot shows: re-scaling is nearly exact
+
+
+def row(folder: Path) -> dict:
+    """The result row of a finished run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    curves: dict = {name: {str(entry["step"]): _short(entry[name]) for entry in log if name in entry}
+                    for name in CURVES}
+    heldout = list(curves["heldout_loss"].values())
+    times = [(entry["step"], entry["seconds"]) for entry in log if "seconds" in entry]
+    per_step = [(after - before) / (done - begun) for (begun, before), (done, after) in pairwise(times)]
+    failure = _failure(summary, log[-1]["loss"], heldout)
+    return {**summary, "step_ms": round(1e3 * median(per_step), 1) if per_step else None,
+            "heldout_loss": heldout[-1], "curves": curves, "correct": failure is None} | (
+        {"failure": failure} if failure else {})
+
+
+def _failure(summary: dict, loss: float, heldout: list[float]) -> str | None:
+    """Why a finished run is not what it should be. None if it is."""
+    name, roundings = summary["contender"], summary["roundings"]
+    expected = 0 if name == "plain" else summary["moe_layers"]
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if heldout[-1] >= heldout[0]:
+        return "the held-out loss did not fall"
+    if summary["layers_converted"] != expected:
+        return f"{summary['layers_converted']} of {expected} layers were converted"
+    if roundings is not None and bool(roundings) != (name == OWN or RECIPES[name].quantizes):
+        return "a rounding acted" if roundings else "no rounding acted"
+    return None
+
+
+def _short(value: float | dict) -> float | dict:
+    """Six digits: differences are hundredths of a per cent."""
+    return {key: _short(one) for key, one in value.items()} if isinstance(value, dict) else float(f"{value:.6g}")
+
+
+# ---- differences in pairs -------------------------------------------------------------------------------------------
+
+
+def base_of(contender: str) -> str:
+    return RECIPES.get(contender, Recipe()).base
+
+
+def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None = None,
+                name: str = "heldout_loss") -> dict[int, float]:
+    """(recipe - bf16) / bf16 of a held-out loss, by seed.
+
+    Args:
+        step: None is the end.
+        name: the recipe's curve. bf16's is always "heldout_loss".
+    """
+
+    def loss(one: dict, name: str) -> float | None:
+        return one["curves"].get(name, {}).get(step or str(one["case"]["steps"]))
+
+    pairs = {seed: (loss(one, name), loss(bases[seed], "heldout_loss")) for seed, one in found.items()
+             if seed in bases}
+    return {seed: value / base - 1 for seed, (value, base) in pairs.items() if value is not None and base is not None}
+
+
+def starts_apart(one: dict, base: dict) -> bool:
+    """Whether two runs have other losses before the first step, both in bf16, so that they are no pair."""
+    own = one["curves"].get("heldout_loss_bf16") or one["curves"]["heldout_loss"]
+    other = base["curves"]["heldout_loss"]
+    return "0" in own and "0" in other and abs(own["0"] / other["0"] - 1) > SAME_START
+
+
+def verdict(difference: Interval, less: Interval | None, spread: float | None) -> tuple[str, float | None]:
+    """What the intervals say, and by how much they miss LIMIT.
+
+    Args:
+        difference: of the recipe from bf16.
+        less: of the same less the yardstick, paired by seed.
+        spread: of one pair of the yardstick.
+    """
+    if difference.high is None:
+        return "one pair says nothing about the spread", None
+    if difference.high <= LIMIT:
+        return f"costs at most {LIMIT:.2%}", 0.0
+    spread = spread or difference.spread
+    pairs = paired.pairs_needed(spread, LIMIT) or f"more than {paired.MOST_PAIRS}"
+    takes = f"At a spread of {spread:.2%}, a recipe that costs nothing needs {pairs} seeds to show it"
+    above = "its interval lies above zero" if difference.low > 0 else "its interval contains zero"
+    if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
+        half = (less.high - less.low) / 2
+        return f"no worse than another order of sums, to within {half:.2%}; {above}. {takes}", 0.0
+    return f"{'costs quality' if difference.low > 0 else 'open'}: {above}. {takes}", difference.high - LIMIT
+
+
+def prepare(result: dict) -> list[dict]:
+    """One row for each case and recipe: means over its seeds and paired differences. Training figures are medians of
+    the last tenth."""
+    cases: dict = {}
+    for one in result["rows"]:
+        case = {key: one["case"].get(key) for key in ("size", "steps", "tokens_per_step", "expert_parallel")}
+        cases.setdefault(json.dumps(case), {}).setdefault(one["contender"], {})[one["case"]["seed"]] = one
+    rows = []
+    for case, recipes in cases.items():
+        right = {name: {seed: one for seed, one in found.items() if one["correct"]} for name, found in recipes.items()}
+        for name, found in recipes.items():
+            bases = right.get(base_of(name), {})
+            apart = [seed for seed, one in right[name].items() if seed in bases and starts_apart(one, bases[seed])]
+            one = {"case": json.loads(case), "contender": name, "seeds": len(found), **means(found),
+                   "correct": all(one["correct"] for one in found.values()), **comparison(name, right)}
+            if apart:
+                one |= {"correct": False, "failure": f"seeds {apart} do not start with the loss of {base_of(name)}"}
+            rows.append(one)
+    return rows
+
+
+def means(found: dict[int, dict]) -> dict:
+    """Means over the seeds of a recipe; of training figures, the median of the last tenth."""
+    rows = list(found.values())
+    curves = {name: {int(step): _mean(one["curves"][name][step] for one in rows if step in one["curves"].get(name, {}))
+                     for step in rows[0]["curves"].get(name, ())} for name in CURVES}
+    out = {"heldout_loss": fmean(one["heldout_loss"] for one in rows), "curves": curves,
+           "roundings": ", ".join(sorted({rounding for one in rows for rounding in one.get("roundings") or ()}))}
+    for name in TRAINING:
+        values = list(curves[name].values())
+        out[name] = median(values[-max(1, len(values) // 10):])
+    if curves["sqnr_db"]:
+        out["sqnr_db"] = min(curves["sqnr_db"][max(curves["sqnr_db"])].values())
+    return out
+
+
+def _mean(values: Iterable) -> float | dict:
+    values = list(values)
+    if isinstance(values[0], dict):
+        return {key: _mean(one[key] for one in values if key in one) for key in values[0]}
+    return fmean(values)
+
+
+def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
+    """The paired differences of a recipe. Nothing for one that others are compared with."""
+    found, bases = recipes[name], recipes.get(base_of(name), {})
+    by_seed = differences(found, bases)
+    if name == base_of(name) or not by_seed:
+        return {}
+    difference = paired.interval(list(by_seed.values()))
+    out = {"pairs": difference.pairs, "difference": difference.mean, "spread": difference.spread,
+           "low": difference.low, "high": difference.high, "by_seed": by_seed}
+    in_bf16 = differences(found, bases, name="heldout_loss_bf16")
+    if in_bf16:
+        out["in_bf16"] = fmean(in_bf16.values())
+    steps = [step for step in next(iter(found.values()))["curves"]["heldout_loss"] if step != "0"]
+    out["over_steps"] = {int(step): paired.interval(list(values.values())) for step in steps
+                         if (values := differences(found, bases, step))}
+    if name == YARDSTICK:
+        return out
+    yardstick = differences(recipes.get(YARDSTICK, {}), bases) if base_of(name) == BF16 else {}
+    both = [by_seed[seed] - yardstick[seed] for seed in by_seed.keys() & yardstick.keys()]
+    less = paired.interval(both) if both else None
+    if less:
+        out |= {"less": less.mean, "less_low": less.low, "less_high": less.high}
+    spread = paired.interval(list(yardstick.values())).spread if yardstick else None
+    out["verdict"], beyond = verdict(difference, less, spread)
+    return out | ({} if beyond is None else {"beyond": beyond})
+
+
+# ---- how results are shown ------------------------------------------------------------------------------------------
+
+QUANTIZED = (*(name for name, recipe in RECIPES.items() if recipe.quantizes), OWN)
+MEASURES = [
+    Measure("held-out loss, mean of paired differences to bf16", QUANTIZED, figure="difference", better=show.SMALLER,
+            form="{:+.2%}", main=True),
+    Measure("upper end of its 95 % interval", QUANTIZED, figure="high", better=show.SMALLER, form="{:+.2%}",
+            main=True),
+    Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
+            figure="beyond", better=show.SMALLER, form="{:.2%}")]
+
+
+def sentences(prepared: dict) -> list[str]:
+    """One sentence for each recipe that is compared with bf16."""
+    found = []
+    for one in prepared["rows"]:
+        if "difference" in one:
+            interval = "" if one["high"] is None else f" [{one['low']:+.2%}, {one['high']:+.2%}]"
+            less = "" if one.get("less_low") is None else (
+                f"; less the yardstick {one['less']:+.2%} [{one['less_low']:+.2%}, {one['less_high']:+.2%}]")
+            found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}{interval} of the "
+                         f"held-out loss; seeds: {one['pairs']}{less}. {one.get('verdict', 'The yardstick')}.")
+    return found
+
+
+def plot(result: dict, pyplot) -> None:
+    panels: dict = {}
+    for one in result["rows"]:
+        size, name = one["case"]["size"], one["contender"]
+        if "difference" in one:
+            panels.setdefault(f"{size}: held-out loss over bf16's, mean and 95 % interval, %", {})[name] = [
+                (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
+                for step, of in one["over_steps"].items()]
+            panels.setdefault(f"{size}: the same at the end by seed, %", {})[name] = [
+                (seed, 100 * value) for seed, value in one["by_seed"].items()]
+        for curve, title in ({"heldout_loss": "held-out loss"} | TRAINING).items():
+            panels.setdefault(f"{size}: {title}", {})[name] = list(one["curves"][curve].items())
+        for curve, title in (("sqnr_db", "SQNR, dB"), ("shrinkage", "shrinkage")) if name in (*JUDGED, OWN) else ():
+            for step, of in one["curves"].get(curve, {}).items():
+                for rounding, value in of.items():
+                    panels.setdefault(f"{size}, {name}: {title}", {}).setdefault(rounding, []).append(
+                        (step, min(value, MOST_DB)))
+    log = {title: {"yscale": "log"} for title in panels if title.endswith((": held-out loss", *TRAINING.values()))}
+    show.lines(pyplot, panels, "step, or seed", "", columns=4, of_panels=log)
+
+
+SHOWN = show.Shown("convergence", MEASURES, [
+    ("seeds", "seeds", "{}"), ("held-out loss", "heldout_loss", "{:.4f}"), ("to bf16", "difference", "{:+.2%}"),
+    ("95 % from", "low", "{:+.2%}"), ("to", "high", "{:+.2%}"), ("spread of a pair", "spread", "{:.2%}"),
+    ("less the yardstick", "less", "{:+.2%}"), ("95 % from", "less_low", "{:+.2%}"), ("to", "less_high", "{:+.2%}"),
+    ("to bf16, its weights used in bf16", "in_bf16", "{:+.2%}"), ("training loss", "loss", "{:.4f}"),
+    ("gradient norm", "grad_norm", "{:.3f}"), ("busiest expert", "busiest_expert", "{:.1%}"),
+    ("lowest SQNR, dB", "sqnr_db", "{:.1f}"), ("roundings that acted", "roundings", "{}")], plot, wide=False,
+    prepare=prepare, sentences=sentences)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals by Student's t, against printed tables and against what they promise."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
+
+from lib.paired import interval, main, pairs_needed, t_quantile
+
+# 97.5 % quantiles, as tables print them.
+TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
+         15: 2.131, 20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980, 1000: 1.962, 10**6: 1.960}
+
+
+@pytest.mark.parametrize("freedom", TABLE)
+def test_quantiles(freedom):
+    assert t_quantile(freedom) == pytest.approx(TABLE[freedom], abs=5.1e-4)
+
+
+def test_the_series_for_many_degrees_continues_the_sum():
+    assert t_quantile(1000) == pytest.approx(t_quantile(1001), abs=1e-5)
+    with pytest.raises(ValueError, match="0 degrees of freedom were given; an interval needs at least 1"):
+        t_quantile(0)
+
+
+def test_an_interval_by_hand():
+    found = interval([1.0, 2.0, 3.0, 6.0])
+    spread = math.sqrt((4 + 1 + 0 + 9) / 3)
+    assert found.mean == 3 and found.spread == pytest.approx(spread) and found.pairs == 4
+    assert found.high - 3 == pytest.approx(3.18245 * spread / 2, rel=1e-5) == 3 - found.low
+    assert interval([2.0]) == (2.0, None, None, None, 1)
+
+
+def test_19_of_20_intervals_contain_the_truth():
+    values = torch.randn(4000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inside = [found.low <= 0 <= found.high for found in map(interval, values.tolist())]
+    assert sum(inside) / len(inside) == pytest.approx(0.95, abs=0.01)
+
+
+def test_the_pairs_needed_are_the_fewest_that_suffice():
+    for spread, room in ((0.01, 0.0025), (0.001, 0.0025), (0.02, 0.0025)):
+        pairs = pairs_needed(spread, room)
+        assert t_quantile(pairs - 1) * spread / math.sqrt(pairs) <= room
+        assert pairs == 2 or t_quantile(pairs - 2) * spread / math.sqrt(pairs - 1) > room
+    assert pairs_needed(0.0, 0.0025) == 2
+    assert pairs_needed(0.01, 0.0) is None and pairs_needed(10.0, 1e-4) is None
+
+
+def test_losses_on_the_command_line(capsys):
+    main(["--bf16", "1.0", "2.0", "3.0", "--mxfp8", "1.01", "2.02", "3.03"])
+    assert "MXFP8 costs +1.00% of the loss, 95 % interval +1.00% to +1.00%" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--bf16", "1.0", "2.0", "--mxfp8", "1.01"])
+    assert "2 losses of bf16 and 1 of MXFP8 were given" in capsys.readouterr().err

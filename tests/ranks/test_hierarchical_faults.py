@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that go wrong in an exchange of two hops, over gloo: all others end in time, and name rank and node."""
+
+import dataclasses
+import os
+import signal
+import time
+from datetime import timedelta
+from unittest import mock
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from rank_pool import RankFailure
+from slow import slow_except
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe.transport import Wire, deadline
+from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.wires import Hops, HostWire
+
+DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
+SPARE = 10  # for a busy machine
+MX = Wire(True)
+
+
+class Gone(Exception):
+    pass
+
+
+class Leaving(HostWire):
+    """At the exchange named `at`, this rank goes away: it dies, or does something else."""
+
+    at, dies = "", False
+
+    def exchange(self, x, send_splits, recv_splits, where):
+        if where == self.at:
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Gone
+        return super().exchange(x, send_splits, recv_splits, where)
+
+
+def exchange_twice(exchange: Hierarchical) -> None:
+    for _ in range(2):
+        plan = exchange.plan(torch.arange(24).view(6, 4) % 8, 2)
+        x_PH, _ = exchange.dispatch(plan, torch.ones(6, 32), MX)
+        exchange.combine(plan, x_PH.dequantize(), MX, torch.float32, phase="combine of the gradient")
+
+
+def leave(rank: int, at: str, dies: bool) -> tuple | None:
+    """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    hops = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "block.3.moe")
+    if dist.get_rank() == rank:
+        wires = {hop: Leaving(getattr(hops, hop).group, hops.nodes) for hop in ("between", "inside")}
+        for wire in wires.values():
+            wire.at, wire.dies = at, dies
+        hops = dataclasses.replace(hops, **wires)
+    start = time.monotonic()
+    with mock.patch.object(deadline, "GRACE_SECONDS", GRACE):
+        try:
+            exchange_twice(Hierarchical(hops, "block.3.moe"))
+        except PeerFailure as failure:
+            if dies:
+                raise
+            return failure.missing, str(failure), time.monotonic() - start
+        except Gone:
+            return None
+    raise AssertionError("no rank went away")
+
+
+def place(phase: str, hop: str) -> str:
+    return f"'{phase}' of block.3.moe, hop {hop}"
+
+
+BETWEEN, INSIDE = "between nodes", "inside the node"
+PLACES = [("counts", BETWEEN), ("dispatch", BETWEEN), ("dispatch", INSIDE), ("combine of the gradient", INSIDE),
+          ("combine of the gradient", BETWEEN)]
+
+
+@pytest.mark.parametrize("gone, phase, hop", slow_except(
+    [(gone, *at) for gone in (3, 0) for at in PLACES],
+    (3, "dispatch", BETWEEN), (0, "dispatch", INSIDE), (3, "combine of the gradient", BETWEEN)))
+def test_a_rank_that_stalls_in_a_hop_is_named_by_all_others(ranks4, gone, phase, hop):
+    answers = ranks4.run(leave, gone, place(phase, hop), False)
+    assert answers[gone] is None
+    for rank, answer in enumerate(answers):
+        if rank != gone:
+            missing, text, seconds = answer
+            assert missing == (gone, ), text
+            assert seconds < DEADLINE.total_seconds() + GRACE + SPARE
+            assert text.startswith(f"rank {rank} of node {rank // 2} waited for rank {gone} of node {gone // 2} in '")
+            assert f"rank {gone} of node {gone // 2} did not come; it hangs elsewhere" in text
+            assert " of block.3.moe, hop " in text
+    peer = gone ^ (2 if hop == BETWEEN else 1)
+    assert f" in {place(phase, hop)} until the deadline, for" in answers[peer][1]
+
+
+@pytest.mark.parametrize("phase, hop", [("dispatch", BETWEEN), ("combine of the gradient", INSIDE)])
+def test_a_rank_that_dies_in_a_hop_is_named_by_all_others(ranks4, phase, hop):
+    with pytest.raises(RankFailure) as caught:
+        ranks4.run(leave, 3, place(phase, hop), True)
+    errors = dict(caught.value.errors)
+    assert "ended" in errors.pop(3) and set(errors) == {0, 1, 2}
+    for text in errors.values():
+        assert "PeerFailure: rank" in text and "rank 3 of node 1 did not come; " in text, text
+    peer = 1 if hop == BETWEEN else 2
+    assert f"lost its connection to rank 3 of node 1 in {place(phase, hop)}" in errors[peer]
+
+
+class Never:
+
+    @staticmethod
+    def query() -> bool:
+        return False
+
+
+def wait_for_a_device() -> tuple | None:
+    """What the host does on NCCL, where it waits for both hops at once."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    group = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() == 2:
+        return None
+    nodes = deadline.Nodes(group, {rank: rank // 2 for rank in range(4)})
+    with mock.patch.object(deadline, "GRACE_SECONDS", GRACE), pytest.raises(PeerFailure) as caught:
+        deadline.wait_for_device(Never, group, "'counts' of moe", DEADLINE.total_seconds(), nodes)
+    return caught.value.missing, str(caught.value)
+
+
+def test_a_wait_for_the_device_names_rank_and_node(ranks4):
+    zero, one, none, three = ranks4.run(wait_for_a_device)
+    for missing, text in (zero, one, three):
+        assert missing == (2, ) and "rank 2 of node 1 did not come; " in text and "in 'counts' of moe" in text
+    assert none is None
+
+
+def confused(how: str) -> tuple:
+    """Rank 1 goes wrong `how`; then all ranks make the same calls. What each of them raises."""
+    odd, expert_TK = dist.get_rank() == 1, torch.arange(6).view(6, 1)
+    hops = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe")
+    exchange = Hierarchical(hops, "other" if odd and how == "order" else "moe")
+    with pytest.raises(PeerFailure) as caught:
+        exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK, 2,
+                      rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
+    before = hops.between.sent_bytes
+    assert before == 2 * (2 + 4) * 8  # the counts: no row has crossed
+    exchange = Hierarchical(hops, "moe")
+    plan = exchange.plan(expert_TK, 2)
+    exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), Wire(False))[0], Wire(False), torch.float32)
+    return caught.value.missing, str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["order", "choices", "rows"])
+def test_ranks_in_different_calls_raise_everywhere_before_a_row_travels(ranks4, how):
+    for rank, (missing, text) in enumerate(ranks4.run(confused, how)):
+        assert missing == ((0, 2, 3) if rank == 1 else (1, )) and "make the same calls in the same order" in text
+
+
+def ranks_left_over():
+    with pytest.raises(ValueError, match="moe: 4 ranks are no nodes of 3 ranks each"):
+        Hops.of(dist.get_world_group(), 3, "moe")
+
+
+def test_nodes_of_unequal_size_are_refused(ranks4):
+    ranks4.run(ranks_left_over)

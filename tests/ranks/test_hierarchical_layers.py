@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers over the transport in two hops, with the keys of the config: four ranks as two nodes of two."""
+
+import io
+from contextlib import redirect_stdout
+
+import deepspeed.comm as dist
+import pytest
+import test_autoep
+import test_transport
+import torch
+from autoep_models import autoep_layers
+from deepspeed.moe.sharded_moe import MOELayer
+from models import PLAIN, Layout, make_engine, parameters, train_steps
+from slow import slow_except
+from test_transport import MX, Problem
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.wires import Hops
+
+TWO_HOPS = {"enabled": True, "transport": "hierarchical", "node_size": 2}
+FLAT = {"enabled": True, "transport": "collective"}
+
+
+def decibels(expected: dict, got: dict) -> float:
+    return min(float(sqnr_db(expected[name], got[name])) for name in expected)
+
+
+def sent(transport) -> int:
+    return transport.hops.between.sent_bytes if isinstance(transport, Hierarchical) else 0
+
+
+# ---------------------------------------------------------------- classic layers
+
+
+def classic(section: dict | None, layout: Layout) -> tuple:
+    """Losses and parameters after training, bytes that crossed, and the lines about transports."""
+    with redirect_stdout(io.StringIO()) as out:
+        engine = make_engine(layout, section)
+    losses = [record["loss"] for record in train_steps(engine, layout)]
+    inner = [module for module in engine.module.modules() if isinstance(module, MOELayer)]
+    crossed = [sent(layer.mxfp8_settings.choose_transport(layer.ep_group)) for layer in inner if section]
+    said = [line for line in out.getvalue().splitlines() if "transport" in line]
+    return losses, parameters(engine), crossed, said
+
+
+def classic_layers(layout: Layout, keys: dict) -> tuple:
+    plain, flat, hops = (classic(section and section | keys, layout) for section in (PLAIN, FLAT, TWO_HOPS))
+    return (plain[0], flat[0], hops[0], decibels(plain[1], hops[1]), decibels(flat[1], hops[1]), flat[2], *hops[2:])
+
+
+@pytest.mark.parametrize("zero, recipe", slow_except(
+    [(zero, recipe) for zero in (0, 1, 2) for recipe in ("bf16", "mxfp8_wgrad_with_hp", "mxfp8")],
+    (2, "bf16"), (0, "mxfp8_wgrad_with_hp")))
+def test_classic_layers_train(ranks4, zero, recipe):
+    answers = ranks4.run(classic_layers, Layout(ep_size=4, zero=zero), {"recipe": recipe})
+    for rank, (plain, flat, hops, to_plain, to_flat, none, crossed, said) in enumerate(answers):
+        assert not any(none) and all(crossed)
+        assert said == (["mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: 2 nodes of 2 ranks, wire host"]
+                        if rank == 0 else [])
+        assert hops == pytest.approx(plain, rel=1e-5 if recipe == "bf16" else 0.05)
+        assert hops == pytest.approx(flat, rel=1e-5 if recipe == "bf16" else 0.01)
+        assert to_flat >= (90 if recipe == "bf16" else 40) and (to_plain >= 90 or recipe != "bf16"), to_flat
+
+
+# ---------------------------------------------------------------- AutoEP
+
+
+def autoep(keys: dict, stage: int) -> tuple:
+    plain, flat, hops = (test_autoep.train(section | keys, stage, 4) for section in
+                         ({"enabled": False}, FLAT, TWO_HOPS))
+    return plain[0], hops[0], [decibels(a[i], hops[i]) for a in (plain, flat) for i in (1, 2)], hops[4]
+
+
+@pytest.mark.parametrize("stage, recipe", slow_except(
+    [(stage, recipe) for stage in (0, 2, 3) for recipe in ("bf16", "mxfp8_wgrad_with_hp")],
+    (3, "bf16"), (0, "mxfp8_wgrad_with_hp")))
+def test_autoep_layers_train(ranks4, stage, recipe):
+    for plain, hops, db, converted in ranks4.run(autoep, {"recipe": recipe}, stage):
+        assert converted == 2
+        assert hops == pytest.approx(plain, rel=1e-5 if recipe == "bf16" else 0.05)
+        to_plain, to_flat = min(db[:2]), min(db[2:])
+        assert to_flat >= (90 if recipe == "bf16" else 40) and (to_plain >= 90 or recipe != "bf16"), db
+
+
+def one_layer_each_way() -> tuple:
+    """Output and gradients of a layer over two hops, over the flat transport, and again; and whether rows crossed."""
+    built, layer, x, grad = test_autoep.layer_and_input("qwen3_moe", 4)
+    got = []
+    for section in (TWO_HOPS, FLAT, TWO_HOPS):
+        ds_mxfp8_moe.convert(built, section)
+        got.append(test_autoep.call(layer, x, grad)[0])
+    hops, flat, again = got
+    ds_mxfp8_moe.convert(built, TWO_HOPS)
+    crossed = [sent(layer.mxfp8_settings.choose_transport(layer.ep_group)) for layer in autoep_layers(built.module)]
+    return decibels(flat, hops), all(torch.equal(hops[name], again[name]) for name in hops), crossed
+
+
+def test_a_layer_gives_the_same_bits_in_every_run(ranks4):
+    for db, same, crossed in ranks4.run(one_layer_each_way):
+        assert db >= 40 and same and crossed[-1] > 0
+
+
+def recomputed(use_reentrant: bool) -> bool:
+    """Whether a training with activation checkpointing, which repeats forwards, ends at the same weights."""
+    plain, again = (test_autoep.train(TWO_HOPS, 0, 4, checkpointing=how)
+                    for how in (None, {"use_reentrant": use_reentrant}))
+    return plain[0] == again[0] and all(torch.equal(plain[2][name], again[2][name]) for name in plain[2])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(ranks4, use_reentrant):
+    assert all(ranks4.run(recomputed, use_reentrant))
+
+
+def saved_and_loaded(directory: str) -> list:
+    """Losses of the second half of a training; and of the same, from a checkpoint, over two hops and flat."""
+    layout, losses = Layout(ep_size=4, zero=1), []
+    engine = make_engine(layout, TWO_HOPS)
+    train_steps(engine, layout)
+    engine.save_checkpoint(directory)
+    losses.append([record["loss"] for record in train_steps(engine, layout, 2)])
+    for section in (TWO_HOPS, FLAT):
+        engine = make_engine(layout, section)
+        engine.load_checkpoint(directory)
+        losses.append([record["loss"] for record in train_steps(engine, layout, 2)])
+    return losses
+
+
+def test_checkpoints(ranks4, tmp_path):
+    for whole, two_hops, flat in ranks4.run(saved_and_loaded, str(tmp_path)):
+        assert two_hops == whole and flat == pytest.approx(whole, rel=1e-3)
+
+
+# ---------------------------------------------------------------- several groups
+
+
+def two_groups(problem: Problem) -> None:
+    """Ranks 0 to 3 and 4 to 7 are two groups, each of two nodes; the second one begins later."""
+    for first in (0, 4):
+        group = dist.new_group(list(range(first, first + 4)))
+        if first <= dist.get_rank() < first + 4:
+            mine = group
+    exchange = Hierarchical(Hops.of(mine, 2, "moe"), "moe")
+    rank = dist.get_rank(group=mine)
+    inputs = problem.inputs(4)
+    expert_TK, x_TH, _ = inputs[rank]
+    for _ in range(3):
+        x_PH, _ = exchange.dispatch(exchange.plan(expert_TK, problem.local_experts), x_TH, problem.wire)
+        assert torch.equal(test_transport.bits(x_PH), test_transport.naive_dispatch(problem, rank, inputs)[0])
+
+
+@pytest.mark.slow
+def test_several_groups_in_one_world(ranks8):
+    ranks8.run(two_groups, Problem(tokens=(5, 20, 13, 31), wire=MX))

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every cast rounds as a float64 oracle does, to the byte, and shortens a tensor by exactly as much.
+
+A biased cast shifts trainings. Rounding to nearest is not free of bias along the tensor: with rceil, <q, x> / <x, x>
+- 1 is about -7e-4 on normal data. That is the format's own, and no cast may add to it.
+"""
+
+import pytest
+import torch
+from float64_oracle import Bytes, cast, shrinkage, values
+
+from ds_mxfp8_moe import casts, mx
+from ds_mxfp8_moe.activation import activate, activate_backward
+
+ROWS, COLUMNS = 384, 512
+
+
+def normal(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def long_tailed(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Gradients look like this: most values are far below the largest one of their block, many are subnormal."""
+    x = normal()
+    return (x * torch.exp(4 * normal(rows=ROWS).flip(1)) * 2.0**-20).to(dtype)
+
+
+def bytes_of(x: mx.MXTensor) -> Bytes:
+    return Bytes(x.qdata.view(torch.uint8), x.scale_bytes)
+
+
+def same(actual: mx.MXTensor, expected: Bytes) -> None:
+    data, scale = bytes_of(actual)
+    assert torch.equal(scale, expected.scale) and torch.equal(data, expected.data)
+
+
+@pytest.mark.parametrize("data", (normal, long_tailed))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+@pytest.mark.parametrize("block", (32, 128))
+def test_casts_equal_the_oracle(block, mode, dtype, data):
+    x = data(dtype)
+    rows, columns = casts.quantize_both(x, block, mode)
+    expected = cast(x, (1, block), mode)
+    for found in (mx.quantize(x, block, mode), casts.quantize(x, block, mode), rows):
+        same(found, expected)
+    expected_columns = cast(x.t(), (1, block), mode)
+    for found in (casts.quantize_columns(x, block, mode), columns):
+        same(found, expected_columns)
+    # Weights: with blocks of 128, one scale serves a tile, and W and W^T round alike.
+    of_weight = (128, 128) if block == 128 else (1, 32)
+    for transposed in (False, True):
+        found = casts.quantize_weights([x.unsqueeze(0)], block, mode, transposed)
+        expected = cast(x.t() if transposed else x, of_weight, mode)
+        same(found[0] if block == 32 else mx.MXTensor(found.qdata[0], found.scale[0], 128, dtype, tiled=True),
+             expected)
+    # The cast on the way to a weight gradient starts from rounded values, not from x.
+    again = casts.rescale_columns(casts.quantize(x, block, mode), mode)
+    same(again, cast(values(cast(x, (1, block), mode), (1, block)).t(), (1, block), mode))
+
+
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+def test_fused_casts_round_their_float32_result_once(mode):
+    """h and dpre are cast from float32. A detour through bf16 would round twice."""
+    pre, weight = normal(torch.bfloat16), torch.linspace(0.1, 1, ROWS)
+    of_formula = {"activation": "silu", "layout": "gate_up", "block_size": 128, "scaling_mode": mode}
+    h, kept = activate(pre, weight, **of_formula, quantized=True, keep=True)
+    gate, up = pre.float().chunk(2, 1)
+    same(h, cast(torch.nn.functional.silu(gate) * up * weight.unsqueeze(1), (1, 128), mode))
+    halves = kept.flatten(0, 1) if not isinstance(kept, mx.MXTensor) else kept.view(-1, COLUMNS // 2)
+    same(halves, cast(pre.view(-1, COLUMNS // 2), (1, 128), mode))
+    t = normal(torch.bfloat16)[:, :COLUMNS // 2].flip(0)
+    gradients = activate_backward(t, pre, weight, **of_formula, plain=True, rows=True, columns=True)
+    gate.requires_grad_(), up.requires_grad_()
+    (torch.nn.functional.silu(gate) * up * weight.unsqueeze(1)).backward(t.float())
+    dpre = torch.cat([gate.grad, up.grad], 1)
+    assert mx.sqnr_db(dpre, gradients.plain) > 50
+    once, twice = (mx.sqnr_db(dpre, values(cast(x, (1, 128), mode), (1, 128))) for x in (dpre, gradients.plain))
+    found = mx.sqnr_db(dpre, gradients.rows.dequantize(torch.float32))
+    assert abs(found - once) < abs(found - twice)
+
+
+# <q, x> / <x, x> - 1 on normal data. floor saturates what lies between 448 and 512 scales, so it shortens by more.
+@pytest.mark.parametrize("mode, block, expected", [("rceil", (1, 32), -7.5e-4), ("rceil", (1, 128), -7.5e-4),
+                                                   ("rceil", (128, 128), -7.5e-4), ("floor", (1, 32), -2.8e-3),
+                                                   ("floor", (1, 128), -1.0e-3)])
+def test_casts_shorten_by_the_formats_own_share(mode, block, expected):
+    x = normal(rows=4096)
+    own = shrinkage(x, values(cast(x, block, mode), block))
+    found = mx.quantize_tiles(x, mode) if block[0] > 1 else mx.quantize(x, block[1], mode)
+    assert shrinkage(x, found.dequantize(torch.float32)) == pytest.approx(own, abs=1e-12)
+    assert own == pytest.approx(expected, rel=0.05)
+
+
+def test_the_oracle_rounds_ties_to_even_and_saturates():
+    x = torch.tensor([448.0, 17.0, 19.0, -17.0, -19.0, 15.5, 432.0, 3 * 2.0**-10, 2.0**-10, -0.0, 460.0])
+    data = [0x7E, 0x58, 0x5A, 0xD8, 0xDA, 0x58, 0x7E, 0x02, 0x00, 0x80, 0x7E]
+    assert cast(torch.nn.functional.pad(x, (0, 21)).unsqueeze(0), (1, 32), "floor").data[0, :11].tolist() == data
