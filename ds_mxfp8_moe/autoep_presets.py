@@ -107,9 +107,16 @@ class SparseMixerRouter(TokenChoiceTopKRouter):
     jitter: float
 
     def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Takes [T, H]; returns weights [T, 2], experts [T, 2] and counts [E], as AutoEP's router."""
+        """Takes [T, H]; returns weights [T, 2], experts [T, 2] and counts [E], as AutoEP's router.
+
+        Raises:
+            ConfigError: there is a bias for the choice of experts.
+        """
         from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+        if expert_bias is not None:
+            raise ConfigError("phimoe: its router chooses by chance and takes no bias: leave out "
+                              '"load_balance_coeff"')
         weight_TK, expert_TK = sparsemixer(self.gate(x), self.jitter, self.training, self.top_k)
         return weight_TK, expert_TK, count_tokens_per_expert(expert_TK, self.num_experts)
 

@@ -119,6 +119,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
 
 
 def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> None:
+    """Prints the report on rank 0. For an engine in which AutoEP made no layers, it says why by the model type."""
     print_on_rank_0((why_no_layers(model_or_engine) if not report.layers else None) or report)
 
 

@@ -220,17 +220,19 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
                 if tensor is not None:
                     original = name + key.removeprefix(prefix)
                     yield original, tensor.reshape(shapes.get(original, tensor.shape))
-    biases = [_kept(_whole(own[key]), keep) for role in ("gate", "up", "down")
-              if (key := f"expert_biases.{role}") in own]
+    biases = {role: _kept(_whole(own[key]), keep) for role in ("gate", "up", "down")
+              if (key := f"expert_biases.{role}") in own}
+    if keep and "up" in biases:
+        both = torch.stack([biases["gate"], biases["up"]], dim=2).flatten(1)
+        yield f"{spec.experts_name}.{spec.expert_w1_name}_bias", both
+    if keep and "down" in biases:
+        yield f"{spec.experts_name}.{spec.expert_w2_name}_bias", biases["down"]
     if "experts.w1" not in own:  # not wanted
         return
     weights = [_all_experts(layer, own[f"experts.{key}"], keep) for key in ("w1", "w2", "w3")]
     if keep:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
             yield f"{spec.experts_name}.{key}", tensor
-        if biases:
-            yield f"{spec.experts_name}.{spec.expert_w1_name}_bias", torch.stack(biases[:2], dim=2).flatten(1)
-            yield f"{spec.experts_name}.{spec.expert_w2_name}_bias", biases[2]
 
 
 def _unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:

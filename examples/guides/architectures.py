@@ -11,6 +11,7 @@ import argparse
 import io
 import os
 import socket
+import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: E402
 
 import ds_mxfp8_moe  # noqa: E402
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer  # noqa: E402
+from ds_mxfp8_moe.autoep_presets import PRESETS, UNSUPPORTED  # noqa: E402
 
 VOCABULARY, STEPS, RANKS = 128, 6, 2
 BAR = 0.01  # the largest relative difference of losses, at any step
@@ -167,23 +169,32 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 def page(rows: list[dict[str, Any]]) -> str:
     """The table as Markdown."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
-    lines = [
-        "# Architectures", "",
-        "Written by `python examples/guides/architectures.py --out examples/guides/architectures.md` on a CPU, with",
-        f"{versions}.", "",
+    about = [
+        f"Written by `python examples/guides/architectures.py --out examples/guides/architectures.md` on a CPU, with "
+        f"{versions}.",
         f"For each model type of transformers, a model of 2 layers and 8 experts with random weights trains {STEPS} "
-        "steps in bf16 on",
-        f"{RANKS} ranks that share the experts. Percentages are the largest relative difference of the loss at any "
-        "step, on the same",
-        "batches from the same weights. *Hugging Face* means transformers' own layers in DeepSpeed, without expert "
-        "parallelism.", "",
-        "| model type | MoE layers converted | loss of Hugging Face, first to last step | ours in bf16 to "
-        "Hugging Face | ours in MXFP8 to Hugging Face | ours in MXFP8 to ours in bf16 |",
-        "|:---|:---|:---|---:|---:|---:|"]
+        f"steps in bf16 on {RANKS} ranks that share the experts. Percentages are the largest relative difference of "
+        "the loss at any step, on the same batches from the same weights. *Hugging Face* means transformers' own "
+        "layers in DeepSpeed, without expert parallelism.",
+        "AutoEP knows some model types by itself. For the others, this package lends it a preset while it makes an "
+        "engine with the section `mxfp8_moe`. Without the section, AutoEP finds no layers in them, or asks for "
+        "`preset_model`. That is not always enough: AutoEP alone has no routers like those of phimoe, afmoe and "
+        "lfm2_moe, and no experts like those of gpt-oss."]
+    lines = ["# Architectures"]
+    for paragraph in about:
+        lines += ["", textwrap.fill(paragraph, 119, break_on_hyphens=False)]
+    lines += ["", "| model type | preset | MoE layers converted | loss of Hugging Face, first to last step | ours in "
+              "bf16 to Hugging Face | ours in MXFP8 to Hugging Face | ours in MXFP8 to ours in bf16 |",
+              "|:---|:---|:---|:---|---:|---:|---:|"]
     for one in rows:
+        added = PRESETS.get(one["model_type"])
+        preset = f"added, like {added.like}" if added else "DeepSpeed's"
         shown = (f"{one[key]:.2%}" for key in ("bf16", "mxfp8", "mxfp8_bf16"))
-        lines.append(f"| {one['model_type']} | {one['converted']} of {one['layers']} | {one['first']:.2f} to "
-                     f"{one['last']:.2f} | {' | '.join(shown)} |")
+        lines.append(f"| {one['model_type']} | {preset} | {one['converted']} of {one['layers']} | "
+                     f"{one['first']:.2f} to {one['last']:.2f} | {' | '.join(shown)} |")
+    lines += ["", "## Not supported", "", "AutoEP cannot replace the MoE blocks of these types. A line at start-up, "
+              "or an error, says so.", "", "| model type | reason |", "|:---|:---|",
+              *(f"| {model_type} | {reason} |" for model_type, reason in UNSUPPORTED.items())]
     return "\n".join(lines) + "\n"
 
 

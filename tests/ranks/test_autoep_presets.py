@@ -187,3 +187,10 @@ def test_a_model_that_autoep_refuses_is_told_by_its_type(ranks2):
 def test_noise_that_would_be_left_out_is_an_error(ranks2):
     with pytest.raises(RankFailure, match="ConfigError: phimoe: the model's input_jitter_noise is 0.1"):
         ranks2.run(train, "phimoe", model_changes={"input_jitter_noise": 0.1})
+
+
+def test_a_router_without_a_place_for_the_balancing_bias_is_an_error(ranks2):
+    with pytest.raises(RankFailure, match="ConfigError: phimoe: its router chooses by chance and takes no bias"):
+        ranks2.run(train, "phimoe", {**BF16, "load_balance_coeff": 1e-3})
+    for losses_, layers, converted, _ in ranks2.run(train, "lfm2_moe", {**BF16, "load_balance_coeff": 1e-3}):
+        assert layers == converted == 2 and losses_[-1] < losses_[0]
