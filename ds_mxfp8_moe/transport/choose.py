@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from ..ops.op_builder import nvlink as extension
 from . import Transport
 from .collective import Collective
-from .deadline import PeerFailure, answers_of_all, ranks_of
+from .deadline import answers_of_all, ranks_of
 from .hierarchical import Hierarchical
 from .local import Local
 from .nvlink import NVLink
@@ -120,7 +119,7 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     if asked.node_size is not None:
         nodes = [rank // asked.node_size for rank in ranks]
     ways = {"nvlink": lambda: _nvlink(group, ranks, places, where),
-            "hierarchical": lambda: _hierarchical(group, name, ranks, nodes, asked.wire, where)}
+            "hierarchical": lambda: _hierarchical(ranks, nodes, asked.wire)}
     first, second = reversed(ways) if asked.transport == "hierarchical" else ways
     preferred = ways[first]()
     inside_a_node = asked.transport is None and len(set(nodes)) == 1
@@ -167,47 +166,28 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
     return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
 
 
-def _hierarchical(group: Any, name: str, ranks: list, nodes: list, wire: str, where: str) -> Verdict:
-    """hierarchical, or collective and why not hierarchical. It makes the process groups of the two hops."""
+def _hierarchical(ranks: list, nodes: list, wire: str) -> Verdict:
+    """hierarchical, or collective and why not hierarchical."""
     node_size, obstacle = even_nodes(ranks, nodes)
     if obstacle:
         return Verdict("collective", obstacle)
-    failure = _trial(group, ranks, "the process groups of two hops cannot be made",
-                     lambda: Hops.of(group, node_size, name), where)
-    if failure:
-        return Verdict("collective", failure, broken=True)
     return Verdict("hierarchical", f"{len(ranks) // node_size} nodes of {node_size} ranks, wire {wire}",
                    node_size=node_size)
 
 
 def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
-    """nvlink, or collective and why not nvlink. It allocates the group's staging."""
+    """nvlink, or collective and why not nvlink."""
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
         return Verdict("collective", reason)
     module, failure = extension.try_load()
-    failure = _first(ranks, answers_of_all(group, failure, where)) or _trial(
-        group, ranks, "peer memory cannot be set up", lambda: PeerMemory.of(group, module), where)
-    if failure:
-        return Verdict("collective", failure, broken=True)
+    failures = answers_of_all(group, failure, where)
+    if not any(failures):
+        failures = answers_of_all(group, _trial(group, module), where)
+    for rank, failure in zip(ranks, failures, strict=True):
+        if failure:
+            return Verdict("collective", f"rank {rank}: {failure}", broken=True)
     return Verdict("nvlink", "its ranks share a host, and their GPUs reach each other's memory")
-
-
-def _trial(group: Any, ranks: list, what: str, make: Callable[[], Any], where: str) -> str:
-    """Makes what a transport needs. Returns the first rank's error, or ""."""
-    try:
-        make()
-        failure = ""
-    except PeerFailure:
-        raise
-    except Exception as error:  # the driver, the container or torch may refuse; the group then takes another transport
-        failure = f"{what}: {type(error).__name__}: {error}"
-    return _first(ranks, answers_of_all(group, failure, where))
-
-
-def _first(ranks: list, failures: list) -> str:
-    """The first failure and its rank, or ""."""
-    return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), "")
 
 
 def _plain_obstacle(ranks: int) -> str | None:
@@ -244,6 +224,15 @@ def _apart(ranks: list, places: list) -> str | None:
             return (f"the GPU of rank {rank} cannot reach the memory of the GPU of rank {other_rank}, or rank {rank} "
                     "does not see that GPU (CUDA_VISIBLE_DEVICES)")
     return None
+
+
+def _trial(group: Any, module: Any) -> str:
+    """Allocates the group's staging. Returns the error, or ""."""
+    try:
+        PeerMemory.of(group, module)
+    except Exception as error:  # the driver or the container may refuse; the group then takes another transport
+        return f"peer memory cannot be set up: {type(error).__name__}: {error}"
+    return ""
 
 
 def _tell(group: Any, verdict: Verdict, asked: Asked, capacity_factor: float | None) -> None:

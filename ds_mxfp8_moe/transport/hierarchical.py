@@ -107,7 +107,7 @@ class Hierarchical(Transport):
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> HierarchicalPlan:
         (T, K), E, N, G = expert_TK.shape, num_local_experts, self.hops.num_nodes, self.hops.node_size
-        W, nodes = N * G, self.hops.nodes
+        W, group = N * G, self.hops.group
         call = f" ({K} choices a token{rows and ', '}{rows})"
         wanted_TN = wanted_by(expert_TK, G * E, N)
         crossing_N, needed_W = wanted_TN.sum(0), wanted_by(expert_TK, E, W).sum(0)
@@ -133,10 +133,10 @@ class Hierarchical(Transport):
         counts = read_counts(torch.cat([crossing_N, landed_NG[:, 0, 0], landed_NG[:, :, 1].sum(0),
                                         arrived_GN[:, :, 1].sum(1), sizes_E, heard_W[:, 2].sum().view(1),
                                         heard_W[:, 3]]),
-                             nodes.group, self._where("counts"), launch_what_needs_no_counts, nodes)
+                             group, self._where("counts"), launch_what_needs_no_counts, self.hops.node_of)
         (to_node, from_node, to_rank, from_rank, sizes, (tokens_of_group, ),
          signatures) = _split(counts, (N, N, G, G, E, 1, W))
-        check_same_calls(nodes.group, signatures, self._where("counts") + call)
+        check_same_calls(group, signatures, self._where("counts") + call)
         pairs, ends_E, shift_E = of_device
 
         between = sends(pairs, sum(to_node), N)

@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -231,24 +230,6 @@ def test_nvlink_comes_before_two_hops_unless_these_are_requested(ranks4):
         assert default == of_size == nvlink == Verdict("nvlink", "good")
         assert requested == Verdict("hierarchical", "2 nodes of 2 ranks, wire host", node_size=2)
         assert uneven == Verdict("nvlink", f"good. No hierarchical, because {THREE_AND_ONE}")
-
-
-def without_process_groups() -> tuple:
-    """Rank 1 cannot make a process group for its hops."""
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(module.Hops, "of", mock.Mock(side_effect=RuntimeError("no splits")))
-        else:
-            patch.setattr(module.Hops, "of", lambda *args: None)
-        return on_nodes(TWO_BY_TWO, {})[0]
-
-
-def test_one_rank_without_process_groups_decides_for_all(ranks4):
-    for rank, (name, _, _, said) in enumerate(ranks4.run(without_process_groups)):
-        assert name == "Collective"
-        assert said == ("mxfp8_moe: WARNING: transport collective between ranks [0, 1, 2, 3]: there is no CUDA "
-                        "device. No hierarchical, because rank 1: the process groups of two hops cannot be made: "
-                        "RuntimeError: no splits\n" if rank == 0 else "")
 
 
 def ask_differently(keys: list) -> list:
