@@ -4,9 +4,9 @@
     dispatch    A token, quantised once, crosses to each node that serves one of its choices: once, to the rank of its
                 own rank's index there. That rank passes the bytes on, unchanged, to the experts' ranks of its node.
     combine     At the experts' rank, a token's rows are added in float32, in ascending choice. The sums go in float32
-                to the rank from which the token came. That rank adds them in float32, in ascending rank, and rounds
-                once to the wire's format: to a dtype, or to MXFP8. The token's own rank adds what arrives in float32,
-                in ascending node, and rounds once.
+                to the rank of the node through which the token came. That rank adds them in float32, in ascending
+                rank, and rounds once to the wire's format: to a dtype, or to MXFP8. The token's own rank adds what
+                arrives in float32, in ascending node, and rounds once.
 
 What stays in a token's own node takes the same steps and is rounded alike. Scales, routing weights and expert ids
 travel beside their rows. Dispatch gives the bits of the collective transport: an expert's rows are in ascending (rank,
