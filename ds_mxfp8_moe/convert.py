@@ -169,6 +169,7 @@ def choose_transports(model: torch.nn.Module) -> None:
 
     Raises:
         RuntimeError: the config asks for nvlink, which is not possible here.
+        ValueError: ranks of a group ask for different transports.
     """
     for module in converted_layers(model):
         if module.ep_size > 1:

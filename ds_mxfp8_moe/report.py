@@ -30,7 +30,7 @@ PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi
 _ORIGINS = {
     "enabled": 'default: plain DeepSpeed; write "enabled": true to convert',
     "scale_block_size": "chosen for this device: 128 on sm_90, 32 elsewhere",
-    "transport": "chosen: the first one available; between hosts hierarchical, or collective if they are uneven",
+    "transport": "chosen: nvlink inside a host, collective between hosts, on CPUs hierarchical if hosts are even",
     "node_size": "chosen: the ranks of one host",
     "wire": "chosen: the only one",
     "nvlink_sms": "chosen for each exchange",

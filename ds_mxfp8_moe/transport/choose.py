@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from ..ops.op_builder import nvlink as extension
 from . import Transport
 from .collective import Collective
-from .deadline import PeerFailure, answers_of_all, ranks_of
+from .deadline import answers_of_all, ranks_of
 from .hierarchical import Hierarchical
 from .local import Local
 from .nvlink import NVLink
@@ -28,6 +27,7 @@ from .peer_memory import PeerMemory
 from .wires import Hops
 
 MOST_RANKS = 8  # over NVLink
+UNTRIED = '. "transport": "hierarchical" sends a token to each node once; it has not run over NCCL yet'
 
 
 class Place(NamedTuple):
@@ -78,8 +78,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
     Args:
         group: the layer's expert-parallel process group. None means that this rank has all experts.
         name: of the layer, for errors.
-        requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible, else hierarchical
-            where it is. "hierarchical" is for groups that span nodes of the same size; others take what None gives.
+        requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible. On CPUs it means
+            hierarchical where that is possible. "hierarchical" is for groups that span nodes of the same size; others take what None gives.
         sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
         node_size: so many consecutive ranks of the world make a node. None: the ranks of one host do.
         wire: what carries rows between nodes. None means "host".
@@ -121,12 +121,14 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     if asked.node_size is not None:
         nodes = [rank // asked.node_size for rank in ranks]
     ways = {"nvlink": lambda: _nvlink(group, ranks, places, where),
-            "hierarchical": lambda: _hierarchical(group, name, ranks, nodes, asked.wire, where)}
+            "hierarchical": lambda: _hierarchical(ranks, nodes, asked.wire)}
     first, second = reversed(ways) if asked.transport == "hierarchical" else ways
     preferred = ways[first]()
     inside_a_node = asked.transport is None and len(set(nodes)) == 1
     if preferred.transport != "collective" or asked.transport == "nvlink" or inside_a_node:
         return preferred
+    if asked.transport is None and get_accelerator().device_name() != "cpu":
+        return preferred._replace(reason=preferred.reason + UNTRIED)
     other = ways[second]()
     if other.transport == "collective":
         reason = f"{preferred.reason}. No {second}, because {other.reason}"
@@ -168,47 +170,28 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
     return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
 
 
-def _hierarchical(group: Any, name: str, ranks: list, nodes: list, wire: str, where: str) -> Verdict:
-    """hierarchical, or collective and why not hierarchical. It makes the process groups of the two hops."""
+def _hierarchical(ranks: list, nodes: list, wire: str) -> Verdict:
+    """hierarchical, or collective and why not hierarchical."""
     node_size, obstacle = even_nodes(ranks, nodes)
     if obstacle:
         return Verdict("collective", obstacle)
-    failure = _trial(group, ranks, "the process groups of two hops cannot be made",
-                     lambda: Hops.of(group, node_size, name), where)
-    if failure:
-        return Verdict("collective", failure, broken=True)
     return Verdict("hierarchical", f"{len(ranks) // node_size} nodes of {node_size} ranks, wire {wire}",
                    node_size=node_size)
 
 
 def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
-    """nvlink, or collective and why not nvlink. It allocates the group's staging."""
+    """nvlink, or collective and why not nvlink."""
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
         return Verdict("collective", reason)
     module, failure = extension.try_load()
-    failure = _first(ranks, answers_of_all(group, failure, where)) or _trial(
-        group, ranks, "peer memory cannot be set up", lambda: PeerMemory.of(group, module), where)
-    if failure:
-        return Verdict("collective", failure, broken=True)
+    failures = answers_of_all(group, failure, where)
+    if not any(failures):
+        failures = answers_of_all(group, _trial(group, module), where)
+    for rank, failure in zip(ranks, failures, strict=True):
+        if failure:
+            return Verdict("collective", f"rank {rank}: {failure}", broken=True)
     return Verdict("nvlink", "its ranks share a host, and their GPUs reach each other's memory")
-
-
-def _trial(group: Any, ranks: list, what: str, make: Callable[[], Any], where: str) -> str:
-    """Makes what a transport needs. Returns the first rank's error, or ""."""
-    try:
-        make()
-        failure = ""
-    except PeerFailure:
-        raise
-    except Exception as error:  # the driver, the container or torch may refuse; the group then takes another transport
-        failure = f"{what}: {type(error).__name__}: {error}"
-    return _first(ranks, answers_of_all(group, failure, where))
-
-
-def _first(ranks: list, failures: list) -> str:
-    """The first failure and its rank, or ""."""
-    return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), "")
 
 
 def _plain_obstacle(ranks: int) -> str | None:

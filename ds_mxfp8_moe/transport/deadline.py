@@ -13,13 +13,12 @@ device and end by that watchdog, which knows neither the layer nor the peer. Dee
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import deepspeed.comm as dist
@@ -52,18 +51,6 @@ class PeerFailure(RuntimeError):
         self.missing = missing
 
 
-class Nodes(NamedTuple):
-    """A group whose exchanges take two hops, each within a sub-group.
-
-    Attributes:
-        group: all ranks.
-        node_of: the node of each global rank.
-    """
-
-    group: Any
-    node_of: dict
-
-
 def ranks_of(group: Any) -> list:
     """Global ranks of a group. deepspeed.comm's function for it never returns for the group of all ranks."""
     return torch.distributed.get_process_group_ranks(group)
@@ -90,14 +77,14 @@ def before_watchdog(seconds: float) -> float:
 
 
 @contextmanager
-def deadline_for(group: Any, device: torch.device, where: str, nodes: Nodes | None = None) -> Iterator[None]:
+def deadline_for(group: Any, device: torch.device, where: str, node_of: dict | None = None) -> Iterator[None]:
     """Gives waits for the peers of `group` its deadline. Raises a PeerFailure for a backend's error about peers.
 
     Any other error, for example of a rank that runs out of memory, is raised as it is.
 
     Args:
         where: the exchange and the layer, for errors.
-        nodes: what `group` is a sub-group of. None: it exchanges in one hop.
+        node_of: the node of each global rank of the group, for errors. None: they do not name nodes.
     """
     seconds = set_deadline(group, device)
     start = time.monotonic()
@@ -106,7 +93,7 @@ def deadline_for(group: Any, device: torch.device, where: str, nodes: Nodes | No
     except RuntimeError as error:
         if not _is_about_peers(error):
             raise
-        raise peer_failure(group, where, start, seconds, nodes) from error
+        raise peer_failure(group, where, start, seconds, node_of) from error
 
 
 def _is_about_peers(error: RuntimeError) -> bool:
@@ -116,14 +103,14 @@ def _is_about_peers(error: RuntimeError) -> bool:
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_splits: tuple, group: Any, where: str,
-               nodes: Nodes | None = None) -> None:
-    """all_to_all_single of rows with a deadline. `where` and `nodes`: as for `deadline_for`.
+               node_of: dict | None = None) -> None:
+    """all_to_all_single of rows with a deadline. `where` and `node_of`: as for `deadline_for`.
 
     Raises:
         PeerFailure: on gloo, at the deadline or when the connection to a peer is lost. On NCCL, while it connects.
     """
     comm = dist if dist.is_initialized() else torch.distributed
-    with deadline_for(group, x.device, where, nodes):
+    with deadline_for(group, x.device, where, node_of):
         comm.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
 
 
@@ -157,10 +144,8 @@ def tell_peers_on_error(function: Callable) -> Callable:
     return telling
 
 
-def wait_for_device(event: Any, group: Any, where: str, seconds: float, nodes: Nodes | None = None) -> None:
-    """Waits on the host until `event` has passed, as a stream's synchronize would.
-
-    `nodes`: of `group`, for errors.
+def wait_for_device(event: Any, group: Any, where: str, seconds: float, node_of: dict | None = None) -> None:
+    """Waits on the host until `event` has passed, as a stream's synchronize would. `node_of`: as for `deadline_for`.
 
     Raises:
         PeerFailure: shortly before `seconds` have passed, or soon after a peer gave up waiting in this group.
@@ -173,17 +158,17 @@ def wait_for_device(event: Any, group: Any, where: str, seconds: float, nodes: N
         time.sleep(0 if now < start + LOOK_SECONDS else 1e-3)
         if now > look:
             if now > start + seconds or _ask(lambda store: _a_peer_gave_up(store, group)):
-                raise peer_failure(group, where, start, seconds, nodes)
+                raise peer_failure(group, where, start, seconds, node_of)
             look = min(now + LOOK_SECONDS, start + seconds)
 
 
 def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callable[[], None],
-                nodes: Nodes | None = None) -> list:
+                node_of: dict | None = None) -> list:
     """Reads counts on the host, which waits for the GPU here.
 
     Args:
         meanwhile: called before the wait.
-        nodes: of `group`, for errors.
+        node_of: as for `deadline_for`.
     """
     if counts.device.type == "cpu":  # as on GPUs, although the host has waited already
         meanwhile()
@@ -193,7 +178,7 @@ def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callabl
     copied = get_accelerator().Event()
     copied.record()
     meanwhile()
-    wait_for_device(copied, group, where, set_deadline(group, counts.device), nodes)
+    wait_for_device(copied, group, where, set_deadline(group, counts.device), node_of)
     return on_host.tolist()
 
 
@@ -206,41 +191,43 @@ def check_same_calls(group: Any, signatures: list, where: str) -> None:
                           f"are in another. {SAME_CALLS}", others)
 
 
-def peer_failure(group: Any, where: str, start: float, seconds: float, nodes: Nodes | None = None) -> PeerFailure:
+def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: dict | None = None) -> PeerFailure:
     """The error of this rank, whose wait for the peers of `group` failed. Takes up to GRACE_SECONDS.
 
     Args:
         where: the exchange and the layer.
         start: time.monotonic() when the wait began.
         seconds: the deadline of the wait.
-        nodes: what `group` is a sub-group of.
+        node_of: as for `deadline_for`.
     """
-    whole = group if nodes is None else nodes.group
     me, ranks = torch.distributed.get_rank(), ranks_of(group)
 
     def named(rank: int) -> str:
-        return f"rank {rank}" if nodes is None else f"rank {rank} of node {nodes.node_of[rank]}"
+        return f"rank {rank}" if node_of is None else f"rank {rank} of node {node_of[rank]}"
 
-    if whole in _FAILED:
-        return PeerFailure(f"rank {me} cannot go on with {where}: its group, of ranks {ranks_of(whole)}, has failed "
-                           f"before, in {_FAILED[whole]}, and cannot be used again. Restart all ranks")
-    _FAILED[whole] = where
+    if group in _FAILED:
+        return PeerFailure(f"rank {me} cannot go on with {where}: its group, of ranks {ranks}, has failed before, in "
+                           f"{_FAILED[group]}, and cannot be used again. Restart all ranks")
+    _FAILED[group] = where
     waited = f"{time.monotonic() - start:.1f} s"
     until = " until the deadline" if time.monotonic() >= start + seconds else ""
-    mine = _Note(f"{where}{until}, for {waited}", ranks)
-    answer = _ask(lambda store: _notes(store, whole, me, mine))
-    if answer is None:
+    mine = f"{where}{until}, for {waited}"
+    notes = _ask(lambda store: _notes(store, group, me, ranks, mine))
+    if notes is None:
         return PeerFailure(f"rank {me} lost its connection to the store in {where}, after {waited}. Rank 0 or its "
                            "launcher keeps the store, so rank 0 has probably died. Look at its log")
-    notes, missing, raised = answer
-    peers = " and ".join(map(named, missing)) or "its peers"
-    if any(" until the deadline, for" in note.text for note in notes.values()):
+    waits, raised = notes
+    missing = tuple(rank for rank in ranks if rank not in waits)
+    peers = f"ranks {list(missing)}"
+    if len(missing) < 2:
+        peers = named(missing[0]) if missing else "its peers"
+    if any(" until the deadline, for" in note for note in waits.values()):
         lines = [f"{named(me)} waited for {peers} in {where} until the deadline, for {waited}:"]
         silent, last = "it hangs elsewhere, is late, or has died. Look at its log", [DEADLINE]
     else:
         lines = [f"{named(me)} lost its connection to {peers} in {where}, after {waited}:"]
         silent, last = "it probably died. Look at its log", []
-    lines += [f"  {named(rank)} waited as well, in {notes[rank].text}" for rank in sorted(notes) if rank != me]
+    lines += [f"  {named(rank)} waited as well, in {waits[rank]}" for rank in ranks if rank in waits and rank != me]
     lines += [f"  {named(rank)} did not come; {raised.get(rank, silent)}" for rank in missing]
     if not missing:
         lines.append("  All ranks came: those that waited for less time came late")
@@ -264,40 +251,19 @@ def _a_peer_gave_up(store: Any, group: Any) -> bool:
     return any(store.check([_wait_key(group, rank)]) for rank in ranks_of(group))
 
 
-class _Note(NamedTuple):
-    """What a rank that gives up writes into the store: where it waited and for how long, and for which ranks."""
-
-    text: str
-    ranks: list
-
-
-def _notes(store: Any, group: Any, me: int, mine: _Note) -> tuple:
-    """Writes this rank's note, and reads those of others for GRACE_SECONDS.
-
-    Returns:
-        The notes, by rank; the ranks that left none, although this rank waits for them; errors that those raised.
-    """
-    store.set(_wait_key(group, me), json.dumps(mine))
-    notes, raised = {me: mine}, {}
+def _notes(store: Any, group: Any, me: int, ranks: list, mine: str) -> tuple:
+    """Writes this rank's note. Returns what the ranks write within GRACE_SECONDS: rank -> text, notes and errors."""
+    store.set(_wait_key(group, me), mine)
+    waits, raised = {me: mine}, {}
     end = time.monotonic() + GRACE_SECONDS
-    while (missing := _silent(mine.ranks, notes)) and time.monotonic() < end:
-        time.sleep(0.05)  # a rank that raised may have gone on, and come late
-        for rank in missing:
-            if store.check([_wait_key(group, rank)]):
-                notes[rank] = _Note(*json.loads(store.get(_wait_key(group, rank))))
+    while time.monotonic() < end and set(ranks) - set(waits):  # a rank that raised may have gone on, and come late
+        time.sleep(0.05)
+        for rank in ranks:
+            if rank not in waits and store.check([_wait_key(group, rank)]):
+                waits[rank] = store.get(_wait_key(group, rank)).decode()
             elif rank not in raised and (text := _raised_by(store, rank)):
                 raised[rank] = text
-    return notes, missing, raised
-
-
-def _silent(ranks: list, notes: dict) -> tuple:
-    """The ranks without a note among `ranks`. If all of them left one: those among the ranks that they wait for."""
-    while not (missing := tuple(rank for rank in ranks if rank not in notes)):
-        behind = sorted({*ranks, *(other for rank in ranks for other in notes[rank].ranks)})
-        if behind == ranks:
-            break
-        ranks = behind
-    return missing
+    return waits, raised
 
 
 def _raised_by(store: Any, rank: int) -> str | None:

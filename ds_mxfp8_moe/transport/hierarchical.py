@@ -4,9 +4,9 @@
     dispatch    A token, quantised once, crosses to each node that serves one of its choices: once, to the rank of its
                 own rank's index there. That rank passes the bytes on, unchanged, to the experts' ranks of its node.
     combine     At the experts' rank, a token's rows are added in float32, in ascending choice. The sums go in float32
-                to the rank from which the token came. That rank adds them in float32, in ascending rank, and rounds
-                once to the wire's format: to a dtype, or to MXFP8. The token's own rank adds what arrives in float32,
-                in ascending node, and rounds once.
+                to the rank of the node through which the token came. That rank adds them in float32, in ascending
+                rank, and rounds once to the wire's format: to a dtype, or to MXFP8. The token's own rank adds what
+                arrives in float32, in ascending node, and rounds once.
 
 What stays in a token's own node takes the same steps and is rounded alike. Scales, routing weights and expert ids
 travel beside their rows. Dispatch gives the bits of the collective transport: an expert's rows are in ascending (rank,
@@ -107,7 +107,7 @@ class Hierarchical(Transport):
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> HierarchicalPlan:
         (T, K), E, N, G = expert_TK.shape, num_local_experts, self.hops.num_nodes, self.hops.node_size
-        W, nodes = N * G, self.hops.nodes
+        W, group = N * G, self.hops.group
         call = f" ({K} choices a token{rows and ', '}{rows})"
         wanted_TN = wanted_by(expert_TK, G * E, N)
         crossing_N, needed_W = wanted_TN.sum(0), wanted_by(expert_TK, E, W).sum(0)
@@ -133,10 +133,10 @@ class Hierarchical(Transport):
         counts = read_counts(torch.cat([crossing_N, landed_NG[:, 0, 0], landed_NG[:, :, 1].sum(0),
                                         arrived_GN[:, :, 1].sum(1), sizes_E, heard_W[:, 2].sum().view(1),
                                         heard_W[:, 3]]),
-                             nodes.group, self._where("counts"), launch_what_needs_no_counts, nodes)
+                             group, self._where("counts"), launch_what_needs_no_counts, self.hops.node_of)
         (to_node, from_node, to_rank, from_rank, sizes, (tokens_of_group, ),
          signatures) = _split(counts, (N, N, G, G, E, 1, W))
-        check_same_calls(nodes.group, signatures, self._where("counts") + call)
+        check_same_calls(group, signatures, self._where("counts") + call)
         pairs, ends_E, shift_E = of_device
 
         between = sends(pairs, sum(to_node), N)

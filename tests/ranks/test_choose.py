@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -237,24 +236,6 @@ def test_nvlink_comes_before_two_hops_unless_these_are_requested(ranks4):
         assert uneven == Verdict("nvlink", f"good. No hierarchical, because {THREE_AND_ONE}")
 
 
-def without_process_groups() -> tuple:
-    """Rank 1 cannot make a process group for its hops."""
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(module.Hops, "of", mock.Mock(side_effect=RuntimeError("no splits")))
-        else:
-            patch.setattr(module.Hops, "of", lambda *args: None)
-        return on_nodes(TWO_BY_TWO, {})[0]
-
-
-def test_one_rank_without_process_groups_decides_for_all(ranks4):
-    for rank, (name, _, _, said) in enumerate(ranks4.run(without_process_groups)):
-        assert name == "Collective"
-        assert said == ("mxfp8_moe: WARNING: transport collective between ranks [0, 1, 2, 3]: there is no CUDA "
-                        "device. No hierarchical, because rank 1: the process groups of two hops cannot be made: "
-                        "RuntimeError: no splits\n" if rank == 0 else "")
-
-
 def ask_differently(keys: list) -> list:
     group = dist.get_world_group()
     module._OF_GROUP.pop(group, None)
@@ -326,3 +307,17 @@ def test_the_engine_chooses_at_its_start(ranks2):
 def test_a_rank_that_does_not_come_is_named(ranks2):
     (missing, text), _ = ranks2.run(stay_away)
     assert missing == (1, ) and "'choice of transport' of block.3.moe" in text and "rank 1 did not come" in text
+
+
+def on_nodes_with_gpus(hosts: list, *requests) -> list:
+    """As `on_nodes`, on GPUs: the verdict for each request, a transport or None."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_place", lambda: Place(hosts[dist.get_rank()], "", gpus()))
+        patch.setattr(module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+        return [module._decide(dist.get_world_group(), "moe", Asked(request, None, "host")) for request in requests]
+
+
+def test_two_hops_are_not_chosen_over_nccl_unless_asked_for(ranks4):
+    for silent, asked in ranks4.run(on_nodes_with_gpus, TWO_BY_TWO, None, "hierarchical"):
+        assert silent.transport == "collective" and silent.reason.endswith("it has not run over NCCL yet")
+        assert asked.transport == "hierarchical"

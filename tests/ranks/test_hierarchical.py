@@ -216,7 +216,7 @@ class Broken(HostWire):
 
 def over(node_size: int, **wires) -> Hierarchical:
     hops = two_hops(node_size).hops
-    changed = {hop: wire(getattr(hops, hop).group, hops.nodes) for hop, wire in wires.items()}
+    changed = {hop: wire(hops.group, getattr(hops, hop).ranks, hops.node_of) for hop, wire in wires.items()}
     return Hierarchical(dataclasses.replace(hops, **changed))
 
 

@@ -54,7 +54,7 @@ def leave(rank: int, at: str, dies: bool) -> tuple | None:
     c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
     hops = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "block.3.moe")
     if dist.get_rank() == rank:
-        wires = {hop: Leaving(getattr(hops, hop).group, hops.nodes) for hop in ("between", "inside")}
+        wires = {hop: Leaving(hops.group, getattr(hops, hop).ranks, hops.node_of) for hop in ("between", "inside")}
         for wire in wires.values():
             wire.at, wire.dies = at, dies
         hops = dataclasses.replace(hops, **wires)
@@ -123,9 +123,9 @@ def wait_for_a_device() -> tuple | None:
     group = dist.new_group([0, 1, 2, 3])
     if dist.get_rank() == 2:
         return None
-    nodes = deadline.Nodes(group, {rank: rank // 2 for rank in range(4)})
+    node_of = {rank: rank // 2 for rank in range(4)}
     with mock.patch.object(deadline, "GRACE_SECONDS", GRACE), pytest.raises(PeerFailure) as caught:
-        deadline.wait_for_device(Never, group, "'counts' of moe", DEADLINE.total_seconds(), nodes)
+        deadline.wait_for_device(Never, group, "'counts' of moe", DEADLINE.total_seconds(), node_of)
     return caught.value.missing, str(caught.value)
 
 

@@ -16,7 +16,6 @@ import torch
 from ds_mxfp8_moe.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import Wire, collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import Nodes
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.wires import Hops, RowWire
 
@@ -100,7 +99,7 @@ class Hop(RowWire):
 def two_hops(rank: int, peers: Peers, node_size: int) -> Hierarchical:
     first = rank - rank % node_size
     between, inside = range(rank % node_size, peers.size, node_size), range(first, first + node_size)
-    return Hierarchical(Hops(Nodes(None, {}), node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
+    return Hierarchical(Hops(None, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | N
         transport = two_hops(rank, peers, node_size) if node_size else Member(None, rank=rank, peers=peers)
         return moved(transport, problem, inputs[rank], "slot_RK", device)[1]
 
-    def read_counts(counts, group, where, meanwhile, nodes=None):
+    def read_counts(counts, group, where, meanwhile, node_of=None):
         """Without events: the accelerator of this process may be the CPU."""
         meanwhile()
         return counts.tolist()

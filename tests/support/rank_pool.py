@@ -78,10 +78,7 @@ def destroy_groups() -> None:
     for value in vars(groups).values():
         found = value.values() if isinstance(value, dict) else [value]
         kept |= {group for group in found if isinstance(group, torch.distributed.ProcessGroup)}
-    # torch names a group that its own ranks alone have made after these ranks. If it were destroyed, the next one of
-    # these ranks would get the same name, and find the old addresses in the store.
-    if ended := [group for group in torch.distributed.distributed_c10d._world.pg_map
-                 if group not in kept and group.group_name.isdigit()]:
+    if ended := [group for group in torch.distributed.distributed_c10d._world.pg_map if group not in kept]:
         for group in ended:
             torch.distributed.destroy_process_group(group)
         gc.collect()  # engines hold their groups, and each other
