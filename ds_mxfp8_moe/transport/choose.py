@@ -79,7 +79,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         group: the layer's expert-parallel process group. None means that this rank has all experts.
         name: of the layer, for errors.
         requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible. On CPUs it means
-            hierarchical where that is possible. "hierarchical" is for groups that span nodes of the same size; others take what None gives.
+            hierarchical where that is possible. "hierarchical" is for groups that span nodes of the same size; others
+            take what None gives.
         sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
         node_size: so many consecutive ranks of the world make a node. None: the ranks of one host do.
         wire: what carries rows between nodes. None means "host".
@@ -228,6 +229,15 @@ def _apart(ranks: list, places: list) -> str | None:
             return (f"the GPU of rank {rank} cannot reach the memory of the GPU of rank {other_rank}, or rank {rank} "
                     "does not see that GPU (CUDA_VISIBLE_DEVICES)")
     return None
+
+
+def _trial(group: Any, module: Any) -> str:
+    """Allocates the group's staging. Returns the error, or ""."""
+    try:
+        PeerMemory.of(group, module)
+    except Exception as error:  # the driver or the container may refuse; the group then takes another transport
+        return f"peer memory cannot be set up: {type(error).__name__}: {error}"
+    return ""
 
 
 def _tell(group: Any, verdict: Verdict, asked: Asked, of_nvlink: dict) -> None:
