@@ -3,8 +3,9 @@
 
 import pytest
 from local_cases import ONE_RANK, check_local
+from slow import slow_except
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", slow_except(ONE_RANK, *(name for name in ONE_RANK if "many" not in name)))
 def test_same_bits_as_plain_torch(interpreter, name):
     interpreter(check_local, "cpu", ONE_RANK[name])

@@ -38,7 +38,9 @@ def beside_hugging_face(*args, **kwargs):
     return train(args[0], None, *args[2:], **kwargs)[0], *train(*args, **kwargs)
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", slow_except(
+    ARCHITECTURES, "afmoe", "glm4_moe", "gpt_oss", "lfm2_moe", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe",
+    "qwen3_next"))
 def test_trains_like_hugging_face(ranks2, model_type):
     results = ranks2.run(beside_hugging_face, model_type)
     for own, ours, layers, converted, _ in results:

@@ -77,6 +77,7 @@ def skewed_loads(coeff: float | None) -> list[float]:
     return [float((part.sum(0).amax(1) / part.sum(0).mean(1)).min()) for part in (loads[:3], loads[-40:])]
 
 
+@pytest.mark.slow
 def test_a_skewed_router_becomes_balanced(ranks2):
     start, end = ranks2.run(skewed_loads, 0.002)[0]
     assert start > 2 and end < 1.2, (start, end)

@@ -297,7 +297,8 @@ def train_compiled(compiled, section):
     return {"steps": steps, "end": parameters(engine)}
 
 
-@pytest.mark.parametrize("section", [BF16, DEFAULT], ids=["bf16", "default"])
+@pytest.mark.parametrize("section", [pytest.param(BF16, id="bf16", marks=pytest.mark.slow),
+                                     pytest.param(DEFAULT, id="default")])
 def test_a_compiled_engine_computes_the_same(ranks2, section):
     eager = ranks2.run(train_compiled, False, section)
     compiled = ranks2.run(train_compiled, True, section)

@@ -174,6 +174,7 @@ def come_late():
     return str(ends_in_time(exchange.plan, some_routes(), 2))
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_told_apart_by_how_long_it_waited(ranks3):
     zero, *others = ranks3.run(come_late)
     assert re.search(r"rank 1 waited as well, in 'counts' of moe, for 0\.\d s", zero), zero
@@ -215,6 +216,7 @@ def wait_for_a_device():
     return ends_in_time(wait_for_device, Never, group, "'counts' of moe", 2 if rank == 0 else 600).missing
 
 
+@pytest.mark.slow
 def test_the_wait_for_the_device_ends_for_all_when_it_ends_for_one(ranks3):
     assert ranks3.run(wait_for_a_device) == [(1, ), None, (1, )]
 

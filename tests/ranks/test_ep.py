@@ -257,6 +257,7 @@ def backward_of_rank_0_alone() -> str | None:
     return text
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(ranks2):
     text, _ = ranks2.run(backward_of_rank_0_alone)
     assert "in backward of a2a_combine" in text and "rank 1 did not come" in text

@@ -52,6 +52,8 @@ def exchange_twice(exchange: Hierarchical) -> None:
 def leave(rank: int, at: str, dies: bool) -> tuple | None:
     """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
     c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    # What a test before this one raised inside a layer, which the others would quote.
+    c10d._get_default_store().delete_key(deadline._raised_key(dist.get_rank()))
     hops = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "block.3.moe")
     if dist.get_rank() == rank:
         wires = {hop: Leaving(hops.group, getattr(hops, hop).ranks, hops.node_of) for hop in ("between", "inside")}
@@ -82,7 +84,7 @@ PLACES = [("counts", BETWEEN), ("dispatch", BETWEEN), ("dispatch", INSIDE), ("co
 
 @pytest.mark.parametrize("gone, phase, hop", slow_except(
     [(gone, *at) for gone in (3, 0) for at in PLACES],
-    (3, "dispatch", BETWEEN), (0, "dispatch", INSIDE), (3, "combine of the gradient", BETWEEN)))
+    (0, "dispatch", INSIDE), (3, "combine of the gradient", BETWEEN)))
 def test_a_rank_that_stalls_in_a_hop_is_named_by_all_others(ranks4, gone, phase, hop):
     answers = ranks4.run(leave, gone, place(phase, hop), False)
     assert answers[gone] is None

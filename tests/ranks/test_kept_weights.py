@@ -139,6 +139,7 @@ def compiled_both(layout):
     return results, graphs
 
 
+@pytest.mark.slow
 def test_torch_compile(ranks2):
     results = ranks2.run(compiled_both, Layout(zero=2, dtype="bf16", steps=3, config=FOUR))
     check([found for found, _ in results], 4 * CASTS, CASTS)

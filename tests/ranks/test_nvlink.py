@@ -555,6 +555,7 @@ def raised_inside() -> str | None:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_peers_of_a_rank_that_raises_inside_a_layer_learn_it(ranks2):
     text, _ = ranks2.run(raised_inside)
     assert "rank 0 waited in exchange" in text and "until the deadline, for rank 1" in text, text

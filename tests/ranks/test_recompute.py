@@ -168,11 +168,12 @@ def train_every_way(layout, ways):
 
 
 @pytest.mark.parametrize("layout", [
-    Layout(dtype="bf16"), Layout(zero=1, moe={"use_residual": True}),
-    Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}),
+    pytest.param(Layout(dtype="bf16"), id="zero0", marks=pytest.mark.slow),
+    pytest.param(Layout(zero=1, moe={"use_residual": True}), id="zero1-residual", marks=pytest.mark.slow),
+    pytest.param(Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}), id="zero2-accumulation"),
     # A recomputation that stops early leaves the layer by an exception, which must not leave timers running.
-    Layout(zero=2, config={"wall_clock_breakdown": True}),
-], ids=["zero0", "zero1-residual", "zero2-accumulation", "timers"])
+    pytest.param(Layout(zero=2, config={"wall_clock_breakdown": True}), id="timers"),
+])
 def test_recomputation_inside_an_engine(ranks2, layout):
     for runs in ranks2.run(train_every_way, layout, list(WAYS)):
         for way, run in runs.items():
