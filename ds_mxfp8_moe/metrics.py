@@ -126,8 +126,8 @@ class Metrics:
         with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
             dist.all_reduce(sums)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0:  # here the host waits for the device
             self.engine.monitor.write_events([
                 (f"{PREFIX}/{layer.mxfp8_settings.name}/{name}", value, self.engine.global_samples)
-                for layer, part, amax in zip(self.layers, sums.split(sizes), largest.tolist(), strict=True)
+                for layer, part, amax in zip(self.layers, sums.cpu().split(sizes), largest.tolist(), strict=True)
                 for name, value in figures_of(part.tolist(), amax, layer.ep_size).items()])

@@ -82,7 +82,7 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
             hierarchical where that is possible. "hierarchical" is for groups that span nodes of the same size; others
             take what None gives.
         sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
-        node_size: so many consecutive ranks of the world make a node. None: the ranks of one host do.
+        node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.
         wire: what carries rows between nodes. None means "host".
 
     Raises:

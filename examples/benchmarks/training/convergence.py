@@ -9,7 +9,7 @@ the method.
     python examples/benchmarks/training/convergence.py --sizes 50M --sharing 8 --seconds 540
     python examples/benchmarks/training/convergence.py --hf_model FOLDER --ds_config FILE --data FOLDER --out ab.json
 
-The first command trains for so many seconds, the most important runs first, as many side by side as --sharing says,
+The first command trains for that many seconds, the most important runs first, as many side by side as --sharing says,
 and shows what is finished. A run that does not finish in time is lost. --known FILE takes the finished runs of a
 result file as they are, so that the study goes on in pieces, also on other machines. Runs share the machine, so their
 speed says nothing. The second command compares a user's section "mxfp8_moe" with bf16, on their model and data.
