@@ -12,20 +12,19 @@ import deepspeed.comm as dist
 import torch
 
 from .autoep import MXFP8AutoEPMoELayer
+from .autoep_presets import CORRECTION_BIAS
 from .transport.deadline import deadline_for
-
-CORRECTION = "e_score_correction_bias"
 
 
 def bias_of(layer: MXFP8AutoEPMoELayer) -> torch.Tensor:
     """float32 [E], the bias that moves: the router's correction bias where the model has one (DeepSeek-V3), which
     `save_pretrained` writes; else the layer's `expert_bias`, which only checkpoints hold."""
-    return layer.router._buffers[CORRECTION] if corrects(layer) else layer.expert_bias
+    return layer.router._buffers[CORRECTION_BIAS] if corrects(layer) else layer.expert_bias
 
 
 def corrects(layer: MXFP8AutoEPMoELayer) -> bool:
     """Whether the router has a correction bias that no optimizer holds."""
-    return layer.router._buffers.get(CORRECTION) is not None
+    return layer.router._buffers.get(CORRECTION_BIAS) is not None
 
 
 class LoadBalancer:
@@ -39,7 +38,7 @@ class LoadBalancer:
         self.layers, self.coeff = list(layers), coeff
         for layer in self.layers:
             if corrects(layer):
-                layer.router._buffers[CORRECTION] = bias_of(layer).float()
+                layer.router._buffers[CORRECTION_BIAS] = bias_of(layer).float()
             elif layer.expert_bias is None:
                 del layer.expert_bias
                 layer.register_buffer("expert_bias", torch.zeros_like(layer.tokens_per_expert))

@@ -140,10 +140,15 @@ def _engine_of(given: Any) -> DeepSpeedEngine:
         raise TypeError("save_pretrained takes the Trainer or the DeepSpeed engine (what ds_mxfp8_moe.initialize or "
                         f"accelerator.prepare returned); this is a {type(given).__name__}")
     base_of(engine.module)
-    if engine.autotp_size() > 1:
-        raise RuntimeError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which "
-                           "save_pretrained does not gather: use engine.save_checkpoint")
+    refuse_tensor_parallelism(engine)
     return engine
+
+
+def refuse_tensor_parallelism(engine: DeepSpeedEngine) -> None:
+    """Raises RuntimeError if AutoTP has split the model, which this file does not gather."""
+    if engine.autotp_size() > 1:
+        raise RuntimeError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which is "
+                           "not gathered here: use engine.save_checkpoint")
 
 
 def _of_adapters(model) -> Callable[[str, torch.Tensor], bool]:

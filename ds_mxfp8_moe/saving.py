@@ -21,7 +21,14 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .pretrained import autoep_layers, is_partitioned, is_peft, needs_peers, whole_state_dict
+from .pretrained import (
+    autoep_layers,
+    is_partitioned,
+    is_peft,
+    needs_peers,
+    refuse_tensor_parallelism,
+    whole_state_dict,
+)
 from .transport.deadline import tell_peers_on_error
 
 # On an engine: True. On its model: DeepSpeed's section "expert_parallel". On parts that hold MoE layers: None.
@@ -69,9 +76,7 @@ def _replace(owner: Any, method: str, ours: Callable) -> None:
 @tell_peers_on_error
 def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
     """The whole model on rank 0, None elsewhere. Collective."""
-    if engine.autotp_size() > 1:
-        raise RuntimeError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which is "
-                           "not gathered: use engine.save_checkpoint")
+    refuse_tensor_parallelism(engine)
     buffers = {name for name, _ in engine.module.named_buffers()}
     return whole_state_dict(
         engine.module, engine._config.expert_parallel_config,

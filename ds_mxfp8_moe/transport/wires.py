@@ -49,8 +49,9 @@ class RowWire(ABC):
 class HostWire(RowWire):
     """The host's collectives: NCCL or gloo through deepspeed.comm, over whatever network these find.
 
-    It is an all-to-all of the whole group, in which ranks of other hops get no rows. torch cannot make a sub-group for
-    a hop unless all ranks of the world take part: it names such a group by how many groups a rank has.
+    It is an all-to-all of the whole group, in which ranks of other hops get no rows. A hop has no process group of its
+    own, since torch makes one safely only if all ranks of the world take part. Otherwise it derives the group's name
+    from the number of groups that each rank has, which may differ between ranks.
 
     Arguments:
         group: the whole group.

@@ -84,7 +84,7 @@ class Member(Collective):
 
 
 class Hop(RowWire):
-    """One hop of such a rank, among `ranks`."""
+    """One hop of the rank `rank`, whose exchanges `peers` carries. `ranks`: the ranks of the hop."""
 
     def __init__(self, rank: int, ranks: range, peers: Peers):
         self.rank, self.ranks, self.peers = rank, ranks, peers
