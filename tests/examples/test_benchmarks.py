@@ -413,7 +413,7 @@ def test_the_latest_file_with_most_ranks_comes_first(tmp_path, monkeypatch):
 def test_links_between_the_pages_lead_somewhere():
     """Anchors as GitHub makes them: headings in small letters."""
     root = report.README.parent
-    for page in (report.README, *sorted((root / "examples").rglob("*.md"))):
+    for page in (report.README, *sorted((root / ".github").glob("*.md")), *sorted((root / "examples").rglob("*.md"))):
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
             if not path.startswith("http"):

@@ -249,7 +249,8 @@ def cases(which: str) -> list[Case]:
 NVLINK_BF16, NVLINK_MXFP8 = "nvlink, bf16", "nvlink, mxfp8"
 CONTENDERS = (TODAY, "collective", "nvlink", "collective, bf16", "collective, mxfp8", NVLINK_BF16, NVLINK_MXFP8)
 MEASURES = [Measure(f"{operation}: nvlink in MXFP8 over today's bf16 exchange by NCCL", (NVLINK_MXFP8, ), TODAY,
-                    when=lambda case, operation=operation: case["operation"] == operation, main=operation == "dispatch")
+                    when=lambda case, operation=operation: case["operation"] == operation,
+                    main=operation == "dispatch")
             for operation in ("dispatch", "combine")]
 
 
