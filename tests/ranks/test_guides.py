@@ -91,12 +91,13 @@ def test_trainer(ranks2, tmp_path):
     assert loads(tmp_path / "run/final") and loads(tmp_path / "run/checkpoint-3")
 
 
-def accelerate(directory: Path) -> int:
-    return len(converted_layers(run(GUIDES / "accelerate.md", directory)["model"].module))
+def accelerate(directory: Path) -> tuple[int, int]:
+    names = run(GUIDES / "accelerate.md", directory)
+    return len(converted_layers(names["model"].module)), names["accelerator"].num_processes
 
 
 def test_accelerate(ranks2, tmp_path):
-    assert ranks2.run(accelerate, tmp_path) == [2, 2]
+    assert ranks2.run(accelerate, tmp_path) == [(2, 2)] * 2
     assert loads(tmp_path / "run/final")
 
 
