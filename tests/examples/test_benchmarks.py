@@ -430,6 +430,8 @@ def test_links_between_the_pages_lead_somewhere():
 def test_a_contender_has_one_color_in_all_plots():
     assert colors.color_of("ours, mxfp8_wgrad_with_hp") == colors.color_of("AutoEP, ours, mxfp8_wgrad_with_hp, graph")
     assert colors.color_of("nvlink, mxfp8") == colors.color_of("mxfp8") != colors.color_of("nvlink, bf16")
+    assert colors.color_of("ours, mxfp8_wgrad_with_hp, classic") == colors.color_of(
+        "classic, ours, mxfp8_wgrad_with_hp") != colors.color_of("ours, mxfp8_wgrad_with_hp")
     known = [name for names in colors._CONTENDERS.values() for name in names]
     assert len(known) == len(set(known)) and colors.color_of("floor") is None
     compared = ("AutoEP bf16", "classic bf16", "SonicMoE bf16", "ours, bf16", "ours, mxfp8", "NCCL bf16", "floor")
