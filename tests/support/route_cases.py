@@ -26,11 +26,15 @@ class Case:
     dtype: torch.dtype = torch.float32
     bias: bool = False
     correction: bool = False
+    gate_bias: bool = False
+    hook: bool = False
 
     def router(self, device: str) -> TokenChoiceTopKRouter:
         torch.manual_seed(3)
         router = TokenChoiceTopKRouter(HIDDEN, self.experts, None, None, self.top_k, self.score, self.normalize,
-                                       self.scale, gate_bias=False)
+                                       self.scale, gate_bias=self.gate_bias)
+        if self.hook:
+            router.gate.register_forward_hook(lambda gate, inputs, out: out * 2)
         if self.correction:
             router.e_score_correction_bias = torch.randn(self.experts, device=device)
         return router.to(device, self.dtype)
@@ -49,6 +53,8 @@ CASES = {
     "many experts": Case(tokens=37, experts=300, top_k=8),
     "bf16": Case(dtype=torch.bfloat16, experts=64, top_k=6),
     "fp16": Case(dtype=torch.float16),
+    "linear layer with a bias": Case(gate_bias=True),
+    "linear layer with a hook": Case(hook=True),
 }
 
 
