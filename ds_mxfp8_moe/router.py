@@ -27,9 +27,15 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor,
     if not _runs_kernels(router, x_TH):
         return router(x_TH, bias_E)
     gate = router.gate
-    source, weight_EH = (x_TH, gate.weight) if _is_plain(gate, x_TH) else (gate(x_TH), None)
-    return _Route.apply(source, weight_EH, bias_E, router.e_score_correction_bias, router.top_k,
-                        router.score_func == "sigmoid", router.route_norm, router.route_scale)
+    plain = _is_plain(gate, x_TH)
+    source, weight_EH = (x_TH, gate.weight) if plain else (gate(x_TH), None)
+    weight_TK, expert_TK, count_E, logits_TE = _Route.apply(
+        source, weight_EH, bias_E, router.e_score_correction_bias, router.top_k, router.score_func == "sigmoid",
+        router.route_norm, router.route_scale)
+    if plain:
+        for hook in gate._forward_hooks.values():
+            hook(gate, (x_TH, ), logits_TE)
+    return weight_TK, expert_TK, count_E
 
 
 def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
@@ -41,15 +47,19 @@ def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
 
 
 def _is_plain(gate: nn.Module, x_TH: torch.Tensor) -> bool:
-    """Whether calling the gate does no more than multiply by its weight."""
-    return type(gate) is nn.Linear and _has_no_hooks(gate) and gate.bias is None and (
+    """Whether calling the gate does no more than multiply by its weight and tell transformers the result."""
+    return type(gate) is nn.Linear and _has_no_hooks(gate, "output_capturing_hook") and gate.bias is None and (
         gate.weight.dtype == x_TH.dtype and not torch.is_autocast_enabled(x_TH.device.type))
 
 
-def _has_no_hooks(module: nn.Module) -> bool:
-    """Hooks, and a forward that was put in place of the class's, see the module's own call."""
+def _has_no_hooks(module: nn.Module, but: str = "") -> bool:
+    """Hooks, and a forward that was put in place of the class's, see the module's own call.
+
+    `but`: name of a forward hook that is no matter.
+    """
     return "forward" not in vars(module) and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks) and all(
+            getattr(hook, "__name__", "") == but for hook in module._forward_hooks.values())
 
 
 def _replayed(function: Callable, key: tuple, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -69,7 +79,8 @@ def _replayed(function: Callable, key: tuple, inputs: Sequence[torch.Tensor | No
 
 
 class _Route(torch.autograd.Function):
-    """Takes tokens and the weight of a linear layer, or its result and None."""
+    """Takes tokens and the weight of a linear layer, or its result and None. Returns what `route` does, and the
+    logits."""
 
     @staticmethod
     def forward(ctx, source, weight_EH, bias_E, correction_E, top_k, *how):
@@ -84,20 +95,25 @@ class _Route(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, expert_TK, *(() if weight_EH is None else (source, weight_EH)))
         ctx.how = how
         ctx.mark_non_differentiable(expert_TK, count_E)
-        return weight_TK, expert_TK, count_E
+        ctx.set_materialize_grads(False)
+        return weight_TK, expert_TK, count_E, logits_TE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dweight_TK, *_):
+    def backward(ctx, dweight_TK, _expert, _count, dlogits_TE):
         from .ops.triton_kernels import route as kernels
         how, needs = ctx.how, ctx.needs_input_grad[:2]
 
-        def backward(logits_TE, expert_TK, dweight_TK, x_TH=None, weight_EH=None):
-            dlogits_TE = kernels.route_backward(logits_TE, expert_TK, dweight_TK.contiguous(), *how)
+        def backward(logits_TE, expert_TK, dweight_TK, more_TE, x_TH=None, weight_EH=None):
+            if dweight_TK is None:
+                dlogits_TE = more_TE
+            else:
+                dlogits_TE = kernels.route_backward(logits_TE, expert_TK, dweight_TK.contiguous(), *how)
+                dlogits_TE = dlogits_TE if more_TE is None else dlogits_TE + more_TE
             if weight_EH is None:
                 return [dlogits_TE, None]
             return [dlogits_TE @ weight_EH if needs[0] else None, dlogits_TE.t() @ x_TH if needs[1] else None]
 
         logits_TE, expert_TK, *linear = ctx.saved_tensors
-        grads = _replayed(backward, ("backward", needs, *how), (logits_TE, expert_TK, dweight_TK, *linear))
+        grads = _replayed(backward, ("backward", needs, *how), (logits_TE, expert_TK, dweight_TK, dlogits_TE, *linear))
         return *grads, None, None, None, *(None for _ in how)
