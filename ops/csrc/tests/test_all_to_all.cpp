@@ -19,7 +19,9 @@ namespace {
 
 constexpr double SECONDS = 30; // the deadline of every wait
 constexpr int64_t HALF_BYTES = 96 << 20;
-constexpr uint8_t POISON = 0x5A;
+constexpr uint8_t POISON = 0x5A; // of outputs, before a kernel writes them
+const float POISONED = oracle::from_bits(0x5A5A5A5Au);
+constexpr int64_t MARGIN = 8; // rows behind each output, which must stay as they are
 constexpr int SMS[] = {24, 3, 1}; // multiprocessors for the exchanges of a case, in turn
 
 // The first error of a case on this rank. The case goes on, since peers wait for this rank's part.
@@ -194,12 +196,6 @@ private:
     return y;
   }
 
-  static Bytes first_rows(const device::Array<uint8_t> &rows, int64_t bytes) {
-    Bytes all = rows.values();
-    all.resize(bytes);
-    return all;
-  }
-
   void exchange(const Case &c, Errors &errors) {
     const oracle::Shape &s = c.s;
     const int W = ranks.world, me = ranks.rank;
@@ -228,23 +224,23 @@ private:
 
     const int64_t row_bytes = s.block ? s.H : s.H * oracle::bytes_of(s.dtype);
     const int64_t blocks = s.block ? (s.H + s.block - 1) / s.block : 0;
-    const oracle::Dispatched want = oracle::dispatch(all, s, places, me, P);
+    oracle::Dispatched want = oracle::dispatch(all, s, places, me, P);
+    for (auto [bytes, columns] : {std::pair(&want.out_PH, row_bytes), std::pair(&want.scale_PB, blocks)}) {
+      bytes->resize(end * columns);
+      bytes->resize((P + MARGIN) * columns, POISON);
+    }
+    want.weight_P.resize(P + MARGIN, POISONED);
     for (int turn = 0; turn < 2; turn++) { // so that each half of the staging serves
-      device::Array<uint8_t> out_PH(P * row_bytes), out_scale(P * blocks);
-      device::Array<float> out_weight_P(P);
+      device::Array<uint8_t> out_PH((P + MARGIN) * row_bytes), out_scale((P + MARGIN) * blocks);
+      device::Array<float> out_weight_P(P + MARGIN);
       out_PH.fill(POISON);
       out_scale.fill(POISON);
       out_weight_P.fill(POISON);
       transport.dispatch(plan, wire, x_TH, weight_TK, out_PH, out_scale, out_weight_P, c.weights);
       ranks.wait("dispatch");
-      const auto rows_of = [&](const Bytes &bytes, int64_t columns) {
-        return Bytes(bytes.begin(), bytes.begin() + end * columns);
-      };
-      errors.note("dispatch", oracle::first_difference(rows_of(want.out_PH, row_bytes),
-                                                       first_rows(out_PH, end * row_bytes), row_bytes));
+      errors.note("dispatch", oracle::first_difference(want.out_PH, out_PH.values(), row_bytes));
       if (blocks)
-        errors.note("dispatch, scales", oracle::first_difference(rows_of(want.scale_PB, blocks),
-                                                                 first_rows(out_scale, end * blocks), blocks));
+        errors.note("dispatch, scales", oracle::first_difference(want.scale_PB, out_scale.values(), blocks));
       if (c.weights)
         errors.equal("dispatch, weights", want.weight_P, out_weight_P.values());
     }
@@ -254,14 +250,16 @@ private:
       numbers[p] = number(me, p);
     const device::Array<uint8_t> y_PH(answers(s, sizes.data(), ROW_ALIGNMENT, false, P));
     const device::Array<float> weight_P(numbers);
-    device::Array<uint8_t> out_TH(mine.x_TH.size());
-    device::Array<float> out_weight_TK(mine.weight_TK.size());
+    device::Array<uint8_t> out_TH((mine.T + MARGIN) * s.H * oracle::bytes_of(s.dtype));
+    device::Array<float> out_weight_TK((mine.T + MARGIN) * s.K);
     out_TH.fill(POISON);
     out_weight_TK.fill(POISON);
     transport.combine(plan, wire, s.y_dtype, y_PH, weight_P, out_TH, out_weight_TK, c.weights);
     ranks.wait("combine");
-    const oracle::Combined back =
+    oracle::Combined back =
         oracle::combine(all, s, places, me, [&](int w, int64_t p, int h) { return answer(s, w, p, h); }, number);
+    back.out_TH.resize((mine.T + MARGIN) * s.H * oracle::bytes_of(s.dtype), POISON);
+    back.weight_TK.resize((mine.T + MARGIN) * s.K, POISONED);
     errors.note("combine", oracle::first_difference(s.dtype, back.out_TH, out_TH.values(), s.H));
     if (c.weights)
       errors.equal("combine, weights", back.weight_TK, out_weight_TK.values());
@@ -281,10 +279,13 @@ private:
     const device::Array<int64_t> ids(mine.expert_TK);
     const device::Array<uint8_t> x_TH(mine.x_TH);
     const device::Array<float> weight_TK(mine.weight_TK);
-    const oracle::LowLatencyDispatched want = oracle::low_latency_dispatch(all, s, me, rows, POISON);
+    oracle::LowLatencyDispatched want = oracle::low_latency_dispatch(all, s, me, rows, POISON);
+    want.out_ERH.resize((s.E * rows + MARGIN) * row_bytes, POISON);
+    want.scale_ERB.resize((s.E * rows + MARGIN) * blocks, POISON);
     for (int turn = 0; turn < 2; turn++) {
       device::Array<int> out_count_E(s.E);
-      device::Array<uint8_t> out_ERH(s.E * rows * row_bytes), out_scale(s.E * rows * blocks);
+      device::Array<uint8_t> out_ERH((s.E * rows + MARGIN) * row_bytes);
+      device::Array<uint8_t> out_scale((s.E * rows + MARGIN) * blocks);
       out_count_E.fill(POISON);
       out_ERH.fill(POISON);
       out_scale.fill(POISON);
@@ -296,12 +297,13 @@ private:
         errors.note("dispatch, scales", oracle::first_difference(want.scale_ERB, out_scale.values(), blocks));
     }
     const device::Array<uint8_t> y_ERH(answers(s, want.count_E.data(), rows, true, s.E * rows));
-    device::Array<uint8_t> out_TH(mine.x_TH.size());
+    device::Array<uint8_t> out_TH((mine.T + MARGIN) * s.H * oracle::bytes_of(s.dtype));
     out_TH.fill(POISON);
     exchange.combine(ids, mine.T, weight_TK, s.y_dtype, y_ERH, out_TH, c.split);
     ranks.wait("combine");
-    const Bytes back = oracle::low_latency_combine(all, s, me, rows,
-                                                   [&](int w, int64_t p, int h) { return answer(s, w, p, h); });
+    Bytes back = oracle::low_latency_combine(all, s, me, rows,
+                                             [&](int w, int64_t p, int h) { return answer(s, w, p, h); });
+    back.resize((mine.T + MARGIN) * s.H * oracle::bytes_of(s.dtype), POISON);
     errors.note("combine", oracle::first_difference(s.dtype, back, out_TH.values(), s.H));
   }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ops/csrc/tests/device.h for ranks without GPUs: the emulator runs the kernels, and each launch ends before it returns.
 #include "device.h"
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
@@ -16,6 +18,7 @@ namespace device {
 namespace {
 
 std::map<void *, int64_t> mapped; // bytes of each mapping
+std::map<int, std::chrono::steady_clock::time_point> marks;
 
 void *mapping(int file, int64_t bytes) {
   void *memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -64,6 +67,11 @@ void *map(const Handle &handle) {
 void unmap(void *memory) {
   munmap(memory, mapped.at(memory));
   mapped.erase(memory);
+}
+
+void mark(int i) { marks[i] = std::chrono::steady_clock::now(); }
+double microseconds(int from, int to) {
+  return std::chrono::duration<double, std::micro>(marks.at(to) - marks.at(from)).count();
 }
 
 } // namespace device
