@@ -5,6 +5,8 @@ import pytest
 import torch
 from mpi_programs import cmake, mpirun
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):

@@ -9,7 +9,9 @@ from mpi_programs import Emulated, cmake, mpirun, must, run
 
 from ds_mxfp8_moe.ops.op_builder.builder import CSRC
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))]
+REASON = emulator.obstacle()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900),
+              pytest.mark.skipif(REASON is not None, reason=f"the programs need nvcc: {REASON}")]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,16 @@ def test_the_first_difference_is_one_line(emulated):
     line, = (line for line in done.stdout.splitlines() if line.startswith("test_all_to_all:"))
     assert line.startswith('test_all_to_all: dispatch and combine, case "random": rank 0: dispatch, weights: row ')
     assert " expected 0, got " in line
+
+
+@pytest.mark.parametrize("ranks, argument, said", [
+    (1, "random", "there are 1 ranks, 1 of them on this host: start 2 to 8 on one host, as in mpirun -np 4"),
+    (2, "sideways", "no case has 'sideways' in its name"),
+])
+def test_what_cannot_run_is_one_line(emulated, ranks, argument, said):
+    done = mpirun(ranks, emulated.test, argument)
+    assert done.returncode == 1
+    assert f"test_all_to_all: {said}\n" in done.stdout
 
 
 def test_the_benchmark_prints_a_row_for_each_size(emulated):

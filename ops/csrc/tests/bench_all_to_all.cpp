@@ -3,12 +3,13 @@
 //
 //   mpirun -np 4 ./bench_all_to_all [--hidden 7168] [--experts 64] [--top-k 8] [--iterations 50]
 //
-// --experts: of each rank. Tokens go to random experts, and rows to experts travel in MXFP8 with blocks of 128, rows
-// back in bf16. A time is that of one kernel by the device's clock. It includes the wait for the slowest rank. p50 and
-// p90 are over the iterations, of the rank where they are largest. GB/s are the bytes that the rank with the most sends
-// to other ranks, by p50.
+// --experts: of each rank. Tokens go to random experts. Rows travel to experts in MXFP8 with blocks of 128, and back
+// in bf16. A time is that of one kernel by the device's clock. It includes the wait for the slowest rank. p50 and p90 are
+// over the iterations, of the rank where they are largest. GB/s: the bytes that the rank with the most sends to other
+// ranks, by p50.
 #include "cases.h"
 #include "exchange.h"
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -123,8 +124,8 @@ private:
       const double p50 = ranks.largest(times[times.size() / 2]), p90 = ranks.largest(times[times.size() * 9 / 10]);
       const double most = ranks.largest(double(bytes[which]));
       if (ranks.rank == 0)
-        std::printf("%-24s %8lld %12.0f %10.1f %10.1f %8.1f\n", names[which], static_cast<long long>(T), most, p50, p90,
-                    most / p50 / 1e3);
+        std::printf("%-24s %8lld %12.0f %10.1f %10.1f %8.1f\n", names[which], static_cast<long long>(T), most, p50,
+                    p90, most / p50 / 1e3);
     }
     std::fflush(stdout);
     ranks.barrier();

@@ -2,7 +2,6 @@
 // Inputs for all ranks, the same on every rank, without a generator's state.
 #pragma once
 #include "oracle.h"
-#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 

@@ -2,6 +2,7 @@
 // Number formats in plain C++, by their definitions. They share no code with the kernels.
 #pragma once
 #include "../nvlink/kernels.h"
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "oracle.h"
-#include <algorithm>
 #include <cstdio>
 
 namespace oracle {
@@ -9,6 +8,9 @@ namespace {
 constexpr int64_t ALIGNMENT = 128; // a group's rows are padded to a multiple of it
 
 int64_t padded(int64_t rows) { return (rows + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+int64_t row_bytes_of(const Shape &s) { return s.block ? s.H : s.H * bytes_of(s.dtype); }
+int64_t blocks_of(const Shape &s) { return s.block ? (s.H + s.block - 1) / s.block : 0; }
 
 bool valid(int64_t expert, int experts) { return expert >= 0 && expert < experts; }
 
@@ -42,15 +44,14 @@ struct Travelling {
   Bytes row, scale;
 };
 Travelling travelling(const Inputs &in, const Shape &s, int64_t t) {
-  const int bytes = bytes_of(s.dtype);
   if (s.block == 0) {
-    const auto from = in.x_TH.begin() + t * s.H * bytes;
-    return {Bytes(from, from + s.H * bytes), {}};
+    const auto from = in.x_TH.begin() + t * row_bytes_of(s);
+    return {Bytes(from, from + row_bytes_of(s)), {}};
   }
   std::vector<float> row(s.H);
   for (int h = 0; h < s.H; h++)
     row[h] = load(s.dtype, in.x_TH.data(), t * s.H + h);
-  Travelling made{Bytes(s.H), Bytes((s.H + s.block - 1) / s.block)};
+  Travelling made{Bytes(s.H), Bytes(blocks_of(s))};
   quantize(row.data(), s.H, s.block, s.floor, made.row.data(), made.scale.data());
   return made;
 }
@@ -113,7 +114,7 @@ Places find_places(const std::vector<Inputs> &ranks, const Shape &s) {
 }
 
 Dispatched dispatch(const std::vector<Inputs> &ranks, const Shape &s, const Places &at, int w, int64_t P) {
-  const int64_t row_bytes = s.block ? s.H : s.H * bytes_of(s.dtype), blocks = s.block ? (s.H + s.block - 1) / s.block : 0;
+  const int64_t row_bytes = row_bytes_of(s), blocks = blocks_of(s);
   Dispatched made{Bytes(P * row_bytes), Bytes(P * blocks), std::vector<float>(P)};
   for (size_t r = 0; r < ranks.size(); r++)
     for (int64_t t = 0; t < ranks[r].T; t++) {
@@ -179,7 +180,7 @@ std::vector<int> each_row(const std::vector<Inputs> &ranks, const Shape &s, int 
 
 LowLatencyDispatched low_latency_dispatch(const std::vector<Inputs> &ranks, const Shape &s, int w, int64_t rows,
                                           uint8_t poison) {
-  const int64_t row_bytes = s.block ? s.H : s.H * bytes_of(s.dtype), blocks = s.block ? (s.H + s.block - 1) / s.block : 0;
+  const int64_t row_bytes = row_bytes_of(s), blocks = blocks_of(s);
   LowLatencyDispatched made{{}, Bytes(s.E * rows * row_bytes, poison), Bytes(s.E * rows * blocks, poison)};
   made.count_E = each_row(ranks, s, w, rows, [&](int r, int64_t i, int64_t row) {
     const Travelling sent = travelling(ranks[r], s, i / s.K);

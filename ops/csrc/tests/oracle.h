@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch and combine give, in plain C++ on the host, from the inputs of all ranks. Letters in names are those of
-// kernels.h.
+// What dispatch and combine give, in plain C++ on the host, from the inputs of all ranks. Letters in names are those
+// of kernels.h.
 #pragma once
 #include "formats.h"
 #include <functional>

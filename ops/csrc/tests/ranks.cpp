@@ -64,8 +64,9 @@ Ranks::Ranks(int64_t half_bytes, double seconds) : seconds(seconds), half_bytes(
       peers[w] = reinterpret_cast<nvlink::Address>(at);
     }
     // CUDA would load a kernel at its first launch, and wait for running kernels first. Those may wait for a peer.
-    for (int code : {nvlink::load_route(), nvlink::load_dispatch(), nvlink::load_combine(), nvlink::load_low_latency()})
-      if (code)
+    for (const auto load :
+         {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency})
+      if (const int code = load())
         throw std::runtime_error("the kernels cannot be loaded (CUDA error " + std::to_string(code) +
                                  "): build them for this GPU by -DCMAKE_CUDA_ARCHITECTURES=...");
   } catch (const std::exception &e) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ops/csrc/tests/device.h for ranks without GPUs: the emulator runs the kernels, and each launch ends before it returns.
+// ops/csrc/tests/device.h for ranks without GPUs: the emulator runs the kernels. Launches return when they have ended.
 #include "device.h"
 #include <chrono>
 #include <cstdio>
