@@ -19,10 +19,10 @@ SECONDS = 600.0  # of one command: on a busy machine nvcc takes minutes
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def run(*command: str | Path, seconds: float = SECONDS, **variables: str) -> subprocess.CompletedProcess:
+def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess:
     """Runs a command. Its output holds stderr too. `variables`: of the environment."""
     return subprocess.run(command, env=os.environ | {"PATH": PATH} | variables, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
 
 
 def must(*command: str | Path) -> str:

@@ -124,7 +124,7 @@ const LowLatencyCase LOW_LATENCY_CASES[] = {
     {"sent, then received", {.K = 2, .E = 2, .H = 1056, .dtype = FP16, .y_dtype = FP16}, DISTINCT, 7, true},
     {"many experts", {.K = 8, .E = 8, .H = 64}, DISTINCT, 1},
     {"more tokens than blocks", {.K = 6, .E = 3, .H = 32}, DISTINCT, 40},
-    {"hidden 7168", {.K = 8, .E = 64, .H = 7168, .block = 128}, DISTINCT, 128, false, true},
+    {"hidden 7168", {.K = 8, .E = 16, .H = 7168, .block = 128}, DISTINCT, 128, false, true},
 };
 
 class Suite {
