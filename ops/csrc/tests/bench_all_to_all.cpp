@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mpi.h>
+#include <optional>
 #include <stdexcept>
 
 namespace {
@@ -158,28 +159,35 @@ int run(int argc, char **argv) {
   int rank, world;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &world);
+  Options o;
+  std::optional<Ranks> ranks;
   try {
-    const Options o = parsed(argc, argv);
+    o = parsed(argc, argv);
     const int64_t most_tokens = *std::max_element(std::begin(TOKENS), std::end(TOKENS));
-    const Ranks ranks(most_tokens * world * (2ll * o.hidden + 4 * o.top_k) + (1 << 20), SECONDS);
+    ranks.emplace(most_tokens * world * (2ll * o.hidden + 4 * o.top_k) + (1 << 20), SECONDS);
+  } catch (const std::exception &error) { // the same on all ranks
+    if (rank == 0)
+      std::fprintf(stderr, "bench_all_to_all: %s\n", error.what());
+    return 1;
+  }
+  try {
     if (rank == 0) {
       std::printf("%d ranks, %d on a device: %s. hidden %d, %d experts a rank, top-%d, %d iterations\n", world,
-                  ranks.sharing, device::name().c_str(), o.hidden, o.experts, o.top_k, o.iterations);
-      if (ranks.sharing > 1)
+                  ranks->sharing, device::name().c_str(), o.hidden, o.experts, o.top_k, o.iterations);
+      if (ranks->sharing > 1)
         std::printf("Ranks share a device. Without CUDA MPS they run in turn, and these times are those of the turns. "
                     "With it, GB/s are those of the device's memory.\n");
     }
-    const Bench bench(ranks, o);
+    const Bench bench(*ranks, o);
     for (int64_t tokens : TOKENS)
       bench.exchange(tokens);
     for (int64_t tokens : LOW_LATENCY_TOKENS)
       bench.low_latency(tokens);
-    return 0;
   } catch (const std::exception &error) {
     std::fprintf(stderr, "bench_all_to_all: rank %d: %s\n", rank, error.what());
     MPI_Abort(MPI_COMM_WORLD, 1); // the other ranks may be in an exchange
-    return 1;
   }
+  return 0;
 }
 
 } // namespace
