@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,15 @@ def test_arguments_that_cannot_be(arguments, error, capsys):
     with pytest.raises(SystemExit):
         two_nodes.parse([*arguments, "--out", "two_nodes.json"])
     assert error in capsys.readouterr().err
+
+
+def test_the_guide_gives_commands_that_the_script_takes():
+    guide = (Path(two_nodes.ROOT) / "examples/guides/several_nodes.md").read_text()
+    commands = re.findall(r"two_nodes\.py (.+)", guide.replace("\\\n", " "))
+    assert len(commands) == 3
+    for command in commands:
+        args = two_nodes.parse(re.sub(r"[#&].*", "", command).replace("$node", "1").split())
+        assert args.node_rank in (0, 1) and args.master
 
 
 def test_two_launchers_on_one_machine(tmp_path):
