@@ -62,8 +62,8 @@ def page(module, found: Found) -> str:
 
 
 def shown_in_readme(found: Found) -> tuple[Path, dict]:
-    """A file of one rank has no exchange in it: the README shows one of several ranks where there is one."""
-    return next((file for file in found if not file[0].stem.endswith("_1ranks")), found[0])
+    """A file of one rank has no exchange in it, and one of short cases not the worst: others come first."""
+    return next((file for file in found if not re.search("_1ranks|_short", file[0].stem)), found[0])
 
 
 def measured_table(pages: dict) -> str:
