@@ -21,10 +21,10 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .lora import is_peft, pefts_names
 from .pretrained import (
     autoep_layers,
     is_partitioned,
-    is_peft,
     needs_peers,
     refuse_tensor_parallelism,
     whole_state_dict,
@@ -127,9 +127,12 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
     if MARK in vars(model):
         if _rank_0_writes(kwargs):
             return None
-        if is_partitioned(model) and kwargs.get("state_dict") is None:
+        given = kwargs.get("state_dict")
+        if given is None and is_partitioned(model):
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
                                f"by itself. {USE_INSTEAD}")
+        if given is None:
+            kwargs["state_dict"] = pefts_names(model)
     return plain(model, *args, **kwargs)
 
 
