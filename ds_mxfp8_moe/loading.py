@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of loading a checkpoint that name the file. A run that is killed while it saves leaves a file cut short."""
+"""What an engine does beside DeepSpeed when it loads a checkpoint.
+
+Errors name the file: a run that is killed while it saves leaves a file cut short. And ZeRO-2 gives every rank its own
+frozen experts: DeepSpeed would give rank 0's to all.
+"""
 
 import functools
 import os
 from typing import Any
 
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .transport.deadline import tell_peers_on_error
@@ -31,3 +36,23 @@ def name_broken_files(engine: DeepSpeedEngine) -> None:
 
     load.mxfp8_moe = True
     engine.checkpoint_engine.load = load
+
+
+def keep_own_frozen_experts(engine: DeepSpeedEngine) -> None:
+    """Makes the engine load frozen experts from their own files. A second call changes nothing.
+
+    In ZeRO-2, DeepSpeed first loads experts from these files, and then all frozen parameters as rank 0 saved them.
+    """
+    plain = engine.load_module_state_dict
+    if hasattr(plain, "mxfp8_moe") or engine.zero_optimization_partition_weights():
+        return
+
+    @functools.wraps(plain)
+    def load(checkpoint: dict, *args, **kwargs) -> None:
+        if fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS):
+            own = {name: checkpoint["module"].get(name, tensor) for name, tensor in fragments.items()}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: own}
+        plain(checkpoint, *args, **kwargs)
+
+    load.mxfp8_moe = True
+    engine.load_module_state_dict = load

@@ -202,11 +202,12 @@ def base_prefix(layer: AutoEPMoELayer) -> str:
     return "" if adapters is None else "base_layer." * len(wrappers_of(adapters.wrapper))
 
 
-def pefts_names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state dict on this rank, with the names that PEFT gives to adapters."""
-    state = model.state_dict()
-    for name, layer in model.named_modules():
-        start = f"{name}.{ADAPTERS}"
-        for key in [key for key in state if isinstance(layer, AutoEPMoELayer) and key.startswith(start)]:
-            state[f"{name}.{layer.expert_adapters.experts_name}.{key.removeprefix(start)}"] = state.pop(key)
-    return state
+def with_pefts_names(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Adapters by the names that plain PEFT gives to them. `state` has those of the modules in `model`."""
+    renamed = {f"{name}.{ADAPTERS}": f"{name}.{layer.expert_adapters.experts_name}."
+               for name, layer in model.named_modules() if hasattr(layer, "expert_adapters")}
+    found = {}
+    for key, tensor in state.items():
+        start = next((start for start in renamed if key.startswith(start)), None)
+        found[key if start is None else renamed[start] + key.removeprefix(start)] = tensor
+    return found

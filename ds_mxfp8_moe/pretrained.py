@@ -215,7 +215,7 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
     renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
                "shared_experts.": f"{spec.shared_experts_name}.",
                "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
-               ADAPTERS: f"{spec.experts_name}."}
+               ADAPTERS: ADAPTERS}  # PEFT looks for them under their modules' names
     for key, value in own.items():
         for prefix, name in renamed.items():
             if key.startswith(prefix):

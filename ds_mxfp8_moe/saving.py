@@ -21,7 +21,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .lora import is_peft, pefts_names
+from .lora import is_peft, with_pefts_names
 from .pretrained import (
     autoep_layers,
     is_partitioned,
@@ -56,6 +56,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
                 vars(module)[MARK] = None
     if is_peft(engine.module):
         _replace(sys.modules["peft"].PeftModel, "save_pretrained", _save_adapters)
+        _replace(sys.modules["peft.peft_model"], "get_peft_model_state_dict", _adapters_of)
     vars(engine.module)[MARK] = engine._config.expert_parallel_config
 
 
@@ -127,13 +128,15 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
     if MARK in vars(model):
         if _rank_0_writes(kwargs):
             return None
-        given = kwargs.get("state_dict")
-        if given is None and is_partitioned(model):
+        if is_partitioned(model) and kwargs.get("state_dict") is None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
                                f"by itself. {USE_INSTEAD}")
-        if given is None:
-            kwargs["state_dict"] = pefts_names(model)
     return plain(model, *args, **kwargs)
+
+
+def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
+    # What PeftModel.save_pretrained writes. It finds adapters by the names of their modules.
+    return with_pefts_names(plain(model, *args, **kwargs), model)
 
 
 def _rank_0_writes(arguments: dict) -> bool:
