@@ -27,7 +27,10 @@ LEARNING_RATE = 0.5
 
 def adapted(family="qwen3_moe", seed=1, rank=4, targets=("gate_up_proj", "down_proj"), prefix="experts.", **changes):
     """A model with adapters that are not zero at the start."""
-    net = model(family, **changes)
+    return with_adapters(model(family, **changes), seed, rank, targets, prefix)
+
+
+def with_adapters(net, seed=1, rank=4, targets=("gate_up_proj", "down_proj"), prefix="experts."):
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False,
                              target_parameters=[f"{prefix}{name}" for name in targets])
