@@ -21,7 +21,7 @@ from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, build_executor, choose_transports, convert_layers, print_report
 from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
 from .expert_groups import frozen_experts_allowed, split_experts
-from .loading import keep_own_frozen_experts, name_broken_files
+from .loading import keep_own_frozen_experts, leave_frozen_experts_out, name_broken_files
 from .lora import adapted_experts
 from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
@@ -144,6 +144,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         save_whole_models(engine)
         name_broken_files(engine)
         keep_own_frozen_experts(engine)
+        leave_frozen_experts_out(engine)
     elif config.model_fields_set and "enabled" not in config.model_fields_set:
         print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
     hook_engine(engine, config, report.converted)
