@@ -243,7 +243,7 @@ class ExpertMath:
 
     def _low_rank_mm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
         # The kernels' tiles are 128 wide. torch._grouped_mm also takes ranks as small as 8.
-        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, aligned=False)
+        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, self._covered, aligned=False)
 
     def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
         """<g, b2> of each row, and the gradient of b2."""
@@ -318,9 +318,13 @@ class ExpertMath:
         """Rows times the weights of this name in `stacks`: contracts over the weights' second to last axis."""
         return self._gemm(g_PN, name, transposed=True)
 
+    @property
+    def _covered(self) -> bool:
+        """Whether it is known that there are no rows past the last group."""
+        return self.plan.group_ends is not None and self.plan.group_ends[-1] == self.plan.num_rows
+
     def _gemm(self, x_PK: torch.Tensor, name: str, transposed: bool) -> torch.Tensor:
-        plan = self.plan
-        covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
+        plan, covered = self.plan, self._covered
         if not self.recipe.quantize_gemm:
             return grouped_mm_weights(x_PK, self.stacks[name], plan.group_ends_E, transposed, covered)
         mx = self.quantized_weights.pop(name, None)

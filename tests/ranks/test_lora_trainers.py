@@ -9,6 +9,7 @@ import torch
 import transformers
 from autoep_models import ds_config, model
 from rank_pool import reset_hugging_face
+from slow import slow_except
 from test_engine import enabled
 from test_lora import MXFP8, adapted, batch, held_out_loss, with_adapters
 from test_saving import loss_of
@@ -47,7 +48,7 @@ def by_trainer(directory, stage):
     return loss, loss_of(resumed.model_wrapped)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_except([2, 3], 2))
 def test_the_trainer(ranks2, directory, stage):
     results = ranks2.run(by_trainer, directory, stage)
     assert results[0] == pytest.approx(results[1])
@@ -78,7 +79,7 @@ def by_accelerate(directory, stage):
     return loss_of(engine)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_except([1, 2, 3], 3))
 def test_accelerate_with_an_optimizer_of_ones_own(ranks2, directory, stage):
     for loss in ranks2.run(by_accelerate, directory, stage):
         assert abs(held_out_loss(adapted()) - loss) > 1e-3
