@@ -82,7 +82,7 @@ class ExpertAdapters(nn.Module):
                               "take it out of target_parameters")
         layout = classify_fused_gate_up_layout(*(tuple(getattr(p, "ds_shape", p.shape)) for p in (both, down)))
         # PEFT's product of the factors is laid out as the parameter is, [E, out, in] or [E, in, out].
-        self._exchanged = [one._did_swap_in_out_features == layout.needs_transpose for one in chain]
+        self._exchanged = [getattr(one, "_did_swap_in_out_features", False) == layout.needs_transpose for one in chain]
         self._in_turn = gate_and_up_in_turn(spec)
         self._layer_slice = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
         chain[-1].base_layer = _ElsewhereExperts()
@@ -140,7 +140,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 def _wraps_stacks(module: nn.Module) -> bool:
     """Whether an adapter targets a parameter [E, ..., ...] of the module."""
-    return any(one._param_ndim == 3 for one in wrappers_of(module))
+    stacks = (one.get_param() for one in wrappers_of(module))
+    return any(len(getattr(p, "ds_shape", p.shape)) == 3 for p in stacks)
 
 
 @contextmanager

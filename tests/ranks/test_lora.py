@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
+import models
 import peft
 import pytest
 import torch
@@ -72,7 +73,7 @@ def beside_peft(section, stage, ep_size, steps=3, bf16=False, **changes):
 
 
 @pytest.mark.parametrize("stage, ep_size", slow_except(
-    [(stage, ep_size) for stage in range(4) for ep_size in (1, 2)], (0, 2), (2, 1), (3, 2)))
+    [(stage, ep_size) for stage in range(4) for ep_size in (1, 2)], (0, 2), (3, 2)))
 def test_trains_like_plain_peft(ranks2, stage, ep_size):
     for plain, ours, frozen in ranks2.run(beside_peft, BF16, stage, ep_size):
         assert ours == pytest.approx(plain, rel=1e-5) and frozen == 6
@@ -87,7 +88,7 @@ def test_every_family_trains_like_plain_peft(ranks2, section, family):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 1), (0, 2), (2, 2), (3, 2)], (0, 1), (2, 2)))
+@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 1), (0, 2), (2, 2), (3, 2)], (2, 2)))
 def test_beside_mxfp8_experts_losses_stay_close(ranks2, stage, ep_size):
     for plain, ours, _ in ranks2.run(beside_peft, MXFP8, stage, ep_size, steps=6, bf16=True):
         assert ours == pytest.approx(plain, rel=0.01)
@@ -172,14 +173,13 @@ def saved(directory, stage, ep_size, **changes):
 
 
 @pytest.mark.parametrize("stage, ep_size, family", slow_except(
-    [(0, 1, "mixtral"), (0, 2, "gpt_oss"), (2, 2, "qwen3_moe"), (3, 2, "qwen3_moe")], (2, 2, "qwen3_moe"),
-    (3, 2, "qwen3_moe")))
+    [(0, 1, "mixtral"), (0, 2, "gpt_oss"), (2, 2, "qwen3_moe"), (3, 2, "qwen3_moe")], (3, 2, "qwen3_moe")))
 def test_plain_peft_loads_the_adapter(ranks2, tmp_path, stage, ep_size, family):
     losses = ranks2.run(saved, tmp_path, stage, ep_size, family=family)
     assert abs(held_out_loss(model(family)) - losses[0]) > 1e-3
     for name in ("ours", "theirs")[:1 if stage == 3 else 2]:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of missing keys
+            warnings.filterwarnings("error", message="Found missing adapter keys")
             net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
         assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
 
@@ -195,7 +195,7 @@ def resumed(directory, stage, exclude):
 
 
 @pytest.mark.parametrize("stage, exclude", slow_except(
-    [(stage, exclude) for stage in (0, 1, 2) for exclude in (False, True)] + [(3, True)], (2, False), (3, True)))
+    [(stage, exclude) for stage in (0, 1, 2) for exclude in (False, True)] + [(3, True)], (2, False)))
 def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
     for went_on, loaded in ranks2.run(resumed, tmp_path, stage, exclude):
         assert loaded == pytest.approx(went_on, abs=1e-6)
@@ -296,6 +296,27 @@ def test_all_experts_may_be_frozen_without_adapters(ranks2, stage):
         assert losses[-1] < losses[0] and converted == 2
 
 
+def classic(stage, section, directory=None):
+    """Losses, or those after a checkpoint: of the engine that goes on, and of another one that loads it."""
+    layout = models.Layout(zero=stage, frozen=r".*deepspeed_experts.*", steps=3)
+    engine = models.make_engine(layout, section)
+    losses = [record["loss"] for record in models.train_steps(engine, layout)]
+    if directory is None:
+        return losses
+    engine.save_checkpoint(directory)
+    second = models.make_engine(layout, section)
+    second.load_checkpoint(directory)
+    return [[record["loss"] for record in models.train_steps(one, layout, 3)] for one in (engine, second)]
+
+
+@pytest.mark.parametrize("stage", slow_except([1, 2], 2))
+def test_experts_of_classic_layers_may_be_frozen_too(ranks2, tmp_path, stage):
+    for plain, ours in zip(ranks2.run(classic, 0, models.PLAIN), ranks2.run(classic, stage, BF16), strict=True):
+        assert ours == pytest.approx(plain, abs=1e-5)
+    for went_on, loaded in ranks2.run(classic, stage, BF16, tmp_path):
+        assert loaded == pytest.approx(went_on, abs=1e-6)
+
+
 def recomputed():
     results = []
     for checkpointing in (False, True):
@@ -308,6 +329,7 @@ def recomputed():
     return results
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_in_zero_3_changes_no_bit(ranks2):
     for plain, again in ranks2.run(recomputed):
         assert plain == again
