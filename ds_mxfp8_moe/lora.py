@@ -44,10 +44,14 @@ class _Factor(nn.Linear):
 
 
 class _ElsewhereExperts(nn.Module):
-    """What PEFT's wrappers of an AutoEP layer have in the place of the experts."""
+    """What PEFT's wrappers of an AutoEP layer have in the place of the experts, whose parameters were `names`."""
+
+    def __init__(self, names: set[str]):
+        super().__init__()
+        self.names = names
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("gate_up_proj", "down_proj"):
+        if name in vars(self)["names"]:
             raise RuntimeError("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into "
                                "their weights. Save the adapters by ds_mxfp8_moe.save_pretrained, and merge them in a "
                                "process without DeepSpeed")
@@ -85,7 +89,7 @@ class ExpertAdapters(nn.Module):
         self._exchanged = [getattr(one, "_did_swap_in_out_features", False) == layout.needs_transpose for one in chain]
         self._in_turn = gate_and_up_in_turn(spec)
         self._layer_slice = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
-        chain[-1].base_layer = _ElsewhereExperts()
+        chain[-1].base_layer = _ElsewhereExperts({one.parameter_name for one in chain})
         for one in chain:
             for factor in (*one.lora_A.values(), *one.lora_B.values()):
                 factor.__class__ = _Factor

@@ -56,7 +56,9 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
                 vars(module)[MARK] = None
     if is_peft(engine.module):
         _replace(sys.modules["peft"].PeftModel, "save_pretrained", _save_adapters)
-        _replace(sys.modules["peft.peft_model"], "get_peft_model_state_dict", _adapters_of)
+    if "peft" in sys.modules:
+        for name in ("peft", "peft.peft_model"):  # the one for transformers' own add_adapter, the other for PeftModel
+            _replace(sys.modules[name], "get_peft_model_state_dict", _adapters_of)
     vars(engine.module)[MARK] = engine._config.expert_parallel_config
 
 
@@ -135,7 +137,7 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
 
 
 def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
-    # What PeftModel.save_pretrained writes. It finds adapters by the names of their modules.
+    # What is written as adapters. PEFT finds them by the names of their modules.
     return with_pefts_names(plain(model, *args, **kwargs), model)
 
 

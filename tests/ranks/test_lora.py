@@ -17,7 +17,7 @@ from slow import slow_except
 from test_autoep import call, decibels
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import casts, lora
+from ds_mxfp8_moe import casts, lora, saving
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.mx import sqnr_db
 
@@ -184,6 +184,27 @@ def test_plain_peft_loads_the_adapter(ranks2, tmp_path, stage, ep_size, family):
         assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
 
 
+def by_transformers(directory):
+    """Its own add_adapter, in place of a PeftModel."""
+    net = model()
+    net.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"],
+                                    target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    engine = build(net, MXFP8)
+    train_engine(engine, range(2))
+    state = saving._state_dict(engine)  # what accelerator.get_state_dict returns
+    net.save_pretrained(directory, state_dict=state, is_main_process=dist.get_rank() == 0)
+    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    return held_out_loss(engine)
+
+
+def test_adapters_added_by_transformers(ranks2, tmp_path):
+    losses = ranks2.run(by_transformers, tmp_path)
+    net = model()
+    net.load_adapter(tmp_path)
+    assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
+    assert abs(held_out_loss(model()) - losses[0]) > 1e-3
+
+
 def resumed(directory, stage, exclude):
     """Losses after a checkpoint: of the engine that goes on, and of another one that loads it."""
     first = build(adapted(), BF16, stage)
@@ -250,6 +271,7 @@ def test_adapters_are_switched_by_peft(ranks2):
 def refused():
     net = adapted()
     build(net, BF16)
+    assert net.get_model_status().trainable_params > 0 and "gate_up_proj" in repr(net)
     with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
         net.merge_and_unload()
     with pytest.raises(ConfigError, match=r"layers.0.mlp.gate has an adapter, which AutoEP would lose"):
