@@ -191,14 +191,15 @@ def adapted_experts(model: nn.Module | None) -> Iterator[None]:
 
 def _refuse_lost_adapters(block: nn.Module, spec: MoELayerSpec) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper  # modules_to_save
 
     kept = tuple(f"{name}." for name in (spec.shared_experts_name, spec.shared_experts_gate_name) if name)
     for name, module in block.named_modules():
-        if isinstance(module, BaseTunerLayer) and not f"{name}.".startswith(kept or "/"):
-            raise ConfigError(f"{spec.moe_module_name}.{name} has an adapter, which AutoEP would lose, since it makes "
-                              "routers and experts anew. In MoE blocks it keeps adapters of shared experts, and those "
-                              f"of the experts' stacked weights (target_parameters: {spec.expert_w1_name}, "
-                              f"{spec.expert_w2_name})")
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not f"{name}.".startswith(kept):
+            raise ConfigError(f"{spec.moe_module_name}.{name} is wrapped by PEFT, which AutoEP would lose, since it "
+                              "makes routers and experts anew. In MoE blocks, expert parallelism takes adapters of "
+                              f"shared experts, and of the stacked weights {spec.expert_w1_name} and "
+                              f"{spec.expert_w2_name} (target_parameters)")
 
 
 def base_prefix(layer: AutoEPMoELayer) -> str:

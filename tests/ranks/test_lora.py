@@ -274,8 +274,10 @@ def refused():
     assert net.get_model_status().trainable_params > 0 and "gate_up_proj" in repr(net)
     with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
         net.merge_and_unload()
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate has an adapter, which AutoEP would lose"):
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is wrapped by PEFT, which AutoEP would lose"):
         build(adapted(targets=["down_proj", "gate.weight"], prefix=""), BF16)
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is wrapped by PEFT, which AutoEP would lose"):
+        build(peft.get_peft_model(model(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])), BF16)
     with pytest.raises(ConfigError, match="mlp.experts: an adapter targets gate_up_proj_bias; expert parallelism"):
         build(adapted("gpt_oss", targets=["gate_up_proj", "gate_up_proj_bias"]), BF16)
     # Nothing is converted, so the model stays PEFT's.
