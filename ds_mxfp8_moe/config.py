@@ -83,8 +83,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed other than those in `TESTED` of
             zero.py. false leaves all to DeepSpeed, which makes these calls for each parameter.
         keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
-            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
-            effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
+            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. Those of
+            frozen experts are quantised once for all steps, and their bytes stay. It has no effect without an engine,
+            in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
         load_balance_coeff: balances the load of AutoEP's experts without an auxiliary loss. After each step, a bias
             that acts on the choice of experts alone moves by this much: up for experts that got fewer tokens than the
             mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.

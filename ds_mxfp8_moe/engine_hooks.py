@@ -69,6 +69,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
     """Lets the engine's layers keep quantised weights, if their config asks for it and the engine allows it.
 
     The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
+    Steps leave those of frozen experts alone.
     """
     layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
@@ -80,23 +81,28 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
     for layer in layers:
         layer.mxfp8_kept = KeptWeights()
     size = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
-    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept within each step, up to {size / 2**30:.2f} GiB on this rank")
+    trained = any(p.requires_grad for layer in layers for p in layer.experts.parameters())
+    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {'within each step' if trained else 'across steps'}, up to "
+                    f"{size / 2**30:.2f} GiB on this rank")
     hooked, engine._mxfp8_keeping = "_mxfp8_keeping" in vars(engine), layers
     if hooked:
         return
 
-    def clear() -> None:
+    def clear(frozen: bool) -> None:
         for layer in engine._mxfp8_keeping:
-            if "mxfp8_kept" in vars(layer):  # which another conversion removes
+            if "mxfp8_kept" in vars(layer) and (  # another conversion removes it
+                    frozen or any(p.requires_grad for p in layer.experts.parameters())):
                 layer.mxfp8_kept.clear()
 
     def stop() -> None:
         for layer in engine._mxfp8_keeping:
             vars(layer).pop("mxfp8_kept", None)
 
-    for owner, method in ((engine, "_take_model_step"), (engine, "load_checkpoint"), (engine, "offload_states"),
-                          (engine.optimizer, "step"), (engine.optimizer, "load_state_dict")):
-        _do_around(owner, method, clear)
+    for owner, method in ((engine, "_take_model_step"), (engine.optimizer, "step")):
+        _do_around(owner, method, functools.partial(clear, frozen=False))
+    for owner, method in ((engine, "load_checkpoint"), (engine, "offload_states"),
+                          (engine.optimizer, "load_state_dict")):
+        _do_around(owner, method, functools.partial(clear, frozen=True))
     _do_around(engine, "destroy", stop)
 
 

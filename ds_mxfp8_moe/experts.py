@@ -16,6 +16,7 @@ for the activation swiglu_oai (gpt-oss, MiniMax-M3), which clamps both sides:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,18 @@ class ExpertFormula:
         packed = "" if self.packed == "none" else f" packed as {self.packed}"
         roles = ", ".join(f"{role}={name}" for role, name in self.names().items() if not role.endswith("_bias"))
         return f"{self.kind}{act}{packed} with {roles}"
+
+
+class LowRank(NamedTuple):
+    """A low-rank update of one GEMM's weights, as LoRA trains it: x W^T becomes x W^T + (x A^T) B^T.
+
+    Attributes:
+        a_ERK: [E, R, K]. R is a multiple of 8, as torch._grouped_mm needs it.
+        b_ENR: [E, N, R].
+    """
+
+    a_ERK: torch.Tensor
+    b_ENR: torch.Tensor
 
 
 def up_value(up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -21,10 +21,10 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .lora import is_peft, with_pefts_names
 from .pretrained import (
     autoep_layers,
     is_partitioned,
-    is_peft,
     needs_peers,
     refuse_tensor_parallelism,
     whole_state_dict,
@@ -56,6 +56,9 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
                 vars(module)[MARK] = None
     if is_peft(engine.module):
         _replace(sys.modules["peft"].PeftModel, "save_pretrained", _save_adapters)
+    if "peft" in sys.modules:
+        for name in ("peft", "peft.peft_model"):  # the one for transformers' own add_adapter, the other for PeftModel
+            _replace(sys.modules[name], "get_peft_model_state_dict", _adapters_of)
     vars(engine.module)[MARK] = engine._config.expert_parallel_config
 
 
@@ -131,6 +134,11 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
                                f"by itself. {USE_INSTEAD}")
     return plain(model, *args, **kwargs)
+
+
+def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
+    # What is written as adapters. PEFT finds them by the names of their modules.
+    return with_pefts_names(plain(model, *args, **kwargs), model)
 
 
 def _rank_0_writes(arguments: dict) -> bool:
