@@ -87,7 +87,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
-                        kept=self.mxfp8_kept if self.training else None)
+                        kept=self.mxfp8_kept if self.training else None, training=self.training)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())

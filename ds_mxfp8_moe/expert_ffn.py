@@ -55,7 +55,7 @@ from .kept_weights import KeptWeights
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Transport, Wire
-from .transport.deadline import tell_peers_on_error
+from .transport.deadline import naming_evaluation, tell_peers_on_error
 
 
 def _outside_compile(function: Callable) -> Callable:
@@ -78,6 +78,7 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
+        training: whether the layer is in training mode, for errors.
     """
 
     formula: ExpertFormula
@@ -88,6 +89,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
+    training: bool = True
 
     @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
@@ -117,7 +119,7 @@ class ExpertFFN:
                 stacked = isinstance(value, torch.Tensor)
                 layout.append((role, 0 if stacked else len(value)))
                 tensors += [value] if stacked else list(value)
-        with _without_autocast(device_type):
+        with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
             return _ExpertFFNFunction.apply(self, branch, tuple(layout), torch.is_grad_enabled(), routes.expert_TK,
                                             x_TH, routes.weight_TK, *tensors)
 

@@ -167,7 +167,7 @@ class MXFP8MOELayer(MOELayer):
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
                         self._timed_exchange if self.wall_clock_breakdown else None,
-                        self.mxfp8_kept if self.training else None)
+                        self.mxfp8_kept if self.training else None, self.training)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:
