@@ -17,8 +17,9 @@ from lib import results_file, show
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-BENCHMARKS = ("training.train", "training.convergence", "training.parity", "exchange.moe_layer",
-              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "exchange.scale",
+BENCHMARKS = ("training.train", "training.convergence", "training.parity", "training.metrics_cost",
+              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+              "exchange.scale",
               "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 
