@@ -15,7 +15,7 @@ from typing import Any
 
 from .metrics import PREFIX
 
-# Of each panel: its title, the unit, and its figures with how their lines look.
+# Of each panel: its title, the unit, and its figures with how their lines look. Those not in dB begin at 0.
 PANELS = [
     ("Load of experts: most (solid) and least loaded (dotted)", "of the mean", {"load_most": "-", "load_fewest": ":"}),
     ("Dropped choices", "share", {"dropped": "-"}),
@@ -77,17 +77,19 @@ def plot(layers: Runs, target: Path) -> None:
                                    layout="constrained")
     colours = matplotlib.colormaps["viridis"]
     shade = matplotlib.colors.Normalize(0, max(len(layers) / 0.9 - 1, 1))  # without the palest
+    width = 1.4 if len(layers) <= NAMED_LAYERS else 0.8
     for (title, unit, styles), (panel, ) in zip(panels, axes, strict=True):
         for index, (layer, figures) in enumerate(layers.items()):
             for name, style in styles.items():
                 if name in figures:
-                    panel.plot(*zip(*figures[name], strict=True), style, color=colours(shade(index)), linewidth=1.4,
+                    panel.plot(*zip(*figures[name], strict=True), style, color=colours(shade(index)), linewidth=width,
                                marker="." if len(figures[name]) < 30 else None,
                                label=layer if name == next(iter(styles)) else None)
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_ylabel(unit)
         panel.grid(alpha=0.25)
         panel.margins(x=0.02)
+        panel.set_ylim(bottom=None if unit == "dB" else 0)
     axes[-1][0].set_xlabel("training samples")
     _name_layers(figure, axes, list(layers), matplotlib.cm.ScalarMappable(shade, colours))
     figure.savefig(target, dpi=130)
@@ -100,7 +102,7 @@ def _name_layers(figure: Any, axes: Any, names: list[str], colours: Any) -> None
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(names), 4), fontsize=8)
         return
     bar = figure.colorbar(colours, ax=axes[:, 0], label=f"MoE layer, {names[0]} to {names[-1]}",
-                          boundaries=[i - 0.5 for i in range(len(names) + 1)], pad=0.01)
+                          boundaries=[i - 0.5 for i in range(len(names) + 1)], pad=0.01, aspect=60)
     bar.set_ticks(range(0, len(names), max(1, len(names) // 8)))
 
 
