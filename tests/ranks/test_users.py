@@ -3,8 +3,10 @@
 model in plain transformers."""
 
 import math
+from datetime import timedelta
 
 import accelerate
+import deepspeed.comm as dist
 import peft
 import pytest
 import torch
@@ -16,9 +18,11 @@ from test_engine import enabled
 from test_pretrained import HELD_OUT, held_out_loss, loaded
 from test_saving import LORA, PATTERN
 from test_trainer import Sentences
+from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
 
@@ -155,3 +159,25 @@ def checkpoint_of_adapters(directory) -> None:
 
 def test_zero3_cannot_resume_adapters_and_says_what_can_be_saved(ranks2, tmp_path):
     ranks2.run(checkpoint_of_adapters, tmp_path)
+
+
+def generated(synced: bool) -> str | int:
+    """Rank 1 wants more tokens than rank 0. How many it gets, or the error."""
+    engine = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, 0))[0]
+    engine.eval()
+    engine.module(input_ids=batch(0))  # the ranks choose a transport
+    c10d._set_pg_timeout(timedelta(seconds=3), c10d._get_default_group())
+    more = 2 + 3 * dist.get_rank()
+    try:
+        return engine.module.generate(batch(0), max_new_tokens=more, min_new_tokens=more, synced_gpus=synced).shape[1]
+    except PeerFailure as failure:
+        return str(failure)
+
+
+@pytest.mark.slow
+def test_generate_on_ranks_of_different_lengths_names_synced_gpus(ranks2):
+    assert ranks2.run(generated, True) == [16 + 2, 16 + 5]
+    _, failure = ranks2.run(generated, False)
+    ranks2.close()  # their default group has a deadline of its own now
+    assert "rank 1 waited for rank 0 in 'counts' of model.layers.0.mlp until the deadline" in failure
+    assert "The layer is in evaluation mode. In generate(), " in failure and "pass synced_gpus=True" in failure
