@@ -72,8 +72,8 @@ def plot(result: dict, pyplot) -> None:
 
 
 SHOWN = show.Shown(
-    "metrics_cost", [Measure(f"cost of metrics at every {EVERY}, of a step", (ON, ), figure="cost_share", better=show.SMALLER,
-                             form="{:.3%}")],
+    "metrics_cost", [Measure(f"cost of metrics at every {EVERY}, of a step", (ON, ), figure="cost_share",
+                             better=show.SMALLER, form="{:.3%}")],
     [("block, ms", "median_ms", "{:.2f}"), ("a sample, ms", "sample_ms", "{:.2f}"),
      (f"cost at every {EVERY}", "cost_share", "{:.3%}")], plot)
 
