@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.moe.layer import MoE as PlainMoE
+from expert_modules import Packed
 from models import EXPERTS, HIDDEN, SwiGLU, moe_layer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,6 +169,25 @@ def float32_layer():
 
 def test_float32_without_quantisation_is_exact(ranks2):
     ranks2.run(float32_layer)
+
+
+class InTurn(Packed):
+    """With biases; rows of gate and up take turns, as in gpt-oss."""
+
+    def __init__(self):
+        super().__init__(gate_first=False, in_turn=True)
+
+
+def rows_in_turn(dtype, section, least):
+    plain = make(InTurn, dtype=dtype, k=2)
+    ours = converted(plain, **section)
+    assert ours.moe.deepspeed_moe.mxfp8_settings.formula.packed == "up_gate_in_turn"
+    close(step(plain, tokens(dtype)), step(ours, tokens(dtype)), least)
+
+
+def test_packed_experts_whose_rows_take_turns(ranks2):
+    ranks2.run(rows_in_turn, torch.float32, {"recipe": "bf16"}, 100)
+    ranks2.run(rows_in_turn, torch.bfloat16, {"recipe": "mxfp8"}, 17)
 
 
 def autocast_layer():
