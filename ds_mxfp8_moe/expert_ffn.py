@@ -151,11 +151,15 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
 
 
 @lru_cache(maxsize=1024)
-def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
-    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan."""
+def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float, backward: bool) -> str:
+    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan.
+
+    `backward`: whether a backward follows. A rank that evaluates alone would meet its peers' training otherwise.
+    """
     wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    mode = "" if backward else ", without gradients"
     blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
-    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
+    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
 def _unquantized(recipe: Recipe) -> Recipe:
@@ -322,7 +326,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: boo
             experts.quantize_ahead()
 
     plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
-                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
+                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
         experts.recipe = recipe = _unquantized(recipe)

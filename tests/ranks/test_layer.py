@@ -132,6 +132,19 @@ def test_on_four_ranks_and_on_smaller_groups(ranks4):
     ranks4.run(same_as_plain, dict(k=2, ep_size=1), {"recipe": "bf16"})
 
 
+def evaluates_alone():
+    model = converted(make(k=2))
+    with pytest.raises(PeerFailure) as caught, torch.set_grad_enabled(dist.get_rank() == 1):
+        model(tokens())
+    return str(caught.value)
+
+
+def test_a_rank_that_evaluates_while_another_trains_is_told_apart(ranks2):
+    evaluating, training = ranks2.run(evaluates_alone)
+    assert "rank 0 is in 'counts' of moe" in evaluating and "without gradients)" in evaluating
+    assert "rank 1 is in 'counts' of moe" in training and "without gradients" not in training
+
+
 def used_token_mask():
     plain = make(k=1)
     ours = converted(plain, recipe="bf16")
