@@ -66,7 +66,7 @@ def sample(x_TH: torch.Tensor, routes: Routes, recipe: Recipe) -> tuple[torch.Te
         dropped = routes.expert_TK.numel() - counts_E.sum()
         tokens_SH = x_TH[:SAMPLED].detach().float()
         amax = tokens_SH.abs().amax() if tokens_SH.numel() else tokens_SH.new_zeros(())
-        figures = [dropped, amax.new_tensor(len(tokens_SH)), *(amax.new_zeros(()) for _ in range(5))]
+        figures = [dropped, amax.new_full((), len(tokens_SH)), *(amax.new_zeros(()) for _ in range(5))]
         if recipe.quantize_gemm and len(tokens_SH):
             figures[2:] = _of_cast(tokens_SH, recipe)
         return torch.cat([counts_E.float(), torch.stack([x.float() for x in figures])]), amax.view(1)
@@ -78,7 +78,7 @@ def _of_cast(x_SH: torch.Tensor, recipe: Recipe) -> list[torch.Tensor]:
     amax_SB = padded.view(len(x_SH), -1, recipe.block_size).abs().amax(2)
     held_SB = LARGEST * torch.exp2(quantized.scale_bytes.float() - 127)
     noise_SH = x_SH - quantized.dequantize(torch.float32)
-    return [amax_SB.new_tensor(amax_SB.numel()), (amax_SB == 0).sum(), (amax_SB > held_SB).sum(),
+    return [amax_SB.new_full((), amax_SB.numel()), (amax_SB == 0).sum(), (amax_SB > held_SB).sum(),
             x_SH.square().sum(), noise_SH.square().sum()]
 
 
@@ -158,23 +158,30 @@ class Metrics:
             self.of_all_ranks = list(dict.fromkeys(layer for of_rank in answers for layer in of_rank))
         if not self.of_all_ranks:
             return
-        device, sums, largest = self.engine.device, [], []
+        samples, amaxes, times = [], [], []
         for name, num_experts, _ in self.of_all_ranks:
+            taken = self.layers[name].mxfp8_samples if name in self.layers else None
             # A layer that was not called, or only by other ranks, adds nothing.
-            of_sample, amax, timed = torch.zeros(num_experts + 7, device=device), torch.zeros(1, device=device), None
-            if name in self.layers and self.layers[name].mxfp8_samples:
-                of_sample, amax, timed = self.layers[name].mxfp8_samples[0]
-            times = [timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0]
-            sums += [of_sample, torch.tensor(times, device=device)]
-            largest += [amax, torch.tensor(times[:1], device=device)]
-        sizes = [num_experts + 10 for _, num_experts, _ in self.of_all_ranks]
-        sums, largest = torch.cat(sums), torch.cat(largest)
+            of_layer, amax, timed = taken[0] if taken else (torch.zeros(num_experts + 7, device=self.engine.device),
+                                                            torch.zeros(1, device=self.engine.device), None)
+            samples.append(of_layer)
+            amaxes.append(amax)
+            times.append([timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0])
+        times_L3 = torch.tensor(times, device=self.engine.device)
+        sums, largest = torch.cat([*samples, times_L3.flatten()]), torch.cat([*amaxes, times_L3[:, 0]])
         with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
             dist.all_reduce(sums)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:  # here the host waits for the device
-            self.engine.monitor.write_events([
-                (f"{PREFIX}/{layer.name}/{name}", value, self.engine.global_samples)
-                for layer, part, most in zip(self.of_all_ranks, sums.cpu().split(sizes), largest.view(-1, 2).tolist(),
-                                             strict=True)
-                for name, value in figures_of(part.tolist(), most, layer.ep_size).items()])
+        if dist.get_rank() == 0:
+            self._tell([len(of_layer) for of_layer in samples], sums.cpu(), largest.cpu())  # the host waits here
+
+    def _tell(self, sizes: list[int], sums: torch.Tensor, largest: torch.Tensor) -> None:
+        """`sizes`: of the samples of the L layers. What else is given lies behind each other in the layers' order."""
+        L = len(sizes)
+        *parts, times = sums.split([*sizes, 3 * L])
+        self.engine.monitor.write_events([
+            (f"{PREFIX}/{layer.name}/{name}", value, self.engine.global_samples)
+            for layer, part, of_times, most in zip(self.of_all_ranks, parts, times.view(L, 3), largest.view(2, L).T,
+                                                   strict=True)
+            for name, value in figures_of([*part.tolist(), *of_times.tolist()], most.tolist(),
+                                          layer.ep_size).items()])

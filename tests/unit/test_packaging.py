@@ -123,6 +123,7 @@ def test_metadata(dist):
     assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8", "<0.20"}
     assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "test"}
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
+    assert "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]
     # transformers is imported where there is one of its models.
