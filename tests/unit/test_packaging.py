@@ -83,7 +83,8 @@ def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     sources = [path for path in (ROOT / "ops/csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".cpp", ".h")]
     assert {f"ds_mxfp8_moe/{path.relative_to(ROOT)}" for path in sources} <= set(names)
-    assert {"ds_mxfp8_moe/ops/csrc/probe/kernel.cuh", "ds_mxfp8_moe/py.typed"} <= set(names)
+    assert {"ds_mxfp8_moe/ops/csrc/probe/kernel.cuh", "ds_mxfp8_moe/ops/csrc/CMakeLists.txt",
+            "ds_mxfp8_moe/py.typed"} <= set(names)
     assert not [n for n in names if n.startswith(("ops/", "tests/", "examples/"))]
     site = tmp_path / "site"
     run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site, wheel, cwd=tmp_path)
@@ -121,7 +122,10 @@ def test_metadata(dist):
     requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
     assert set(requires["Python"].split(",")) == {">=3.10", "<3.14"}
     assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8", "<0.20"}
-    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "test"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "docs", "test"}
+    assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
+    description = metadata.split("\n\n", 1)[1]
+    assert "## Quick start" in description and "](examples" not in description and "](.github" not in description
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
     assert "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
