@@ -14,7 +14,7 @@ from .experts import LowRank
 from .extended_experts import ExtendedGroupedExperts
 from .kept_weights import KeptWeights
 from .layer import LayerSettings
-from .metrics import sample
+from .metrics import watch
 from .router import route
 from .routing import Routes, round_robin
 from .transport.deadline import tell_peers_on_error
@@ -88,12 +88,12 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts_E)
-        if self.mxfp8_samples == []:
-            self.mxfp8_samples.append(sample(x_TH, routes, settings.recipe))
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
+        if self.mxfp8_samples == []:
+            transport = watch(self, x_TH, routes, transport)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
-                        kept=self.mxfp8_kept if self.training else None)
+                        kept=self.mxfp8_kept if self.training else None, training=self.training)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())

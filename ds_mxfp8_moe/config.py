@@ -90,7 +90,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             that acts on the choice of experts alone moves by this much: up for experts that got fewer tokens than the
             mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.
         metrics: {"every": N} writes figures of each layer to DeepSpeed's monitors in one step of N. metrics.py lists
-            them. By default nothing is written.
+            them, and the command ds_mxfp8_plot_metrics draws those of the CSV monitor. By default nothing is written.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.

@@ -15,7 +15,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .advice import about_expert_parallel, about_keys, explaining_transformers
+from .advice import about_enabled, about_expert_parallel, about_keys, explaining_transformers
 from .autoep_presets import added_preset, announcement
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, build_executor, choose_transports, convert_layers, print_report
@@ -145,8 +145,9 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         name_broken_files(engine)
         keep_own_frozen_experts(engine)
         leave_frozen_experts_out(engine)
-    elif config.model_fields_set and "enabled" not in config.model_fields_set:
-        print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
+    else:
+        for line in about_enabled(config):
+            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
     hook_engine(engine, config, report.converted)
 
 

@@ -30,7 +30,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine)
     balance_loads(engine)
-    write_metrics(engine)
+    write_metrics(engine, config)
 
 
 def print_on_rank_0(what: Any) -> None:
@@ -133,16 +133,20 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
         _do_after(engine, "_take_model_step", lambda: engine._mxfp8_balancer and engine._mxfp8_balancer.step())
 
 
-def write_metrics(engine: DeepSpeedEngine) -> None:
-    """Lets the engine write metrics of its layers, if their config asks for it."""
-    layers = [layer for layer in converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
-    if layers and not engine.monitor.enabled:
+def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    """Lets the engine write metrics of its layers, if their config asks for it.
+
+    `config`: asks for them on ranks without converted layers. Stages of a pipeline write metrics together.
+    """
+    layers = converted_layers(engine.module)
+    asked = layers[0].mxfp8_settings.config.metrics if layers else config.metrics if config.enabled else None
+    if asked and not engine.monitor.enabled:
         print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
-        layers = []
+        asked = None
     hooked = "_mxfp8_metrics" in vars(engine)
-    engine._mxfp8_metrics = Metrics(engine, layers, layers[0].mxfp8_settings.config.metrics.every) if layers else None
-    if layers and not hooked:
+    engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None
+    if asked and not hooked:
         _do_after(engine, "_take_model_step", lambda: engine._mxfp8_metrics and engine._mxfp8_metrics.after_step())
 
 

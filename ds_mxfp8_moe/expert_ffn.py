@@ -58,7 +58,7 @@ from .kept_weights import KeptWeights
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Transport, Wire
-from .transport.deadline import tell_peers_on_error
+from .transport.deadline import naming_evaluation, tell_peers_on_error
 
 
 def _outside_compile(function: Callable) -> Callable:
@@ -81,6 +81,7 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
+        training: whether the layer is in training mode, for errors.
     """
 
     formula: ExpertFormula
@@ -91,6 +92,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
+    training: bool = True
 
     @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
@@ -123,7 +125,7 @@ class ExpertFFN:
                 tensors += [value] if stacked else list(value)
         adapted = tuple(adapters or ())
         factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
-        with _without_autocast(device_type):
+        with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
             return _ExpertFFNFunction.apply(self, branch, tuple(layout), adapted, torch.is_grad_enabled(),
                                             routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
 
@@ -155,11 +157,15 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
 
 
 @lru_cache(maxsize=1024)
-def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
-    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan."""
+def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float, backward: bool) -> str:
+    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan.
+
+    `backward`: whether a backward follows. A rank that evaluates alone would meet its peers' training otherwise.
+    """
     wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    mode = "" if backward else ", without gradients"
     blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
-    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
+    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
 def _unquantized(recipe: Recipe) -> Recipe:
@@ -333,7 +339,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
             experts.quantize_ahead()
 
     plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
-                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
+                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
         experts.recipe = recipe = _unquantized(recipe)

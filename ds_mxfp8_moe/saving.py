@@ -8,6 +8,7 @@ error that names the call that is:
     engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
     trainer.save_model and the Trainer's checkpoints, which call accelerator.get_state_dict
     save_pretrained and push_to_hub of the model itself
+    engine.save_checkpoint in ZeRO-3 with frozen experts, which DeepSpeed refuses
 """
 
 import functools
@@ -47,6 +48,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
     engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
     _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
+    _replace(engine, "save_checkpoint", _save_checkpoint)
     if accelerate := sys.modules.get("accelerate"):
         _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
     if transformers := sys.modules.get("transformers"):
@@ -94,6 +96,18 @@ def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | 
         return plain(save_dir, save_filename, exclude_frozen_parameters)
     finally:
         del engine.module_state_dict
+
+
+def _save_checkpoint(plain: Callable, *args, **kwargs) -> Any:
+    try:
+        return plain(*args, **kwargs)
+    except RuntimeError as error:  # before it writes anything
+        if "does not support frozen expert" not in str(error):
+            raise
+        raise RuntimeError(f"{error}. To keep what was trained, every rank calls ds_mxfp8_moe.save_pretrained(engine, "
+                           "directory), which writes the adapters of a PeftModel. The Trainer needs "
+                           'save_strategy="no". To resume a training with frozen experts, use another ZeRO stage'
+                           ) from error
 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:

@@ -34,7 +34,7 @@ LAYERS = [
     ["saving"],
     ["convert", "advice"],
     ["engine"],
-    ["report", "__init__"],
+    ["report", "plot_metrics", "__init__"],
 ]
 
 
