@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA by PEFT on the experts of AutoEP layers: trained like plain Hugging Face with PEFT, and loaded by these."""
 
-import re
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -358,22 +356,3 @@ def recomputed():
 def test_activation_checkpointing_in_zero_3_changes_no_bit(ranks2):
     for plain, again in ranks2.run(recomputed):
         assert plain == again
-
-
-# ---------------------------------------------------------------- the guide
-
-
-def guide(block, directory):
-    names = {"model": model(), "ds_config": ds_config(MXFP8, 2), "directory": directory,
-             "batches": [{"input_ids": batch(0), "labels": batch(0)}]}
-    exec(block, names)
-    ds_mxfp8_moe.convert(names["engine"], {"enabled": False})
-    return held_out_loss(names["engine"])
-
-
-def test_the_guide_runs(ranks2, tmp_path):
-    page = (Path(__file__).parents[2] / "examples/guides/troubleshooting.md").read_text()
-    block = re.search(r"## LoRA.*?```python\n(.*?)```", page, re.DOTALL)[1]
-    losses = ranks2.run(guide, block, tmp_path)
-    net = peft.PeftModel.from_pretrained(model(), tmp_path)
-    assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
