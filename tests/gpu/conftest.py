@@ -43,6 +43,18 @@ def pair_of_a_case():
     yield from over_nccl(2)
 
 
+@pytest.fixture(scope="module")
+def four():
+    """Four ranks over NCCL."""
+    yield from over_nccl(4)
+
+
+@pytest.fixture
+def four_of_a_case():
+    """Four ranks of one case alone, as `pair_of_a_case`."""
+    yield from over_nccl(4)
+
+
 @pytest.fixture(scope="module", params=POOLS)
 def pool(request):
     """Ranks that exchange over peer memory, and over gloo what their oracle exchanges."""

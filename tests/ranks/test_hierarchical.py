@@ -5,6 +5,7 @@ against the routing, wires that are slow and out of order, and ranks that go wro
 import dataclasses
 import random
 import time
+from collections.abc import Callable
 
 import deepspeed.comm as dist
 import pytest
@@ -17,7 +18,7 @@ from slow import slow_except
 from test_expert_ffn import RECIPES, compare, formula
 from test_transport import MX, PLAIN, PROBLEMS, Problem, bits
 
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.wires import Hops, HostWire
@@ -39,9 +40,10 @@ def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
 # ---------------------------------------------------------------- bits
 
 
-def check_exchange(problem: Problem, node_size: int, y_dtype: torch.dtype | None = None) -> None:
-    """Against the naive exchange; what dispatch gives also against the flat transport."""
-    exchange, flat = two_hops(node_size), Collective(dist.get_world_group())
+def check_exchange(problem: Problem, node_size: int, y_dtype: torch.dtype | None = None,
+                   made: Callable[[Transport], Transport] = lambda transport: transport) -> None:
+    """Against the naive exchange; what dispatch gives also against the flat transport. `made`: of both transports."""
+    exchange, flat = made(two_hops(node_size)), made(Collective(dist.get_world_group()))
     test_transport.check_exchange(problem, y_dtype, exchange, node_size)
     expert_TK, x_TH, weight_TK = problem.inputs(exchange.world_size)[dist.get_rank()]
     got, want = (t.dispatch(t.plan(expert_TK, problem.local_experts), x_TH, problem.wire, weight_TK)
@@ -263,13 +265,15 @@ def run_ffn(recipe, node_size: int, name: str, **kwargs) -> dict:
         test_expert_ffn.transport = plain
 
 
-def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", **kwargs) -> list:
+def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", least: float = 45, device: str = "cpu",
+              rescales_rows: bool = False, **kwargs) -> list:
     """Output and all gradients against the naive layer with the roundings of two hops."""
     recipe, world = RECIPES[recipe_name], pool.world_size
-    results = pool.run(run_ffn, recipe, node_size, name, **kwargs)
+    results = pool.run(run_ffn, recipe, node_size, name, device=device, **kwargs)
     experts, xs, grads, routes = test_expert_ffn.problem(world, name, **kwargs)
-    worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, node_size=node_size))
-    assert min(worst.values()) >= 45, worst
+    worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows,
+                                       node_size=node_size))
+    assert min(worst.values()) >= least, worst
     return results
 
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport in two hops between four ranks, as nodes of two and of one, over NCCL. The ranks share one GPU where
+there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them through loopback.
+
+The checks are those of tests/ranks/test_hierarchical.py: the naive exchange and the flat transport, bit for bit.
+"""
+
+import dataclasses
+import time
+from datetime import timedelta
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from models import PLAIN, Layout
+from test_expert_ffn import RECIPES
+from test_hierarchical import check_exchange, check_ffn, with_tokens
+from test_hierarchical_layers import FLAT, TWO_HOPS, classic
+from test_transport import MX, PROBLEMS, Problem
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe import grouped_gemm
+from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.transport import Transport, Wire
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.wires import Hops
+
+DEADLINE = timedelta(seconds=12)
+SECONDS = 240.0  # of a case: the first one compiles kernels
+PROBLEMS = {name: with_tokens(PROBLEMS[name], 4) for name in (
+    "random", "skewed", "dropped", "all to one rank", "nowhere", "nobody has tokens", "only one rank has tokens",
+    "more choices than experts", "more rows than a tile")} | {
+        "mxfp8-128": Problem(tokens=(20, 13, 0, 31), wire=Wire(True, 128), hidden=256, top_k=5),
+        "float32": Problem(tokens=(20, 13, 7, 0), dtype=torch.float32, top_k=3)}
+
+
+# ---------------------------------------------------------------- bits
+
+
+def on_host(x):
+    if isinstance(x, MXTensor):
+        return MXTensor(x.qdata.cpu(), x.scale.cpu(), x.block_size, x.dtype)
+    return x if x is None else x.cpu()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGPU(Transport):
+    """A transport on the GPU for callers that have their tensors on the host."""
+
+    inner: Transport
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    def plan(self, expert_TK, num_local_experts, **keys):
+        return self.inner.plan(expert_TK.cuda(), num_local_experts, **keys)
+
+    def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
+        weight_TK = None if weight_TK is None else weight_TK.cuda()
+        return tuple(map(on_host, self.inner.dispatch(plan, x_TH.cuda(), wire, weight_TK, phase)))
+
+    def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
+        weight_P = None if weight_P is None else weight_P.cuda()
+        return tuple(map(on_host, self.inner.combine(plan, y_PH.cuda(), wire, dtype, weight_P, phase)))
+
+
+def check(problem: Problem, node_size: int) -> None:
+    check_exchange(problem, node_size, made=OnGPU)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_same_bits(four, name, node_size):
+    four.run(check, PROBLEMS[name], node_size, seconds=SECONDS)
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "hp-32", "mxfp8-128", "bf16", "all-wires-mxfp8"])
+def test_a_layer_equals_the_reference(four, recipe_name):
+    recipe = RECIPES[recipe_name]
+    check_ffn(four, recipe_name, 2, dtype=torch.bfloat16, top_k=4, device="cuda",
+              # test_expert_ffn_gpu.py says why.
+              least=38 if recipe.quantize_gemm and recipe.block_size == 128 else 45,
+              rescales_rows=grouped_gemm.rescales_rows(torch.device("cuda"), recipe.block_size))
+
+
+def trained(recipe: str) -> tuple:
+    """Losses of plain DeepSpeed, of the flat transport and of two hops, what crossed, and whether a second training
+    over two hops ends at the same weights."""
+    keys = {"recipe": recipe, "min_tokens_per_expert": 0}
+    layout = Layout(ep_size=4, dtype="bf16", zero=2)
+    plain, flat, hops, again = (classic(section and section | keys, layout)
+                                for section in (PLAIN, FLAT, TWO_HOPS, TWO_HOPS))
+    return plain[0], flat[0], hops[0], hops[2], all(torch.equal(hops[1][name], again[1][name]) for name in hops[1])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
+def test_classic_layers_train(four, recipe):
+    for plain, flat, hops, crossed, same in four.run(trained, recipe, seconds=SECONDS):
+        assert all(crossed) and same
+        assert hops == pytest.approx(plain, rel=0.02) and hops == pytest.approx(flat, rel=0.01)
+
+
+# ---------------------------------------------------------------- peers that fail
+
+
+def missed(gone: int) -> tuple | None:
+    """What this rank raises when `gone` does not come to the second plan."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    exchange = Hierarchical(Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), "moe")
+    expert_TK = (torch.arange(24).view(6, 4) % 8).cuda()
+    for step in range(2):
+        if step == 1 and dist.get_rank() == gone:
+            return None
+        start = time.monotonic()
+        try:
+            plan = exchange.plan(expert_TK, 2)
+        except PeerFailure as failure:
+            return failure.missing, str(failure), time.monotonic() - start
+        rows, _ = exchange.dispatch(plan, torch.ones(6, 32, device="cuda", dtype=torch.bfloat16), MX)
+        exchange.combine(plan, rows.dequantize(), MX, torch.bfloat16)
+        torch.cuda.synchronize()
+    raise AssertionError("no rank went away")
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_node(four_of_a_case):
+    answers = four_of_a_case.run(missed, 3, seconds=SECONDS)
+    assert answers[3] is None
+    for missing, text, seconds in answers[:3]:
+        assert missing == (3, ) and "rank 3 of node 1 did not come; it hangs elsewhere" in text
+        assert "in 'counts' of moe until the deadline" in text
+        assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS
