@@ -59,6 +59,11 @@ def ranks4():
 
 
 @pytest.fixture(scope="session")
+def ranks6():
+    yield from _pool(6)
+
+
+@pytest.fixture(scope="session")
 def ranks8():
     yield from _pool(8)
 

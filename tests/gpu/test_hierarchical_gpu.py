@@ -24,7 +24,7 @@ from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops
+from ds_mxfp8_moe.transport.hops import Hops
 
 DEADLINE = timedelta(seconds=12)
 SECONDS = 240.0  # of a case: the first one compiles kernels

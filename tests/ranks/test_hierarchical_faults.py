@@ -18,7 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops, HostWire
+from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.wires import HostWire
 
 DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
 SPARE = 10  # for a busy machine
@@ -34,12 +35,12 @@ class Leaving(HostWire):
 
     at, dies = "", False
 
-    def exchange(self, x, send_splits, recv_splits, where):
+    def exchange(self, x, send_splits, recv_splits, where, *keys):
         if where == self.at:
             if self.dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise Gone
-        return super().exchange(x, send_splits, recv_splits, where)
+        return super().exchange(x, send_splits, recv_splits, where, *keys)
 
 
 def exchange_twice(exchange: Hierarchical) -> None:
@@ -147,7 +148,7 @@ def confused(how: str) -> tuple:
         exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK, 2,
                       rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
     before = hops.between.sent_bytes
-    assert before == 2 * (2 + 4) * 8  # the counts: no row has crossed
+    assert before == 2 * (2 + 2 + 2 + 4) * 8  # the counts: no row has crossed
     exchange = Hierarchical(hops, "moe")
     plan = exchange.plan(expert_TK, 2)
     exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), Wire(False))[0], Wire(False), torch.float32)

@@ -143,6 +143,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(LowLatencyCombine, common), FIELD(LowLatencyCombine, y_ERH), FIELD(LowLatencyCombine, weight_TK),
          FIELD(LowLatencyCombine, out_TH), FIELD(LowLatencyCombine, dtype), FIELD(LowLatencyCombine, out_dtype)});
 
+  expose<RowExchange>(m, "RowExchange",
+        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
+         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, region),
+         FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
+
   m.def("count", [](const Count &a, Address stream) { check(launch(a, stream), "count"); });
   m.def("totals", [](const Totals &a, Address stream) { check(launch(a, stream), "totals"); });
   m.def("places", [](const Places &a, int sms, Address stream) { check(launch(a, sms, stream), "places"); });
@@ -154,12 +159,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("low_latency_combine", [](const LowLatencyCombine &a, int sms, Address stream) {
     check(launch(a, sms, stream), "low_latency_combine");
   });
+  m.def("row_exchange", [](const RowExchange &a, int sms, Address stream) {
+    check(launch(a, sms, stream), "row_exchange");
+  });
   m.def("fits", &fits);
   m.def("load", [] {
     check(load_route(), "route");
     check(load_dispatch(), "dispatch");
     check(load_combine(), "combine");
     check(load_low_latency(), "low_latency");
+    check(load_row_exchange(), "row_exchange");
   });
   m.def("wait_for_totals", &wait_for_totals, py::call_guard<py::gil_scoped_release>());
 }

@@ -21,6 +21,7 @@ import deepspeed.comm as dist
 import torch
 
 from ds_mxfp8_moe.ops.op_builder import builder, nvlink
+from ds_mxfp8_moe.transport.deadline import ranks_of
 
 HERE = Path(__file__).resolve().parent
 NVLINK = builder.CSRC / "nvlink"
@@ -74,6 +75,11 @@ def load(rank: int) -> ModuleType:
     return module
 
 
+def set_adversary(module: ModuleType, on: bool) -> None:
+    """Whether stores and signals are late and out of order. A signal comes after the stores before it."""
+    ctypes.CDLL(module.__file__).emulator_adversary(ctypes.c_bool(on))
+
+
 class Shared:
     """As peer_memory.Symmetric, for processes of this machine. The memory goes when the last of them ends."""
 
@@ -86,18 +92,18 @@ class Shared:
         return staging
 
     @staticmethod
-    def addresses(staging: torch.Tensor, group: Any) -> list[int]:
+    def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
         files = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{staging.file}", group=group)
-        stagings = [staging] * len(files)
-        for rank, file in enumerate(files):
-            if rank != dist.get_rank(group=group):
+        of_rank = {dist.get_rank(): staging}
+        for rank, file in zip(ranks_of(group), files, strict=True):
+            if rank in ranks and rank != dist.get_rank():
                 with open(file, "r+b") as opened:
-                    stagings[rank] = _mapped(opened.fileno(), staging.numel())
+                    of_rank[rank] = _mapped(opened.fileno(), staging.numel())
         dist.barrier(group=group)  # all have opened all
         os.close(staging.file)
-        staging.peers = [peer for peer in stagings if peer is not staging]  # live as long as the tensor
-        return [each.data_ptr() for each in stagings]
+        staging.peers = [peer for peer in of_rank.values() if peer is not staging]  # live as long as the tensor
+        return [of_rank[rank].data_ptr() for rank in ranks]
 
 
 def _mapped(file: int, size: int) -> torch.Tensor:

@@ -43,6 +43,10 @@ const uint64_t *collective(const char *what, unsigned mask, uint64_t value, Site
 // Lets other fibers run. `spin` always does: for loops that wait for memory to change. `maybe_yield` sometimes does.
 void spin(Site);
 void maybe_yield(Site);
+// With an adversary (emulator_adversary), stores wait, and happen in random order: before a signal of the same team
+// that comes after them, or at the end of the launch. Signals wait too, and overtake each other.
+void put(void *to, int4 value);
+void signal(void *to, uint64_t value, std::size_t bytes);
 [[noreturn]] void fault(const std::string &what, Site);
 void *dynamic_shared_bytes();
 template <class T> T *dynamic_shared() { return static_cast<T *>(dynamic_shared_bytes()); }
