@@ -3,7 +3,9 @@
 through the host, whatever the order of stores, and only the memory of a hop's ranks is mapped."""
 
 import shutil
+from datetime import timedelta
 from functools import cache
+from unittest import mock
 
 import deepspeed.comm as dist
 import emulator
@@ -15,12 +17,15 @@ from rank_pool import KEPT_GROUPS, RankFailure
 from slow import slow_except
 from test_hierarchical import SOME, TOKENS_OF_6, check_ffn, with_tokens
 from test_transport import MX, PLAIN, PROBLEMS, Problem
+from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Transport
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
+DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
 REASON = emulator.obstacle()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
 
@@ -164,10 +169,56 @@ def test_a_layer_gives_the_bits_of_the_wire_through_the_host(ranks4, recipe_name
 # ---------------------------------------------------------------- calls that differ
 
 
-def mixed_up() -> str:
-    """Rank 1 sends the gradients of another layer, by a plan of equal shapes."""
-    hops = peer_hops(dist.new_group([0, 1, 2, 3]), 2)
-    plan = Hierarchical(hops, "a").plan(torch.arange(8).view(8, 1), 2)
+def mixed_up(how: str) -> str:
+    """Rank 1 sends another layer's gradients by a plan of equal shapes, or makes the plan of another layer."""
+    group = dist.new_group([0, 1, 2, 3])
+    c10d._set_pg_timeout(DEADLINE, group)
+    hops, me = peer_hops(group, 2), dist.get_rank()
+    expert_TK = torch.arange(8).view(8, 1)
+    layer, other = Hierarchical(hops, "a"), Hierarchical(hops, "ab"[me == 1])
     with pytest.raises(PeerFailure) as caught:
-        Hierarchical(hops, "ab"[dist.get_rank() == 1]).dispatch(plan, torch.ones(8, 32), PLAIN)
+        if how == "plan":
+            other.plan(expert_TK, 2)
+        else:
+            other.dispatch(layer.plan(expert_TK, 2), torch.ones(8, 32), PLAIN)
+    if how == "plan":  # the ranks may go on
+        layer.dispatch(layer.plan(expert_TK, 2), torch.ones(8, 32), PLAIN)
     return str(caught.value)
+
+
+def test_plans_of_different_layers_raise_everywhere(ranks4):
+    for rank, text in enumerate(ranks4.run(mixed_up, "plan")):
+        assert f"ranks are in different calls: rank {rank} is in 'counts' of {'ab'[rank == 1]}" in text
+
+
+@pytest.mark.slow
+def test_gradients_of_different_layers_raise(ranks4):
+    zero, one, two, three = ranks4.run(mixed_up, "gradient")
+    for text, name, peer in ((one, "b", 3), (three, "a", 1)):
+        assert f"'dispatch' of {name}, hop between nodes: rank {peer} is in another call, of another layer" in text
+    for text, peer in ((zero, "1 of node 0"), (two, "3 of node 1")):
+        assert "'dispatch' of a, hop inside the node until the deadline" in text and f"rank {peer}" in text
+
+
+# ---------------------------------------------------------------- a failure in the other hop
+
+
+def after_a_failure() -> tuple:
+    """Rank 3 does not come to the hop between nodes. Rank 1, whose wait has failed, goes on to the hop inside its node
+    before its host looks, as it would on a GPU. What each rank then has."""
+    group = dist.new_group([0, 1, 2, 3])
+    c10d._set_pg_timeout(DEADLINE, group)
+    hops, me = peer_hops(group, 2), dist.get_rank()
+    rows = torch.full((2, 32), float(me))
+    with mock.patch.object(PeerMemory, "check"):
+        if me != 3:
+            hops.between.exchange(rows, (1, 1), (1, 1), "rows, hop between nodes", 1)
+            hops.inside.exchange(rows, (1, 1), (1, 1), "rows, hop inside the node", 1)
+    dist.barrier()
+    return tuple(bool(wire.memory._failed[0]) for wire in (hops.between, hops.inside))
+
+
+@pytest.mark.slow
+def test_rows_that_did_not_come_are_not_passed_on(ranks4):
+    """Rank 0 waits for rank 1, and rank 2 for rank 3."""
+    assert ranks4.run(after_a_failure) == [(False, True), (True, False), (False, True), (False, False)]
