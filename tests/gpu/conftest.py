@@ -55,6 +55,14 @@ def four_of_a_case():
     yield from over_nccl(4)
 
 
+@pytest.fixture(scope="module")
+def four_over_gloo():
+    """Four ranks that exchange over peer memory, and over gloo what their oracle exchanges."""
+    pool = RankPool(4, accelerator="cuda", backend="gloo", share_gpu=GPUS < 4)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="module", params=POOLS)
 def pool(request):
     """Ranks that exchange over peer memory, and over gloo what their oracle exchanges."""

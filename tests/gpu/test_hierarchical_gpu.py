@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport in two hops between four ranks, as nodes of two and of one, over NCCL. The ranks share one GPU where
-there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them through loopback.
+"""The transport in two hops between four ranks, as nodes of two and of one, over NCCL and over peer memory. The ranks
+share one GPU where there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them
+through loopback.
 
 The checks are those of tests/ranks/test_hierarchical.py: the naive exchange and the flat transport, bit for bit.
 """
 
 import dataclasses
+import random
 import time
 from datetime import timedelta
+from functools import cache
 
 import deepspeed.comm as dist
 import pytest
@@ -21,12 +24,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.wires import PeerWire
 
 DEADLINE = timedelta(seconds=12)
+CYCLES_PER_MS = 2_000_000
 SECONDS = 240.0  # of a case: the first one compiles kernels
 PROBLEMS = {name: with_tokens(PROBLEMS[name], 4) for name in (
     "random", "skewed", "dropped", "all to one rank", "nowhere", "nobody has tokens", "only one rank has tokens",
@@ -76,6 +82,98 @@ def test_same_bits(four, name, node_size):
     four.run(check, PROBLEMS[name], node_size, seconds=SECONDS)
 
 
+@cache
+def peers(node_size: int) -> Hops:
+    """Hops over peer memory. Only the memory of a hop's ranks is mapped for it."""
+    module, reason = try_load()
+    assert module is not None, reason
+    return Hops.of(torch.distributed.new_group(), node_size, "moe", "peer_memory", "peer_memory")
+
+
+def over_peers(transport: Transport) -> Transport:
+    """The flat transport stays on the host, over gloo."""
+    return OnGPU(Hierarchical(peers(transport.hops.node_size))) if hasattr(transport, "hops") else transport
+
+
+def check_peers(problem: Problem, node_size: int) -> None:
+    check_exchange(problem, node_size, made=over_peers)
+    for wire in (peers(node_size).between, peers(node_size).inside):
+        assert len(wire.ranks) == 1 or isinstance(wire, PeerWire)
+        wire.check()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_same_bits_over_peer_memory(four_over_gloo, name, node_size):
+    four_over_gloo.run(check_peers, PROBLEMS[name], node_size, seconds=SECONDS)
+
+
+def rows_between(source: int, target: int, width: int, seed: int) -> torch.Tensor:
+    """Some rows that a rank sends to another one, none in every fourth case: uint8 [rows, width]."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * source + target)
+    rows = int(torch.randint(0, 400, (), generator=generator)) if (source + target + seed) % 4 else 0
+    return torch.randint(256, (rows, width), generator=generator, dtype=torch.uint8)
+
+
+def stressed(repetitions: int) -> None:
+    """Both hops in any order, with delays on the device; widths that are no multiple of anything, and large ones. The
+    host compares at the end alone, so that exchanges of repetitions meet."""
+    hops, me, order, delays = peers(2), dist.get_rank(), random.Random(7), random.Random(dist.get_rank())
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    cases = []
+    for seed, width in enumerate((1, 16, 7168, 40, 7424, 333)):
+        for wire in (hops.between, hops.inside):
+            sent, wanted = ([rows_between(*pair, width, seed) for pair in pairs] for pairs in (
+                [(me, rank) for rank in wire.ranks], [(rank, me) for rank in wire.ranks]))
+            cases.append((wire, torch.cat(sent).cuda(), torch.cat(wanted).cuda(), tuple(map(len, sent)),
+                          tuple(map(len, wanted)), f"rows of {width}"))
+    for _ in range(repetitions):
+        wire, rows, wanted, send_splits, recv_splits, where = order.choice(cases)
+        torch.cuda._sleep(int(delays.choice((0, 0.1, 1, 3)) * delays.random() * CYCLES_PER_MS))
+        wrong += (wire.exchange(rows, send_splits, recv_splits, where, 400) != wanted).sum()
+    assert wrong.item() == 0
+    hops.check()
+
+
+def test_rows_over_peer_memory_with_delays(four_over_gloo):
+    four_over_gloo.run(stressed, 200, seconds=SECONDS)
+
+
+def stalled(gone: int) -> tuple | None:
+    """What this rank raises when `gone` does not come to the second dispatch."""
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    hops = Hops.of(group, 2, "moe", "peer_memory", "peer_memory")
+    exchange, expert_TK = Hierarchical(hops, "moe"), (torch.arange(24).view(6, 4) % 8).cuda()
+    x_TH = torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
+    plan = exchange.plan(expert_TK, 2)
+    exchange.dispatch(plan, x_TH, MX)
+    torch.cuda.synchronize()
+    dist.barrier()
+    start, answer = time.monotonic(), None
+    if dist.get_rank() != gone:
+        with pytest.raises(PeerFailure) as caught:
+            exchange.dispatch(plan, x_TH, MX)
+            torch.cuda.synchronize()
+            hops.check()
+        answer = caught.value.missing, str(caught.value), time.monotonic() - start
+    dist.barrier()
+    assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
+    return answer
+
+
+@pytest.mark.parametrize("gone", [3, 0])
+def test_a_rank_that_stalls_over_peer_memory_is_named(four_over_gloo, gone):
+    answers = four_over_gloo.run(stalled, gone, seconds=SECONDS)
+    assert answers[gone] is None
+    for rank, answer in enumerate(answers):
+        if rank != gone:
+            missing, text, seconds = answer
+            assert missing == (gone, ) and f"rank {gone} of node {gone // 2} did not come" in text, text
+            assert "in 'dispatch' of moe, hop " in text and "until the deadline" in text, text
+            assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS
+
+
 # ---------------------------------------------------------------- layers
 
 
@@ -89,19 +187,23 @@ def test_a_layer_equals_the_reference(four, recipe_name):
 
 
 def trained(recipe: str) -> tuple:
-    """Losses of plain DeepSpeed, of the flat transport and of two hops, what crossed, and whether a second training
-    over two hops ends at the same weights."""
+    """Losses of plain DeepSpeed, of the flat transport and of two hops, what crossed, whether a training with both
+    hops over peer memory ends at the same weights, and the lines about the two transports."""
     keys = {"recipe": recipe, "min_tokens_per_expert": 0}
     layout = Layout(ep_size=4, dtype="bf16", zero=2)
     plain, flat, hops, again = (classic(section and section | keys, layout)
-                                for section in (PLAIN, FLAT, TWO_HOPS, TWO_HOPS))
-    return plain[0], flat[0], hops[0], hops[2], all(torch.equal(hops[1][name], again[1][name]) for name in hops[1])
+                                for section in (PLAIN, FLAT, TWO_HOPS, TWO_HOPS | {"wire": "peer_memory"}))
+    same = all(torch.equal(hops[1][name], again[1][name]) for name in hops[1])
+    return plain[0], flat[0], hops[0], hops[2] + again[2], same, hops[3] + again[3]
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
 def test_classic_layers_train(four, recipe):
-    for plain, flat, hops, crossed, same in four.run(trained, recipe, seconds=SECONDS):
+    start = "mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: 2 nodes of 2 ranks, wire"
+    for rank, (plain, flat, hops, crossed, same, said) in enumerate(four.run(trained, recipe, seconds=SECONDS)):
         assert all(crossed) and same
+        assert said == ([] if rank else [f"{start} host, peer memory inside a node",
+                                         f"{start} peer_memory, peer memory inside a node"])
         assert hops == pytest.approx(plain, rel=0.02) and hops == pytest.approx(flat, rel=0.01)
 
 

@@ -5,6 +5,7 @@ through the host, whatever the order of stores, and only the memory of a hop's r
 import shutil
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -107,28 +108,29 @@ def test_the_adversary_between_three_nodes(ranks6):
     ranks6.run(check, Problem(tokens=TOKENS_OF_6, wire=MX, top_k=3), 2, True)
 
 
-def over_other_sources(csrc: str, problem: Problem) -> None:
-    module = emulator.build(csrc)
+def over_other_sources(csrc: Path, suffix: str, problem: Problem) -> None:
+    module = emulator.build(csrc, suffix)
     emulator.set_adversary(module, True)
     hops = peer_hops(dist.new_group([0, 1, 2, 3]), 2, module=module)
     test_hierarchical.check_exchange(problem, 2, made=lambda t: Hierarchical(hops) if hasattr(t, "hops") else t)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line, instead", [
-    ("store_release(at<uint64_t>(g.peer[peer], Staging::FLAGS) + g.rank * MAX_CHUNKS + chunk, call());", None),
-    ("      work.send(i);\n      sync_team();\n      work.announce(i);",
-     "      work.announce(i);\n      sync_team();\n      work.send(i);")])
-def test_kernels_that_signal_too_early_or_never_are_noticed(ranks4, tmp_path, line, instead):
+@pytest.mark.parametrize("suffix, line, instead", [
+    ("_silent", "store_release(at<uint64_t>(g.peer[peer], Staging::FLAGS) + g.rank * MAX_CHUNKS + chunk, call());",
+     None),
+    ("_early", "      work.send(i);\n      sync_team();\n      work.announce(i);",
+     "      work.announce(i);\n      sync_team();\n      work.send(i);")], ids=["silent", "early"])
+def test_kernels_that_signal_too_early_or_never_are_noticed(ranks4, tmp_path, suffix, line, instead):
     """Without the first line no row arrives. With the second change, a signal may overtake its rows."""
     sources = tmp_path / "nvlink"
     shutil.copytree(emulator.NVLINK, sources)
     text = (sources / "exchange.cuh").read_text()
     assert text.count(line) == 1
     (sources / "exchange.cuh").write_text(text.replace(line, instead or ";"))
-    emulator.build(sources)
+    emulator.build(sources, suffix)
     with pytest.raises(RankFailure):
-        ranks4.run(over_other_sources, sources, Problem(tokens=(5, 50, 37, 61), top_k=4), seconds=30)
+        ranks4.run(over_other_sources, sources, suffix, Problem(tokens=(5, 50, 37, 61), top_k=4), seconds=30)
 
 
 # ---------------------------------------------------------------- who is reached

@@ -33,8 +33,9 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
 
     NAME = "ds_mxfp8_moe_nvlink_emulator"
 
-    def __init__(self, source_folder: Path):
+    def __init__(self, source_folder: Path, suffix: str = ""):
         super().__init__(source_folder, capabilities=((9, 0), ))
+        self.NAME += suffix
 
     def _flags(self, source: str) -> list[str]:
         # Without fused multiply-adds, which these kernels never use.
@@ -58,14 +59,17 @@ def obstacle() -> str | None:
     return EmulatorBuilder(NVLINK)._obstacle()
 
 
-def build(csrc: Path = NVLINK) -> ModuleType:
-    """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet."""
+def build(csrc: Path = NVLINK, suffix: str = "") -> ModuleType:
+    """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet.
+
+    `suffix`: of its name. A process keeps one module of a name, whatever file it is loaded from.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for path in csrc.iterdir():
             (Path(folder) / path.name).write_text(_rewritten(path))
         for name in ("cuda_emulator.h", "emulator.cpp", "memory.cuh"):
             shutil.copy(HERE / name, folder)
-        return EmulatorBuilder(Path(folder)).jit_load()
+        return EmulatorBuilder(Path(folder), suffix).jit_load()
 
 
 def load(rank: int) -> ModuleType:
