@@ -17,14 +17,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..ops.op_builder import nvlink as extension
-from . import Transport
+from . import Transport, nvshmem
 from .collective import Collective
 from .deadline import answers_of_all, ranks_of
 from .hierarchical import Hierarchical
 from .hops import Hops
 from .local import Local
 from .nvlink import NVLink
-from .peer_memory import PeerMemory
+from .peer_memory import NoStaging, PeerMemory
 
 MOST_RANKS = 8  # over NVLink
 UNTRIED = '. "transport": "hierarchical" sends a token to each node once; it has not run over NCCL yet'
@@ -85,8 +85,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
             take what None gives.
         sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
         node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.
-        wire: what carries rows between nodes, "host" or "peer_memory". None means "host". A wire that is not possible
-            is replaced by "host".
+        wire: what carries rows between nodes: "host", "peer_memory" or "nvshmem". None means "host". A wire that is
+            not possible is replaced by "host".
 
     Raises:
         RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
@@ -181,19 +181,36 @@ def _hierarchical(group: Any, ranks: list, places: list, nodes: list, wire: str,
         return Verdict("collective", obstacle)
     node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
     of_nodes = [ranks[first:first + node_size] for first in range(0, len(ranks), node_size)]
-    no_peers = {"inside a node": _no_peer_memory(group, ranks, places, of_nodes, node_of, where)}
+    rails = [ranks[index::node_size] for index in range(node_size)]
+    not_inside = _no_peer_memory(group, ranks, places, of_nodes, node_of, where)
+    not_between = None
     if wire == "peer_memory":
-        rails = [ranks[index::node_size] for index in range(node_size)]
-        no_peers["between nodes"] = _no_peer_memory(group, ranks, places, rails, node_of, where)
-    between = "peer_memory" if wire == "peer_memory" and not no_peers["between nodes"] else "host"
+        not_between = _no_peer_memory(group, ranks, places, rails, node_of, where)
+    elif wire == "nvshmem":
+        not_between = _plain_obstacle(len(of_nodes), "a hop", "the wire") or _no_nvshmem(group, rails, node_of, where)
+    between = "host" if not_between else wire
     reason = f"{len(of_nodes)} nodes of {node_size} ranks, wire {between}"
-    if not no_peers["inside a node"]:
+    if not not_inside:
         reason += ", peer memory inside a node"
-    for hop, obstacle in no_peers.items():
-        if obstacle and (wire == "peer_memory" or get_accelerator().device_name() != "cpu"):
-            reason += f". No peer memory {hop}, because {obstacle}"
+    elif get_accelerator().device_name() != "cpu":
+        reason += f". No peer memory inside a node, because {not_inside}"
+    if not_between:
+        reason += f". No wire {wire}, because {not_between}"
     return Verdict("hierarchical", reason, node_size=node_size,
-                   wires=(between, "host" if no_peers["inside a node"] else "peer_memory"))
+                   wires=(between, "host" if not_inside else "peer_memory"))
+
+
+def _no_nvshmem(group: Any, rails: list, node_of: dict, where: str) -> str | None:
+    """Why ranks of these hops cannot exchange over NVSHMEM. None if all can. Then it runs, with a staging."""
+    reason = nvshmem.start(group, where)
+    if reason:
+        return reason
+    mine = next(rail for rail in rails if dist.get_rank() in rail)
+    try:
+        nvshmem.wire_over_nvshmem(group, mine, node_of)
+    except NoStaging as error:  # raised on every rank
+        return str(error)
+    return None
 
 
 def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: dict, where: str) -> str | None:
@@ -202,7 +219,8 @@ def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: 
     `hops`: lists of ranks. Each rank of the group is in one of them.
     """
     place_of = dict(zip(ranks, places, strict=True))
-    reasons = [_plain_obstacle(len(hops[0])), *(_apart(hop, [place_of[rank] for rank in hop]) for hop in hops)]
+    reasons = [_plain_obstacle(len(hops[0]), "a hop", "peer memory"),
+               *(_apart(hop, [place_of[rank] for rank in hop]) for hop in hops)]
     mine = next(hop for hop in hops if dist.get_rank() in hop)
     return next(filter(None, reasons), None) or _failed(group, ranks, where, mine, node_of)
 
@@ -229,12 +247,13 @@ def _failed(group: Any, ranks: list, where: str, *hop: Any) -> str | None:
     return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), None)
 
 
-def _plain_obstacle(ranks: int) -> str | None:
-    """Why NVLink is not possible, by facts that are equal on all ranks. None if they allow it."""
+def _plain_obstacle(ranks: int, of: str = "the group", kernels: str = "nvlink") -> str | None:
+    """Why these kernels cannot exchange between so many ranks, by facts that are equal on all ranks. None if they
+    allow it."""
     if get_accelerator().device_name() != "cuda":
         return "there is no CUDA device"
     if ranks > MOST_RANKS:
-        return f"the group has {ranks} ranks, and nvlink supports at most {MOST_RANKS}"
+        return f"{of} has {ranks} ranks, and {kernels} supports at most {MOST_RANKS}"
     return None
 
 

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import deepspeed.comm as dist
 import torch
 
 from ..routing import count
@@ -131,7 +130,7 @@ class Hierarchical(Transport):
         # Rows that land at rank g of a node, out of node m, and are needed by rank d of the node.
         landing_MGND = needed_WW.reshape(N, G, N, G)
         inside_GND = landing_MGND.sum(0)
-        node, index = divmod(dist.get_rank(group=group), G)
+        node, index = divmod(self.hops.rank, G)
         sizes_E = of_expert_WE.sum(0)
         of_device = []
 

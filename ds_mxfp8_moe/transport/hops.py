@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import deepspeed.comm as dist
 import torch
 import torch.distributed
 
 from ..ops.op_builder import nvlink as extension
 from .deadline import ranks_of
+from .nvshmem import wire_over_nvshmem
 from .peer_memory import PeerMemory
 from .wires import HostWire, PeerWire, RowWire
 
@@ -22,6 +24,7 @@ class Hops:
 
     Attributes:
         group: the process group.
+        rank: this rank in the group.
         node_of: the node of each global rank.
         node_size: G.
         between: from here to the ranks of the same index in all nodes, this one included.
@@ -29,6 +32,7 @@ class Hops:
     """
 
     group: Any
+    rank: int
     node_of: dict
     node_size: int
     between: RowWire
@@ -50,7 +54,7 @@ class Hops:
         Args:
             node_size: divides the number of ranks. Equal on all of them.
             name: of the layer, for errors.
-            between, inside: the wire of each hop, "host" or "peer_memory". The latter needs ops/csrc/nvlink.
+            between, inside: the wire of each hop, "host", "peer_memory" or "nvshmem", which must be possible.
         """
         ranks, made, key = ranks_of(group), _OF_GROUP.setdefault(group, {}), (node_size, between, inside)
         if len(ranks) % node_size:
@@ -68,18 +72,20 @@ class Hops:
         """Hops over these wires. Each of two PeerWires does nothing after a failure of the other."""
         if isinstance(between, PeerWire) and isinstance(inside, PeerWire):
             between.other, inside.other = inside, between
-        return Hops(group, node_of, node_size, between, inside)
+        return Hops(group, dist.get_rank(group=group), node_of, node_size, between, inside)
 
 
 def wire_of(kind: str, group: Any, ranks: list, node_of: dict) -> RowWire:
     """A wire of one hop. Collective in the group where it is not "host".
 
     Args:
-        kind: "host" or "peer_memory".
+        kind: "host", "peer_memory" or "nvshmem".
         ranks: global ranks of the hop.
     """
     if kind == "host" or len(ranks) == 1:  # alone, nothing travels
         return HostWire(group, ranks, node_of)
+    if kind == "nvshmem":
+        return wire_over_nvshmem(group, ranks, node_of)
     return PeerWire(PeerMemory.of(group, extension.try_load()[0], ranks, node_of))
 
 

@@ -41,9 +41,13 @@ HISTORY = 64  # how many exchanges are remembered by name
 MOST_DROPPING = 4096  # layers of a group that may drop choices
 STEPS_BETWEEN_WARNINGS = 100  # about the choices that a layer dropped
 
-# By the ranks that exchange: one staging serves all layers of a group, or of a hop. Keyed weakly, so that an entry
-# goes with its process group.
+# By extension and the ranks that exchange: one staging serves all layers of a group, or of a hop. Keyed weakly, so
+# that an entry goes with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
+
+
+class NoStaging(RuntimeError):
+    """Staging could not be allocated on some rank. Raised on every rank of the group."""
 
 
 class Symmetric:
@@ -136,12 +140,12 @@ class PeerMemory:
         return self._group()
 
     @staticmethod
-    def of(group: Any, extension: ModuleType, ranks: list | None = None,
-           node_of: dict | None = None) -> "PeerMemory":
+    def of(group: Any, extension: ModuleType, ranks: list | None = None, node_of: dict | None = None,
+           provider: Any = Symmetric) -> "PeerMemory":
         """The PeerMemory of these ranks of the group. The first call makes it, and is collective in the group."""
-        made, key = _OF_GROUP.setdefault(group, {}), tuple(ranks or ())
+        made, key = _OF_GROUP.setdefault(group, {}), (extension, *(ranks or ()))
         if key not in made:
-            made[key] = PeerMemory(group, extension, ranks=ranks, node_of=node_of)
+            made[key] = PeerMemory(group, extension, ranks=ranks, node_of=node_of, provider=provider)
         return made[key]
 
     @staticmethod
@@ -220,8 +224,8 @@ class PeerMemory:
             failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
             for rank, failure in zip(ranks_of(self.group), failures, strict=True):
                 if failure:
-                    raise RuntimeError(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be "
-                                       f"allocated on rank {rank}: {failure}")
+                    raise NoStaging(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be "
+                                    f"allocated on rank {rank}: {failure}")
             return result
 
         def make() -> torch.Tensor:
@@ -332,7 +336,7 @@ class PeerMemory:
         if CODES[code] == "timeout" and self.node_of is not None:  # of one hop, in which not all ranks take part
             raise peer_failure(self.group, where, time.monotonic() - self._kernels_wait, self._kernels_wait,
                                self.node_of)
-        place = f"exchange {epoch} over NVLink, {where}"
+        place = f"exchange {epoch} over NVLink, {where}" if self.node_of is None else where
         if CODES[code] == "overflow":
             raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
                               'computed from the rows that do not fit. Raise "capacity_factor", or leave it out, or '

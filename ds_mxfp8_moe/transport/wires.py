@@ -107,27 +107,41 @@ class PeerWire(RowWire):
         self.memory, self.ranks, self.other = memory, memory.ranks, None
         self.sms = min(sms or overlap.ALONE, memory.multiprocessors)
 
+    REGIONS = 1  # of each rank in a half of the staging
+
     def check(self) -> None:
         self.memory.check()
+
+    def _row(self, x: torch.Tensor) -> int:
+        """Bytes of a row as it travels."""
+        return -(-x.shape[1] * x.element_size() // BYTES) * BYTES
+
+    def _region(self, x: torch.Tensor, most: int) -> int:
+        return -(-most * self._row(x) // ALIGNED) * ALIGNED
+
+    def _half_bytes(self, x: torch.Tensor, most: int) -> int:
+        return self.REGIONS * len(self.ranks) * self._region(x, most)
+
+    def _launch(self, args: Any) -> None:
+        self.memory.extension.row_exchange(args, self.sms, self.memory.stream())
 
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True) -> torch.Tensor:
         memory, ext, width = self.memory, self.memory.extension, x.shape[1] * x.element_size()
         memory.check()
         self.count(x, send_splits)
-        row = -(-width // BYTES) * BYTES
+        row = self._row(x)
         rows = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
         # A flag announces a chunk. There are at most MAX_CHUNKS of them between two ranks.
         chunk = max(CHUNK_BYTES, -(-most * row // ext.MAX_CHUNKS // BYTES) * BYTES)
-        region = -(-most * row // ALIGNED) * ALIGNED
-        memory.reserve(len(self.ranks) * region, where)
+        memory.reserve(self._half_bytes(x, most), where)
         out = torch.empty((sum(recv_splits), row), dtype=torch.uint8, device=x.device)
         group = memory.begin(signature("rows", row, most, where if compared else ""), where)
         other = self.other.memory.state.data_ptr() if isinstance(self.other, PeerWire) else 0
-        ext.row_exchange(ext.RowExchange(group=group, x=rows.data_ptr(), out=out.data_ptr(), other_state=other,
-                                         send_at=_beginnings(send_splits, row, ext.MAX_RANKS),
-                                         recv_at=_beginnings(recv_splits, row, ext.MAX_RANKS), region=region,
-                                         chunk=chunk, chunks=-(-most * row // chunk)), self.sms, memory.stream())
+        self._launch(ext.RowExchange(group=group, x=rows.data_ptr(), out=out.data_ptr(), other_state=other,
+                                     send_at=_beginnings(send_splits, row, ext.MAX_RANKS),
+                                     recv_at=_beginnings(recv_splits, row, ext.MAX_RANKS),
+                                     region=self._region(x, most), chunk=chunk, chunks=-(-most * row // chunk)))
         if x.device.type == "cpu":  # the kernel has ended
             memory.check()
         return out[:, :width].contiguous().view(-1).view(x.dtype).view(-1, x.shape[1])

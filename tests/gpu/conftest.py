@@ -55,12 +55,28 @@ def four_of_a_case():
     yield from over_nccl(4)
 
 
-@pytest.fixture(scope="module")
-def four_over_gloo():
-    """Four ranks that exchange over peer memory, and over gloo what their oracle exchanges."""
+def over_gloo() -> Iterator[RankPool]:
     pool = RankPool(4, accelerator="cuda", backend="gloo", share_gpu=GPUS < 4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def four_over_gloo():
+    """Four ranks that exchange over peer memory, and over gloo what their oracle exchanges."""
+    yield from over_gloo()
+
+
+@pytest.fixture(scope="module")
+def four_over_nvshmem():
+    """Four ranks in which NVSHMEM is started once."""
+    yield from over_gloo()
+
+
+@pytest.fixture
+def four_over_nvshmem_of_a_case():
+    """Four ranks of one case alone, which starts NVSHMEM."""
+    yield from over_gloo()
 
 
 @pytest.fixture(scope="module", params=POOLS)

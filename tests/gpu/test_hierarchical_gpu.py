@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport in two hops between four ranks, as nodes of two and of one, over NCCL and over peer memory. The ranks
-share one GPU where there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them
-through loopback.
+"""The transport in two hops between four ranks, as nodes of two and of one, over each wire. The ranks share
+one GPU where there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them through
+loopback. NVSHMEM takes each rank for a PE, and puts over peer memory.
 
 The checks are those of tests/ranks/test_hierarchical.py: the naive exchange and the flat transport, bit for bit.
 """
 
 import dataclasses
+import io
+import os
 import random
+import shutil
 import time
+from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -24,15 +30,20 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.ops.op_builder.builder import CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
-from ds_mxfp8_moe.transport import Transport, Wire
+from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
+from ds_mxfp8_moe.transport import Transport, Wire, nvshmem
+from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from ds_mxfp8_moe.transport.wires import PeerWire
+from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
+from ds_mxfp8_moe.transport.wires import CHUNK_BYTES, PeerWire
 
 DEADLINE = timedelta(seconds=12)
 CYCLES_PER_MS = 2_000_000
+MAX_CHUNKS = 1024  # kernels.h
 SECONDS = 240.0  # of a case: the first one compiles kernels
 PROBLEMS = {name: with_tokens(PROBLEMS[name], 4) for name in (
     "random", "skewed", "dropped", "all to one rank", "nowhere", "nobody has tokens", "only one rank has tokens",
@@ -115,10 +126,10 @@ def rows_between(source: int, target: int, width: int, seed: int) -> torch.Tenso
     return torch.randint(256, (rows, width), generator=generator, dtype=torch.uint8)
 
 
-def stressed(repetitions: int) -> None:
+def stressed(repetitions: int, hops: Hops | None = None) -> None:
     """Both hops in any order, with delays on the device; widths that are no multiple of anything, and large ones. The
     host compares at the end alone, so that exchanges of repetitions meet."""
-    hops, me, order, delays = peers(2), dist.get_rank(), random.Random(7), random.Random(dist.get_rank())
+    hops, me, order, delays = hops or peers(2), dist.get_rank(), random.Random(7), random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     cases = []
     for seed, width in enumerate((1, 16, 7168, 40, 7424, 333)):
@@ -139,11 +150,14 @@ def test_rows_over_peer_memory_with_delays(four_over_gloo):
     four_over_gloo.run(stressed, 200, seconds=SECONDS)
 
 
-def stalled(gone: int) -> tuple | None:
-    """What this rank raises when `gone` does not come to the second dispatch."""
+def stalled_over_peers(gone: int) -> tuple | None:
     group = torch.distributed.new_group()
     c10d._set_pg_timeout(DEADLINE, group)
-    hops = Hops.of(group, 2, "moe", "peer_memory", "peer_memory")
+    return stalled(gone, Hops.of(group, 2, "moe", "peer_memory", "peer_memory"))
+
+
+def stalled(gone: int, hops: Hops) -> tuple | None:
+    """What this rank raises when `gone` does not come to the second dispatch."""
     exchange, expert_TK = Hierarchical(hops, "moe"), (torch.arange(24).view(6, 4) % 8).cuda()
     x_TH = torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
     plan = exchange.plan(expert_TK, 2)
@@ -164,7 +178,10 @@ def stalled(gone: int) -> tuple | None:
 
 @pytest.mark.parametrize("gone", [3, 0])
 def test_a_rank_that_stalls_over_peer_memory_is_named(four_over_gloo, gone):
-    answers = four_over_gloo.run(stalled, gone, seconds=SECONDS)
+    check_stalled(four_over_gloo.run(stalled_over_peers, gone, seconds=SECONDS), gone)
+
+
+def check_stalled(answers: list, gone: int) -> None:
     assert answers[gone] is None
     for rank, answer in enumerate(answers):
         if rank != gone:
@@ -172,6 +189,117 @@ def test_a_rank_that_stalls_over_peer_memory_is_named(four_over_gloo, gone):
             assert missing == (gone, ) and f"rank {gone} of node {gone // 2} did not come" in text, text
             assert "in 'dispatch' of moe, hop " in text and "until the deadline" in text, text
             assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS
+
+
+# ---------------------------------------------------------------- NVSHMEM: four PEs on one GPU, over peer memory
+
+NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_SYMMETRIC_SIZE": "512M",
+           "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+
+
+@cache
+def group_over_nvshmem():
+    os.environ.update(NVSHMEM)
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    reason = nvshmem.start(group, "the test")
+    assert reason is None, reason
+    return group
+
+
+@cache
+def over_nvshmem(node_size: int) -> Hops:
+    hops = Hops.of(group_over_nvshmem(), node_size, "moe", "nvshmem", "peer_memory")
+    assert type(hops.between) is NVSHMEMWire
+    return hops
+
+
+def check_nvshmem(problem: Problem, node_size: int) -> int:
+    """Puts of this GPU."""
+    hops = over_nvshmem(node_size)
+    before = hops.between.puts
+    check_exchange(problem, node_size, made=lambda transport: OnGPU(Hierarchical(hops)) if hasattr(
+        transport, "hops") else transport)
+    hops.check()
+    assert hops.between.host is None
+    return hops.between.puts - before
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_same_bits_over_nvshmem(four_over_nvshmem, name, node_size):
+    puts = four_over_nvshmem.run(check_nvshmem, PROBLEMS[name], node_size, seconds=SECONDS)
+    others = 4 // node_size - 1
+    assert all(count >= 2 * others for count in puts)  # the counts of two plans
+    assert name != "random" or all(count >= 8 * others for count in puts)  # and rows
+
+
+def stressed_over_nvshmem(repetitions: int) -> tuple:
+    """Puts of this GPU, and how many there should be."""
+    hops, wanted = over_nvshmem(2), []
+    exchange = NVSHMEMWire.exchange
+
+    def counted(wire, x, send_splits, recv_splits, where, most):
+        row, me = -(-x.shape[1] // 16) * 16, wire.memory.rank
+        chunk = max(CHUNK_BYTES, -(-most * row // MAX_CHUNKS // 16) * 16)
+        wanted.extend(-(-rows * row // chunk) for rank, rows in enumerate(send_splits) if rank != me)
+        return exchange(wire, x, send_splits, recv_splits, where, most)
+
+    before = hops.between.puts
+    with mock.patch.object(NVSHMEMWire, "exchange", counted):
+        stressed(repetitions, hops)
+    return hops.between.puts - before, sum(wanted)
+
+
+def test_rows_over_nvshmem_with_delays_and_every_put_counted(four_over_nvshmem):
+    for puts, wanted in four_over_nvshmem.run(stressed_over_nvshmem, 100, seconds=SECONDS):
+        assert puts == wanted > 0
+
+
+def stalled_over_nvshmem(gone: int) -> tuple | None:
+    return stalled(gone, over_nvshmem(2))
+
+
+def test_a_rank_that_stalls_over_nvshmem_is_named(four_over_nvshmem_of_a_case):
+    check_stalled(four_over_nvshmem_of_a_case.run(stalled_over_nvshmem, 3, seconds=SECONDS), 3)
+
+
+def without_puts(folder: str) -> tuple:
+    """What a rank raises if the kernel announces no rows, and its puts."""
+    module = NVSHMEMBuilder(Path(folder) / "nvshmem").jit_load()
+    with mock.patch.object(nvshmem.extension, "try_load", lambda: (module, "")):
+        hops = over_nvshmem(2)
+        with pytest.raises(PeerFailure) as caught:
+            Hierarchical(hops).plan((torch.arange(24).view(6, 4) % 8).cuda(), 2)
+        return str(caught.value), hops.between.puts
+
+
+def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
+    for name in ("nvlink", "nvshmem"):
+        shutil.copytree(CSRC / name, tmp_path / name)
+    source = tmp_path / "nvshmem" / "row_exchange.cu"
+    text = source.read_text()
+    first, last = text.index("    nvshmemx_putmem_signal"), text.index("  }\n  __device__ bool skip")
+    source.write_text(text[:first] + text[last:])
+    for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):
+        assert puts == 0 and "hop between nodes until the deadline" in text
+
+
+def chosen(wire: str) -> tuple:
+    """The wires that the config's keys give, and what all ranks print."""
+    os.environ.update(NVSHMEM)
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exchange = choose(torch.distributed.new_group(), "moe", "hierarchical", node_size=2, wire=wire)
+    return type(exchange.hops.between).__name__, type(exchange.hops.inside).__name__, out.getvalue()
+
+
+@pytest.mark.parametrize("wire, between", [("nvshmem", "NVSHMEMWire"), ("peer_memory", "PeerWire")])
+def test_a_wire_is_chosen(four_over_nvshmem_of_a_case, wire, between):
+    answers = four_over_nvshmem_of_a_case.run(chosen, wire, seconds=SECONDS)
+    assert [answer[:2] for answer in answers] == [(between, "PeerWire")] * 4
+    assert answers[0][2] == ("mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: 2 nodes of 2 ranks, wire "
+                             f"{wire}, peer memory inside a node\n")
 
 
 # ---------------------------------------------------------------- layers
