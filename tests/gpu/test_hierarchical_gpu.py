@@ -231,7 +231,8 @@ def test_same_bits_over_nvshmem(four_over_nvshmem, name, node_size):
     puts = four_over_nvshmem.run(check_nvshmem, PROBLEMS[name], node_size, seconds=SECONDS)
     others = 4 // node_size - 1
     assert all(count >= 2 * others for count in puts)  # the counts of two plans
-    assert name != "random" or all(count >= 8 * others for count in puts)  # and rows
+    # Rank 0 has no tokens, and sends rows in two combines. The others also send ids twice and tokens three times.
+    assert name != "random" or (puts[0] >= 4 * others and min(puts[1:]) >= 9 * others)
 
 
 def stressed_over_nvshmem(repetitions: int) -> tuple:
