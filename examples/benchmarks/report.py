@@ -64,8 +64,8 @@ def readme(text: str, pages: dict) -> str:
     """The README with the main measures of each benchmark's latest file."""
     lines = []
     for module, found in pages.items():
-        # A file of one rank has no exchange in it: the README shows one of several ranks where there is one.
-        path, result = next((file for file in found if not file[0].stem.endswith("_1ranks")), found[0])
+        # A file of one rank has no exchange in it, and one of short cases not the worst: others come first.
+        path, result = next((file for file in found if not re.search("_1ranks|_short", file[0].stem)), found[0])
         prepared = module.SHOWN.prepared(result)
         keys = show.varying(prepared)
         name = module.SHOWN.benchmark

@@ -11,7 +11,8 @@ from training.roundings import Measured, simulated
 
 @pytest.mark.parametrize("block", (32, 128))
 @pytest.mark.parametrize("keys, expected", [({}, DEFAULT), ({"recipe": "mxfp8"}, DEFAULT | OF_WGRAD),
-                                            (ALL_WIRES, DEFAULT | {"combine_fwd", "dispatch_bwd"})], ids=str)
+                                            (ALL_WIRES, DEFAULT | {"combine_fwd", "dispatch_bwd"})],
+                         ids=("default", "mxfp8", "all wires"))
 def test_simulated_roundings_are_close_to_the_kernels(keys, expected, block):
     """Only the order of sums differs. So a value near the middle of two e4m3 values may be rounded to the other."""
     own, measured = step(torch.bfloat16, "cuda", **keys, scale_block_size=block), Measured()

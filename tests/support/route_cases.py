@@ -26,11 +26,22 @@ class Case:
     dtype: torch.dtype = torch.float32
     bias: bool = False
     correction: bool = False
+    gate_bias: bool = False
+    hook: bool = False
+    captured: bool = False  # by transformers, whose auxiliary loss has a gradient of the logits
 
     def router(self, device: str) -> TokenChoiceTopKRouter:
         torch.manual_seed(3)
         router = TokenChoiceTopKRouter(HIDDEN, self.experts, None, None, self.top_k, self.score, self.normalize,
-                                       self.scale, gate_bias=False)
+                                       self.scale, gate_bias=self.gate_bias)
+        if self.hook:
+            router.gate.register_forward_hook(lambda gate, inputs, out: out * 2)
+        if self.captured:
+            router.captured = []
+
+            def output_capturing_hook(gate, inputs, out):
+                router.captured.append(out)
+            router.gate.register_forward_hook(output_capturing_hook)
         if self.correction:
             router.e_score_correction_bias = torch.randn(self.experts, device=device)
         return router.to(device, self.dtype)
@@ -49,10 +60,14 @@ CASES = {
     "many experts": Case(tokens=37, experts=300, top_k=8),
     "bf16": Case(dtype=torch.bfloat16, experts=64, top_k=6),
     "fp16": Case(dtype=torch.float16),
+    "linear layer with a bias": Case(gate_bias=True),
+    "linear layer with a hook": Case(hook=True),
+    "logits captured": Case(captured=True, dtype=torch.bfloat16, experts=64, top_k=6),
 }
 
 
-def routed(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tensor | None, kernels: bool) -> dict:
+def routed(case: Case, router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tensor | None,
+           kernels: bool) -> dict:
     x_TH = x_TH.detach().requires_grad_()
     with mock.patch.object(router_module, "has_kernels", lambda device: kernels), poisoned():
         weight_TK, expert_TK, count_E = router_module.route(router, x_TH, bias_E)
@@ -60,7 +75,11 @@ def routed(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tens
         assert weight_TK.grad_fn is not None and expert_TK.grad_fn is None
         # A gradient that depends on the expert, not on the order of choices.
         g_TE = torch.arange(x_TH.shape[0] * router.num_experts, device=x_TH.device).sin().view(-1, router.num_experts)
-        dx, dgate = torch.autograd.grad(weight_TK, (x_TH, router.gate.weight), g_TE.gather(1, expert_TK))
+        outputs, grads = [weight_TK], [g_TE.gather(1, expert_TK)]
+        if case.captured:
+            outputs, grads = [weight_TK, router.captured.pop()], [*grads, g_TE.cos().to(x_TH.dtype)]
+            assert not router.captured
+        dx, dgate = torch.autograd.grad(outputs, (x_TH, router.gate.weight), grads)
     dense_TE = torch.zeros(x_TH.shape[0], router.num_experts, device=x_TH.device)
     return {"weight": dense_TE.scatter(1, expert_TK, weight_TK.detach()), "x": dx, "gate": dgate,
             "expert": expert_TK, "count": count_E, "in order": weight_TK.detach()}
@@ -71,7 +90,7 @@ def check_route(device: str, case: Case) -> None:
     torch.manual_seed(4)
     x_TH = torch.randn(case.tokens, HIDDEN, device=device).to(case.dtype)
     bias_E = torch.randn(case.experts, device=device) if case.bias else None
-    plain, kernels = (routed(router, x_TH, bias_E, kernels) for kernels in (False, True))
+    plain, kernels = (routed(case, router, x_TH, bias_E, kernels) for kernels in (False, True))
     assert torch.equal(plain["expert"].sort(1)[0], kernels["expert"].sort(1)[0])
     assert torch.equal(plain["count"], kernels["count"])
     torch.testing.assert_close(kernels["weight"], plain["weight"], rtol=3e-6, atol=0)
@@ -82,16 +101,17 @@ def check_route(device: str, case: Case) -> None:
     for name in ("x", "gate"):
         if plain[name].abs().max() > 1e-6:  # a softmax of one score has no gradient
             assert sqnr_db(plain[name], kernels[name]) > bar, name
-    again = routed(router, x_TH, bias_E, True)
+    again = routed(case, router, x_TH, bias_E, True)
     assert all(torch.equal(kernels[name], again[name]) for name in kernels)
 
 
 def check_odd_scores(device: str) -> None:
     """Equal scores go to the first experts. NaN and infinities reach only their own token, and choose K experts."""
-    router = Case(experts=6, top_k=3).router(device)
+    case = Case(experts=6, top_k=3)
+    router = case.router(device)
     x_TH = torch.zeros(9, HIDDEN, device=device)
     x_TH[1], x_TH[2] = float("nan"), float("inf")
-    found = routed(router, x_TH, None, True)
+    found = routed(case, router, x_TH, None, True)
     assert torch.equal(found["expert"][3:], torch.arange(3, device=device).expand(6, 3))
     assert torch.equal(found["in order"][3:], torch.full((6, 3), 1 / 3, device=device))
     assert bool(found["in order"][1:3].isnan().all()) and bool(found["x"][1].isnan().all())

@@ -24,7 +24,9 @@ SPLITS = ("even", "skewed")
 # Shape, experts, tokens per expert, split: what is looked at first, in well under a minute.
 SHORT = (*((shape, 8, 16384, "even") for shape in SEED_SHAPES),
          ((7168, 2048), 8, 2048, "even"), ((7168, 2048), 8, 256, "even"), ((2048, 1408), 8, 2048, "skewed"),
-         ((2048, 1408), 8, 64, "even"), ((2048, 768), 32, 4096, "even"), ((2048, 768), 32, 256, "skewed"))
+         ((2048, 1408), 8, 64, "even"), ((2048, 768), 32, 4096, "even"), ((2048, 768), 32, 256, "skewed"),
+         ((7168, 2048), 4, 16384, "even"), ((7168, 2048), 4, 16384, "skewed"),
+         ((2880, 2880), 8, 4096, "even"))  # no multiple of a tile, as in gpt-oss
 # What a CPU is through with in seconds.
 TINY = (((256, 128), 4, 128, "even"), ((256, 128), 4, 64, "even"), ((256, 128), 4, 256, "skewed"))
 

@@ -4,6 +4,8 @@
 `load(rank)` returns the Python module. `Shared` provides the staging of ranks that are processes of one machine:
 
     PeerMemory(group, emulator.load(rank), provider=emulator.Shared)
+
+mpi_programs.py builds the C++ programs of ops/csrc/tests for it.
 """
 
 import ctypes
@@ -26,6 +28,8 @@ from ds_mxfp8_moe.transport.deadline import ranks_of
 HERE = Path(__file__).resolve().parent
 NVLINK = builder.CSRC / "nvlink"
 POISON = 0x5A  # of new staging
+# Plain C++ for the host's compiler. Without fused multiply-adds, which these kernels never use.
+CPP = ("-x", "c++", "-std=c++20", "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread,-ffp-contract=off,-U_FORTIFY_SOURCE")
 
 
 class EmulatorBuilder(nvlink.NVLinkBuilder):
@@ -38,10 +42,8 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
         self.NAME += suffix
 
     def _flags(self, source: str) -> list[str]:
-        # Without fused multiply-adds, which these kernels never use.
-        host = "-fPIC,-fvisibility=hidden,-pthread,-ffp-contract=off,-U_FORTIFY_SOURCE"
         optimized = "-O0" if source.endswith("bindings.cpp") else "-O1"  # pybind11's templates compile for minutes
-        return ["-x", "c++", optimized, "-std=c++20", f"-DTORCH_EXTENSION_NAME={self.NAME}", f"-Xcompiler={host}",
+        return [*CPP, optimized, f"-DTORCH_EXTENSION_NAME={self.NAME}",
                 *(f"-I{path}" for path in self.include_paths())]
 
     def _build(self, library: Path) -> None:
@@ -65,11 +67,16 @@ def build(csrc: Path = NVLINK, suffix: str = "") -> ModuleType:
     `suffix`: of its name. A process keeps one module of a name, whatever file it is loaded from.
     """
     with tempfile.TemporaryDirectory() as folder:
-        for path in csrc.iterdir():
-            (Path(folder) / path.name).write_text(_rewritten(path))
-        for name in ("cuda_emulator.h", "emulator.cpp", "memory.cuh"):
-            shutil.copy(HERE / name, folder)
+        write_sources(Path(folder), csrc)
         return EmulatorBuilder(Path(folder), suffix).jit_load()
+
+
+def write_sources(folder: Path, csrc: Path = NVLINK) -> None:
+    """Writes the sources in `csrc` to `folder` as the emulator needs them, and the emulator itself."""
+    for path in csrc.iterdir():
+        (folder / path.name).write_text(_rewritten(path))
+    for name in ("cuda_emulator.h", "emulator.cpp", "memory.cuh"):
+        shutil.copy(HERE / name, folder)
 
 
 def load(rank: int) -> ModuleType:

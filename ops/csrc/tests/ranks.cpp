@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ranks.h"
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <mpi.h>
+#include <stdexcept>
+#include <thread>
+
+namespace {
+
+constexpr double GRACE_SECONDS = 10; // of the host, beyond the deadline of the device
+constexpr uint32_t FIRST_EPOCH = uint32_t(-24); // its 32 bits overflow within the first cases
+
+const char *const KINDS[] = {"", "counts", "places", "dispatch", "combine", "low_latency_dispatch",
+                             "low_latency_combine"};
+
+} // namespace
+
+std::string described(const nvlink::Failure &f) {
+  const std::string me = "rank " + std::to_string(f.rank), peer = "rank " + std::to_string(f.peer);
+  const std::string where = std::string("'") + KINDS[f.phase] + "', exchange " + std::to_string(f.epoch);
+  if (f.code == nvlink::TIMEOUT)
+    return me + " waited for " + peer + " until the deadline in " + where;
+  if (f.code == nvlink::MISMATCH)
+    return me + " is in " + where + ", and " + peer + " makes another call";
+  return me + ": " + peer + " would get " + std::to_string(f.detail) + " rows in " + where + ", more than fit";
+}
+
+Ranks::Ranks(int64_t half_bytes, double seconds) : seconds(seconds), half_bytes(half_bytes) {
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &world);
+  MPI_Comm host;
+  MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host);
+  int local, on_host;
+  MPI_Comm_rank(host, &local);
+  MPI_Comm_size(host, &on_host);
+  MPI_Comm_free(&host);
+  const int devices = device::count();
+  if (world < 2 || world > nvlink::MAX_RANKS || on_host != world)
+    throw std::runtime_error("there are " + std::to_string(world) + " ranks, " + std::to_string(on_host) +
+                             " of them on this host: start 2 to 8 on one host, as in mpirun -np 4");
+  if (devices == 0)
+    throw std::runtime_error("there is no CUDA device: run this on a machine with a GPU");
+  sharing = (world + devices - 1) / devices;
+  std::string error;
+  device::Handle mine{}, all[nvlink::MAX_RANKS];
+  try {
+    device::choose(local % devices);
+    failure = static_cast<nvlink::Failure *>(device::allocate_host(sizeof *failure));
+    state = device::Array<uint32_t>(nvlink::STATE_WORDS);
+    staging = device::allocate_shared(nvlink::Staging::HALVES + 2 * half_bytes, mine);
+  } catch (const std::exception &e) {
+    error = e.what();
+  }
+  if (const std::string first = first_error(error); !first.empty())
+    throw std::runtime_error(first);
+  MPI_Allgather(&mine, sizeof mine, MPI_BYTE, all, sizeof mine, MPI_BYTE, MPI_COMM_WORLD);
+  try {
+    for (int w = 0; w < world; w++) {
+      void *at = w == rank ? staging : device::map(all[w]);
+      if (w != rank)
+        mapped.push_back(at);
+      peers[w] = reinterpret_cast<nvlink::Address>(at);
+    }
+    // CUDA would load a kernel at its first launch, and wait for running kernels first. Those may wait for a peer.
+    for (const auto load :
+         {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency})
+      if (const int code = load())
+        throw std::runtime_error("the kernels cannot be loaded (CUDA error " + std::to_string(code) +
+                                 "): build them for this GPU by -DCMAKE_CUDA_ARCHITECTURES=...");
+  } catch (const std::exception &e) {
+    error = "rank " + std::to_string(rank) + " does not reach the memory of all ranks: " + e.what();
+  }
+  if (const std::string first = first_error(error); !first.empty())
+    throw std::runtime_error(first);
+  restart(FIRST_EPOCH);
+}
+
+Ranks::~Ranks() {
+  for (void *peer : mapped)
+    device::unmap(peer);
+  barrier(); // nobody maps the staging any more
+  if (staging)
+    device::release(staging);
+}
+
+nvlink::Group Ranks::group(nvlink::Kind kind, const std::string &shape) const {
+  nvlink::Group g;
+  std::copy(std::begin(peers), std::end(peers), g.peer);
+  g.state = state.address();
+  g.failure = reinterpret_cast<nvlink::Address>(failure);
+  g.rank = rank;
+  g.world = world;
+  g.half_bytes = half_bytes;
+  g.timeout_ns = uint64_t(seconds * 1e9);
+  uint32_t hash = 2166136261u; // FNV-1a
+  for (unsigned char c : shape)
+    hash = (hash ^ c) * 16777619u;
+  g.signature = hash << 8 | kind;
+  return g;
+}
+
+void Ranks::wait(const std::string &what) const {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds + GRACE_SECONDS);
+  while (!device::finished()) {
+    if (std::chrono::steady_clock::now() > end) {
+      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", rank,
+                   what.c_str(), GRACE_SECONDS, seconds);
+      MPI_Abort(MPI_COMM_WORLD, 1);
+    }
+    std::this_thread::yield();
+  }
+  if (failure->code)
+    throw std::runtime_error(described(*failure));
+}
+
+void Ranks::restart(uint32_t epoch) {
+  barrier(); // nobody's kernels run any more
+  *failure = {};
+  std::vector<uint32_t> words(nvlink::STATE_WORDS);
+  words[0] = epoch;
+  state.set(words);
+  // Every flag says that its rank has finished the exchange before this one.
+  const std::vector<uint32_t> header(nvlink::Staging::HALVES / 4, epoch - 1);
+  device::copy(staging, header.data(), nvlink::Staging::HALVES);
+  wait("the start");
+  barrier();
+}
+
+std::string Ranks::first_error(const std::string &mine) const {
+  int at = mine.empty() ? world : rank, first;
+  MPI_Allreduce(&at, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+  if (first == world)
+    return "";
+  int length = int(mine.size());
+  MPI_Bcast(&length, 1, MPI_INT, first, MPI_COMM_WORLD);
+  std::string text = rank == first ? mine : std::string(length, ' ');
+  MPI_Bcast(text.data(), length, MPI_CHAR, first, MPI_COMM_WORLD);
+  return text;
+}
+
+double Ranks::largest(double mine) const {
+  double most;
+  MPI_Allreduce(&mine, &most, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+  return most;
+}
+
+void Ranks::barrier() const { MPI_Barrier(MPI_COMM_WORLD); }
+
+void Ranks::need(int64_t bytes) const {
+  if (bytes > half_bytes)
+    throw std::runtime_error("an exchange needs " + std::to_string(bytes) + " bytes of staging, and " +
+                             std::to_string(half_bytes) + " were allocated");
+}

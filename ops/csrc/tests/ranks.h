@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ranks that MPI starts, and the staging that their kernels share.
+#pragma once
+#include "device.h"
+#include <string>
+
+class Ranks {
+public:
+  // Collective. `half_bytes`: of the staging. `seconds`: the deadline of every wait on the device.
+  // Throws std::runtime_error.
+  Ranks(int64_t half_bytes, double seconds);
+  ~Ranks();
+  Ranks(const Ranks &) = delete;
+
+  int rank = 0, world = 0, sharing = 0; // sharing: the most ranks that use the same device
+  double seconds;
+  nvlink::Failure *failure = nullptr; // what the kernels recorded. Its `code` is 0 without a failure
+
+  // The kernels' group. `shape`: must be equal on all ranks.
+  nvlink::Group group(nvlink::Kind kind, const std::string &shape) const;
+  // Waits until the device is done. Throws if an exchange failed. A device that is not done some seconds after the
+  // deadline ends the program on all ranks.
+  void wait(const std::string &what) const;
+  // Collective. Makes the next exchange number `epoch`, and forgets failures.
+  void restart(uint32_t epoch);
+  // Collective. The error of the lowest rank that has one, or "".
+  std::string first_error(const std::string &mine) const;
+  // Collective. The largest of the ranks' numbers.
+  double largest(double mine) const;
+  void barrier() const;
+
+  // Fails unless a half has room for so many bytes.
+  void need(int64_t bytes) const;
+
+private:
+  int64_t half_bytes;
+  void *staging = nullptr;
+  std::vector<void *> mapped;
+  nvlink::Address peers[nvlink::MAX_RANKS] = {};
+  device::Array<uint32_t> state;
+};
+
+// What the kernels recorded, in one line.
+std::string described(const nvlink::Failure &failure);
