@@ -68,14 +68,17 @@ class Symmetric:
             name: equal on these ranks, and new.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
-        if ranks != ranks_of(group):
-            # torch finds ranks and store of a group by its name. A group that cannot communicate is enough for this.
+        if ranks == ranks_of(group):
+            mapped = symmetric_memory.rendezvous(staging, group)
+        else:
+            # torch looks a group's ranks and store up by its name. Depending on the release it finds them in what
+            # set_group_info tells, or in a process group. One that cannot communicate is enough.
             me, store = ranks.index(torch.distributed.get_rank()), c10d.PrefixStore(name, c10d._get_default_store())
             symmetric_memory._SymmetricMemory.set_group_info(name, me, len(ranks), store)
             staging.hop = torch.distributed.ProcessGroup(store, me, len(ranks))
             c10d._register_process_group(name, staging.hop)  # it only keeps a weak reference
-            group = name
-        return [int(pointer) for pointer in symmetric_memory.rendezvous(staging, group).buffer_ptrs]
+            mapped = symmetric_memory._SymmetricMemory.rendezvous(staging, name)
+        return [int(pointer) for pointer in mapped.buffer_ptrs]
 
 
 class PeerMemory:
