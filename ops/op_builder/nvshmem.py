@@ -27,10 +27,14 @@ class NVSHMEMBuilder(NvccBuilder):
         return [*super().nvcc_args(), "-rdc=true"]
 
     def link_args(self) -> list[str]:
-        """Links kernels with NVSHMEM's device library, and finds its host library where the wheel has it."""
+        """Links kernels with NVSHMEM's device library, and finds its host library where the wheel has it.
+
+        The device library's symbols are not exported. torch has a copy of its own, and what is called here must set up
+        the kernels here.
+        """
         lib = _nvshmem() / "lib"
         return [*self.compute_capability_args(), "-rdc=true", f"-L{lib}", "-lnvshmem_device",
-                "-l:libnvshmem_host.so.3", f"-Xlinker=-rpath={lib}"]
+                "-l:libnvshmem_host.so.3", f"-Xlinker=-rpath={lib}", "-Xlinker=--exclude-libs=libnvshmem_device.a"]
 
     def _obstacle(self) -> str | None:
         obstacle = super()._obstacle()
