@@ -58,7 +58,7 @@ def ranks4():
     yield from _pool(4)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks6():
     yield from _pool(6)
 

@@ -2,6 +2,7 @@
 """The transport in two hops over peer memory, on ranks without GPUs over the emulator of CUDA: the bits of the wire
 through the host, whatever the order of stores, and only the memory of a hop's ranks is mapped."""
 
+import ctypes
 import shutil
 from datetime import timedelta
 from functools import cache
@@ -13,17 +14,18 @@ import emulator
 import pytest
 import test_hierarchical
 import torch
-from peer_wires import peer_hops
+from peer_wires import FIRST_EPOCH, peer_hops
 from rank_pool import KEPT_GROUPS, RankFailure
 from slow import slow_except
 from test_hierarchical import SOME, TOKENS_OF_6, check_ffn, with_tokens
 from test_transport import MX, PLAIN, PROBLEMS, Problem
 from torch.distributed import distributed_c10d as c10d
 
-from ds_mxfp8_moe.transport import Transport
+from ds_mxfp8_moe.transport import Transport, peer_memory
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs 
 def built():
     """Builds the emulator once, before ranks load it while a deadline runs."""
     emulator.build()
+    emulator.build_nvshmem()
 
 
 @cache
@@ -224,3 +227,36 @@ def after_a_failure() -> tuple:
 def test_rows_that_did_not_come_are_not_passed_on(ranks4):
     """Rank 0 waits for rank 1, and rank 2 for rank 3."""
     assert ranks4.run(after_a_failure) == [(False, True), (True, False), (False, True), (False, False)]
+
+
+# ---------------------------------------------------------------- NVSHMEM's kernel
+
+
+@cache
+def over_nvshmem(node_size: int) -> Hops:
+    """Hops whose wire between nodes is NVSHMEM's, over the emulator."""
+    module, group, me = emulator.build_nvshmem(), torch.distributed.new_group(), dist.get_rank()
+    KEPT_GROUPS.add(group)
+    host, peers = Hops.of(group, node_size, "moe"), hops_of_all_cases(node_size)
+    with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):
+        memory = PeerMemory(group, module, FIRST_EPOCH, emulator.Heap(module), host.between.ranks, host.node_of)
+    ctypes.CDLL(module.__file__).emulator_seed(ctypes.c_uint64(me + 1))
+    return Hops.over(group, host.node_of, node_size, NVSHMEMWire(memory, 1 + me % 3), peers.inside)
+
+
+def check_nvshmem(problem: Problem, node_size: int, adversary: bool) -> int:
+    hops = over_nvshmem(node_size)
+    wire, before = hops.between, hops.between.puts
+    emulator.set_adversary(wire.memory.extension, adversary)
+    test_hierarchical.check_exchange(problem, node_size,
+                                     made=lambda t: Hierarchical(hops) if hasattr(t, "hops") else t)
+    assert wire.host is None
+    return wire.puts - before
+
+
+@pytest.mark.parametrize("name", slow_except(SOME, "dropped", "more rows than a tile"))
+@pytest.mark.parametrize("node_size, adversary", [(2, True), pytest.param(1, True, marks=pytest.mark.slow),
+                                                  pytest.param(2, False, marks=pytest.mark.slow)])
+def test_the_kernel_over_nvshmem(ranks4, name, node_size, adversary):
+    puts = ranks4.run(check_nvshmem, with_tokens(PROBLEMS[name], 4), node_size, adversary)
+    assert all(count >= 2 * (4 // node_size - 1) for count in puts)  # the counts of two plans

@@ -37,9 +37,10 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
 
     NAME = "ds_mxfp8_moe_nvlink_emulator"
 
-    def __init__(self, source_folder: Path, suffix: str = ""):
+    def __init__(self, source_folder: Path, suffix: str = "", headers: tuple = ()):
         super().__init__(source_folder, capabilities=((9, 0), ))
         self.NAME += suffix
+        self.HEADERS = headers
 
     def _flags(self, source: str) -> list[str]:
         optimized = "-O0" if source.endswith("bindings.cpp") else "-O1"  # pybind11's templates compile for minutes
@@ -69,6 +70,38 @@ def build(csrc: Path = NVLINK, suffix: str = "") -> ModuleType:
     with tempfile.TemporaryDirectory() as folder:
         write_sources(Path(folder), csrc)
         return EmulatorBuilder(Path(folder), suffix).jit_load()
+
+
+def build_nvshmem() -> ModuleType:
+    """The extension of ops/csrc/nvshmem for the emulator, with NVSHMEM as in the folder nvshmem here."""
+    with tempfile.TemporaryDirectory() as folder:
+        nvlink_folder, here = Path(folder) / "nvlink", Path(folder) / "nvshmem"
+        for path, csrc in ((nvlink_folder, NVLINK), (here, NVLINK.with_name("nvshmem"))):
+            path.mkdir()
+            write_sources(path, csrc)
+        (here / "memory.cuh").unlink()  # that of nvlink_folder is included
+        for path in here.iterdir():
+            path.write_text(re.sub(r"<(nvshmemx?\.h)>", r'"\1"', path.read_text()))
+        for path in (HERE / "nvshmem").iterdir():
+            shutil.copy(path, here)
+        return EmulatorBuilder(here, "_nvshmem", (nvlink_folder, )).jit_load()
+
+
+class Heap:
+    """As `Shared`, for the symmetric heap of NVSHMEM."""
+
+    def __init__(self, module: ModuleType):
+        self._library = ctypes.CDLL(module.__file__)
+        self._library.emulator_heap.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p]
+
+    @staticmethod
+    def empty(size: int, device: torch.device) -> torch.Tensor:
+        return Shared.empty(size, device)
+
+    def addresses(self, staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
+        for rank, mapped in zip(ranks, Shared.addresses(staging, group, ranks, name), strict=True):
+            self._library.emulator_heap(staging.data_ptr(), staging.numel(), ranks_of(group).index(rank), mapped)
+        return [staging.data_ptr()] * len(ranks)
 
 
 def write_sources(folder: Path, csrc: Path = NVLINK) -> None:

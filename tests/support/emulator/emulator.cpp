@@ -389,6 +389,8 @@ void signal(void *to, uint64_t value, std::size_t bytes) {
   b.launch.on_their_way.push_back(std::move(signal));
 }
 
+void settle() { store(block->puts[here->thread.y], block->random); }
+
 void spin(Site site) {
   Block &b = *block;
   if (adversary && !b.random.below(DELIVER))
