@@ -37,7 +37,6 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs 
 def built():
     """Builds the emulator once, before ranks load it while a deadline runs."""
     emulator.build()
-    emulator.build_nvshmem()
 
 
 @cache
@@ -254,9 +253,10 @@ def check_nvshmem(problem: Problem, node_size: int, adversary: bool) -> int:
     return wire.puts - before
 
 
-@pytest.mark.parametrize("name", slow_except(SOME, "dropped", "more rows than a tile"))
-@pytest.mark.parametrize("node_size, adversary", [(2, True), pytest.param(1, True, marks=pytest.mark.slow),
-                                                  pytest.param(2, False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("node_size, adversary", [(2, True), (1, True), (2, False)])
 def test_the_kernel_over_nvshmem(ranks4, name, node_size, adversary):
+    emulator.build_nvshmem()
     puts = ranks4.run(check_nvshmem, with_tokens(PROBLEMS[name], 4), node_size, adversary)
     assert all(count >= 2 * (4 // node_size - 1) for count in puts)  # the counts of two plans
