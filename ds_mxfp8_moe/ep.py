@@ -23,6 +23,9 @@ from .casts import quantize
 from .mx import MXTensor, ScaleCalculationMode, check_quantizable
 from .transport.deadline import all_to_all
 
+__all__ = ["a2a_combine_hp_fwd_mxfp8_bwd", "a2a_dispatch_mxfp8_fwd_hp_bwd", "generate_permute_indices",
+           "permute_mxfp8_fwd_hp_bwd", "unpermute_hp_fwd_mxfp8_bwd"]
+
 HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 GRAPH_BREAK = "collectives with data-dependent sizes run eagerly"

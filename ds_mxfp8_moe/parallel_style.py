@@ -25,6 +25,8 @@ from .ep import (
 from .mx import BLOCK_SIZES, SCALING_MODES, ScaleCalculationMode, check_quantizable
 from .transport.deadline import all_to_all
 
+__all__ = ["MXFP8ExpertParallel"]
+
 
 class MXFP8ExpertParallel(ParallelStyle):
     """Shards every parameter over dim 0 (experts), and sends rows to their experts and back in MXFP8.

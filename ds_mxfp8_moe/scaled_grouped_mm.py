@@ -29,6 +29,8 @@ from .grouped_gemm import grouped_mm, grouped_mm_wgrad, multiplies_mxfp8
 from .mx import BLOCK_SIZES, SCALING_MODES, MXTensor, ScaleCalculationMode
 from .transport import ROW_ALIGNMENT
 
+__all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"]
+
 
 class KernelPreference(str, Enum):
     """torchao's names. AUTO takes the device's MXFP8 kernel. EMULATED dequantises, then multiplies."""

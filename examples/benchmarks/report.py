@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the result files say: one page for each benchmark beside them, with their plots, and the README's
-section between its two marks.
+"""Writes what the result files say: one page for each benchmark beside them, with their plots, and the README's plot
+and table between their marks.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; checks the files against lib/bars.yaml
@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 from lib import results_file, show
+from training import train
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.train", "training.convergence", "training.parity", "exchange.moe_layer",
               "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "exchange.scale",
               "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
@@ -60,12 +61,16 @@ def page(module, found: Found) -> str:
     return compact("\n\n".join(parts)) + "\n"
 
 
-def readme(text: str, pages: dict) -> str:
-    """The README with the main measures of each benchmark's latest file."""
+def shown_in_readme(found: Found) -> tuple[Path, dict]:
+    """A file of one rank has no exchange in it, and one of short cases not the worst: others come first."""
+    return next((file for file in found if not re.search("_1ranks|_short", file[0].stem)), found[0])
+
+
+def measured_table(pages: dict) -> str:
+    """The main measures of each benchmark's latest file."""
     lines = []
     for module, found in pages.items():
-        # A file of one rank has no exchange in it, and one of short cases not the worst: others come first.
-        path, result = next((file for file in found if not re.search("_1ranks|_short", file[0].stem)), found[0])
+        _, result = shown_in_readme(found)
         prepared = module.SHOWN.prepared(result)
         keys = show.varying(prepared)
         name = module.SHOWN.benchmark
@@ -73,12 +78,40 @@ def readme(text: str, pages: dict) -> str:
             values = measure.values(prepared)
             if measure.main and values:
                 spans = dict.fromkeys(measure.form.format(one.value) for one in (values[0], values[-1]))
-                lines.append([f"[{name}](examples/benchmarks/results/{name}.md)", measure.what, " to ".join(spans),
-                              measure.place(values[0], keys), show.origin(result)])
-    table = show.markdown(lines, ["benchmark", "measured", "worst to best", "worst case", "on"])
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{compact(table)}\n{END}{after}"
+                lines.append([f"[{name}](examples/benchmarks/results/{name}.md): {measure.what}", " to ".join(spans),
+                              measure.place(values[0], keys), origin_of(values[0], prepared)])
+    return compact(show.markdown(lines, ["measured", "worst to best", "worst case", "on"]))
+
+
+def origin_of(one: show.Value, prepared: dict) -> str:
+    """Where a value was measured. The rows of a file that was filled in pieces have commits of their own."""
+    row = next(row for row in prepared["rows"] if row["case"] == one.case and row["contender"] == one.contender)
+    return show.origin({**prepared, "commit": row.get("commit") or prepared["commit"]})
+
+
+def gain_text(found: Found) -> str:
+    """The README's plot, and what it shows."""
+    path, result = shown_in_readme(found)
+    return (f"![tokens per second](examples/benchmarks/results/{GAIN.name})\n\n"
+            "Trainings of three model shapes, with even routing and one micro-batch a step. What is missing was not "
+            f"measured.\n{show.origin(result)}: [all cases](examples/benchmarks/results/train.md), from\n"
+            f"[{path.name}](examples/benchmarks/results/{path.name}).")
+
+
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def between(text: str, name: str) -> str:
+    """What stands between two marks."""
+    begin, end = marks(name)
+    return text.partition(begin)[2].partition(end)[0]
+
+
+def replaced(text: str, name: str, new: str) -> str:
+    begin, end = marks(name)
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{new}\n{end}{rest.partition(end)[2]}"
 
 
 def compact(text: str) -> str:
@@ -92,7 +125,8 @@ def texts() -> dict[Path, str]:
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
                for module, found in pages.items()}
-    return written | {README: readme(README.read_text(), pages)}
+    text = replaced(README.read_text(), "measured", measured_table(pages))
+    return written | {README: replaced(text, "gain", gain_text(pages[train]))}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -107,9 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
                 bars, _ = show.missed(shown, shown.prepared(result))
                 missed += [f"{path.name}: {line}" for line in bars]
             else:
-                show.draw(shown, path, shown.prepared(result))
+                show.draw(shown.plot, path, shown.prepared(result))
     if check:
         sys.exit("\n".join(missed) or 0)
+    _, result = shown_in_readme(results(train.SHOWN.benchmark))
+    show.draw(train.plot_gain, GAIN, train.SHOWN.prepared(result))
     for path, text in texts().items():
         path.write_text(text)
 

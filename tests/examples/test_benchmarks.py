@@ -25,9 +25,10 @@ from ds_mxfp8_moe.transport import Wire
 from exchange import moe_layer
 from kernels import expert_ffn, grouped_gemm, quantize, shapes
 from kernels.shapes import Case
-from lib import results_file, run, show, timing, world
+from lib import colors, results_file, run, show, timing, world
 from lib.show import Measure
 from lib.timing import Contender
+from training import train
 
 BF16 = torch.bfloat16
 EVEN, PADDED, SKEWED = (Case(160, 96, 4, 128, "even"), Case(160, 96, 4, 64, "even"), Case(160, 96, 4, 256, "skewed"))
@@ -385,8 +386,8 @@ def test_what_each_benchmark_adds_to_its_rows():
 def test_the_pages_say_what_the_result_files_say():
     for path, text in report.texts().items():
         assert path.read_text() == text, f"{path.name}: run make report"
-    measured = report.README.read_text().split(report.BEGIN)[1].split(report.END)[0]
-    assert len(measured.splitlines()) <= 27 and not re.search("missed|bar |aim", measured, re.IGNORECASE)
+    measured = report.between(report.README.read_text(), "measured")
+    assert len(measured.splitlines()) <= 19 and not re.search("missed|bar |aim", measured, re.IGNORECASE)
 
 
 def test_bars_are_checked_in_stored_files(monkeypatch, capsys):
@@ -412,7 +413,7 @@ def test_the_latest_file_with_most_ranks_comes_first(tmp_path, monkeypatch):
 def test_links_between_the_pages_lead_somewhere():
     """Anchors as GitHub makes them: headings in small letters."""
     root = report.README.parent
-    for page in (report.README, *sorted((root / "examples").rglob("*.md"))):
+    for page in (report.README, *sorted((root / ".github").glob("*.md")), *sorted((root / "examples").rglob("*.md"))):
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
             if not path.startswith("http"):
@@ -421,3 +422,40 @@ def test_links_between_the_pages_lead_somewhere():
                 headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
                 anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
                 assert not anchor or anchor in anchors, f"{page}: {link}"
+
+
+# ---- plots ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_contender_has_one_color_in_all_plots():
+    assert colors.color_of("ours, mxfp8_wgrad_with_hp") == colors.color_of("AutoEP, ours, mxfp8_wgrad_with_hp, graph")
+    assert colors.color_of("nvlink, mxfp8") == colors.color_of("mxfp8") != colors.color_of("nvlink, bf16")
+    assert colors.color_of("ours, mxfp8_wgrad_with_hp, classic") == colors.color_of(
+        "classic, ours, mxfp8_wgrad_with_hp") != colors.color_of("ours, mxfp8_wgrad_with_hp")
+    known = [name for names in colors._CONTENDERS.values() for name in names]
+    assert len(known) == len(set(known)) and colors.color_of("floor") is None
+    compared = ("AutoEP bf16", "classic bf16", "SonicMoE bf16", "ours, bf16", "ours, mxfp8", "NCCL bf16", "floor")
+    assert len(set(colors.colors(compared).values())) == len(compared)
+    assert colors.tint("#000000", 0) == (0, 0, 0) < colors.tint("#000000", 1) < colors.tint("#000000", 2)
+
+
+def test_the_plot_of_the_readme_shows_rates_over_autoep(tmp_path):
+    def row(size, name, rate, **case):
+        case = {"size": size, "layers": 2, "routing": "even", "accumulation": 1} | case
+        return {"case": case, "contender": name, "tokens_per_s": rate, "correct": True}
+
+    rows = [row("a", train.AUTOEP, 10.0), row("a", train.HP, 13.0), row("a", train.HP, 9.0, routing="router"),
+            row("b", train.AUTOEP, 5.0), row("b", train.CLASSIC, 2.0), row("c", train.HP, 1.0),
+            row("b", train.HP, 99.0, accumulation=4)]
+    result = {"rows": rows, "machine": "2 x NVIDIA X"}
+    assert train.gained(result) == {"a, 2 layers": {train.AUTOEP: 10, train.HP: 13},
+                                    "b, 2 layers": {train.CLASSIC: 2, train.AUTOEP: 5}}
+    show.draw(train.plot_gain, tmp_path / "gain.json", result)
+    assert (tmp_path / "gain.png").stat().st_size > 5000
+
+
+def test_the_readmes_rows_name_the_commit_of_their_case():
+    rows = [{"case": {"n": 1}, "contender": "a", "commit": "f" * 40}, {"case": {"n": 2}, "contender": "a"}]
+    result = {"machine": "X", "date": "2026-11-23T00:00:00", "commit": "e" * 40, "rows": rows}
+    assert report.origin_of(show.Value(1.0, "a", {"n": 1}), result).endswith("f" * 10)
+    assert report.origin_of(show.Value(1.0, "a", {"n": 2}), result).endswith("e" * 10)

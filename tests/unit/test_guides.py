@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guides quote what the code says: each error in the troubleshooting page is one that the package raises."""
+"""The guides say what the code says: errors, config keys, figures, sections in JSON."""
 
 import ast
+import json
 import re
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from ds_mxfp8_moe import metrics
+from ds_mxfp8_moe.advice import about_expert_parallel
+from ds_mxfp8_moe.config import MXFP8MoEConfig, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,3 +33,61 @@ def test_the_errors_that_troubleshooting_quotes_exist():
     strings = strings_of_the_package()
     assert len(quoted) >= 10
     assert not [piece for quote in quoted for piece in quote.split("...") if piece.strip() not in strings]
+
+
+# ---- config.md ------------------------------------------------------------------------------------------------------
+
+
+def keys_on_the_page() -> dict[str, tuple[str, str]]:
+    """Key -> its values and its default, as config.md has them."""
+    text = (ROOT / "examples/guides/config.md").read_text()
+    return {key: (values, default) for key, values, default in
+            re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", text, re.MULTILINE)}
+
+
+def literals(annotation: Any) -> list:
+    """The values of a Literal, alone or in a union."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for part in get_args(annotation) for value in literals(part)]
+
+
+def test_config_md_has_every_key_with_its_default_and_its_values():
+    page, fields = keys_on_the_page(), MXFP8MoEConfig.model_fields
+    assert page.keys() == fields.keys()
+    for key, field in fields.items():
+        values, default = page[key]
+        choices = [True, False] if field.annotation is bool else literals(field.annotation)
+        if choices:
+            assert sorted(values.split(", ")) == sorted(f"`{json.dumps(value)}`" for value in choices), key
+        if field.default is None:
+            assert default in ("none", "chosen", "estimated", "by device", "by machine", "`host`"), key
+        else:
+            assert json.loads(default.strip("`")) == json.loads(json.dumps(field.default)), key
+        bounds = [getattr(bound, name) for bound in field.metadata for name in ("ge", "gt") if hasattr(bound, name)]
+        assert all(str(bound) in values for bound in bounds), key
+
+
+def test_metrics_md_has_every_figure():
+    page = (ROOT / "examples/guides/metrics.md").read_text()
+    table = "".join(line for line in page.splitlines() if line.startswith("| `")).split("|")
+    named = {name for cell in table[1::4] for name in re.findall(r"`(\w+)`", cell)}
+    listed = re.findall(r"^    (\w+(?:, \w+)*)  ", metrics.__doc__, re.MULTILINE)
+    assert named == {name for names in listed for name in names.split(", ")} and len(named) >= 9
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md"))],
+                         ids=lambda page: page.name)
+def test_sections_in_json_are_valid(page):
+    """Each "mxfp8_moe" in a JSON block of the pages."""
+    for block in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL):
+        config = json.loads(re.sub(r": N\b", ": 2", block if block.startswith("{") else f"{{{block}}}"))
+        parse(config)
+        assert not about_expert_parallel(config, ranks=2)
+
+
+def test_the_front_page_is_short_and_leads_to_every_guide():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 160
+    guides = {page.name for page in (ROOT / "examples/guides").glob("*.md")}
+    assert guides == set(re.findall(r"examples/guides/(\w+\.md)", text))

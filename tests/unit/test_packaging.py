@@ -122,7 +122,10 @@ def test_metadata(dist):
     requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
     assert set(requires["Python"].split(",")) == {">=3.10", "<3.14"}
     assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8", "<0.20"}
-    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "test"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "docs", "test"}
+    assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
+    description = metadata.split("\n\n", 1)[1]
+    assert "## Quick start" in description and "](examples" not in description and "](.github" not in description
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]

@@ -200,9 +200,9 @@ def check(batch: Batch, calls: dict[str, Callable], wire: Wire, collective: Call
     return {"correct": right, "sqnr_db": round(db, 1)}
 
 
-def measure(case: Case, budget_s: float) -> list[dict]:
-    """The rows of one case."""
-    batch, transports = Batch(case), world.transports()
+def measure(case: Case, budget_s: float, transports: dict | None = None) -> list[dict]:
+    """The rows of one case. `transports`: by name. Default: those of this machine."""
+    batch, transports = Batch(case), transports or world.transports()
     described, plan_of = asdict(case), partial(Today.plan, batch.today, batch.expert_TK, batch.local)
     planners: dict = {TODAY: plan_of}
     calls = stages(batch, batch.today, plan_of(), batch.wires["bf16"])
@@ -249,7 +249,8 @@ def cases(which: str) -> list[Case]:
 NVLINK_BF16, NVLINK_MXFP8 = "nvlink, bf16", "nvlink, mxfp8"
 CONTENDERS = (TODAY, "collective", "nvlink", "collective, bf16", "collective, mxfp8", NVLINK_BF16, NVLINK_MXFP8)
 MEASURES = [Measure(f"{operation}: nvlink in MXFP8 over today's bf16 exchange by NCCL", (NVLINK_MXFP8, ), TODAY,
-                    when=lambda case, operation=operation: case["operation"] == operation, main=True)
+                    when=lambda case, operation=operation: case["operation"] == operation,
+                    main=operation == "dispatch")
             for operation in ("dispatch", "combine")]
 
 

@@ -215,7 +215,7 @@ def is_large(*operations: str) -> Callable[[dict], bool]:
 
 MEASURES = [
     Measure("forward and dgrad of large layers: MXFP8 over torch._grouped_mm", (MXFP8, ), TORCH,
-            when=is_large("forward", "dgrad"), main=True),
+            when=is_large("forward", "dgrad")),
     Measure("forward and dgrad of large layers: MXFP8 over the fastest bf16", (MXFP8, ), FASTEST,
             when=is_large("forward", "dgrad")),
     Measure("wgrad of large layers: bf16 from MXFP8 over torch._grouped_mm", (FROM_MXFP8, ), TORCH,

@@ -282,7 +282,7 @@ MEASURES = [
     Measure("host, forward and backward of a small layer, of DeepSpeed's AutoEP", OURS, AUTOEP, form="{:.0%}",
             **ON_HOST),
     Measure("large layers: time in a row over the sum of kernels", OURS, figure="over_kernels", better=show.SMALLER,
-            when=is_large, main=True),
+            when=is_large),
     *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large, main=name == HP)
       for name in (HP, MXFP8, BEST))]
 

@@ -8,6 +8,7 @@ one is stated. bars.yaml says which of them must reach a bar, and which should r
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import yaml
 from tabulate import tabulate
 
 from . import results_file
+from .colors import color_of, colors, tint
 from .results_file import Group, groups
 
 BARS = Path(__file__).with_name("bars.yaml")
@@ -22,6 +24,11 @@ LARGER, SMALLER = "larger", "smaller"  # what is better
 GIB, MIB = (lambda value: f"{value / 2**30:.2f}"), (lambda value: f"{value / 2**20:.0f}")
 DERIVED = ("flops", "least_bytes", "bytes", "predicted_bytes")  # of a case: they follow from its other keys
 MS = ("ms", "median_ms", "{:.3f}")
+WIDTH = 10  # inches of a plot, 100 dots each: its letters stay readable at a page's width
+STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 9, "axes.spines.top": False,
+         "axes.spines.right": False}
+STYLES = ("-", "--", ":", "-.")  # of the lines of one color
+GRAY = "#444444"
 
 
 class Value(NamedTuple):
@@ -219,43 +226,63 @@ def _misses(value: float, goal: float, better: str) -> bool:
 # ---- plots --------------------------------------------------------------------------------------------------------
 
 
-def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 3,
+def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 2,
           of_panels: dict[str, dict] | None = None, **settings) -> None:
     """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
+
+    Series of one color in a panel, which are a contender's, have lines of different styles.
 
     Args:
         panels: a point may be (x, y, low, high): the area between low and high is shaded.
         settings: of each axis. `of_panels`: further ones by the panel's title.
     """
-    colors = _colors(panels.values())
-    for axis, (title, series) in zip(_axes(pyplot, len(panels), columns, 3.4), panels.items(), strict=True):
+    names = dict.fromkeys(name for series in panels.values() for name in series)
+    of = colors(names)
+    style = {name: STYLES[[other for other in names if of[other] == of[name]].index(name) % len(STYLES)]
+             for name in names}
+    axes = _axes(pyplot, len(panels), columns, 2.7)
+    for axis, (title, series) in zip(axes, panels.items(), strict=True):
         for name, points in series.items():
             if points:
                 x, y, *band = zip(*sorted(points), strict=True)
-                axis.plot(x, y, ".-", color=colors[name], label=name, linewidth=1, markersize=4)
+                axis.plot(x, y, style[name], color=of[name], linewidth=1.4)
+                axis.plot(x, y, ".", color=of[name], markersize=5)
                 if band:
-                    axis.fill_between(x, *band, color=colors[name], alpha=0.15, linewidth=0)
+                    axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings, **(of_panels or {}).get(title, {}))
-        if series:
-            axis.legend(fontsize=6)
+    _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 
 
 def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, columns: int = 2) -> None:
-    """Panels with one bar for each label, made of parts: {title: {label: {part: length}}}."""
-    colors = _colors(bar for panel in panels.values() for bar in panel.values())
+    """Panels with one bar for each label, made of parts: {title: {label: {part: length}}}.
+
+    A contender's bar has its color, and its parts are tints of it. Other bars have the color of their part.
+    """
+    parts_of = [list(dict.fromkeys(part for bar in bars.values() for part in bar)) for bars in panels.values()]
+    of_labels = colors(label for panel in panels.values() for label in panel)
     tallest = max((len(panel) for panel in panels.values()), default=1)
-    axes = _axes(pyplot, len(panels), columns, 1 + 0.28 * tallest)
-    for axis, (title, bars) in zip(axes, panels.items(), strict=True):
-        left = dict.fromkeys(bars, 0.0)
-        for part, color in colors.items():
-            axis.barh(list(bars), [bar.get(part) or 0 for bar in bars.values()], left=list(left.values()),
-                      color=color, label=part)
-            left = {label: at + (bars[label].get(part) or 0) for label, at in left.items()}
+    axes = _axes(pyplot, len(panels), columns, 0.8 + 0.24 * tallest)
+    for axis, (title, bars), parts in zip(axes, panels.items(), parts_of, strict=True):
+        for label, bar in bars.items():
+            left = 0.0
+            for i, part in enumerate(parts):
+                color = color_of(part) or tint(of_labels[label], i)
+                axis.barh([label], [bar.get(part) or 0], left=left, color=color)
+                left += bar.get(part) or 0
         axis.set(xlabel=xlabel)
-        axis.set_title(title, fontsize=8)
-        axis.tick_params(labelsize=7)
+        axis.set_title(title, loc="right")  # beginning above the labels
+        axis.margins(y=0.02)
         axis.invert_yaxis()
-        axis.legend(fontsize=6)
+    names = [" or ".join(filter(None, dict.fromkeys(same))) for same in zip_longest(*parts_of)]
+    if len(names) > 1:
+        _legend(pyplot, [pyplot.Rectangle((0, 0), 1, 1, color=tint(GRAY, i), label=name)
+                         for i, name in enumerate(names)])
+
+
+def _legend(pyplot, handles: list) -> None:
+    """One for all panels, above them."""
+    if handles:
+        pyplot.gcf().legend(handles=handles, loc="outside upper center", ncols=min(3, len(handles)), frameon=False)
 
 
 def points_over(result: dict, x: str, keys: tuple[str, ...], contenders: Iterable[str], series_key: str = "",
@@ -290,29 +317,25 @@ def parts_of_cases(result: dict, parts: tuple[str, ...]) -> dict[str, dict[str, 
     return panels
 
 
-def _colors(series: Iterable[Iterable[str]]) -> dict[str, str]:
-    names = dict.fromkeys(name for names in series for name in names)
-    return {name: f"C{i}" for i, name in enumerate(names)}
-
-
 def _axes(pyplot, count: int, columns: int, height: float) -> list:
     columns = max(1, min(columns, count))
     rows = max(1, -(-count // columns))
-    _, axes = pyplot.subplots(rows, columns, figsize=(6 * columns, height * rows), squeeze=False)
+    _, axes = pyplot.subplots(rows, columns, figsize=(WIDTH, height * rows + 0.5), squeeze=False,
+                              layout="constrained")
     for axis in axes.flat[count:]:
         axis.axis("off")
     return list(axes.flat[:count])
 
 
-def draw(shown: Shown, path: Path, result: dict) -> None:
-    """Draws the plot of a prepared result beside its file."""
+def draw(plot: Callable[[dict, Any], None], path: Path, result: dict) -> None:
+    """Draws a plot of a prepared result beside its file, as wide as a page."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    shown.plot(result, pyplot)
-    pyplot.tight_layout()
-    pyplot.savefig(path.with_suffix(".png"), dpi=75)
-    pyplot.close()
+    with pyplot.rc_context(STYLE):
+        plot(result, pyplot)
+        pyplot.savefig(path.with_suffix(".png"), dpi=100)
+        pyplot.close()
 
 
 # ---- one result file ----------------------------------------------------------------------------------------------
@@ -337,7 +360,7 @@ def show(shown: Shown, path: Path, check: bool = False) -> str:
     if not result["rows"]:
         return f"{path} has no rows: there was no time for any case"
     prepared = shown.prepared(result)
-    draw(shown, path, prepared)
+    draw(shown.plot, path, prepared)
     print("\n\n".join([f"{path}: {origin(result)}; plot: {path.with_suffix('.png')}", *texts(shown, prepared)]))
     bars, aims = missed(shown, prepared) if check else ([], [])
     for line in (*bars, *aims):

@@ -223,7 +223,7 @@ def plot(result: dict, pyplot) -> None:
                     panels.setdefault(f"{size}, {name}: {title}", {}).setdefault(rounding, []).append(
                         (step, min(value, MOST_DB)))
     log = {title: {"yscale": "log"} for title in panels if title.endswith((": held-out loss", *TRAINING.values()))}
-    show.lines(pyplot, panels, "step, or seed", "", columns=4, of_panels=log)
+    show.lines(pyplot, panels, "step, or seed", "", of_panels=log)
 
 
 SHOWN = show.Shown("convergence", MEASURES, [

@@ -406,6 +406,43 @@ def plot(result: dict, pyplot) -> None:
     show.stacked(pyplot, panels, "ms of a step")
 
 
+GAIN = (CLASSIC, AUTOEP, OURS_BF16, HP)
+
+
+def gained(result: dict) -> dict[str, dict[str, float]]:
+    """What the README's plot shows: tokens per second of each of GAIN, by the model's shape. Of the cases that every
+    contender may have: even routing, one micro-batch in a step."""
+    found: dict = {}
+    for group in results_file.groups(result):
+        if group.case["routing"] == "even" and group.case["accumulation"] == 1:
+            rates = {name: rate for name in GAIN if (rate := group.figure(name, "tokens_per_s"))}
+            if AUTOEP in rates:
+                found.setdefault(f"{group.case['size']}, {group.case['layers']} layers", rates)
+    return found
+
+
+def plot_gain(result: dict, pyplot) -> None:
+    """Bars of one length for AutoEP bf16, and beside each its tokens per second."""
+    shapes = gained(result)
+    height = 0.5 + 0.3 * sum(1.4 + len(rates) for rates in shapes.values())
+    _, axis = pyplot.subplots(figsize=(show.WIDTH, height), layout="constrained")
+    at, ticks = 0.0, {}
+    widest = max(rate / rates[AUTOEP] for rates in shapes.values() for rate in rates.values())
+    for shape, rates in shapes.items():
+        for name, rate in rates.items():
+            gain = rate / rates[AUTOEP]
+            axis.barh(at, gain, 0.8, color=show.color_of(name))
+            axis.text(gain, at, f" {gain:.2f}x   {rate / 1000:.1f}k tokens/s", va="center")
+            ticks[at] = name
+            at += 1
+        axis.text(0, at - len(rates) - 0.75, shape, weight="bold", va="center")
+        at += 1.4
+    axis.set_yticks(list(ticks), list(ticks.values()))
+    axis.set(ylim=(at - 1.7, -1.4), xlim=(0, 1.25 * widest), xlabel="training speed, DeepSpeed's AutoEP in bf16 = 1",
+             title=f"Tokens per second in training on {result['machine'].replace('NVIDIA ', '')}")
+    axis.axvline(1, color=show.GRAY, linewidth=0.8)
+
+
 SHOWN = show.Shown("train", MEASURES, [
     ("experts in", "experts_in", "{}"), ("tokens/s", "tokens_per_s", "{}"), ("step, ms", "median_ms", "{:.1f}"),
     ("p90, ms", "p90_ms", "{:.1f}"), ("host, ms", "host_ms", "{:.1f}"), ("kernels, ms", "kernels_ms", "{:.1f}"),

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script for two nodes, on one machine with two launchers, and its checks: they notice wrong bits and hosts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from rank_pool import free_port
+from test_launchers import MODEL, PROGRAMS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
+
+from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.hops import Hops
+from exchange import two_nodes, two_nodes_ranks
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(two_nodes.__file__)
+
+
+class Nudged(Hierarchical):
+    """Its combine is wrong in the last bit of one value."""
+
+    def combine(self, plan, y_PH, *args):
+        y_TH, weight_TK = super().combine(plan, y_PH, *args)
+        y_TH.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
+        return y_TH, weight_TK
+
+
+class Late(Hierarchical):
+    """Its dispatch gives a row of another token."""
+
+    def dispatch(self, plan, x_TH, *args):
+        return super().dispatch(plan, x_TH.roll(1, 0), *args)
+
+
+def check_bits(two_hops, routing):
+    world = dist.get_world_group()
+    transports = {"collective": Collective(world), "hierarchical": two_hops(Hops.of(world, 2, "moe"))}
+    torch.manual_seed(dist.get_rank())
+    return [two_nodes_ranks.right_bits(transports, routing, wire, 2) for wire in (Wire(False), Wire(True))]
+
+
+@pytest.mark.parametrize("routing", two_nodes_ranks.ROUTINGS)
+def test_the_right_bits_pass(ranks4, routing):
+    found = ranks4.run(check_bits, Hierarchical, routing)
+    assert all(one["correct"] for rank in found for one in rank), found
+
+
+@pytest.mark.parametrize("wrong, what", [(Nudged, "combine"), (Late, "dispatch")])
+def test_wrong_bits_are_noticed(ranks4, wrong, what):
+    for one in ranks4.run(check_bits, wrong, "random")[0]:
+        assert not one["correct"] and what in one["failure"]
+
+
+def meets(host_of: dict, one_host: bool) -> str:
+    two_nodes_ranks.socket.gethostname = lambda: host_of[dist.get_rank()]
+    try:
+        two_nodes_ranks.meet(2, one_host)
+    except SystemExit as stop:
+        return str(stop)
+    return ""
+
+
+def test_ranks_on_other_hosts_than_two_nodes_are_an_error(ranks4):
+    one, two, mixed = (dict(enumerate(names)) for names in ("aaaa", "aabb", "abab"))
+    assert not any(ranks4.run(meets, two, False)) and not any(ranks4.run(meets, one, True))
+    for hosts in (one, mixed):
+        assert all("expected two hosts of 2 ranks each" in said for said in ranks4.run(meets, hosts, False))
+
+
+@pytest.mark.parametrize("arguments, error", [
+    (["--master", "a"], "--node-rank 0 or 1"), (["--node-rank", "0"], "--master"),
+    (["--node-rank", "0", "--master", "a", "--ranks", "1"], "at least two ranks"),
+    (["--node-rank", "0", "--master", "a", "--steps", "1"], "between two of them"),
+], ids=str)
+def test_arguments_that_cannot_be(arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        two_nodes.parse([*arguments, "--out", "two_nodes.json"])
+    assert error in capsys.readouterr().err
+
+
+def test_the_guide_gives_commands_that_the_script_takes():
+    guide = (Path(two_nodes.ROOT) / "examples/guides/several_nodes.md").read_text()
+    commands = re.findall(r"two_nodes\.py (.+)", guide.replace("\\\n", " "))
+    assert len(commands) == 3
+    for command in commands:
+        args = two_nodes.parse(re.sub(r"[#&].*", "", command).replace("$node", "1").split())
+        assert args.node_rank in (0, 1) and args.master
+
+
+def test_two_launchers_on_one_machine(tmp_path):
+    (tmp_path / "model.yaml").write_text(MODEL)
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    without_ranks = {k: v for k, v in os.environ.items()
+                     if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    environment = without_ranks | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
+                                   "OMP_NUM_THREADS": "1"}
+    port = free_port()
+    nodes = [subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--node-rank", str(node), "--master", "127.0.0.1", "--one-host", "--port",
+         str(port), "--model", str(tmp_path / "model.yaml"), "--data", str(tmp_path / "text"), "--steps", "3", "--out",
+         str(tmp_path / f"node{node}.json")], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True) for node in range(2)]
+    try:
+        said = [node.communicate(timeout=280)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert not any(node.returncode for node in nodes), "\n".join(said)
+    rows = json.loads((tmp_path / "node0.json").read_text())["rows"]
+    assert all(row["correct"] for row in rows) and not (tmp_path / "node1.json").exists()
+    of = {(row["case"]["operation"], row["contender"]): row for row in rows}
+    assert of["bits", "hierarchical"]["checked"] == 2 * len(two_nodes_ranks.ROUTINGS)
+    assert of["rail, 4 bytes", "send and receive"]["median_ms"] > 0
+    assert {"hierarchical, mxfp8", "collective, mxfp8"} <= {name for operation, name in of if operation == "dispatch"}
+    losses = [of["training step", name]["loss"] for name in ("collective", "hierarchical")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert "2 nodes of 2 ranks" in (tmp_path / "node0/train_hierarchical.log").read_text()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code of the guides and of the README's quick start runs as it stands there, on two ranks."""
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import deepspeed.comm as dist
+import emulator
+import peft
+import pytest
+import torch
+import transformers
+from autoep_models import ds_config, model
+from test_engine import enabled
+from test_trainer import Sentences
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.engine_hooks import converted_layers
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "examples/guides"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def config_of(page: Path) -> str | None:
+    """The page's whole config, which begins with a line of its own."""
+    return next((block for block in blocks(page, "json") if block.startswith("{\n")), None)
+
+
+@enabled(times=0)  # the blocks call `enable` themselves
+def run(page: Path, directory: Path, **given) -> dict:
+    """Runs all Python of a page in `directory`, one block after the other. Returns its names."""
+    names = {"model": model(), "dataset": Sentences(16)} | given
+    config, before = config_of(page), os.getcwd()
+    if config and dist.get_rank() == 0:
+        (directory / "ds_config.json").write_text(config)
+    dist.barrier()
+    os.chdir(directory)
+    try:
+        for block in blocks(page, "python"):
+            exec(compile(block, str(page), "exec"), names)
+    finally:
+        os.chdir(before)
+    return names
+
+
+def loads(directory: Path) -> bool:
+    """Whether plain transformers finds all weights there, and no others."""
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    return not any(info.values())
+
+
+def quick_start(directory: Path) -> tuple[int, float]:
+    names = run(ROOT / "README.md", directory)
+    return len(converted_layers(names["engine"].module)), names["loss"].item()
+
+
+@pytest.mark.slow
+def test_the_quick_start_of_the_readme(ranks2, tmp_path):
+    for converted, loss in ranks2.run(quick_start, tmp_path):
+        assert converted == 2 and loss < 3.3
+    assert loads(tmp_path / "trained")
+
+
+def classic(directory: Path) -> tuple[list[str], float]:
+    names = run(GUIDES / "classic.md", directory)
+    converted = [layer.mxfp8_settings.name for layer in converted_layers(names["engine"].module)]
+    return converted, names["train"](names["engine"]).item()
+
+
+@pytest.mark.slow
+def test_classic(ranks2, tmp_path):
+    for converted, loss in ranks2.run(classic, tmp_path):
+        assert converted == ["moe"] and loss < 4
+
+
+def trainer(directory: Path) -> int:
+    return len(converted_layers(run(GUIDES / "trainer.md", directory)["trainer"].model_wrapped.module))
+
+
+def test_trainer(ranks2, tmp_path):
+    assert ranks2.run(trainer, tmp_path) == [2, 2]
+    assert loads(tmp_path / "run/final") and loads(tmp_path / "run/checkpoint-3")
+
+
+def accelerate(directory: Path) -> tuple[int, int]:
+    names = run(GUIDES / "accelerate.md", directory)
+    return len(converted_layers(names["model"].module)), names["accelerator"].num_processes
+
+
+def test_accelerate(ranks2, tmp_path):
+    assert ranks2.run(accelerate, tmp_path) == [(2, 2)] * 2
+    assert loads(tmp_path / "run/final")
+
+
+def lora(directory: Path) -> int:
+    return len(converted_layers(run(GUIDES / "peft.md", directory)["engine"].module))
+
+
+def test_peft(ranks2, tmp_path):
+    assert ranks2.run(lora, tmp_path) == [2, 2]
+    adapters = peft.PeftModel.from_pretrained(model(), tmp_path / "run/adapters")
+    assert any(bool(p.any()) for name, p in adapters.named_parameters() if "lora_B" in name)
+
+
+def saving(directory: Path) -> None:
+    config = ds_config({"enabled": True}, 3)
+    (directory / "ds_config.json").write_text(json.dumps(config))
+    made = ds_mxfp8_moe.initialize
+    with mock.patch.object(ds_mxfp8_moe, "initialize", lambda **given: made(**given | {"model": model()})):
+        run(GUIDES / "saving_and_loading.md", directory)
+
+
+def test_saving_and_loading(ranks2, tmp_path):
+    ranks2.run(saving, tmp_path)
+    assert loads(tmp_path / "run/final") and loads(tmp_path / "run/from_checkpoint")
+
+
+def metrics(directory: Path) -> None:
+    (directory / "ds_config.json").write_text(config_of(GUIDES / "metrics.md"))
+    before = os.getcwd()
+    os.chdir(directory)
+    engine, *_ = ds_mxfp8_moe.initialize(model=model(), config="ds_config.json")
+    os.chdir(before)
+    run(GUIDES / "metrics.md", directory, engine=engine)
+
+
+def test_metrics(ranks2, tmp_path):
+    ranks2.run(metrics, tmp_path)
+    assert len(list((tmp_path / "runs/moe").glob("Train_MoE_*_load_most.csv"))) == 2
+
+
+def building_blocks(directory: Path) -> float:
+    """SQNR in dB of the page's result beside the same experts in bf16."""
+    names = run(GUIDES / "building_blocks.md", directory)
+    x_RD, whole = names["x_RD"].detach(), names["whole"]
+    parts = [(torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in zip(
+        x_RD.split(names["rows_E"].tolist()), whole.w1, whole.w2, whole.w3, strict=True)]
+    expected = torch.cat(parts).float()
+    noise = expected - names["y_RD"].float()
+    return float(10 * torch.log10(expected.square().sum() / noise.square().sum()))
+
+
+def test_building_blocks(ranks2, tmp_path):
+    assert min(ranks2.run(building_blocks, tmp_path)) > 22
+
+
+def emulated_all_to_all(directory: Path) -> float:
+    memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), 1, emulator.Shared)
+    with mock.patch("ds_mxfp8_moe.all_to_all.choose", lambda *_: SimpleNamespace(memory=memory)):
+        return all_to_all(directory)
+
+
+def all_to_all(directory: Path) -> float:
+    """By how much a value is off, at most."""
+    names = run(GUIDES / "all_to_all.md", directory)
+    expected = 2 * names["x"].float() * names["weights"].sum(1, keepdim=True)
+    return float((names["out"].float() - expected).abs().max())
+
+
+@pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+def test_all_to_all(ranks2, tmp_path):
+    emulator.build()
+    assert max(ranks2.run(emulated_all_to_all, tmp_path)) < 0.05
