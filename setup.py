@@ -73,5 +73,6 @@ setup(
         "pydantic>=2",
     ],
     extras_require={"mpi": MPI, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
-    entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main"]},
+    entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main",
+                                      "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main"]},
 )

@@ -51,6 +51,13 @@ def about_expert_parallel(config: dict, ranks: int) -> list[str]:
     return lines
 
 
+def about_enabled(config: MXFP8MoEConfig) -> list[str]:
+    """A section with keys that does not say whether it is enabled."""
+    if not config.model_fields_set or "enabled" in config.model_fields_set:
+        return []
+    return ['the section lacks "enabled": true: all layers stay DeepSpeed\'s']
+
+
 def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> list[str]:
     """Keys of the section that have no effect on the converted layers."""
     layers, lines = list(layers), []

@@ -85,8 +85,12 @@ class AllToAll:
 
         Raises:
             ValueError: a size is not supported.
-            RuntimeError: the ranks do not reach each other's memory, or the kernels cannot be built here.
+            RuntimeError: deepspeed.init_distributed was not called, the ranks do not reach each other's memory, or the
+                kernels cannot be built here.
         """
+        if not dist.is_initialized():  # torch.distributed.init_process_group alone is not enough for deepspeed.comm
+            raise RuntimeError("AllToAll: deepspeed.comm is not initialised: call deepspeed.init_distributed() first, "
+                               "under a launcher that starts 2 to 8 ranks")
         group = dist.get_world_group() if group is None else group
         ranks = dist.get_world_size(group=group)
         own_rank, most_scale_bytes = dist.get_rank(group=group), min(hidden_dim_bytes, 2048)

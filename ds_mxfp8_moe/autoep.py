@@ -8,12 +8,13 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
-from .biased_experts import BiasedGroupedExperts
 from .branch import Branch
 from .expert_ffn import ExpertFFN
+from .experts import LowRank
+from .extended_experts import ExtendedGroupedExperts
 from .kept_weights import KeptWeights
 from .layer import LayerSettings
-from .metrics import sample
+from .metrics import watch
 from .router import route
 from .routing import Routes, round_robin
 from .transport.deadline import tell_peers_on_error
@@ -29,21 +30,26 @@ class MXFP8GroupedExperts(GroupedExperts):
                 branch: Branch | None = None) -> torch.Tensor:
         if ffn is None:  # the layer is back on DeepSpeed's path, but a wrapper (PEFT) kept these experts' class
             return super().forward(x_TH, routes)
-        return ffn(x_TH, routes, {"gate": self.w1, "up": self.w3, "down": self.w2, **self.biases()}, branch)
+        weights = {"gate": self.w1, "up": self.w3, "down": self.w2, **self.biases()}
+        return ffn(x_TH, routes, weights, branch, self.adapters())
 
     def biases(self) -> dict[str, torch.Tensor]:
         """Role -> [E, ...]."""
         return {}
 
+    def adapters(self) -> dict[str, LowRank]:
+        """Name of a GEMM -> its adapter."""
+        return {}
 
-class MXFP8BiasedGroupedExperts(MXFP8GroupedExperts, BiasedGroupedExperts):
-    """The same with biases."""
 
-    biases = BiasedGroupedExperts.biases
+class MXFP8ExtendedGroupedExperts(MXFP8GroupedExperts, ExtendedGroupedExperts):
+    """The same with biases and adapters."""
+
+    biases, adapters = ExtendedGroupedExperts.biases, ExtendedGroupedExperts.adapters
 
 
 # The class of a layer's experts before conversion, and after.
-CONVERTED_EXPERTS = {GroupedExperts: MXFP8GroupedExperts, BiasedGroupedExperts: MXFP8BiasedGroupedExperts}
+CONVERTED_EXPERTS = {GroupedExperts: MXFP8GroupedExperts, ExtendedGroupedExperts: MXFP8ExtendedGroupedExperts}
 
 
 class _SharedExpertsCalled:
@@ -82,12 +88,12 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts_E)
-        if self.mxfp8_samples == []:
-            self.mxfp8_samples.append(sample(x_TH, routes, settings.recipe))
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
+        if self.mxfp8_samples == []:
+            transport = watch(self, x_TH, routes, transport)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
-                        kept=self.mxfp8_kept if self.training else None)
+                        kept=self.mxfp8_kept if self.training else None, training=self.training)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.module_inject.auto_ep_presets.base import (
@@ -45,6 +46,7 @@ class AddedPreset:
             CORRECTION_BIAS.
         route_scale: the name, in the router, of the factor of its weights, where AutoEP does not read it.
         sparse_mixer: whether the router is phimoe's.
+        cohere: whether the router is cohere2_moe's, whose scores and weights follow keys of its own.
         gpt_oss: whether the experts are gpt-oss': with biases, and the columns of gate and up in turn. Its blocks
             return a pair.
     """
@@ -56,11 +58,20 @@ class AddedPreset:
     correction_bias: str | None = None
     route_scale: str | None = None
     sparse_mixer: bool = False
+    cohere: bool = False
     gpt_oss: bool = False
 
-    def preset(self, model_type: str) -> MoEModelPreset:
-        return replace(registry.get_preset(self.like), hf_model_types=(model_type, ), preset_adapter=model_type,
-                       unsupported_hf_model_type_notes={}, min_transformers_version=None, **self.changes)
+    def preset(self, config: Any) -> MoEModelPreset:
+        """`config`: the model's."""
+        changes = {**self.changes, **({"score_func": config.expert_selection_fn} if self.cohere else {})}
+        return replace(registry.get_preset(self.like), hf_model_types=(config.model_type, ),
+                       preset_adapter=config.model_type, unsupported_hf_model_type_notes={},
+                       min_transformers_version=None, **changes)
+
+    def adapter(self, model_type: str) -> TransformersTopLevelRouterLogitsAdapter:
+        kind = _ReturnsPair if self.gpt_oss else _CohereRouter if self.cohere else (
+            TransformersTopLevelRouterLogitsAdapter)
+        return kind(display_name=model_type, hf_model_types=(model_type, ), class_name_fragments=(self.classes, ))
 
     def prepare(self, block: nn.Module, router_name: str) -> None:
         """Puts the router's tensors of a block, which AutoEP is about to replace, where AutoEP looks for them."""
@@ -91,6 +102,11 @@ class AddedPreset:
                                   "parallelism does not add; expected 0. Set it in the model's config")
             router.__class__ = SparseMixerRouter
             router.jitter = source.router_jitter_noise
+        if self.cohere and hasattr(block, "shared_experts") and block.shared_expert_combination_strategy != "sum":
+            raise ConfigError(f"{spec.model_family}: the model's shared_expert_combination_strategy is "
+                              f'"{block.shared_expert_combination_strategy}", and AutoEP adds shared experts; '
+                              'expected "sum". Remove the section "expert_parallel" to train it without expert '
+                              "parallelism")
         return add_biases(layer, getattr(block, spec.experts_name)) if self.gpt_oss else {}
 
 
@@ -99,6 +115,15 @@ class _ReturnsPair(TransformersTopLevelRouterLogitsAdapter):
 
     def adjust_forward_contract(self, contract: ForwardContract) -> ForwardContract:
         return replace(super().adjust_forward_contract(contract), return_router_logits=True, capture_target="none")
+
+
+class _CohereRouter(TransformersTopLevelRouterLogitsAdapter):
+    """For cohere2_moe, which takes the softmax over the chosen experts alone, whatever its norm_topk_prob says."""
+
+    def resolve_route_norm(self, config: AutoEPConfig, preset: MoEModelPreset, model_config: Any) -> bool:
+        if config.route_norm is None and preset.score_func == "softmax":
+            return True
+        return super().resolve_route_norm(config, preset, model_config)
 
 
 class SparseMixerRouter(TokenChoiceTopKRouter):
@@ -130,6 +155,7 @@ PRESETS: dict[str, AddedPreset] = {
     "afmoe": AddedPreset("deepseek_v3", "Afmoe", {"router_pattern": "router", "num_experts_attr": "num_experts",
                                                   "route_norm": True},
                          gate="gate", correction_bias="expert_bias", route_scale="route_scale"),
+    "cohere2_moe": AddedPreset("qwen3_moe", "Cohere2Moe", {"shared_experts_pattern": "shared_experts"}, cohere=True),
     "deepseek_v32": AddedPreset("deepseek_v3", "DeepseekV32"),
     "dots1": AddedPreset("deepseek_v3", "Dots1"),
     "ernie4_5_moe": AddedPreset("qwen3_moe", "Ernie4_5_Moe", {"shared_experts_pattern": "shared_experts"}),
@@ -225,10 +251,8 @@ def added_preset(model: nn.Module | None) -> Iterator[None]:
                 sources.sources.update(new)
         return layer, sources
 
-    registry.PRESET_MODELS[model_type] = added.preset(model_type)
-    adapter = _ReturnsPair if added.gpt_oss else TransformersTopLevelRouterLogitsAdapter
-    registry._PRESET_ADAPTERS[model_type] = adapter(
-        display_name=model_type, hf_model_types=(model_type, ), class_name_fragments=(added.classes, ))
+    registry.PRESET_MODELS[model_type] = added.preset(model.config)
+    registry._PRESET_ADAPTERS[model_type] = added.adapter(model_type)
     AutoEP._replace_moe_layer_without_retarget = replace_layer
     try:
         yield

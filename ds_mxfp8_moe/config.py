@@ -84,13 +84,14 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed other than those in `TESTED` of
             zero.py. false leaves all to DeepSpeed, which makes these calls for each parameter.
         keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
-            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. It has no
-            effect without an engine, in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
+            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. Those of
+            frozen experts are quantised once for all steps, and their bytes stay. It has no effect without an engine,
+            in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
         load_balance_coeff: balances the load of AutoEP's experts without an auxiliary loss. After each step, a bias
             that acts on the choice of experts alone moves by this much: up for experts that got fewer tokens than the
             mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.
         metrics: {"every": N} writes figures of each layer to DeepSpeed's monitors in one step of N. metrics.py lists
-            them. By default nothing is written.
+            them, and the command ds_mxfp8_plot_metrics draws those of the CSV monitor. By default nothing is written.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.

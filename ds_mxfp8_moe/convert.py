@@ -21,11 +21,11 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from .autoep_presets import why_no_layers
-from .biased_experts import BiasedGroupedExperts
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
 from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
+from .extended_experts import ExtendedGroupedExperts
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.device import has_kernels
 from .ops.op_builder import replay
@@ -159,7 +159,9 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
         instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
-        layers.append(LayerReport(label, kind, True, f"{_placement(module)}, {_describe(settings)}{instead}"))
+        adapted = ", with PEFT's adapters" if hasattr(module, "expert_adapters") else ""
+        detail = f"{_placement(module)}, {_describe(settings)}{adapted}{instead}"
+        layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
 
 
@@ -277,7 +279,7 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
 def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     experts = layer.experts
     _refuse_subclass(layer, AutoEPMoELayer)
-    _refuse_subclass(experts, GroupedExperts, BiasedGroupedExperts)
+    _refuse_subclass(experts, GroupedExperts, ExtendedGroupedExperts)
     if layer.score_apply != "post":
         raise NotRecognised(f"it applies the router's scores {layer.score_apply!r} the experts")
     if layer.comm_backend not in ("comm", "deepep"):  # the conversion replaces both
@@ -305,7 +307,7 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     if hidden_size % 32 or ffn_size % 32:
         raise NotRecognised(f"hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32")
     biases = {}
-    if isinstance(experts, BiasedGroupedExperts):
+    if hasattr(layer, "expert_biases"):
         biases = {f"{role}_bias": f"expert_biases.{role}" for role in ("gate", "up", "down")}
     return ExpertFormula("gated", AUTOEP_ACTIVATIONS[experts.activation], hidden_size, ffn_size, gate="w1", up="w3",
                          down="w2", **biases)

@@ -6,19 +6,23 @@ Importing this module makes engines say so if their config has the section and n
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .advice import about_expert_parallel, about_keys, explaining_transformers
+from .advice import about_enabled, about_expert_parallel, about_keys, explaining_transformers
 from .autoep_presets import added_preset, announcement
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, build_executor, choose_transports, convert_layers, print_report
 from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
-from .expert_groups import split_experts
-from .loading import name_broken_files
+from .expert_groups import frozen_experts_allowed, split_experts
+from .loading import keep_own_frozen_experts, leave_frozen_experts_out, name_broken_files
+from .lora import adapted_experts
 from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
@@ -35,10 +39,21 @@ def initialize(*args, **kwargs) -> tuple:
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    with explaining_transformers(config), added_preset(given.get("model") if config.enabled else None):
+    with _preparing_autoep(config, given.get("model")):
         result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
+
+
+@contextmanager
+def _preparing_autoep(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
+    """What an engine is made in, so that AutoEP converts more models."""
+    with explaining_transformers(config):
+        if not config.enabled:
+            yield
+            return
+        with added_preset(model), adapted_experts(model), frozen_experts_allowed():
+            yield
 
 
 initialize.__signature__ = inspect.signature(deepspeed.initialize)
@@ -64,7 +79,7 @@ def _reading_the_section(plain_init):
         if config.enabled:
             vars(self)["_configure_optimizer"] = lambda optimizer, parameters: type(self)._configure_optimizer(
                 self, split_experts(self, optimizer), parameters)
-        with explaining_transformers(config), added_preset(given["model"] if config.enabled else None):
+        with _preparing_autoep(config, given["model"]):
             plain_init(self, *args, **kwargs)
         vars(self).pop("_configure_optimizer", None)
         _convert_engine(self, config)
@@ -128,8 +143,11 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         build_executor(engine.module)
         save_whole_models(engine)
         name_broken_files(engine)
-    elif config.model_fields_set and "enabled" not in config.model_fields_set:
-        print_on_rank_0('mxfp8_moe: WARNING: the section lacks "enabled": true: all layers stay DeepSpeed\'s')
+        keep_own_frozen_experts(engine)
+        leave_frozen_experts_out(engine)
+    else:
+        for line in about_enabled(config):
+            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
     hook_engine(engine, config, report.converted)
 
 

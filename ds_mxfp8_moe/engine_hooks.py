@@ -30,7 +30,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine)
     balance_loads(engine)
-    write_metrics(engine)
+    write_metrics(engine, config)
 
 
 def print_on_rank_0(what: Any) -> None:
@@ -69,6 +69,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
     """Lets the engine's layers keep quantised weights, if their config asks for it and the engine allows it.
 
     The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
+    Steps leave those of frozen experts alone.
     """
     layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
@@ -80,23 +81,28 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
     for layer in layers:
         layer.mxfp8_kept = KeptWeights()
     size = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
-    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept within each step, up to {size / 2**30:.2f} GiB on this rank")
+    trained = any(p.requires_grad for layer in layers for p in layer.experts.parameters())
+    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {'within each step' if trained else 'across steps'}, up to "
+                    f"{size / 2**30:.2f} GiB on this rank")
     hooked, engine._mxfp8_keeping = "_mxfp8_keeping" in vars(engine), layers
     if hooked:
         return
 
-    def clear() -> None:
+    def clear(frozen: bool) -> None:
         for layer in engine._mxfp8_keeping:
-            if "mxfp8_kept" in vars(layer):  # which another conversion removes
+            if "mxfp8_kept" in vars(layer) and (  # another conversion removes it
+                    frozen or any(p.requires_grad for p in layer.experts.parameters())):
                 layer.mxfp8_kept.clear()
 
     def stop() -> None:
         for layer in engine._mxfp8_keeping:
             vars(layer).pop("mxfp8_kept", None)
 
-    for owner, method in ((engine, "_take_model_step"), (engine, "load_checkpoint"), (engine, "offload_states"),
-                          (engine.optimizer, "step"), (engine.optimizer, "load_state_dict")):
-        _do_around(owner, method, clear)
+    for owner, method in ((engine, "_take_model_step"), (engine.optimizer, "step")):
+        _do_around(owner, method, functools.partial(clear, frozen=False))
+    for owner, method in ((engine, "load_checkpoint"), (engine, "offload_states"),
+                          (engine.optimizer, "load_state_dict")):
+        _do_around(owner, method, functools.partial(clear, frozen=True))
     _do_around(engine, "destroy", stop)
 
 
@@ -127,16 +133,20 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
         _do_after(engine, "_take_model_step", lambda: engine._mxfp8_balancer and engine._mxfp8_balancer.step())
 
 
-def write_metrics(engine: DeepSpeedEngine) -> None:
-    """Lets the engine write metrics of its layers, if their config asks for it."""
-    layers = [layer for layer in converted_layers(engine.module) if layer.mxfp8_settings.config.metrics is not None]
-    if layers and not engine.monitor.enabled:
+def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    """Lets the engine write metrics of its layers, if their config asks for it.
+
+    `config`: asks for them on ranks without converted layers. Stages of a pipeline write metrics together.
+    """
+    layers = converted_layers(engine.module)
+    asked = layers[0].mxfp8_settings.config.metrics if layers else config.metrics if config.enabled else None
+    if asked and not engine.monitor.enabled:
         print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
-        layers = []
+        asked = None
     hooked = "_mxfp8_metrics" in vars(engine)
-    engine._mxfp8_metrics = Metrics(engine, layers, layers[0].mxfp8_settings.config.metrics.every) if layers else None
-    if layers and not hooked:
+    engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None
+    if asked and not hooked:
         _do_after(engine, "_take_model_step", lambda: engine._mxfp8_metrics and engine._mxfp8_metrics.after_step())
 
 

@@ -33,6 +33,9 @@ The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their op
 (*) On Hopper, with blocks of 128: quantised as dgrad reads it, then re-scaled along the rows.
 
 The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
+
+Adapters (`LowRank`) add (x A1^T) B1^T to pre, and (h A2^T) B2^T to y. They multiply dequantised rows in the tokens'
+dtype. Their weights have gradients of their own, so that the experts' weights may be frozen.
 """
 
 import math
@@ -50,12 +53,12 @@ from .branch import Branch
 from .config import Recipe
 from .executor import current, executor_for
 from .expert_math import ExpertMath, Rows
-from .experts import ROLES, ExpertFormula
+from .experts import ROLES, ExpertFormula, LowRank
 from .kept_weights import KeptWeights
 from .mx import MXTensor
 from .routing import Routes
 from .transport import Transport, Wire
-from .transport.deadline import tell_peers_on_error
+from .transport.deadline import naming_evaluation, tell_peers_on_error
 
 
 def _outside_compile(function: Callable) -> Callable:
@@ -78,6 +81,7 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
+        training: whether the layer is in training mode, for errors.
     """
 
     formula: ExpertFormula
@@ -88,12 +92,13 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
+    training: bool = True
 
     @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
-                 branch: Branch | None = None) -> torch.Tensor:
+                 branch: Branch | None = None, adapters: dict[str, LowRank] | None = None) -> torch.Tensor:
         """Sends tokens through their experts.
 
         Args:
@@ -102,6 +107,7 @@ class ExpertFFN:
             weights: for each of ROLES that the formula has, E tensors ([out, in], biases [out]) or one stacked
                 [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
             branch: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
+            adapters: low-rank updates of the GEMMs "up" (which includes the gate) and "down", in x's dtype or another.
 
         Returns:
             [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
@@ -117,9 +123,11 @@ class ExpertFFN:
                 stacked = isinstance(value, torch.Tensor)
                 layout.append((role, 0 if stacked else len(value)))
                 tensors += [value] if stacked else list(value)
-        with _without_autocast(device_type):
-            return _ExpertFFNFunction.apply(self, branch, tuple(layout), torch.is_grad_enabled(), routes.expert_TK,
-                                            x_TH, routes.weight_TK, *tensors)
+        adapted = tuple(adapters or ())
+        factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
+        with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
+            return _ExpertFFNFunction.apply(self, branch, tuple(layout), adapted, torch.is_grad_enabled(),
+                                            routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
@@ -149,11 +157,15 @@ def _wire(recipe: Recipe, dtype: str) -> Wire:
 
 
 @lru_cache(maxsize=1024)
-def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float) -> str:
-    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan."""
+def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float, backward: bool) -> str:
+    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan.
+
+    `backward`: whether a backward follows. A rank that evaluates alone would meet its peers' training otherwise.
+    """
     wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    mode = "" if backward else ", without gradients"
     blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
-    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert"
+    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
 def _unquantized(recipe: Recipe) -> Recipe:
@@ -164,16 +176,17 @@ def _unquantized(recipe: Recipe) -> Recipe:
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, branch, layout, grad_enabled, expert_TK, x_TH, weight_TK, *weights):
+    def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
-        inputs = expert_TK, x_TH, weight_TK
+        factors, weights = tensors[:2 * len(adapted)], tensors[2 * len(adapted):]
+        inputs = expert_TK, x_TH, weight_TK, *factors
         few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
-        (y_TH, *kept), call = _run(ffn, layout, backward, ffn.recipe.quantize_gemm and not few_tokens,
-                                   partial(_forward, ffn, branch, layout, backward), inputs, weights,
+        (y_TH, *kept), call = _run(ffn, layout, (backward, adapted), ffn.recipe.quantize_gemm and not few_tokens,
+                                   partial(_forward, ffn, branch, layout, adapted, backward), inputs, weights,
                                    transposed=False)
-        ctx.layout, ctx.call = layout, call._replace(ffn=ffn)
-        ctx.save_for_backward(*kept, *weights)
+        ctx.layout, ctx.adapted, ctx.call = layout, adapted, call._replace(ffn=ffn)
+        ctx.save_for_backward(*kept, *factors, *weights)
         return y_TH
 
     @staticmethod
@@ -183,14 +196,14 @@ class _ExpertFFNFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: "
                                "leave it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
-        layout, call, saved = ctx.layout, ctx.call, ctx.saved_tensors
-        _, _, _, _, _, *needs = ctx.needs_input_grad
+        layout, adapted, call, saved = ctx.layout, ctx.adapted, ctx.call, ctx.saved_tensors
+        _, _, _, _, _, _, *needs = ctx.needs_input_grad
         count = sum(max(size, 1) for _, size in layout)
         inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
         with _without_autocast(g_TH.device.type):
-            grads, _ = _run(call.ffn, layout, (call.recipe, tuple(needs)), call.recipe.quantize_gemm,
-                            partial(_backward, call, layout, needs), inputs, weights, transposed=True)
-        return None, None, None, None, None, *grads
+            grads, _ = _run(call.ffn, layout, (call.recipe, adapted, tuple(needs)), call.recipe.quantize_gemm,
+                            partial(_backward, call, layout, adapted, needs), inputs, weights, transposed=True)
+        return None, None, None, None, None, None, *grads
 
 
 def _taken_apart(values: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], tuple]:
@@ -302,14 +315,20 @@ def _made_by(experts: ExpertMath, given: tuple | None) -> tuple[list[torch.Tenso
     return tensors, tuple(zip(made, kinds, strict=True))
 
 
-def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: bool, given: tuple | None,
-             expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor
-             ) -> tuple[list, tuple]:
+def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[str, LowRank]:
+    """The adapters of these names, whose factors are removed from the front of `tensors`."""
+    return {name: LowRank(tensors.pop(0), tensors.pop(0)) for name in adapted}
+
+
+def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tuple[str, ...], backward: bool,
+             given: tuple | None, expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor,
+             *tensors: torch.Tensor) -> tuple[list, tuple]:
     """The output, the tensors that backward needs, and those of quantised weights; the call, and what they are."""
     recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
     weights = list(tensors)
+    adapters = _adapters_of(adapted, weights)
     kept_weights = _kept_in(given, weights)
-    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype, kept_weights)
+    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype, kept_weights, adapters)
 
     def meanwhile():
         """While the host waits for the counts, the device computes the branch and quantises weights."""
@@ -320,7 +339,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: boo
             experts.quantize_ahead()
 
     plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
-                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest))
+                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
         experts.recipe = recipe = _unquantized(recipe)
@@ -343,18 +362,19 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, backward: boo
     return [y_TH, *kept, *quantized_weights], (_Call(None, recipe, dtype, kinds, plan), made)
 
 
-def _backward(call: _Call, layout: tuple, needs: Sequence[bool], given: tuple | None, g_TH: torch.Tensor,
-              *saved: torch.Tensor) -> tuple[list, tuple]:
-    """The gradients of x, of the routing weights and of the experts' weights, None where `needs` says so; then the
-    tensors of quantised weights, and what they are."""
+def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Sequence[bool], given: tuple | None,
+              g_TH: torch.Tensor, *saved: torch.Tensor) -> tuple[list, tuple]:
+    """The gradients of x, of the routing weights, of the adapters' factors and of the experts' weights, None where
+    `needs` says so; then the tensors of quantised weights, and what they are."""
     ffn, recipe, dtype, kinds, plan = call
     saved = list(saved)
     rows = _put_together(saved, kinds)
     if ffn.transport.replayable:
         plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
+    adapters = _adapters_of(adapted, saved)
     kept_weights = _kept_in(given, saved)
-    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype, kept_weights)
-    roles = _unflatten(layout, needs[2:])
+    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype, kept_weights, adapters)
+    roles = _unflatten(layout, needs[2 + 2 * len(adapted):])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
     # rank needs no gradient of x: other ranks may need theirs.
@@ -363,7 +383,7 @@ def _backward(call: _Call, layout: tuple, needs: Sequence[bool], given: tuple | 
         partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
         partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype, phase="combine of the gradient"),
         partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), Rows(*rows), needed)
-    flat = [x_grad, weight_grad]
+    flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name])]
     for role, size in layout:
         grad = grads.get(role)
         flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size

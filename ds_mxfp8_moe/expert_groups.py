@@ -4,21 +4,53 @@
 There, experts need parameter groups of their own, marked as "moe". `AdamW(model.parameters())` has one group for all.
 Where a library hands the optimizer to DeepSpeed (Accelerate), the user cannot split it: AutoEP makes the experts' new
 parameters in between.
+
+And lets all experts be frozen there, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
 
 
+def trains_experts(engine: DeepSpeedEngine) -> bool:
+    """Whether any parameter that belongs to this rank's experts alone is trained."""
+    return any(is_moe_param(p) and p.requires_grad for p in engine.module.parameters())
+
+
+@contextmanager
+def frozen_experts_allowed() -> Iterator[None]:
+    """Engines made inside the context with ZeRO-1 or 2 may have frozen experts alone.
+
+    Their optimizers are made as if the model had no MoE layers.
+    """
+    plain = DeepSpeedEngine._configure_optimizer
+
+    def configure(self, *args, **kwargs):
+        had = self.has_moe_layers
+        self.has_moe_layers = had and (self.zero_optimization_stage() not in (1, 2) or trains_experts(self))
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            self.has_moe_layers = had
+
+    DeepSpeedEngine._configure_optimizer = configure
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_optimizer = plain
+
+
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
     """What DeepSpeed shall step in place of the user's optimizer, which is returned itself where it will do."""
-    needed = engine.has_moe_layers and engine.zero_optimization_stage() in (1, 2)
+    needed = engine.has_moe_layers and engine.zero_optimization_stage() in (1, 2) and trains_experts(engine)
     if not needed or not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer)

@@ -13,8 +13,16 @@ import torch
 from . import casts
 from .activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
 from .config import Recipe
-from .experts import ExpertFormula
-from .grouped_gemm import grouped_mm, grouped_mm_weights, grouped_mm_wgrad_rows, rescales_rows, wgrad_cost
+from .experts import ExpertFormula, LowRank
+from .grouped_gemm import (
+    grouped_mm,
+    grouped_mm_weights,
+    grouped_mm_wgrad,
+    grouped_mm_wgrad_rows,
+    plain,
+    rescales_rows,
+    wgrad_cost,
+)
 from .mx import MXTensor
 from .ops.device import multiprocessors
 from .transport import Pending, Plan
@@ -43,20 +51,24 @@ class ExpertMath:
     Attributes:
         plan: None until the rows are known.
         stacks: the weights of each GEMM, by its name: "up", which includes the gate, and "down".
+        adapters: the low-rank updates by the name of their GEMM, in the tokens' dtype.
+        adapter_grads: their gradients, after `backward`.
         quantized_weights: the weights that are quantised already, by the name of their GEMM.
         keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
             needs the weights transposed.
     """
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype,
-                 kept: dict[str, MXTensor] | None = None):
+                 kept: dict[str, MXTensor] | None = None, adapters: dict[str, LowRank] | None = None):
         """Arguments:
             weights: for each role of the formula, one tensor [E, ...] or a list of E.
             dtype: of the tokens.
             kept: quantised weights of earlier calls, to which this object adds those that it makes. None keeps none.
+            adapters: None: there are none.
         """
         self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
-        self.keep = kept is not None
+        self.keep, self.adapters = kept is not None, adapters or {}
+        self.adapter_grads: dict[str, LowRank] = {}
         self.quantized_weights = kept if self.keep else {}
         self.up_roles = [role for role in ("gate", "up") if role in weights]
         self.stacks = {"up": [weights[role] for role in self.up_roles]}
@@ -103,7 +115,7 @@ class ExpertMath:
         """
         x_PH, weight_P = dispatch()
         x_PH = self.quantized(x_PH)
-        pre_PG = self.forward_gemm(x_PH, "up")
+        pre_PG = self._adapted(self.forward_gemm(x_PH, "up"), x_PH, "up")
         if not backward:
             x_PH = None
         if self.formula.kind == "linear":
@@ -114,7 +126,7 @@ class ExpertMath:
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
-        y_PH = self.forward_gemm(h_PF, "down")
+        y_PH = self._adapted(self.forward_gemm(h_PF, "down"), h_PF, "down")
         if self.down_bias_EH is not None:
             y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
         return y_PH, Rows(x_PH, pre_PG, h_PF, weight_P)
@@ -133,7 +145,8 @@ class ExpertMath:
             needed: roles whose weights need a gradient.
 
         Returns:
-            A stacked gradient for each of these roles; and the result of `combine_grad`.
+            A stacked gradient for each of these roles; and the result of `combine_grad`. Gradients of adapters are in
+            `adapter_grads`.
         """
         if self.formula.kind == "linear":
             return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
@@ -141,8 +154,9 @@ class ExpertMath:
         g_PH, _ = dispatch_grad()  # nothing else holds g_PH, so `del` frees it
         if self.down_bias_EH is not None:
             dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, weight_P)
+        low_PR = self._adapter_backward(g_PH, rows.h_PF, "down")
         g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
-        t_PF = self.dgrad_gemm(g_PH, "down")
+        t_PF = self._adapted_dgrad(self.dgrad_gemm(g_PH, "down"), low_PR, "down")
         del g_PH
         if "down" in needed:
             grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtype_of("down"), columns)
@@ -150,7 +164,7 @@ class ExpertMath:
 
         wants_ups = not needed.isdisjoint(self.up_roles)
         columns = wants_ups and self.reads_columns(t_PF)
-        wants_plain = not self.recipe.quantize_gemm or self.up_bias_EG is not None or (
+        wants_plain = not self.recipe.quantize_gemm or self.up_bias_EG is not None or "up" in self.adapters or (
             wants_ups and not self.wgrad_quantized)
         dpre = activate_backward(t_PF, rows.pre_PG, weight_P, plain=wants_plain, rows=self.recipe.quantize_gemm,
                                  columns=columns, **self.activation())
@@ -158,6 +172,7 @@ class ExpertMath:
         dweight_P = dpre.dweight_P if self.down_bias_EH is None else dpre.dweight_P + dweight_of_bias_P
         if self.up_bias_EG is not None:
             grads |= self._up_bias_gradients(dpre.plain)
+        low_PR = self._adapter_backward(dpre.plain, rows.x_PH, "up")
         g_rows = dpre.rows if self.recipe.quantize_gemm else dpre.plain
         g_wgrad = dpre.columns if columns else g_rows if self.wgrad_quantized else dpre.plain
         del dpre
@@ -169,7 +184,7 @@ class ExpertMath:
         if ups_first:
             grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed)
             del g_wgrad
-        dx_PH = self.dgrad_gemm(g_rows, "up")
+        dx_PH = self._adapted_dgrad(self.dgrad_gemm(g_rows, "up"), low_PR, "up")
         del g_rows
         pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
         del dx_PH
@@ -195,6 +210,40 @@ class ExpertMath:
             dweight_P += (g_PH * self.bias_rows(self.up_bias_EG)).sum(-1)
             grads["up_bias"] = self.group_sums(weighted_g).to(self.dtype_of("up_bias"))
         return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
+
+    def _adapted(self, y_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor:
+        """y + (x A^T) B^T, in place, with the adapter of the GEMM of this name, if it has one."""
+        if name not in self.adapters:
+            return y_PN
+        a_ERK, b_ENR = self.adapters[name]
+        return y_PN.add_(self._low_rank_mm(self._low_rank_mm(plain(x_PK), a_ERK), b_ENR))
+
+    def _adapter_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Computes the gradients of an adapter, and returns g B [P, R]. None: there is no adapter.
+
+        Args:
+            g_PN: the gradient of the GEMM's result.
+            x_PK: the GEMM's operand.
+        """
+        if name not in self.adapters:
+            return None
+        a_ERK, b_ENR = self.adapters[name]
+        g_PN, x_PK = plain(g_PN), plain(x_PK)
+        low_PR = self._low_rank_mm(g_PN, b_ENR.transpose(1, 2))
+        ends_E, x_low_PR = self.plan.group_ends_E, self._low_rank_mm(x_PK, a_ERK)
+        self.adapter_grads[name] = LowRank(grouped_mm_wgrad(low_PR, x_PK, ends_E, a_ERK.dtype, aligned=False),
+                                           grouped_mm_wgrad(g_PN, x_low_PR, ends_E, b_ENR.dtype, aligned=False))
+        return low_PR
+
+    def _adapted_dgrad(self, dx_PK: torch.Tensor, low_PR: torch.Tensor | None, name: str) -> torch.Tensor:
+        """dx + (g B) A, in place, if there is an adapter, of which `_adapter_backward` returned g B."""
+        if low_PR is None:
+            return dx_PK
+        return dx_PK.add_(self._low_rank_mm(low_PR, self.adapters[name].a_ERK.transpose(1, 2)))
+
+    def _low_rank_mm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
+        # The kernels' tiles are 128 wide. torch._grouped_mm also takes ranks as small as 8.
+        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, self._covered, aligned=False)
 
     def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
         """<g, b2> of each row, and the gradient of b2."""
@@ -269,9 +318,13 @@ class ExpertMath:
         """Rows times the weights of this name in `stacks`: contracts over the weights' second to last axis."""
         return self._gemm(g_PN, name, transposed=True)
 
+    @property
+    def _covered(self) -> bool:
+        """Whether it is known that there are no rows past the last group."""
+        return self.plan.group_ends is not None and self.plan.group_ends[-1] == self.plan.num_rows
+
     def _gemm(self, x_PK: torch.Tensor, name: str, transposed: bool) -> torch.Tensor:
-        plan = self.plan
-        covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
+        plan, covered = self.plan, self._covered
         if not self.recipe.quantize_gemm:
             return grouped_mm_weights(x_PK, self.stacks[name], plan.group_ends_E, transposed, covered)
         mx = self.quantized_weights.pop(name, None)

@@ -14,8 +14,9 @@ for the activation swiglu_oai (gpt-oss, MiniMax-M3), which clamps both sides:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu_oai": lambda x: (c := x.clamp(max=SWIGLU_OAI_LIMIT)) * torch.sigmoid(SWIGLU_OAI_ALPHA * c),
 }
 GATED_ONLY = ("swiglu_oai", )  # activations that only kind gated has
+IN_TURN = "_in_turn"
+PACKED = ("gate_up", "up_gate", f"gate_up{IN_TURN}", f"up_gate{IN_TURN}")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -50,7 +53,8 @@ class ExpertFormula:
         gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. A linear expert has
             only `up` [H, H]; an mlp has no `gate`; a packed one has [2F, H] in `up` and no `gate`.
         gate_bias, up_bias, down_bias: names of the biases [F], [F] (packed: [2F]), [H].
-        packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate".
+        packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate". With the ending
+            "_in_turn", its rows take turns instead, first one of gate and then one of up, or the reverse.
     """
 
     kind: str
@@ -64,6 +68,10 @@ class ExpertFormula:
     up_bias: str | None = None
     down_bias: str | None = None
     packed: str = "none"
+
+    def halved(self) -> "ExpertFormula":
+        """The formula for the tensors that `expert_weights` returns, whose rows of gate and up do not take turns."""
+        return replace(self, packed=self.packed.removesuffix(IN_TURN)) if self.packed.endswith(IN_TURN) else self
 
     def names(self) -> dict[str, str]:
         """Role -> parameter name, for each of ROLES that this formula has."""
@@ -82,6 +90,18 @@ class ExpertFormula:
         packed = "" if self.packed == "none" else f" packed as {self.packed}"
         roles = ", ".join(f"{role}={name}" for role, name in self.names().items() if not role.endswith("_bias"))
         return f"{self.kind}{act}{packed} with {roles}"
+
+
+class LowRank(NamedTuple):
+    """A low-rank update of one GEMM's weights, as LoRA trains it: x W^T becomes x W^T + (x A^T) B^T.
+
+    Attributes:
+        a_ERK: [E, R, K]. R is a multiple of 8, as torch._grouped_mm needs it.
+        b_ENR: [E, N, R].
+    """
+
+    a_ERK: torch.Tensor
+    b_ENR: torch.Tensor
 
 
 def up_value(up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -113,16 +133,24 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
     elif formula.packed == "none":
         hidden = act(project("gate", x)) * up_value(up, formula.activation)
     else:
-        first, second = up.chunk(2, dim=-1)
-        gate, up = (first, second) if formula.packed == "gate_up" else (second, first)
+        first, second = (up[..., 0::2], up[..., 1::2]) if formula.packed.endswith(IN_TURN) else up.chunk(2, dim=-1)
+        gate, up = (first, second) if formula.packed.startswith("gate_up") else (second, first)
         hidden = act(gate) * up_value(up, formula.activation)
     return project("down", hidden)
 
 
-def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula) -> dict[str, list[torch.Tensor] | None]:
+def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula
+                   ) -> dict[str, list[torch.Tensor] | torch.Tensor | None]:
     """The experts' current weights: for each of ROLES one tensor per expert, in their order, or None if absent.
 
-    They are parameters, or the tensors that torch.func.functional_call has put in their places.
+    They are parameters, or the tensors that torch.func.functional_call has put in their places. Where rows of gate and
+    up take turns in `up`, it and its bias are copies for all experts in one tensor, in the order of `halved`.
     """
     names = formula.names()
-    return {role: list(map(attrgetter(names[role]), experts)) if role in names else None for role in ROLES}
+    found = {role: list(map(attrgetter(names[role]), experts)) if role in names else None for role in ROLES}
+    if formula.packed.endswith(IN_TURN):
+        for role in ("up", "up_bias"):
+            if found[role] is not None:
+                both = torch.stack(found[role])
+                found[role] = torch.cat([both[:, 0::2], both[:, 1::2]], dim=1)
+    return found

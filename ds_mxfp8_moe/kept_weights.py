@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights that a layer's calls share, from the first micro-batch of a step to the optimizer's step."""
+"""Quantised weights that a layer's calls share, from the first micro-batch of a step to the optimizer's step.
+
+Those of frozen experts are shared by all steps.
+"""
 
 from collections.abc import Sequence
 from operator import attrgetter

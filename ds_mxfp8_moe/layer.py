@@ -19,7 +19,7 @@ from .config import MXFP8MoEConfig, Recipe
 from .expert_ffn import ExpertFFN
 from .experts import DTYPES, ExpertFormula, expert_weights
 from .kept_weights import KeptWeights
-from .metrics import sample
+from .metrics import watch
 from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport import Transport
@@ -111,8 +111,6 @@ class MXFP8MOELayer(MOELayer):
         with self._timed(MOE_TIMER, "time_moe"):
             x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
             routes = self._route(x_TH, used_token)
-            if self.mxfp8_samples == []:
-                self.mxfp8_samples.append(sample(x_TH, routes, self.mxfp8_settings.recipe))
             y_TH = self._compute(x_TH, routes, branch)
         return y_TH.reshape(hidden_states.shape)
 
@@ -164,10 +162,12 @@ class MXFP8MOELayer(MOELayer):
     def _compute(self, x_TH: torch.Tensor, routes: Routes, branch: Branch | None) -> torch.Tensor:
         settings = self.mxfp8_settings
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
-        ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
+        if self.mxfp8_samples == []:
+            transport = watch(self, x_TH, routes, transport)
+        ffn = ExpertFFN(settings.formula.halved(), settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
                         self._timed_exchange if self.wall_clock_breakdown else None,
-                        self.mxfp8_kept if self.training else None)
+                        self.mxfp8_kept if self.training else None, self.training)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of loading a checkpoint that name the file. A run that is killed while it saves leaves a file cut short."""
+"""What an engine does beside DeepSpeed when it loads a checkpoint, and when it saves one without frozen experts.
+
+Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-2 gives every rank its own
+frozen experts: DeepSpeed would give rank 0's to all. ZeRO-3 saves what is trained beside frozen experts, as with LoRA:
+DeepSpeed would refuse.
+"""
 
 import functools
+import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .expert_groups import trains_experts
 from .transport.deadline import tell_peers_on_error
 
 
@@ -31,3 +40,54 @@ def name_broken_files(engine: DeepSpeedEngine) -> None:
 
     load.mxfp8_moe = True
     engine.checkpoint_engine.load = load
+
+
+def keep_own_frozen_experts(engine: DeepSpeedEngine) -> None:
+    """Makes the engine load frozen experts from their own files. A second call changes nothing.
+
+    In ZeRO-2, DeepSpeed first loads experts from these files, and then all frozen parameters as rank 0 saved them.
+    """
+    plain = engine.load_module_state_dict
+    if hasattr(plain, "mxfp8_moe") or engine.zero_optimization_partition_weights():
+        return
+
+    @functools.wraps(plain)
+    def load(checkpoint: dict, *args, **kwargs) -> None:
+        if fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS):
+            own = {name: checkpoint["module"].get(name, tensor) for name, tensor in fragments.items()}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: own}
+        plain(checkpoint, *args, **kwargs)
+
+    load.mxfp8_moe = True
+    engine.load_module_state_dict = load
+
+
+def leave_frozen_experts_out(engine: DeepSpeedEngine) -> None:
+    """Lets an engine in ZeRO-3 whose experts are all frozen save and load checkpoints that are without them.
+
+    It saves them with `exclude_frozen_parameters=True`, as the Trainer does for PEFT. When it loads one, frozen
+    parameters stay as they are. A second call changes nothing.
+    """
+    if hasattr(engine.save_checkpoint, "mxfp8_moe") or not engine.zero_optimization_partition_weights():
+        return
+    for plain in (engine.save_checkpoint, engine.load_checkpoint):
+        setattr(engine, plain.__name__, _without_moe_layers(engine, plain))
+
+
+def _without_moe_layers(engine: DeepSpeedEngine, plain: Callable) -> Callable:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def call(*args, **kwargs) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        had = engine.has_moe_layers
+        if given.arguments.get("exclude_frozen_parameters", True) and not trains_experts(engine):
+            engine.has_moe_layers = False
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            engine.has_moe_layers = had
+
+    call.mxfp8_moe = True
+    return call

@@ -13,14 +13,18 @@ Train/MoE/<layer>/<name>:
     zero_blocks                 the share of MXFP8 blocks in which all values are 0
     saturated_blocks            the share of blocks whose largest value lies beyond what their scale can hold
     sqnr_db                     signal to quantisation noise of the tokens, in dB
+    wait_ms, wait_ms_most       time for which a rank waits for its peers where a layer's forward begins: the mean over
+                                ranks, and the rank that waits longest. The slowest rank waits least
+    exchange_ms                 time of a rank in the forward's dispatch and combine, the mean over ranks
 
-The last three come from a cast of up to SAMPLED tokens of each rank. A recipe without quantisation lacks them. In
-other steps nothing is computed.
+zero_blocks, saturated_blocks and sqnr_db come from a cast of up to SAMPLED tokens of each rank. A recipe without
+quantisation lacks them. A layer whose experts are all on each rank lacks the times. transport/timed.py says what lies
+between a time's beginning and its end. In other steps nothing is computed and nothing is timed.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
 import torch
@@ -29,11 +33,24 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from . import casts
 from .config import Recipe
 from .routing import Routes
-from .transport.deadline import deadline_for
+from .transport import Transport
+from .transport.deadline import answers_of_all, deadline_for
+from .transport.timed import Timed
 
 SAMPLED = 1024  # tokens of a rank
 LARGEST = 448.0  # in e4m3
 PREFIX = "Train/MoE"
+
+
+@torch.compiler.disable
+def watch(layer: Any, x_TH: torch.Tensor, routes: Routes, transport: Transport) -> Transport:
+    """Takes a layer's sample. Returns the transport for this forward, which takes the times of its exchanges.
+
+    Call it if the layer's `mxfp8_samples` is an empty list.
+    """
+    timed = Timed(transport) if layer.ep_size > 1 else None
+    layer.mxfp8_samples.append((*sample(x_TH, routes, layer.mxfp8_settings.recipe), timed))
+    return timed or transport
 
 
 def sample(x_TH: torch.Tensor, routes: Routes, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +66,7 @@ def sample(x_TH: torch.Tensor, routes: Routes, recipe: Recipe) -> tuple[torch.Te
         dropped = routes.expert_TK.numel() - counts_E.sum()
         tokens_SH = x_TH[:SAMPLED].detach().float()
         amax = tokens_SH.abs().amax() if tokens_SH.numel() else tokens_SH.new_zeros(())
-        figures = [dropped, amax.new_tensor(len(tokens_SH)), *(amax.new_zeros(()) for _ in range(5))]
+        figures = [dropped, amax.new_full((), len(tokens_SH)), *(amax.new_zeros(()) for _ in range(5))]
         if recipe.quantize_gemm and len(tokens_SH):
             figures[2:] = _of_cast(tokens_SH, recipe)
         return torch.cat([counts_E.float(), torch.stack([x.float() for x in figures])]), amax.view(1)
@@ -61,7 +78,7 @@ def _of_cast(x_SH: torch.Tensor, recipe: Recipe) -> list[torch.Tensor]:
     amax_SB = padded.view(len(x_SH), -1, recipe.block_size).abs().amax(2)
     held_SB = LARGEST * torch.exp2(quantized.scale_bytes.float() - 127)
     noise_SH = x_SH - quantized.dequantize(torch.float32)
-    return [amax_SB.new_tensor(amax_SB.numel()), (amax_SB == 0).sum(), (amax_SB > held_SB).sum(),
+    return [amax_SB.new_full((), amax_SB.numel()), (amax_SB == 0).sum(), (amax_SB > held_SB).sum(),
             x_SH.square().sum(), noise_SH.square().sum()]
 
 
@@ -77,9 +94,15 @@ def load_figures(counts_E: Sequence[float], ep_size: int) -> dict[str, float]:
             "load_entropy": entropy / math.log(E) if E > 1 else 1.0, "rank_most": max(ranks) * ep_size / total}
 
 
-def figures_of(sums: Sequence[float], amax: float, ep_size: int) -> dict[str, float]:
-    """A layer's figures by name, from its samples' sums over ranks and the largest absolute value."""
-    *counts_E, dropped, tokens, blocks, zeros, saturated, signal, noise = sums
+def figures_of(sums: Sequence[float], largest: Sequence[float], ep_size: int) -> dict[str, float]:
+    """A layer's figures by name.
+
+    Args:
+        sums: over ranks: of their samples, of their wait_ms and exchange_ms, and of 1 for each rank with times.
+        largest: over ranks: the largest absolute value, and the longest wait_ms.
+    """
+    *counts_E, dropped, tokens, blocks, zeros, saturated, signal, noise, wait_ms, exchange_ms, timed = sums
+    amax, longest_wait_ms = largest
     found = load_figures(counts_E, ep_size)
     if total := sum(counts_E) + dropped:
         found["dropped"] = dropped / total
@@ -89,23 +112,36 @@ def figures_of(sums: Sequence[float], amax: float, ep_size: int) -> dict[str, fl
         found |= {"zero_blocks": zeros / blocks, "saturated_blocks": saturated / blocks}
     if noise and signal:
         found["sqnr_db"] = math.nan if math.isnan(signal / noise) else 10 * math.log10(signal / noise)
+    if timed:
+        found |= {"wait_ms": wait_ms / timed, "wait_ms_most": longest_wait_ms, "exchange_ms": exchange_ms / timed}
     return found
+
+
+class _Layer(NamedTuple):
+    """What rank 0 has to know of a layer of any rank."""
+
+    name: str
+    num_experts: int
+    ep_size: int
 
 
 class Metrics:
     """Asks the layers of an engine for samples, and writes their figures. Every rank has one.
 
     Args:
-        layers: converted layers. Each takes a sample in its next forward while its `mxfp8_samples` is an empty list.
+        layers: this rank's converted layers. Each takes a sample in its next forward while its `mxfp8_samples` is an
+            empty list. The stages of a pipeline have different ones, or none.
     """
 
     def __init__(self, engine: DeepSpeedEngine, layers: Sequence[Any], every: int):
-        self.engine, self.layers, self.every = engine, list(layers), every
+        self.engine, self.every = engine, every
+        self.layers = {layer.mxfp8_settings.name: layer for layer in layers}
+        self.of_all_ranks: list[_Layer] | None = None
         self._ask()
 
     def _ask(self) -> None:
         wanted = (self.engine.global_steps + 1) % self.every == 0
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer.mxfp8_samples = [] if wanted else None
 
     def after_step(self) -> None:
@@ -115,19 +151,37 @@ class Metrics:
         self._ask()
 
     def _write(self) -> None:
-        sums, largest = [], []
-        for layer in self.layers:
+        if self.of_all_ranks is None:
+            mine = [_Layer(name, layer.num_local_experts * layer.ep_size, layer.ep_size)
+                    for name, layer in self.layers.items()]
+            answers = answers_of_all(dist.get_world_group(), mine, "the first of the metrics' steps")
+            self.of_all_ranks = list(dict.fromkeys(layer for of_rank in answers for layer in of_rank))
+        if not self.of_all_ranks:
+            return
+        samples, amaxes, times = [], [], []
+        for name, num_experts, _ in self.of_all_ranks:
+            taken = self.layers[name].mxfp8_samples if name in self.layers else None
             # A layer that was not called, or only by other ranks, adds nothing.
-            of_layer = layer.mxfp8_samples or [(torch.zeros(layer.num_experts + 7, device=self.engine.device),
-                                                torch.zeros(1, device=self.engine.device))]
-            sums.append(of_layer[0][0])
-            largest.append(of_layer[0][1])
-        sizes, sums, largest = [len(x) for x in sums], torch.cat(sums), torch.cat(largest)
+            of_layer, amax, timed = taken[0] if taken else (torch.zeros(num_experts + 7, device=self.engine.device),
+                                                            torch.zeros(1, device=self.engine.device), None)
+            samples.append(of_layer)
+            amaxes.append(amax)
+            times.append([timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0])
+        times_L3 = torch.tensor(times, device=self.engine.device)
+        sums, largest = torch.cat([*samples, times_L3.flatten()]), torch.cat([*amaxes, times_L3[:, 0]])
         with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
             dist.all_reduce(sums)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:  # here the host waits for the device
-            self.engine.monitor.write_events([
-                (f"{PREFIX}/{layer.mxfp8_settings.name}/{name}", value, self.engine.global_samples)
-                for layer, part, amax in zip(self.layers, sums.cpu().split(sizes), largest.tolist(), strict=True)
-                for name, value in figures_of(part.tolist(), amax, layer.ep_size).items()])
+        if dist.get_rank() == 0:
+            self._tell([len(of_layer) for of_layer in samples], sums.cpu(), largest.cpu())  # the host waits here
+
+    def _tell(self, sizes: list[int], sums: torch.Tensor, largest: torch.Tensor) -> None:
+        """`sizes`: of the samples of the L layers. What else is given lies behind each other in the layers' order."""
+        L = len(sizes)
+        *parts, times = sums.split([*sizes, 3 * L])
+        self.engine.monitor.write_events([
+            (f"{PREFIX}/{layer.name}/{name}", value, self.engine.global_samples)
+            for layer, part, of_times, most in zip(self.of_all_ranks, parts, times.view(L, 3), largest.view(2, L).T,
+                                                   strict=True)
+            for name, value in figures_of([*part.tolist(), *of_times.tolist()], most.tolist(),
+                                          layer.ep_size).items()])

@@ -8,7 +8,6 @@ it.
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .autoep_presets import CORRECTION_BIAS, added_preset, gate_and_up_in_turn, router_names
+from .lora import ADAPTERS, base_prefix, is_peft
 from .transport.deadline import deadline_for, ranks_of, tell_peers_on_error
 
 
@@ -86,7 +86,7 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
     """
     base, prefix = base_of(model)
     skeleton = _skeleton(base) if skeleton is None else skeleton
-    specs = _specs(model, _below(prefix, skeleton), expert_parallel)
+    specs = _specs(model, skeleton, prefix, expert_parallel)
     keep = dist.get_rank() == 0 if keep is None else keep
     state = {}
     for name, tensor in _tensors(model, skeleton, prefix, specs, wanted, keep):
@@ -107,11 +107,6 @@ def is_partitioned(model: torch.nn.Module) -> bool:
 def autoep_layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
     """AutoEP's layers by their names in the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
-
-
-def is_peft(model: torch.nn.Module) -> bool:
-    """Whether the model is a PeftModel."""
-    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
 def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
@@ -178,14 +173,16 @@ def _below(prefix: str, skeleton):
     return root
 
 
-def _specs(model, skeleton, expert_parallel: AutoEPConfig) -> dict[str, MoELayerSpec]:
-    """AutoEP's description of each of its layers in the original model, by the layer's name."""
+def _specs(model, skeleton, prefix: str, expert_parallel: AutoEPConfig) -> dict[str, MoELayerSpec]:
+    """AutoEP's description of each of its layers in the original model, by the layer's name in `model`."""
     names = list(autoep_layers(model))
     if not names:
         return {}
+    if prefix and expert_parallel.moe_layer_pattern is not None:  # a pattern for the names in `model`
+        skeleton, prefix = _below(prefix, skeleton), ""
     with added_preset(skeleton):
         found = AutoEP(skeleton, expert_parallel).ep_parser()
-    specs = {spec.moe_module_name: spec for spec in found}
+    specs = {".".join(filter(None, [prefix, spec.moe_module_name])): spec for spec in found}
     missing = [name for name in names if name not in specs]
     if missing:
         raise RuntimeError(f"AutoEP finds no MoE layer at {missing[0]} of a new {type(model).__name__}: give the "
@@ -217,7 +214,8 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
     shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
     renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
                "shared_experts.": f"{spec.shared_experts_name}.",
-               "shared_experts_gate.": f"{spec.shared_experts_gate_name}."}
+               "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
+               ADAPTERS: ADAPTERS}  # PEFT looks for them under their modules' names
     for key, value in own.items():
         for prefix, name in renamed.items():
             if key.startswith(prefix):
@@ -227,17 +225,18 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
                     yield original, tensor.reshape(shapes.get(original, tensor.shape))
     biases = {role: _kept(_whole(own[key]), keep) for role in ("gate", "up", "down")
               if (key := f"expert_biases.{role}") in own}
+    start = f"{spec.experts_name}.{base_prefix(layer)}"
     if keep and "up" in biases:
         both = torch.stack([biases["gate"], biases["up"]], dim=2).flatten(1)
-        yield f"{spec.experts_name}.{spec.expert_w1_name}_bias", both
+        yield f"{start}{spec.expert_w1_name}_bias", both
     if keep and "down" in biases:
-        yield f"{spec.experts_name}.{spec.expert_w2_name}_bias", biases["down"]
+        yield f"{start}{spec.expert_w2_name}_bias", biases["down"]
     if "experts.w1" not in own:  # not wanted
         return
     weights = [_all_experts(layer, own[f"experts.{key}"], keep) for key in ("w1", "w2", "w3")]
     if keep:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
-            yield f"{spec.experts_name}.{key}", tensor
+            yield start + key, tensor
 
 
 def _unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:

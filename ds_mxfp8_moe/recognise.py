@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .experts import ACTIVATIONS, DTYPES, GATED_ONLY, ExpertFormula, NotRecognised
+from .experts import ACTIVATIONS, DTYPES, GATED_ONLY, PACKED, ExpertFormula, NotRecognised
 from .proof import prove
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -44,9 +44,9 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_expert: expected a class derived from torch.nn.Module, got {cls!r}")
     formula = ExpertFormula(kind, activation, 32, 32, up, gate, down, gate_bias, up_bias, down_bias, packed)
-    if packed not in ("none", "gate_up", "up_gate") or (packed != "none" and kind != "gated"):
+    if packed not in ("none", *PACKED) or (packed != "none" and kind != "gated"):
         raise ValueError(f"register_expert: packed={packed!r} with kind={kind!r}; expected 'none', or for kind "
-                         "'gated' one of 'gate_up', 'up_gate'")
+                         f"'gated' one of {', '.join(map(repr, PACKED))}")
     weights = {"linear": {"up"}, "mlp": {"up", "down"},
                "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
     if kind not in weights:
@@ -200,7 +200,7 @@ def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormul
             layouts.append(formula("mlp", ffn_size, up=order[0], down=order[1]))
         elif len(order) == 2 and ends_fit and out_sizes[0] == 2 * ffn_size:
             layouts += [formula("gated", ffn_size, packed, up=order[0], down=order[1])
-                        for packed in ("gate_up", "up_gate")]
+                        for packed in PACKED]
         elif len(order) == 3 and ends_fit and shapes[order[0]] == shapes[order[1]] == (ffn_size, hidden_size):
             layouts.append(formula("gated", ffn_size, gate=order[0], up=order[1], down=order[2]))
     if not layouts:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
+from .advice import about_enabled, about_expert_parallel, about_keys
+from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = next((f"the transport {transport.name} cannot be used here: {transport.reason}"
                         for transport in statuses if transport.name == config.transport and not transport.available),
                        None)
+        for line in advice(path, config) if path else ():
+            print(f"[WARN] {line}")
     if problem:
         print("\n".join(f"[FAIL] {line}" for line in problem.splitlines()))
 
@@ -178,6 +181,19 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
             origin += "; has no effect here: only nvlink reads it"
         lines.append((key, f"{json.dumps(value)} ({origin})"))
     return lines
+
+
+def advice(path: str, config: MXFP8MoEConfig) -> list[str]:
+    """What training with this config file would warn of at start-up, as far as it shows without a model.
+
+    Args:
+        path: the DeepSpeed config file.
+        config: its section, which is enabled or not.
+    """
+    if not config.enabled:
+        return about_enabled(config)
+    ranks = max(2, get_accelerator().device_count())  # how many will train is not known here
+    return about_expert_parallel(load_ds_config(path), ranks) + about_keys(config, ())
 
 
 def _origin(config: MXFP8MoEConfig, key: str) -> str:

@@ -8,6 +8,7 @@ error that names the call that is:
     engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
     trainer.save_model and the Trainer's checkpoints, which call accelerator.get_state_dict
     save_pretrained and push_to_hub of the model itself
+    engine.save_checkpoint in ZeRO-3 with frozen experts, which DeepSpeed refuses
 """
 
 import functools
@@ -21,10 +22,10 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from .lora import is_peft, with_pefts_names
 from .pretrained import (
     autoep_layers,
     is_partitioned,
-    is_peft,
     needs_peers,
     refuse_tensor_parallelism,
     whole_state_dict,
@@ -47,6 +48,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
     engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
     _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
+    _replace(engine, "save_checkpoint", _save_checkpoint)
     if accelerate := sys.modules.get("accelerate"):
         _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
     if transformers := sys.modules.get("transformers"):
@@ -56,6 +58,9 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
                 vars(module)[MARK] = None
     if is_peft(engine.module):
         _replace(sys.modules["peft"].PeftModel, "save_pretrained", _save_adapters)
+    if "peft" in sys.modules:
+        for name in ("peft", "peft.peft_model"):  # the one for transformers' own add_adapter, the other for PeftModel
+            _replace(sys.modules[name], "get_peft_model_state_dict", _adapters_of)
     vars(engine.module)[MARK] = engine._config.expert_parallel_config
 
 
@@ -91,6 +96,18 @@ def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | 
         return plain(save_dir, save_filename, exclude_frozen_parameters)
     finally:
         del engine.module_state_dict
+
+
+def _save_checkpoint(plain: Callable, *args, **kwargs) -> Any:
+    try:
+        return plain(*args, **kwargs)
+    except RuntimeError as error:  # before it writes anything
+        if "does not support frozen expert" not in str(error):
+            raise
+        raise RuntimeError(f"{error}. To keep what was trained, every rank calls ds_mxfp8_moe.save_pretrained(engine, "
+                           "directory), which writes the adapters of a PeftModel. The Trainer needs "
+                           'save_strategy="no". To resume a training with frozen experts, use another ZeRO stage'
+                           ) from error
 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
@@ -131,6 +148,11 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
                                f"by itself. {USE_INSTEAD}")
     return plain(model, *args, **kwargs)
+
+
+def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
+    # What is written as adapters. PEFT finds them by the names of their modules.
+    return with_pefts_names(plain(model, *args, **kwargs), model)
 
 
 def _rank_0_writes(arguments: dict) -> bool:

@@ -34,8 +34,13 @@ SAME_CALLS = ("All ranks of the group must make the same calls in the same order
               "dtype and as many choices a token")
 DEADLINE = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
 
+IN_EVALUATION = ("The layer is in evaluation mode. In generate(), a rank whose texts are finished leaves the others "
+                 "waiting: pass synced_gpus=True. Otherwise give every rank the same number of batches")
+
 # What each failed group failed in. Keyed weakly, so that an entry goes with its process group.
 _FAILED: WeakKeyDictionary = WeakKeyDictionary()
+# The last exchange that each group finished on the host, which is in all of gloo's.
+_FINISHED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 class PeerFailure(RuntimeError):
@@ -44,11 +49,26 @@ class PeerFailure(RuntimeError):
 
     Attributes:
         missing: global ranks of the group that did not come to the exchange, as far as this rank could learn.
+        at_deadline: whether the wait ended by its deadline.
     """
 
-    def __init__(self, message: str, missing: tuple = ()):
+    def __init__(self, message: str, missing: tuple = (), at_deadline: bool = False):
         super().__init__(message)
-        self.missing = missing
+        self.missing, self.at_deadline = missing, at_deadline
+
+
+@contextmanager
+def naming_evaluation() -> Iterator[None]:
+    """Adds to a PeerFailure at the deadline what leaves ranks waiting for each other in generation and evaluation.
+
+    For calls of a layer in evaluation mode.
+    """
+    try:
+        yield
+    except PeerFailure as failure:
+        if failure.at_deadline:
+            failure.args = (f"{failure}\n{IN_EVALUATION}", )
+        raise
 
 
 def ranks_of(group: Any) -> list:
@@ -112,6 +132,8 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
     comm = dist if dist.is_initialized() else torch.distributed
     with deadline_for(group, x.device, where, node_of):
         comm.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
+    if x.device.type == "cpu":
+        _FINISHED[group] = where
 
 
 def answers_of_all(group: Any, answer: Any, where: str) -> list:
@@ -221,17 +243,19 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     peers = f"ranks {list(missing)}"
     if len(missing) < 2:
         peers = named(missing[0]) if missing else "its peers"
-    if any(" until the deadline, for" in note for note in waits.values()):
+    at_deadline = any(" until the deadline, for" in note for note in waits.values())
+    if at_deadline:
         lines = [f"{named(me)} waited for {peers} in {where} until the deadline, for {waited}:"]
         silent, last = "it hangs elsewhere, is late, or has died. Look at its log", [DEADLINE]
     else:
         lines = [f"{named(me)} lost its connection to {peers} in {where}, after {waited}:"]
-        silent, last = "it probably died. Look at its log", []
+        since = f" after {_FINISHED[group]}, the last exchange with it" if group in _FINISHED else ""
+        silent, last = f"it probably died{since}. Look at its log", []
     lines += [f"  {named(rank)} waited as well, in {waits[rank]}" for rank in ranks if rank in waits and rank != me]
     lines += [f"  {named(rank)} did not come; {raised.get(rank, silent)}" for rank in missing]
     if not missing:
         lines.append("  All ranks came: those that waited for less time came late")
-    return PeerFailure("\n".join(lines + last), missing)
+    return PeerFailure("\n".join(lines + last), missing, at_deadline)
 
 
 def absence(rank: int) -> str:

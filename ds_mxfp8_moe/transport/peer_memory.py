@@ -349,7 +349,7 @@ class PeerMemory:
             why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
             raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
         raise PeerFailure(f"{me} waited in {place} (phase {kind}) until the deadline, for {other}: "
-                          f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ))
+                          f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ), at_deadline=True)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

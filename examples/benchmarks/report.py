@@ -18,8 +18,9 @@ from training import train
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 GAIN = results_file.RESULTS / "gain.png"
-BENCHMARKS = ("training.train", "training.convergence", "training.parity", "exchange.moe_layer",
-              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "exchange.scale",
+BENCHMARKS = ("training.train", "training.convergence", "training.parity", "training.metrics_cost",
+              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+              "exchange.scale",
               "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 

@@ -47,6 +47,8 @@ _DEEPSEEK = dict(**COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank=
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("AfmoeConfig", dict(**COMMON, **_FULL, num_experts=8, head_dim=16, num_dense_layers=0,
                                   num_shared_experts=1, route_scale=1.5)),
+    "cohere2_moe": ("Cohere2MoeConfig", dict(**NARROW, **_FULL, num_experts=8, head_dim=16, logit_scale=1.0,
+                                             num_shared_experts=1, shared_expert_combination_strategy="sum")),
     "deepseek_v2": ("DeepseekV2Config", dict(**_DEEPSEEK, q_lora_rank=None, first_k_dense_replace=0,
                                              topk_method="group_limited_greedy")),
     "deepseek_v3": ("DeepseekV3Config", dict(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=1)),

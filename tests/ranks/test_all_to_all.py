@@ -193,3 +193,8 @@ def test_a_handle_is_never_used_again():
     """A compiled graph holds the handle of an AllToAll that may be gone."""
     memory = SimpleNamespace(multiprocessors=1, world_size=2, device=CPU, reserve=lambda *args: None)
     assert len({AllToAll(memory, 4, 4, 2, 64, 128, 0)._handle for _ in range(10)}) == 10
+
+
+def test_without_deepspeeds_comm_it_names_the_call():
+    with pytest.raises(RuntimeError, match=r"call deepspeed\.init_distributed\(\) first"):
+        AllToAll.intranode(8, 4, 2, 0, 1, 1, 64, 128, 0)

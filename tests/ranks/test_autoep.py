@@ -19,7 +19,7 @@ from ds_mxfp8_moe.mx import sqnr_db
 PLAIN = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
-PEFT_LAYERS = r"base_model\.model\.model\.layers\.\d+\.mlp"  # as the guide on troubleshooting has it
+PEFT_LAYERS = r"base_model\.model\.model\.layers\.\d+\.mlp"  # plain AutoEP needs it
 
 
 # ---------------------------------------------------------------- one layer, on the same input

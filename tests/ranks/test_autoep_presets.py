@@ -16,6 +16,7 @@ from slow import slow_except
 
 import ds_mxfp8_moe
 from architectures import ARCHITECTURES, COMMON, NARROW, VOCABULARY, difference, losses, tiny_model
+from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.autoep_presets import PRESETS
 
@@ -48,6 +49,25 @@ def test_trains_like_hugging_face(ranks2, model_type):
         assert difference(ours, own) < 1e-5
     printed = results[0][-1]
     assert printed.count(f"AutoEP has no preset for {model_type}: took") == (model_type in PRESETS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [
+    {"expert_selection_fn": "sigmoid"}, {"expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+    {"norm_topk_prob": False, "num_shared_experts": 0, "shared_expert_combination_strategy": "average"}])
+def test_the_routers_of_cohere2_moe(ranks2, changes):
+    for own, ours, layers, converted, _ in ranks2.run(beside_hugging_face, "cohere2_moe", model_changes=changes):
+        assert layers == converted == 2
+        assert difference(ours, own) < 1e-5
+
+
+def averaged():
+    with pytest.raises(ConfigError, match='strategy is "average", and AutoEP adds shared experts; expected "sum"'):
+        losses(model_of("cohere2_moe", shared_expert_combination_strategy="average"), BF16)
+
+
+def test_shared_experts_that_are_averaged_are_refused(ranks2):
+    ranks2.run(averaged)
 
 
 @pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_next"])

@@ -58,13 +58,18 @@ def test_a_bias_moves_by_the_sign_of_its_load_s_error(ranks2, family, stage, cha
 STEPS = 200
 
 
-def skewed_loads(coeff: float | None) -> list[float]:
-    """The most loaded expert's share over the mean, in the first 3 and in the last 40 of 200 steps."""
-    plain, seen = model(), []
+def skewed_model(seed: int = 0, **changes) -> torch.nn.Module:
+    plain = model(seed=seed, **changes)
     with torch.no_grad():  # all tokens have a common part, which the gates send to two experts
         plain.model.embed_tokens.weight.add_(0.02)
         for layer in plain.model.layers:
             layer.mlp.gate.weight[:2].add_(0.02)
+    return plain
+
+
+def skewed_loads(coeff: float | None) -> list[float]:
+    """The most loaded expert's share over the mean, in the first 3 and in the last 40 of 200 steps."""
+    plain, seen = skewed_model(), []
     config = ds_config({"enabled": True, "load_balance_coeff": coeff}, 1)
     config["optimizer"]["params"]["lr"] = 1e-3
     net = ds_mxfp8_moe.initialize(model=plain, config=config)[0]
@@ -87,6 +92,48 @@ def test_a_skewed_router_becomes_balanced(ranks2):
 def test_without_the_key_a_skewed_router_stays_skewed(ranks2):
     _, end = ranks2.run(skewed_loads, None)[0]
     assert end > 2
+
+
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+
+
+def sentences(number: int, rank: int, size: int) -> torch.Tensor:
+    """[size, 32]: counts up from a random token by 1, 2 or 3, which a model can learn."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    start, by = (torch.randint(low, high, (size, 1), generator=generator) for low, high in ((0, 128), (1, 4)))
+    return (start + by * torch.arange(32)) % 128
+
+
+def learnt(seed: int, section: dict, changes: dict) -> tuple[float, float]:
+    """The held-out cross-entropy after 200 steps; the most loaded expert's share over the mean in the last 40."""
+    config = ds_config({"enabled": True, **section}, 1)
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
+    net = ds_mxfp8_moe.initialize(model=skewed_model(seed, **changes), config=config)[0]
+    layers, seen = autoep_layers(net.module), []
+    for layer in layers:
+        layer.router.register_forward_hook(lambda module, args, out: seen.append(out[2].float()))
+    for step in range(STEPS):
+        ids = sentences(1000 * seed + step, dist.get_rank(), 8)
+        net.backward(net(input_ids=ids, labels=ids).loss)
+        net.step()
+    loads = torch.stack(seen[-40 * len(layers):]).view(40, len(layers), -1).sum(0)
+    dist.all_reduce(loads)
+    net.eval()
+    with torch.no_grad():
+        ids = sentences(-1, 0, 64)
+        logits = net(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    return loss.item(), float((loads.amax(1) / loads.mean(1)).max())
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_an_auxiliary_loss(ranks2):
+    balanced, auxiliary = ([ranks2.run(learnt, seed, section, changes, seconds=240)[0] for seed in range(3)]
+                           for section, changes in (({"load_balance_coeff": 0.002}, {}), ({}, AUXILIARY)))
+    losses, others = ([loss for loss, _ in found] for found in (balanced, auxiliary))
+    assert max(share for _, share in balanced) < 1.2, (balanced, auxiliary)
+    assert sum(losses) / 3 - sum(others) / 3 < max(others) - min(others), (balanced, auxiliary)
+    assert max(losses) < 0.5, balanced  # from log(128) = 4.85: the models have learnt
 
 
 def resumed(family: str, directory: str) -> tuple:

@@ -11,8 +11,8 @@ from test_autoep_presets import BF16, SGD, beside_hugging_face, model_of
 
 import ds_mxfp8_moe
 from architectures import difference, losses
-from ds_mxfp8_moe.autoep import MXFP8BiasedGroupedExperts
-from ds_mxfp8_moe.biased_experts import BiasedGroupedExperts
+from ds_mxfp8_moe.autoep import MXFP8ExtendedGroupedExperts
+from ds_mxfp8_moe.extended_experts import ExtendedGroupedExperts
 
 MXFP8 = {"enabled": True}
 
@@ -50,19 +50,19 @@ def three_paths(stage):
     """One layer on DeepSpeed's way (in its plain experts), in our bf16, and in MXFP8."""
     engine = build({"enabled": True, "exclude": [".*"]}, stage)
     layer = autoep_layers(engine.module)[0]
-    plain_class = type(layer.experts) is BiasedGroupedExperts
+    plain_class = type(layer.experts) is ExtendedGroupedExperts
     generator = torch.Generator().manual_seed(engine.global_rank)
     x, grad = (torch.randn(2, 64, 64, generator=generator) for _ in range(2))
     layer.return_router_logits = False  # None, which `call` cannot differentiate
     plain, _ = call(layer, x, grad)
     ds_mxfp8_moe.convert(engine, BF16)
     ours, _ = call(layer, x, grad)
-    converted_class = type(layer.experts) is MXFP8BiasedGroupedExperts
+    converted_class = type(layer.experts) is MXFP8ExtendedGroupedExperts
     ds_mxfp8_moe.convert(engine, MXFP8)
     mxfp8, _ = call(layer, x, grad)
     ds_mxfp8_moe.convert(engine, {"enabled": False})
     back, _ = call(layer, x, grad)
-    assert type(layer.experts) is BiasedGroupedExperts and plain_class and converted_class
+    assert type(layer.experts) is ExtendedGroupedExperts and plain_class and converted_class
     return decibels(plain, ours), decibels(plain, mxfp8), all(torch.equal(plain[name], back[name]) for name in plain)
 
 
@@ -161,7 +161,8 @@ def test_activation_checkpointing_in_zero_3_changes_no_bit(ranks2):
 
 def with_autotp():
     engine = build(BF16, 1, tensor_parallel={"autotp_size": 2})
-    with pytest.raises(ValueError, match="experts with biases .gpt_oss. do not work with AutoTP.*given: 2"):
+    told = "experts with biases .gpt_oss. or LoRA adapters do not work with AutoTP.*given: 2"
+    with pytest.raises(ValueError, match=told):
         train_engine(engine, [0], rank=0)
 
 

@@ -19,7 +19,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, set_deadline, wait_for_device
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, _raised_key, set_deadline, wait_for_device
 
 PLAIN, MX = Wire(False), Wire(True)
 
@@ -143,6 +143,21 @@ def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3, drop_token
                          r"shape \(4, 64\); expected a last axis of 32", text)
 
 
+def leave_an_evaluation(training):
+    """Rank 1 ends a step before the others, as in generate() with a shorter text."""
+    layer = layer_with_deadline().train(training)
+    layer(torch.ones(4, 32))
+    return None if dist.get_rank() == 1 else str(ends_in_time(layer, torch.ones(4, 32)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_ranks_that_wait_in_an_evaluation_are_told_of_synced_gpus(ranks3, training):
+    zero, _, two = ranks3.run(leave_an_evaluation, training)
+    for text in (zero, two):
+        assert "until the deadline" in text and ("pass synced_gpus=True" in text) != training
+
+
 def run_out_of_memory():
     """Rank 1 raises between dispatch and combine; then every rank tries once more."""
     layer = layer_with_deadline()
@@ -222,6 +237,7 @@ def test_the_wait_for_the_device_ends_for_all_when_it_ends_for_one(ranks3):
 
 
 def die(rank):
+    c10d._get_default_store().delete_key(_raised_key(dist.get_rank()))  # of cases before
     exchange = Collective(group_with_deadline(), "moe")
     exchange.plan(some_routes(), 2)
     if dist.get_rank() == rank:
@@ -240,7 +256,8 @@ def test_a_killed_rank_is_named(ranks3, rank):
         if rank == 0:  # it kept the store
             assert "rank 0 has probably died" in text
         else:
-            assert "lost its connection to rank 1 in" in text and "rank 1 did not come; " in text
+            assert "lost its connection to rank 1 in" in text and "in evaluation mode" not in text
+            assert "rank 1 did not come; it probably died after 'expert ids' of moe, the last exchange with it" in text
 
 
 def test_an_error_without_process_groups_is_raised_as_it_is():

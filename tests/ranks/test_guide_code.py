@@ -35,14 +35,19 @@ def config_of(page: Path) -> str | None:
     return next((block for block in blocks(page, "json") if block.startswith("{\n")), None)
 
 
+def write_config(directory: Path, text: str | None) -> None:
+    """Once for all ranks: another one would read a file that is being written."""
+    if text is not None and dist.get_rank() == 0:
+        (directory / "ds_config.json").write_text(text)
+    dist.barrier()
+
+
 @enabled(times=0)  # the blocks call `enable` themselves
 def run(page: Path, directory: Path, **given) -> dict:
     """Runs all Python of a page in `directory`, one block after the other. Returns its names."""
     names = {"model": model(), "dataset": Sentences(16)} | given
-    config, before = config_of(page), os.getcwd()
-    if config and dist.get_rank() == 0:
-        (directory / "ds_config.json").write_text(config)
-    dist.barrier()
+    before = os.getcwd()
+    write_config(directory, config_of(page))
     os.chdir(directory)
     try:
         for block in blocks(page, "python"):
@@ -112,8 +117,7 @@ def test_peft(ranks2, tmp_path):
 
 
 def saving(directory: Path) -> None:
-    config = ds_config({"enabled": True}, 3)
-    (directory / "ds_config.json").write_text(json.dumps(config))
+    write_config(directory, json.dumps(ds_config({"enabled": True}, 3)))
     made = ds_mxfp8_moe.initialize
     with mock.patch.object(ds_mxfp8_moe, "initialize", lambda **given: made(**given | {"model": model()})):
         run(GUIDES / "saving_and_loading.md", directory)
@@ -125,7 +129,7 @@ def test_saving_and_loading(ranks2, tmp_path):
 
 
 def metrics(directory: Path) -> None:
-    (directory / "ds_config.json").write_text(config_of(GUIDES / "metrics.md"))
+    write_config(directory, config_of(GUIDES / "metrics.md"))
     before = os.getcwd()
     os.chdir(directory)
     engine, *_ = ds_mxfp8_moe.initialize(model=model(), config="ds_config.json")

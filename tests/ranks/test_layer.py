@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.moe.layer import MoE as PlainMoE
+from expert_modules import Packed
 from models import EXPERTS, HIDDEN, SwiGLU, moe_layer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,6 +132,19 @@ def test_on_four_ranks_and_on_smaller_groups(ranks4):
     ranks4.run(same_as_plain, dict(k=2, ep_size=1), {"recipe": "bf16"})
 
 
+def evaluates_alone():
+    model = converted(make(k=2))
+    with pytest.raises(PeerFailure) as caught, torch.set_grad_enabled(dist.get_rank() == 1):
+        model(tokens())
+    return str(caught.value)
+
+
+def test_a_rank_that_evaluates_while_another_trains_is_told_apart(ranks2):
+    evaluating, training = ranks2.run(evaluates_alone)
+    assert "rank 0 is in 'counts' of moe" in evaluating and "without gradients)" in evaluating
+    assert "rank 1 is in 'counts' of moe" in training and "without gradients" not in training
+
+
 def used_token_mask():
     plain = make(k=1)
     ours = converted(plain, recipe="bf16")
@@ -168,6 +182,25 @@ def float32_layer():
 
 def test_float32_without_quantisation_is_exact(ranks2):
     ranks2.run(float32_layer)
+
+
+class InTurn(Packed):
+    """With biases; rows of gate and up take turns, as in gpt-oss."""
+
+    def __init__(self):
+        super().__init__(gate_first=False, in_turn=True)
+
+
+def rows_in_turn(dtype, section, least):
+    plain = make(InTurn, dtype=dtype, k=2)
+    ours = converted(plain, **section)
+    assert ours.moe.deepspeed_moe.mxfp8_settings.formula.packed == "up_gate_in_turn"
+    close(step(plain, tokens(dtype)), step(ours, tokens(dtype)), least)
+
+
+def test_packed_experts_whose_rows_take_turns(ranks2):
+    ranks2.run(rows_in_turn, torch.float32, {"recipe": "bf16"}, 100)
+    ranks2.run(rows_in_turn, torch.bfloat16, {"recipe": "mxfp8"}, 17)
 
 
 def autocast_layer():

@@ -4,6 +4,7 @@
 import contextlib
 import csv
 import io
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -11,13 +12,16 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from autoep_models import autoep_layers, engine, train_engine
+from deepspeed.pipe import LayerSpec, PipelineModule
 from models import Layout, batch, make_engine
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe import layer, metrics
 from ds_mxfp8_moe.engine_hooks import converted_layers
 
 FIGURES = {"load_most", "load_fewest", "load_entropy", "rank_most", "dropped", "amax", "zero_blocks",
-           "saturated_blocks", "sqnr_db"}
+           "saturated_blocks", "sqnr_db", "wait_ms", "wait_ms_most", "exchange_ms"}
 
 
 def section(every: int) -> dict:
@@ -61,29 +65,97 @@ def test_figures_of_autoep_layers_are_those_of_all_ranks(ranks2, tmp_path):
         assert found[f"model.layers.{i}.mlp_dropped"][-1][1] == 0
 
 
-def train_classic(folder: str, every: int | None) -> tuple[list[float], int]:
-    """The losses, and how many samples each layer took."""
+class Launches(TorchDispatchMode):
+    """Records the torch ops of this thread. Exchanges and copies to the host are among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def train_classic(folder: str, every: int | None) -> tuple[list[float], int, list[list[str]]]:
+    """The losses; how many samples each layer took; the torch ops of each step."""
     layout = Layout(zero=1, config=monitor(folder), moe={"capacity_factor": 0.5})
     net = make_engine(layout, section(every) if every else {"enabled": True})
-    losses = []
-    with mock.patch.object(layer, "sample", wraps=layer.sample) as sampled:
+    losses, launches = [], []
+    with mock.patch.object(layer, "watch", wraps=layer.watch) as sampled:
         for step in range(4):
             torch.manual_seed(step)
-            loss = net(*batch(step, layout, dist.get_rank()))
-            net.backward(loss)
-            net.step()
+            given = batch(step, layout, dist.get_rank())
+            with Launches() as ops:
+                loss = net(*given)
+                net.backward(loss)
+                net.step()
+            launches.append(ops.names)
             losses.append(loss.item())
-    return losses, sampled.call_count / len(converted_layers(net.module))
+    return losses, sampled.call_count / len(converted_layers(net.module)), launches
 
 
 def test_classic_layers_train_the_same_with_and_without(ranks2, tmp_path):
     plain, sampled = (ranks2.run(train_classic, str(tmp_path / str(every)), every) for every in (None, 4))
-    assert [losses for losses, _ in plain] == [losses for losses, _ in sampled]
-    assert [count for _, count in plain] == [0, 0] and [count for _, count in sampled] == [1, 1]
+    assert [losses for losses, *_ in plain] == [losses for losses, *_ in sampled]
+    assert [count for _, count, _ in plain] == [0, 0] and [count for _, count, _ in sampled] == [1, 1]
+    for (*_, without), (*_, between) in zip(plain, sampled, strict=True):
+        # A step without a sample launches what it launches without the key. DeepSpeed's gate makes constants in the
+        # first step of a process.
+        assert without[1:3] == between[1:3]
+        assert "c10d.alltoall_base_.default" in without[0] and len(between[3]) > len(without[3])
     found = written(tmp_path / "4")
     dropped = [rows[-1][1] for name, rows in found.items() if name.endswith("_dropped")]
     assert dropped and all(0.1 < value < 0.9 for value in dropped)
     assert not written(tmp_path / "None")
+
+
+def late(folder: str) -> None:
+    """Rank 1 comes to each forward 0.2 s later than rank 0."""
+    net = engine(section(1), 0, **monitor(folder))
+    first = autoep_layers(net.module)[0]
+    if dist.get_rank() == 1:
+        first.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    train_engine(net, range(2))
+
+
+def test_the_time_for_which_ranks_wait(ranks2, tmp_path):
+    ranks2.run(late, str(tmp_path))
+    figures = {name.removeprefix("model.layers."): rows[-1][1] for name, rows in written(tmp_path).items()}
+    assert 150 < figures["0.mlp_wait_ms_most"] < 2000
+    assert figures["0.mlp_wait_ms"] == pytest.approx(figures["0.mlp_wait_ms_most"] / 2, rel=0.3)  # rank 1 hardly waits
+    assert 0 < figures["1.mlp_wait_ms_most"] < 100  # the ranks have met in the layer before
+    assert 0 < figures["1.mlp_exchange_ms"] < 100
+
+
+def of_stages(folder: str) -> None:
+    """A pipeline: rank 0 has one layer, rank 1 two others."""
+    parts = [LayerSpec(Residual, 4 + index) for index in range(3)]
+    net = PipelineModule(parts, num_stages=2, loss_fn=lambda out, target: (out - target).square().mean(),
+                         partition_method="uniform")
+    config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "mxfp8_moe": section(1),
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **monitor(folder)}
+    pipe = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    data = torch.randn(2, 8, 32)
+    pipe.train_batch(iter([(data, data)] * 2))
+
+
+class Residual(torch.nn.Module):
+
+    def __init__(self, experts: int):
+        super().__init__()
+        self.moe = ds_mxfp8_moe.MoE(32, torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(),
+                                                             torch.nn.Linear(32, 32)), experts, k=2)
+
+    def forward(self, x):
+        return x + self.moe(x)[0]
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_have_different_layers(ranks2, tmp_path):
+    ranks2.run(of_stages, str(tmp_path))
+    found = {name.rsplit("_load_most")[0] for name in written(tmp_path) if name.endswith("_load_most")}
+    assert len(found) == 3
 
 
 def without_monitor() -> str:

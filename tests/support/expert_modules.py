@@ -44,14 +44,16 @@ class Gated(nn.Module):
 
 
 class Packed(nn.Module):
-    def __init__(self, gate_first, act=F.silu, bias=True):
+    def __init__(self, gate_first, act=F.silu, bias=True, in_turn=False):
         super().__init__()
+        self.in_turn = in_turn
         self.gate_up = nn.Linear(H, 2 * FFN, bias=bias)
         self.down = nn.Linear(FFN, H, bias=bias)
         self.gate_first, self.act = gate_first, act
 
     def forward(self, x):
-        first, second = self.gate_up(x).chunk(2, dim=-1)
+        both = self.gate_up(x)
+        first, second = (both[..., 0::2], both[..., 1::2]) if self.in_turn else both.chunk(2, dim=-1)
         gate, up = (first, second) if self.gate_first else (second, first)
         return self.down(self.act(gate) * up), None
 

@@ -18,8 +18,10 @@ def parameters(experts: int, dense: int) -> list[torch.nn.Parameter]:
     return made
 
 
-def engine(stage=2, moe=True):
-    return SimpleNamespace(has_moe_layers=moe, zero_optimization_stage=lambda: stage)
+def engine(stage=2, moe=True, frozen=False):
+    model = torch.nn.ParameterList(parameters(1, 1))
+    model[0].requires_grad = not frozen
+    return SimpleNamespace(has_moe_layers=moe, zero_optimization_stage=lambda: stage, module=model)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_what_is_set_or_loaded_in_the_twin_stays_until_the_original_changes(pair
     assert rates(twin) == [0.3, 0.7, 0.3, 0.3]
 
 
-@pytest.mark.parametrize("what", [engine(stage=0), engine(stage=3), engine(moe=False)])
+@pytest.mark.parametrize("what", [engine(stage=0), engine(stage=3), engine(moe=False), engine(frozen=True)])
 def test_where_it_is_not_needed_the_optimizer_stays(what):
     optimizer = torch.optim.SGD(parameters(1, 1), lr=0.1)
     assert split_experts(what, optimizer) is optimizer

@@ -19,7 +19,8 @@ LAYERS = [
     ["casts"],
     ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups"],
     ["activation", "grouped_gemm"],
-    ["biased_experts", "autoep_presets"],
+    ["extended_experts", "biased_experts", "autoep_presets"],
+    ["lora"],
     ["crossover"],
     ["transport*"],
     ["expert_math", "metrics"],
@@ -33,7 +34,7 @@ LAYERS = [
     ["saving"],
     ["convert", "advice"],
     ["engine"],
-    ["report", "__init__"],
+    ["report", "plot_metrics", "__init__"],
 ]
 
 

@@ -22,7 +22,7 @@ def routes(experts: list, num_experts: int) -> Routes:
 
 def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, ep_size: int = 1) -> dict:
     sums, amax = sample(x_TH, some_routes, some_recipe)
-    return figures_of(sums.tolist(), amax.item(), ep_size)
+    return figures_of([*sums.tolist(), 0, 0, 0], [amax.item(), 0], ep_size)
 
 
 def test_load_of_experts_and_ranks():
@@ -65,3 +65,9 @@ def test_quality_of_the_cast():
 
 def test_no_tokens():
     assert figures(torch.zeros(0, 64), routes(torch.zeros(0, 2).long().tolist() or [[]], 2), recipe()) == {}
+
+
+def test_times_are_means_over_the_ranks_that_have_them():
+    found = figures_of([4, 4, *[0] * 7, 6.0, 10.0, 2], [0, 5.0], 2)
+    assert {name: value for name, value in found.items() if name.endswith("ms") or name.endswith("ms_most")} == {
+        "wait_ms": 3, "wait_ms_most": 5, "exchange_ms": 5}

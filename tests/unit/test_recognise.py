@@ -87,11 +87,14 @@ def test_swiglu_oai_with_other_constants_is_refused(constants):
     assert "differs from the nearest recognised formula, gated(swiglu_oai)" in refused(Oai(**constants))
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("gate_first", [True, False])
-def test_packed(gate_first):
-    formula = recognise(local_experts(Packed(gate_first)), H)
+def test_packed(gate_first, in_turn):
+    experts = local_experts(Packed(gate_first, in_turn=in_turn))
+    formula = recognise(experts, H)
     assert (formula.kind, formula.activation, formula.ffn_size) == ("gated", "silu", FFN)
-    assert formula.packed == ("gate_up" if gate_first else "up_gate")
+    assert formula.packed == ("gate_up" if gate_first else "up_gate") + in_turn * "_in_turn"
+    assert formula.halved().packed == ("gate_up" if gate_first else "up_gate")
     assert formula.names() == {"up": "gate_up.weight", "down": "down.weight", "up_bias": "gate_up.bias",
                                "down_bias": "down.bias"}
 

@@ -113,6 +113,21 @@ def test_config_file_is_resolved(tmp_path, capsys):
     assert 'scaling_mode ............. "rceil" (default)' in text
 
 
+@pytest.mark.parametrize("config, line", [
+    ({"expert_parallel": {"enabled": True, "autoep_sise": 2}, "mxfp8_moe": {"enabled": True}},
+     '[WARN] "expert_parallel" has "autoep_sise", which DeepSpeed ignores: did you mean "autoep_size"?'),
+    ({"mxfp8_moe": {"enabled": True, "recipe": "bf16", "scaling_mode": "floor"}},
+     '[WARN] "scaling_mode" has no effect: the recipe "bf16" quantises nothing'),
+    ({"mxfp8_moe": {"recipe": "mxfp8"}}, '[WARN] the section lacks "enabled": true'),
+    ({"mxfp8_moe": {"enabled": True}, "expert_parallel": {"enabled": True, "autoep_size": 2}}, None)])
+def test_what_training_would_warn_of_at_start_up(tmp_path, capsys, config, line):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert line in text if line else "[WARN]" not in text
+
+
 def test_config_without_the_section_is_plain_deepspeed(tmp_path, capsys):
     path = tmp_path / "ds_config.json"
     path.write_text('{"train_batch_size": 8}')

@@ -136,16 +136,17 @@ class Classic(nn.Module):
 
 
 def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool | None = None, *, classic: bool,
-              section: dict | None) -> nn.Module:
+              section: dict | None, **more) -> nn.Module:
     """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe".
 
     Args:
         overflow_check: DeepSpeed's bf16.check_grad_overflow. None leaves it out.
+        more: other keys of the config.
     """
     model = hugging_face(size, layers).train()
     adamw = {"lr": LEARNING_RATE / size.ffn, "torch_adam": True, "fused": True}
     config = {"train_micro_batch_size_per_gpu": size.batch, "bf16": {"enabled": True},
-              "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}}
+              "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}, **more}
     if overflow_check is not None:
         config["bf16"]["check_grad_overflow"] = overflow_check
     if classic:

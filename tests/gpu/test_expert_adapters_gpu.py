@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of the expert FFN with the kernels, and their recordings."""
+
+from unittest import mock
+
+import pytest
+import torch
+from test_expert_adapters import check, run
+from test_expert_ffn import RECIPES
+
+from ds_mxfp8_moe.ops.triton_kernels import recording
+from ds_mxfp8_moe.transport.local import Local
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-32", "hp-128", "mxfp8-128", "all-wires-mxfp8"])
+def test_equals_merged_weights(one_rank, recipe_name):
+    check(recipe_name, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-32", "hp-128"])
+def test_replayed_calls_give_the_same_bits(one_rank, recipe_name, rank):
+    recording._PROGRAMS.clear()
+    with mock.patch.object(Local, "replayable", False):
+        (direct, ) = run(RECIPES[recipe_name], torch.bfloat16, "cuda", rank=rank)
+    assert not recording._PROGRAMS
+    for found in run(RECIPES[recipe_name], torch.bfloat16, "cuda", calls=3, rank=rank):
+        assert all(torch.equal(direct[name], found[name]) for name in direct)
+    programs = [program for by_place in recording._PROGRAMS.values() for program, _ in by_place.values()]
+    assert len(programs) == 2 and all(programs)

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA by PEFT on the experts of AutoEP layers: trained like plain Hugging Face with PEFT, and loaded by these."""
+
+import re
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import deepspeed.comm as dist
+import models
+import peft
+import pytest
+import torch
+from autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
+from deepspeed.utils import safe_get_full_grad
+from slow import slow_except
+from test_autoep import call, decibels
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import casts, lora, saving
+from ds_mxfp8_moe.config import ConfigError
+from ds_mxfp8_moe.mx import sqnr_db
+
+BF16 = {"enabled": True, "recipe": "bf16"}
+MXFP8 = {"enabled": True}
+PLAIN = {"enabled": True, "exclude": [".*"]}  # DeepSpeed's own path
+SECTIONS = {"BF16": BF16, "MXFP8": MXFP8, "PLAIN": PLAIN}
+LEARNING_RATE = 0.5
+
+
+def adapted(family="qwen3_moe", seed=1, rank=4, targets=("gate_up_proj", "down_proj"), prefix="experts.", **changes):
+    """A model with adapters that are not zero at the start."""
+    return with_adapters(model(family, **changes), seed, rank, targets, prefix)
+
+
+def with_adapters(net, seed=1, rank=4, targets=("gate_up_proj", "down_proj"), prefix="experts."):
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False,
+                             target_parameters=[f"{prefix}{name}" for name in targets])
+    return peft.get_peft_model(net, config)
+
+
+def build(net, section, stage=0, ep_size=2, **changes):
+    optimizer = {"type": "SGD", "params": {"lr": LEARNING_RATE, "momentum": 0.9}}
+    return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, ep_size, optimizer=optimizer,
+                                                               **changes))[0]
+
+
+def plain_losses(net, steps, ranks):
+    """Of plain Hugging Face and PEFT on the batches of all ranks: [steps, ranks]."""
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
+    losses = []
+    for step in steps:
+        of_ranks = [net(input_ids=ids, labels=ids).loss for ids in (batch(step, rank) for rank in range(ranks))]
+        (sum(of_ranks) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in of_ranks])
+    return losses
+
+
+def beside_peft(section, stage, ep_size, steps=3, bf16=False, **changes):
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    extra = {"bf16": {"enabled": True}} if bf16 else {}
+    losses = plain_losses(adapted(dtype=dtype, **changes), range(steps), dist.get_world_size())
+    net = adapted(dtype=dtype, **changes)
+    engine = build(net, section, stage, ep_size, **extra)
+    experts = [p for layer in autoep_layers(net) for p in layer.experts.parameters()]
+    before = [gathered(p) for p in experts]
+    ours = train_engine(engine, range(steps))
+    assert all(torch.equal(a, gathered(b)) for a, b in zip(before, experts, strict=True))
+    return [of_ranks[dist.get_rank()] for of_ranks in losses], ours, len(experts)
+
+
+@pytest.mark.parametrize("stage, ep_size", slow_except(
+    [(stage, ep_size) for stage in range(4) for ep_size in (1, 2)], (0, 2), (3, 2)))
+def test_trains_like_plain_peft(ranks2, stage, ep_size):
+    for plain, ours, frozen in ranks2.run(beside_peft, BF16, stage, ep_size):
+        assert ours == pytest.approx(plain, rel=1e-5) and frozen == 6
+
+
+@pytest.mark.parametrize("section, family", slow_except(
+    [(section, family) for section in ("BF16", "PLAIN") for family in ("mixtral", "qwen2_moe", "deepseek_v3",
+                                                                       "gpt_oss")],
+    ("BF16", "gpt_oss"), ("PLAIN", "mixtral")))
+def test_every_family_trains_like_plain_peft(ranks2, section, family):
+    for plain, ours, _ in ranks2.run(beside_peft, SECTIONS[section], 2, 2, family=family):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 1), (0, 2), (2, 2), (3, 2)], (2, 2)))
+def test_beside_mxfp8_experts_losses_stay_close(ranks2, stage, ep_size):
+    for plain, ours, _ in ranks2.run(beside_peft, MXFP8, stage, ep_size, steps=6, bf16=True):
+        assert ours == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_ranks_train_like_plain_peft(ranks4):
+    for plain, ours, _ in ranks4.run(beside_peft, BF16, 2, 2):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"targets": ["gate_up_proj"]}, {"targets": ["down_proj"], "rank": 9}])
+def test_one_target_and_any_rank(ranks2, changes):
+    for plain, ours, _ in ranks2.run(beside_peft, BF16, 0, 2, **changes):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def gradients():
+    """Of the adapters of the experts, by plain PEFT on all ranks' batches, and by an engine."""
+    net = adapted()
+    sum(net(input_ids=ids, labels=ids).loss for ids in (batch(0, 0), batch(0, 1))).div(2).backward()
+    plain = {name: p.grad for name, p in net.named_parameters() if ".experts." in name and p.requires_grad}
+    net = adapted()
+    engine = build(net, BF16)
+    ids = batch(0)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    ours = lora.with_pefts_names({name: safe_get_full_grad(p) for name, p in net.named_parameters()}, net)
+    return {name: sqnr_db(grad.float(), ours[name].float()) for name, grad in plain.items()}
+
+
+def test_gradients_of_the_factors(ranks2):
+    for db in ranks2.run(gradients):
+        assert len(db) == 2 * 2 * 2
+        assert min(db.values()) >= 90, db
+
+
+def one_layer(family):
+    """Output and gradients, also of experts that are not frozen, in our bf16 and in MXFP8 beside DeepSpeed's path."""
+    net = adapted(family)
+    engine = build(net, PLAIN)
+    layer = autoep_layers(net)[-1].requires_grad_(True)
+    layer.return_router_logits = False
+    generator = torch.Generator().manual_seed(engine.global_rank)
+    x, grad = (torch.randn(2, 64, 64, generator=generator) for _ in range(2))
+    plain, _ = call(layer, x, grad)
+    found = []
+    for section in (BF16, MXFP8):
+        ds_mxfp8_moe.convert(engine, section)
+        found.append(decibels(plain, call(layer, x, grad)[0]))
+    return found
+
+
+def test_one_layer_beside_deepspeeds_own_path(ranks2):
+    for bf16, mxfp8 in ranks2.run(one_layer, "qwen3_moe"):
+        assert len(bf16) == 2 + 1 + 3 + 4
+        assert min(bf16.values()) >= 90, bf16
+        assert min(mxfp8.values()) >= 21, mxfp8
+
+
+# ---------------------------------------------------------------- saving and loading
+
+
+def held_out_loss(net):
+    net.eval()
+    ids = batch(99, rank=0)
+    with torch.no_grad():
+        return net(input_ids=ids, labels=ids).loss.item()
+
+
+def saved(directory, stage, ep_size, **changes):
+    net = adapted(**changes)
+    engine = build(net, MXFP8, stage, ep_size)
+    train_engine(engine, range(2))
+    ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="ds_mxfp8_moe.save_pretrained"):
+            net.save_pretrained(directory / "theirs")
+    elif dist.get_rank() == 0:
+        net.save_pretrained(directory / "theirs")
+    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    return held_out_loss(engine)
+
+
+@pytest.mark.parametrize("stage, ep_size, family", slow_except(
+    [(0, 1, "mixtral"), (0, 2, "gpt_oss"), (2, 2, "qwen3_moe"), (3, 2, "qwen3_moe")], (3, 2, "qwen3_moe")))
+def test_plain_peft_loads_the_adapter(ranks2, tmp_path, stage, ep_size, family):
+    losses = ranks2.run(saved, tmp_path, stage, ep_size, family=family)
+    assert abs(held_out_loss(model(family)) - losses[0]) > 1e-3
+    for name in ("ours", "theirs")[:1 if stage == 3 else 2]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
+        assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
+
+
+def by_transformers(directory):
+    """Its own add_adapter, in place of a PeftModel."""
+    net = model()
+    net.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"],
+                                    target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    engine = build(net, MXFP8)
+    train_engine(engine, range(2))
+    state = saving._state_dict(engine)  # what accelerator.get_state_dict returns
+    net.save_pretrained(directory, state_dict=state, is_main_process=dist.get_rank() == 0)
+    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    return held_out_loss(engine)
+
+
+def test_adapters_added_by_transformers(ranks2, tmp_path):
+    losses = ranks2.run(by_transformers, tmp_path)
+    net = model()
+    net.load_adapter(tmp_path)
+    assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
+    assert abs(held_out_loss(model()) - losses[0]) > 1e-3
+
+
+def resumed(directory, stage, exclude):
+    """Losses after a checkpoint: of the engine that goes on, and of another one that loads it."""
+    first = build(adapted(), BF16, stage)
+    train_engine(first, range(2))
+    first.save_checkpoint(directory, exclude_frozen_parameters=exclude)
+    second = build(adapted(seed=2), BF16, stage)
+    second.load_checkpoint(directory, load_module_strict=not exclude)
+    return train_engine(first, [2, 3]), train_engine(second, [2, 3])
+
+
+@pytest.mark.parametrize("stage, exclude", slow_except(
+    [(stage, exclude) for stage in (0, 1, 2) for exclude in (False, True)] + [(3, True)], (2, False)))
+def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
+    for went_on, loaded in ranks2.run(resumed, tmp_path, stage, exclude):
+        assert loaded == pytest.approx(went_on, abs=1e-6)
+
+
+def from_an_adapter(directory):
+    net = adapted()
+    if dist.get_rank() == 0:
+        net.save_pretrained(directory)
+    dist.barrier()
+    loaded = peft.PeftModel.from_pretrained(model(), directory, is_trainable=True)
+    return train_engine(build(net, BF16), range(2)), train_engine(build(loaded, BF16), range(2))
+
+
+def test_a_saved_adapter_is_trained_further(ranks2, tmp_path):
+    for first, second in ranks2.run(from_an_adapter, tmp_path):
+        assert first == second
+
+
+# ---------------------------------------------------------------- PEFT's own functions, and what is refused
+
+
+def switched(section):
+    """Held-out losses of an engine and of plain PEFT: with the adapter, without, with another one, with both."""
+    results = []
+    for sharded in (False, True):
+        net = adapted()
+        net.add_adapter("other", peft.LoraConfig(r=5, init_lora_weights=False, target_modules=["q_proj"],
+                                                 target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+        torch.manual_seed(3)
+        for name, p in net.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        called = build(net, section) if sharded else net
+        losses = [held_out_loss(called)]
+        with net.disable_adapter():
+            losses.append(held_out_loss(called))
+        net.set_adapter("other")
+        losses.append(held_out_loss(called))
+        net.base_model.set_adapter(["default", "other"])
+        losses.append(held_out_loss(called))
+        results.append(losses)
+    return results
+
+
+def test_adapters_are_switched_by_peft(ranks2):
+    for plain, ours in ranks2.run(switched, BF16):
+        assert ours == pytest.approx(plain, abs=1e-4)
+        assert len({round(loss, 3) for loss in plain}) == 4
+
+
+def refused():
+    net = adapted()
+    build(net, BF16)
+    assert net.get_model_status().trainable_params > 0 and "gate_up_proj" in repr(net)
+    with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
+        net.merge_and_unload()
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is wrapped by PEFT, which AutoEP would lose"):
+        build(adapted(targets=["down_proj", "gate.weight"], prefix=""), BF16)
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is wrapped by PEFT, which AutoEP would lose"):
+        build(peft.get_peft_model(model(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])), BF16)
+    with pytest.raises(ConfigError, match="mlp.experts: an adapter targets gate_up_proj_bias; expert parallelism"):
+        build(adapted("gpt_oss", targets=["gate_up_proj", "gate_up_proj_bias"]), BF16)
+    # Nothing is converted, so the model stays PEFT's.
+    net = adapted()
+    config = {**ds_config(BF16), "expert_parallel": {"enabled": False}}
+    engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    return held_out_loss(engine) == held_out_loss(adapted())
+
+
+def test_what_is_refused(ranks2):
+    assert ranks2.run(refused) == [True, True]
+
+
+# ---------------------------------------------------------------- frozen experts
+
+
+def casts_made(keep):
+    engine = build(adapted(), {**MXFP8, "keep_quantized_weights": keep}, 2, gradient_accumulation_steps=2)
+    with mock.patch.object(casts, "quantize_weights", wraps=casts.quantize_weights) as cast:
+        losses = train_engine(engine, range(6))
+    return losses, cast.call_count
+
+
+def test_frozen_experts_are_cast_once(ranks2):
+    for (plain, many), (kept, few) in zip(*(ranks2.run(casts_made, keep) for keep in (False, True)), strict=True):
+        assert kept == plain
+        assert many == 6 * 2 * 4 and few == 2 * 4  # 2 layers; 2 GEMMs, forward and backward
+
+
+def frozen_but_for_attention(stage):
+    net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    engine = build(net, MXFP8, stage)
+    losses = train_engine(engine, [0] * 3)
+    return losses, len(ds_mxfp8_moe.engine_hooks.converted_layers(net))
+
+
+@pytest.mark.parametrize("stage", slow_except([1, 2], 1))
+def test_all_experts_may_be_frozen_without_adapters(ranks2, stage):
+    for losses, converted in ranks2.run(frozen_but_for_attention, stage):
+        assert losses[-1] < losses[0] and converted == 2
+
+
+def classic(stage, section, directory=None):
+    """Losses, or those after a checkpoint: of the engine that goes on, and of another one that loads it."""
+    layout = models.Layout(zero=stage, frozen=r".*deepspeed_experts.*", steps=3)
+    engine = models.make_engine(layout, section)
+    losses = [record["loss"] for record in models.train_steps(engine, layout)]
+    if directory is None:
+        return losses
+    engine.save_checkpoint(directory)
+    second = models.make_engine(layout, section)
+    second.load_checkpoint(directory)
+    return [[record["loss"] for record in models.train_steps(one, layout, 3)] for one in (engine, second)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_experts_of_classic_layers_may_be_frozen_too(ranks2, tmp_path, stage):
+    for plain, ours in zip(ranks2.run(classic, 0, models.PLAIN), ranks2.run(classic, stage, BF16), strict=True):
+        assert ours == pytest.approx(plain, abs=1e-5)
+    for went_on, loaded in ranks2.run(classic, stage, BF16, tmp_path):
+        assert loaded == pytest.approx(went_on, abs=1e-6)
+
+
+def recomputed():
+    results = []
+    for checkpointing in (False, True):
+        net = adapted()
+        engine = build(net, MXFP8, 3)
+        if checkpointing:
+            net.enable_input_require_grads()
+            net.gradient_checkpointing_enable({"use_reentrant": False})
+        results.append(train_engine(engine, range(2)))
+    return results
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_in_zero_3_changes_no_bit(ranks2):
+    for plain, again in ranks2.run(recomputed):
+        assert plain == again
+
+
+# ---------------------------------------------------------------- the guide
+
+
+def guide(block, directory):
+    names = {"model": model(), "ds_config": ds_config(MXFP8, 2), "directory": directory,
+             "batches": [{"input_ids": batch(0), "labels": batch(0)}]}
+    exec(block, names)
+    ds_mxfp8_moe.convert(names["engine"], {"enabled": False})
+    return held_out_loss(names["engine"])
+
+
+def test_the_guide_runs(ranks2, tmp_path):
+    page = (Path(__file__).parents[2] / "examples/guides/troubleshooting.md").read_text()
+    block = re.search(r"## LoRA.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    losses = ranks2.run(guide, block, tmp_path)
+    net = peft.PeftModel.from_pretrained(model(), tmp_path)
+    assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
