@@ -60,8 +60,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             hierarchical for groups that span nodes of the same number of ranks. It has not run over NCCL yet.
         node_size: how many consecutive ranks make a node. Only for hierarchical. Default: the ranks that run on one
             machine make a node.
-        wire: what carries rows between nodes. "host": NCCL or gloo through deepspeed.comm. Only for hierarchical.
-            Default: host.
+        wire: what carries rows between nodes. "host": NCCL or gloo through deepspeed.comm. "peer_memory": stores into
+            the memory of GPUs, where all nodes are on one host. "nvshmem": transfers that the GPU starts, over the
+            network that NVSHMEM's environment names. Only for hierarchical. Default: host.
         nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
@@ -108,7 +109,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     combine_bwd_dtype: Dtype = "mxfp8"
     transport: Literal["collective", "nvlink", "hierarchical"] | None = None
     node_size: int | None = Field(default=None, ge=1)
-    wire: Literal["host"] | None = None
+    wire: Literal["host", "nvshmem", "peer_memory"] | None = None
     nvlink_sms: int | None = Field(default=None, ge=1)
     capacity_factor: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     on_overflow: Literal["error", "drop"] = "error"

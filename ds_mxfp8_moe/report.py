@@ -22,7 +22,7 @@ from .advice import about_enabled, about_expert_parallel, about_keys
 from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
-from .ops.op_builder import NVLinkBuilder, ReplayBuilder
+from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
 from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
 
 PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi4py")
@@ -33,7 +33,7 @@ _ORIGINS = {
     "scale_block_size": "chosen for this device: 128 on sm_90, 32 elsewhere",
     "transport": "chosen: nvlink inside a host, collective between hosts, on CPUs hierarchical if hosts are even",
     "node_size": "chosen: the ranks of one host",
-    "wire": "chosen: the only one",
+    "wire": "chosen: it takes every network",
     "nvlink_sms": "chosen for each exchange",
     "capacity_factor": "default: buffers fit the routing of each step",
     "min_tokens_per_expert": "estimated for each layer from its shape, recipe and device",
@@ -111,8 +111,11 @@ def transports() -> list[TransportStatus]:
 def _hierarchical() -> TransportStatus:
     """Whether the hosts have the same number of ranks is checked when training starts."""
     backend = get_accelerator().communication_backend_name()
-    return TransportStatus("hierarchical", True, "between hosts with the same number of ranks, at least two; wire "
-                           f"host: {backend} through deepspeed.comm")
+    text = ("between hosts with the same number of ranks, at least two; wire host: "
+            f"{backend} through deepspeed.comm")
+    if get_accelerator().device_name() == "cuda":
+        text += f"; wire nvshmem: {_extension(NVSHMEMBuilder())[1]}"
+    return TransportStatus("hierarchical", True, text)
 
 
 def _collective() -> TransportStatus:

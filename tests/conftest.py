@@ -58,6 +58,11 @@ def ranks4():
     yield from _pool(4)
 
 
+@pytest.fixture(scope="module")
+def ranks6():
+    yield from _pool(6)
+
+
 @pytest.fixture(scope="session")
 def ranks8():
     yield from _pool(8)

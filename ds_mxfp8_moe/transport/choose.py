@@ -17,14 +17,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..ops.op_builder import nvlink as extension
-from . import Transport
+from . import Transport, nvshmem
 from .collective import Collective
 from .deadline import answers_of_all, ranks_of
 from .hierarchical import Hierarchical
+from .hops import Hops
 from .local import Local
 from .nvlink import NVLink
-from .peer_memory import PeerMemory
-from .wires import Hops
+from .peer_memory import NoStaging, PeerMemory
 
 MOST_RANKS = 8  # over NVLink
 UNTRIED = '. "transport": "hierarchical" sends a token to each node once; it has not run over NCCL yet'
@@ -58,12 +58,14 @@ class Verdict(NamedTuple):
     Attributes:
         broken: nvlink should be possible, but something failed.
         node_size: of hierarchical.
+        wires: of its hops between nodes and inside a node.
     """
 
     transport: str
     reason: str
     broken: bool = False
     node_size: int = 0
+    wires: tuple = ("host", "host")
 
 
 # By what was asked. Keyed weakly, so that an entry goes with its process group.
@@ -83,7 +85,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
             take what None gives.
         sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
         node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.
-        wire: what carries rows between nodes. None means "host".
+        wire: what carries rows between nodes: "host", "peer_memory" or "nvshmem". None means "host". A wire that is
+            not possible is replaced by "host".
 
     Raises:
         RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
@@ -108,7 +111,7 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
                            '"transport": "collective" instead')
     if verdict.transport == "hierarchical":
-        return Hierarchical(Hops.of(group, verdict.node_size, name), name)
+        return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
     return Collective(group, name)
 
 
@@ -122,7 +125,7 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     if asked.node_size is not None:
         nodes = [rank // asked.node_size for rank in ranks]
     ways = {"nvlink": lambda: _nvlink(group, ranks, places, where),
-            "hierarchical": lambda: _hierarchical(ranks, nodes, asked.wire)}
+            "hierarchical": lambda: _hierarchical(group, ranks, places, nodes, asked.wire, where)}
     first, second = reversed(ways) if asked.transport == "hierarchical" else ways
     preferred = ways[first]()
     inside_a_node = asked.transport is None and len(set(nodes)) == 1
@@ -171,13 +174,55 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
     return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
 
 
-def _hierarchical(ranks: list, nodes: list, wire: str) -> Verdict:
+def _hierarchical(group: Any, ranks: list, places: list, nodes: list, wire: str, where: str) -> Verdict:
     """hierarchical, or collective and why not hierarchical."""
     node_size, obstacle = even_nodes(ranks, nodes)
     if obstacle:
         return Verdict("collective", obstacle)
-    return Verdict("hierarchical", f"{len(ranks) // node_size} nodes of {node_size} ranks, wire {wire}",
-                   node_size=node_size)
+    node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
+    of_nodes = [ranks[first:first + node_size] for first in range(0, len(ranks), node_size)]
+    rails = [ranks[index::node_size] for index in range(node_size)]
+    not_inside = _no_peer_memory(group, ranks, places, of_nodes, node_of, where)
+    not_between = None
+    if wire == "peer_memory":
+        not_between = _no_peer_memory(group, ranks, places, rails, node_of, where)
+    elif wire == "nvshmem":
+        not_between = _plain_obstacle(len(of_nodes), "a hop", "the wire") or _no_nvshmem(group, rails, node_of, where)
+    between = "host" if not_between else wire
+    reason = f"{len(of_nodes)} nodes of {node_size} ranks, wire {between}"
+    if not not_inside:
+        reason += ", peer memory inside a node"
+    elif get_accelerator().device_name() != "cpu":
+        reason += f". No peer memory inside a node, because {not_inside}"
+    if not_between:
+        reason += f". No wire {wire}, because {not_between}"
+    return Verdict("hierarchical", reason, node_size=node_size,
+                   wires=(between, "host" if not_inside else "peer_memory"))
+
+
+def _no_nvshmem(group: Any, rails: list, node_of: dict, where: str) -> str | None:
+    """Why ranks of these hops cannot exchange over NVSHMEM. None if all can. Then it runs, with a staging."""
+    reason = nvshmem.start(group, where)
+    if reason:
+        return reason
+    mine = next(rail for rail in rails if dist.get_rank() in rail)
+    try:
+        nvshmem.wire_over_nvshmem(group, mine, node_of)
+    except NoStaging as error:  # raised on every rank
+        return str(error)
+    return None
+
+
+def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: dict, where: str) -> str | None:
+    """Why ranks of one of these hops cannot exchange over peer memory. None if all can.
+
+    `hops`: lists of ranks. Each rank of the group is in one of them.
+    """
+    place_of = dict(zip(ranks, places, strict=True))
+    reasons = [_plain_obstacle(len(hops[0]), "a hop", "peer memory"),
+               *(_apart(hop, [place_of[rank] for rank in hop]) for hop in hops)]
+    mine = next(hop for hop in hops if dist.get_rank() in hop)
+    return next(filter(None, reasons), None) or _failed(group, ranks, where, mine, node_of)
 
 
 def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
@@ -185,22 +230,30 @@ def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
         return Verdict("collective", reason)
-    module, failure = extension.try_load()
-    failures = answers_of_all(group, failure, where)
-    if not any(failures):
-        failures = answers_of_all(group, _trial(group, module), where)
-    for rank, failure in zip(ranks, failures, strict=True):
-        if failure:
-            return Verdict("collective", f"rank {rank}: {failure}", broken=True)
+    if failure := _failed(group, ranks, where):
+        return Verdict("collective", failure, broken=True)
     return Verdict("nvlink", "its ranks share a host, and their GPUs reach each other's memory")
 
 
-def _plain_obstacle(ranks: int) -> str | None:
-    """Why NVLink is not possible, by facts that are equal on all ranks. None if they allow it."""
+def _failed(group: Any, ranks: list, where: str, *hop: Any) -> str | None:
+    """Why the extension or the staging does not work on a rank of the group. None if both do on all ranks.
+
+    `hop`: for PeerMemory.of.
+    """
+    module, failure = extension.try_load()
+    failures = answers_of_all(group, failure, where)
+    if not any(failures):
+        failures = answers_of_all(group, _trial(group, module, *hop), where)
+    return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), None)
+
+
+def _plain_obstacle(ranks: int, of: str = "the group", kernels: str = "nvlink") -> str | None:
+    """Why these kernels cannot exchange between so many ranks, by facts that are equal on all ranks. None if they
+    allow it."""
     if get_accelerator().device_name() != "cuda":
         return "there is no CUDA device"
     if ranks > MOST_RANKS:
-        return f"the group has {ranks} ranks, and nvlink supports at most {MOST_RANKS}"
+        return f"{of} has {ranks} ranks, and {kernels} supports at most {MOST_RANKS}"
     return None
 
 
@@ -231,10 +284,10 @@ def _apart(ranks: list, places: list) -> str | None:
     return None
 
 
-def _trial(group: Any, module: Any) -> str:
-    """Allocates the group's staging. Returns the error, or ""."""
+def _trial(group: Any, module: Any, *hop: Any) -> str:
+    """Allocates the staging of the group or of its hops. Returns the error, or ""."""
     try:
-        PeerMemory.of(group, module)
+        PeerMemory.of(group, module, *hop)
     except Exception as error:  # the driver or the container may refuse; the group then takes another transport
         return f"peer memory cannot be set up: {type(error).__name__}: {error}"
     return ""
@@ -244,7 +297,8 @@ def _tell(group: Any, verdict: Verdict, asked: Asked, of_nvlink: dict) -> None:
     """`of_nvlink`: values of the keys that only the transport nvlink reads."""
     ranks = ranks_of(group)
     if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
-        refused = asked.transport == "hierarchical" != verdict.transport
+        refused = (asked.transport == "hierarchical" != verdict.transport
+                   or verdict.transport == "hierarchical" and verdict.wires[0] != asked.wire)
         warning = "WARNING: " if verdict.broken or refused else ""
         print(f"mxfp8_moe: {warning}transport {verdict.transport} between ranks {ranks}: {verdict.reason}", flush=True)
         for key, value in of_nvlink.items():

@@ -29,6 +29,7 @@ import torch
 from ..routing import count
 from . import Transport, Wire
 from .deadline import check_same_calls, read_counts
+from .hops import Hops
 from .rows import (
     PLAIN,
     Sends,
@@ -46,7 +47,6 @@ from .rows import (
     sums,
     wanted_by,
 )
-from .wires import Hops
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +58,7 @@ class HierarchicalPlan:
         between: which tokens go to which node.
         inside: which of the rows that land here go to which rank of the node.
         *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside).
+        *_most: the most rows that any rank of the group sends to a rank of its hop. Equal on all ranks.
     """
 
     num_tokens: int
@@ -66,9 +67,11 @@ class HierarchicalPlan:
     between: Sends
     between_send_splits: tuple
     between_recv_splits: tuple
+    between_most: int
     inside: Sends
     inside_send_splits: tuple
     inside_recv_splits: tuple
+    inside_most: int
     group_ends: tuple
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor
@@ -96,13 +99,15 @@ class Hierarchical(Transport):
     def world_size(self) -> int:
         return self.hops.num_nodes * self.hops.node_size
 
-    def _between(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+    def _between(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int,
+                 phase: str) -> torch.Tensor:
         where = f"{self._where(phase)}, hop between nodes"
-        return self.hops.between.exchange(x, send_splits, recv_splits, where)
+        return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
 
-    def _inside(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+    def _inside(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int,
+                phase: str) -> torch.Tensor:
         where = f"{self._where(phase)}, hop inside the node"
-        return self.hops.inside.exchange(x, send_splits, recv_splits, where)
+        return self.hops.inside.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> HierarchicalPlan:
@@ -112,17 +117,21 @@ class Hierarchical(Transport):
         wanted_TN = wanted_by(expert_TK, G * E, N)
         crossing_N, needed_W = wanted_TN.sum(0), wanted_by(expert_TK, E, W).sum(0)
 
-        # What this rank tells each rank: rows for its node, rows for it, tokens of this rank, signature, and choices
-        # of each of its experts.
-        told_W = torch.cat([crossing_N.repeat_interleave(G).view(W, 1), needed_W.view(W, 1),
-                            needed_W.new_full((W, 1), T),
-                            needed_W.new_full((W, 1), zlib.crc32((self.name + call).encode())),
-                            count(expert_TK, W * E).view(W, E)], dim=1)
-        landed_NG = self._between(told_W.view(N, -1), (1, ) * N, (1, ) * N, "counts").view(N, G, E + 4)
-        arrived_GN = self._inside(landed_NG.transpose(0, 1).reshape(G, -1), (1, ) * G, (1, ) * G,
-                                  "counts").view(G, N, E + 4)
-        heard_W = arrived_GN.transpose(0, 1).reshape(W, E + 4)  # from each rank
-        sizes_E = heard_W[:, 4:].sum(0)
+        # What this rank tells each rank: choices of each of its experts. And what it tells all: tokens of this rank,
+        # signature, rows for each node, and rows for each rank.
+        told = torch.cat([needed_W.new_full((1, ), T),
+                          needed_W.new_full((1, ), zlib.crc32((self.name + call).encode())), crossing_N, needed_W])
+        told_W = torch.cat([count(expert_TK, W * E).view(W, E), told.expand(W, -1)], dim=1)
+        landed_NG = self._between(told_W.view(N, -1), (1, ) * N, (1, ) * N, 1, "counts").view(N, G, -1)
+        arrived_GN = self._inside(landed_NG.transpose(0, 1).reshape(G, -1), (1, ) * G, (1, ) * G, 1,
+                                  "counts").view(G, N, -1)
+        heard_W = arrived_GN.transpose(0, 1).reshape(W, -1)  # from each rank
+        of_expert_WE, tokens_W, signature_W, crossing_WN, needed_WW = heard_W.split([E, 1, 1, N, W], dim=1)
+        # Rows that land at rank g of a node, out of node m, and are needed by rank d of the node.
+        landing_MGND = needed_WW.reshape(N, G, N, G)
+        inside_GND = landing_MGND.sum(0)
+        node, index = divmod(self.hops.rank, G)
+        sizes_E = of_expert_WE.sum(0)
         of_device = []
 
         def launch_what_needs_no_counts() -> None:
@@ -130,46 +139,52 @@ class Hierarchical(Transport):
             if meanwhile is not None:
                 meanwhile()
 
-        counts = read_counts(torch.cat([crossing_N, landed_NG[:, 0, 0], landed_NG[:, :, 1].sum(0),
-                                        arrived_GN[:, :, 1].sum(1), sizes_E, heard_W[:, 2].sum().view(1),
-                                        heard_W[:, 3]]),
+        counts = read_counts(torch.cat([crossing_N, crossing_WN[index::G, node], inside_GND[index, node],
+                                        inside_GND[:, node, index], sizes_E, tokens_W.sum().view(1),
+                                        crossing_WN.max().view(1), inside_GND.max().view(1), signature_W.view(-1)]),
                              group, self._where("counts"), launch_what_needs_no_counts, self.hops.node_of)
-        (to_node, from_node, to_rank, from_rank, sizes, (tokens_of_group, ),
-         signatures) = _split(counts, (N, N, G, G, E, 1, W))
+        self.hops.check()  # before counts that never arrived are used
+        (to_node, from_node, to_rank, from_rank, sizes, (tokens_of_group, most_between, most_inside),
+         signatures) = _split(counts, (N, N, G, G, E, 3, W))
         check_same_calls(group, signatures, self._where("counts") + call)
         pairs, ends_E, shift_E = of_device
 
         between = sends(pairs, sum(to_node), N)
         ids_CK = experts_there(expert_TK, G * E, between)
-        ids_LK = self._between(as_bytes(ids_CK), to_node, from_node, "expert ids").view(ids_CK.dtype).long()
+        ids_LK = self._between(as_bytes(ids_CK), to_node, from_node, most_between,
+                               "expert ids").view(ids_CK.dtype).long()
         inside = sends(numbered(wanted_by(ids_LK, E, G)), sum(to_rank), G)
         local_SK = experts_there(ids_LK, E, inside)
-        local_RK = self._inside(as_bytes(local_SK), to_rank, from_rank, "expert ids").view(local_SK.dtype)
+        local_RK = self._inside(as_bytes(local_SK), to_rank, from_rank, most_inside,
+                                "expert ids").view(local_SK.dtype)
         ends = padded_ends(sizes)
         slot_RK, source_P = sort_by_expert(local_RK, sum(sizes), shift_E, ends[-1],
-                                           _by_source(arrived_GN[:, :, 1], sum(from_rank)))
+                                           _by_source(landing_MGND[:, :, node, index].t(), sum(from_rank)))
         return HierarchicalPlan(
             num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), between=between,
-            between_send_splits=to_node, between_recv_splits=from_node, inside=inside, inside_send_splits=to_rank,
-            inside_recv_splits=from_rank, group_ends=ends, group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK,
-            source_P=source_P)
+            between_send_splits=to_node, between_recv_splits=from_node, between_most=most_between, inside=inside,
+            inside_send_splits=to_rank, inside_recv_splits=from_rank, inside_most=most_inside, group_ends=ends,
+            group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
     def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         message_C = pack(x_TH, wire, weight_TK, plan.between.row_S, plan.between.slot_WN, plan.top_k)
-        message_L = self._between(message_C, plan.between_send_splits, plan.between_recv_splits, phase)
+        message_L = self._between(message_C, plan.between_send_splits, plan.between_recv_splits,
+                                  plan.between_most, phase)
         message_R = self._inside(message_L.index_select(0, plan.inside.row_S), plan.inside_send_splits,
-                                 plan.inside_recv_splits, phase)
+                                 plan.inside_recv_splits, plan.inside_most, phase)
         return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)
 
     def combine(self, plan: HierarchicalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         H, K, weights = y_PH.shape[1], plan.top_k, 0 if weight_P is None else plan.top_k
         message_R = partial_sums(y_PH, PLAIN, torch.float32, weight_P, plan.slot_RK)
-        message_S = self._inside(message_R, plan.inside_recv_splits, plan.inside_send_splits, phase)
+        message_S = self._inside(message_R, plan.inside_recv_splits, plan.inside_send_splits, plan.inside_most,
+                                 phase)
         sum_LH, weight_LK = sums(message_S, H, PLAIN, torch.float32, weights, plan.inside.slot_WN, K)
         message_L = pack_all(sum_LH if wire.mxfp8 else sum_LH.to(dtype), wire, weight_LK if weights else None)
-        message_C = self._between(message_L, plan.between_recv_splits, plan.between_send_splits, phase)
+        message_C = self._between(message_L, plan.between_recv_splits, plan.between_send_splits,
+                                  plan.between_most, phase)
         y_TH, weight_TK = sums(message_C, H, wire, dtype, weights, plan.between.slot_WN, K)
         return y_TH, weight_TK if weights else None
 

@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
 from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap
-from .peer_memory import KINDS, PeerMemory
+from .peer_memory import KINDS, PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
 CHUNKS = 1024  # most chunks of a rank's tokens; kernels.h, MAX_CHUNKS
@@ -251,7 +251,7 @@ class NVLink(Transport):
     def dispatch(self, plan: NVLinkPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         """See Transport. MXFP8 scales of blocks of 128 are a view of K-block-major memory."""
-        x_TH = _dense(x_TH)
+        x_TH = dense(x_TH)
         (_, H), P, block, device = x_TH.shape, plan.num_rows, wire.block_size, x_TH.device
         rows = self._rows(plan, "dispatch", H, x_TH.dtype, wire, weight_TK is not None, phase)
         out_PH = torch.empty((P, H), dtype=torch.float8_e4m3fn if wire.mxfp8 else x_TH.dtype, device=device)
@@ -280,7 +280,7 @@ class NVLink(Transport):
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
         memory, ext, device = self.memory, self.memory.extension, y_PH.device
-        y_PH = _dense(y_PH)
+        y_PH = dense(y_PH)
         H = y_PH.shape[1]
         rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
         out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
@@ -311,9 +311,3 @@ class NVLink(Transport):
         moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
         return overlap.sms_beside(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8,
                                   plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied if it is not contiguous or does not begin at a multiple of 16 bytes, as the kernels need it."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -5,6 +5,7 @@ Kernels get a pointer for each rank. `Symmetric` allocates the memory as torch's
 access inside one node. It never uses multicast. The tests bring another provider, for ranks without GPUs.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d as c10d
 
 from ..ops.device import multiprocessors
 from .deadline import (
@@ -34,13 +36,18 @@ FIRST_BYTES = 8 << 20  # size of a half at first: enough for the counts, and for
 SLACK = 1.25  # a half grows to this times what is needed, since routing varies
 CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
 # kernels.h, Kind
-KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
+KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "rows")
 HISTORY = 64  # how many exchanges are remembered by name
 MOST_DROPPING = 4096  # layers of a group that may drop choices
 STEPS_BETWEEN_WARNINGS = 100  # about the choices that a layer dropped
 
-# One staging serves all layers of a group. Keyed weakly, so that an entry goes with its process group.
+# By extension and the ranks that exchange: one staging serves all layers of a group, or of a hop. Keyed weakly, so
+# that an entry goes with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
+
+
+class NoStaging(RuntimeError):
+    """Staging could not be allocated on some rank. Raised on every rank of the group."""
 
 
 class Symmetric:
@@ -53,10 +60,25 @@ class Symmetric:
         return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
     @staticmethod
-    def addresses(staging: torch.Tensor, group: Any) -> list[int]:
-        """The address of each rank's staging, as this rank's kernels use it. Collective."""
+    def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
+        """The addresses of the stagings of `ranks`, as this rank's kernels use them. Collective.
+
+        Args:
+            ranks: global ranks of the group. No other rank's staging is mapped.
+            name: equal on these ranks, and new.
+        """
         import torch.distributed._symmetric_memory as symmetric_memory
-        return [int(pointer) for pointer in symmetric_memory.rendezvous(staging, group).buffer_ptrs]
+        if ranks == ranks_of(group):
+            mapped = symmetric_memory.rendezvous(staging, group)
+        else:
+            # torch looks a group's ranks and store up by its name. Depending on the release it finds them in what
+            # set_group_info tells, or in a process group. One that cannot communicate is enough.
+            me, store = ranks.index(torch.distributed.get_rank()), c10d.PrefixStore(name, c10d._get_default_store())
+            symmetric_memory._SymmetricMemory.set_group_info(name, me, len(ranks), store)
+            staging.hop = torch.distributed.ProcessGroup(store, me, len(ranks))
+            c10d._register_process_group(name, staging.hop)  # it only keeps a weak reference
+            mapped = symmetric_memory._SymmetricMemory.rendezvous(staging, name)
+        return [int(pointer) for pointer in mapped.buffer_ptrs]
 
 
 class PeerMemory:
@@ -65,15 +87,20 @@ class PeerMemory:
     The constructor is collective.
 
     Args:
-        group: a process group of 2 to 8 ranks on one node.
+        group: a process group. All its ranks call the constructor, and later `reserve`.
         extension: the loaded module of ops/csrc/nvlink.
         first_epoch: number of the first exchange. Tests start just below 2^32.
         provider: allocates the staging, as `Symmetric` does.
+        ranks: 2 to 8 global ranks of the group, on one host: those that exchange with this one, and this one. Default:
+            all ranks of the group.
+        node_of: the node of each global rank of the group, for errors. None: they do not name nodes.
     """
 
-    def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric):
+    def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric,
+                 ranks: list | None = None, node_of: dict | None = None):
         self._group, self.extension, self._provider = ref(group), extension, provider
-        self.rank, self.world_size = dist.get_rank(group=group), dist.get_world_size(group=group)
+        self.ranks, self.node_of = ranks_of(group) if ranks is None else ranks, node_of
+        self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.device = torch.device(get_accelerator().current_device_name())
         self.epoch = first_epoch
         self.seconds = set_deadline(group, self.device)
@@ -116,16 +143,18 @@ class PeerMemory:
         return self._group()
 
     @staticmethod
-    def of(group: Any, extension: ModuleType) -> "PeerMemory":
-        """The group's PeerMemory. The first call makes it, and is collective."""
-        if group not in _OF_GROUP:
-            _OF_GROUP[group] = PeerMemory(group, extension)
-        return _OF_GROUP[group]
+    def of(group: Any, extension: ModuleType, ranks: list | None = None, node_of: dict | None = None,
+           provider: Any = Symmetric) -> "PeerMemory":
+        """The PeerMemory of these ranks of the group. The first call makes it, and is collective in the group."""
+        made, key = _OF_GROUP.setdefault(group, {}), (extension, *(ranks or ()))
+        if key not in made:
+            made[key] = PeerMemory(group, extension, ranks=ranks, node_of=node_of, provider=provider)
+        return made[key]
 
     @staticmethod
     def wait_and_check_all() -> None:
         """`wait_and_check` for every group of this process."""
-        for memory in list(_OF_GROUP.values()):
+        for memory in [memory for made in list(_OF_GROUP.values()) for memory in made.values()]:
             memory.wait_and_check()
 
     def wait_and_check(self) -> None:
@@ -165,7 +194,7 @@ class PeerMemory:
             if total > before and self._steps - step >= STEPS_BETWEEN_WARNINGS:
                 self._warned[name] = self._steps, total
                 print(f"mxfp8_moe: WARNING: {name}: {total - before} choices for the experts of rank "
-                      f"{ranks_of(self.group)[self.rank]} were dropped since the last such line: more rows came than "
+                      f"{self.ranks[self.rank]} were dropped since the last such line: more rows came than "
                       'fit. To drop fewer, raise "capacity_factor"', flush=True)
         self._steps += 1
 
@@ -178,10 +207,11 @@ class PeerMemory:
             self.epoch = int(self.state[0]) & 0xFFFFFFFF
         self._closed(where)
         half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
-        told = answers_of_all(self.group, (half_bytes, where), f"growth of the staging for {where}")
-        if len(set(told)) > 1:
-            each = ", ".join(f"rank {rank} {size} bytes for {what}"
-                             for rank, (size, what) in zip(ranks_of(self.group), told, strict=True))
+        told = dict(zip(ranks_of(self.group),
+                        answers_of_all(self.group, (half_bytes, where, f"ds_mxfp8_moe/{secrets.token_hex(8)}"),
+                                       f"growth of the staging for {where}"), strict=True))
+        if len({(size, what) for size, what, _ in told.values()}) > 1:
+            each = ", ".join(f"rank {rank} {size} bytes for {what}" for rank, (size, what, _) in told.items())
             raise RuntimeError(f"the ranks need staging of different sizes: {each}. {SAME_CALLS}")
         # If the allocation fails, the next exchange allocates again, even an exchange of no rows.
         self.half_bytes, self._staging = -1, None
@@ -197,8 +227,8 @@ class PeerMemory:
             failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
             for rank, failure in zip(ranks_of(self.group), failures, strict=True):
                 if failure:
-                    raise RuntimeError(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be "
-                                       f"allocated on rank {rank}: {failure}")
+                    raise NoStaging(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be "
+                                    f"allocated on rank {rank}: {failure}")
             return result
 
         def make() -> torch.Tensor:
@@ -207,7 +237,7 @@ class PeerMemory:
             return self._provider.empty(header + 2 * half_bytes, self.device)
 
         def share() -> list[int]:
-            peers = self._provider.addresses(staging, self.group)
+            peers = self._provider.addresses(staging, self.group, self.ranks, told[self.ranks[0]][2])
             # Every flag says that its rank has finished the exchange before this one.
             staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
             get_accelerator().synchronize()
@@ -216,12 +246,17 @@ class PeerMemory:
         staging = on_every_rank(make)
         peers = on_every_rank(share)
         self._staging, self.half_bytes = staging, half_bytes
-        timeout_ns = int(min(max(before_watchdog(self.seconds), 0.1) * 1e9, 2**63))  # kernels count in 64 bits
+        timeout_ns = int(min(self._kernels_wait * 1e9, 2**63))  # kernels count in 64 bits
         self._template = self.extension.Group(
             peer=peers + [0] * (self.extension.MAX_RANKS - len(peers)), state=self.state.data_ptr(),
             failure=self._failure.data_ptr(), rank=self.rank, world=self.world_size, half_bytes=half_bytes,
             timeout_ns=timeout_ns)
         self.generation += 1
+
+    @property
+    def _kernels_wait(self) -> float:
+        """The deadline of kernels, in seconds."""
+        return max(before_watchdog(self.seconds), 0.1)
 
     def reserve(self, needed: int, where: str) -> None:
         """Makes room for `needed` bytes in a half. All ranks pass the same number, since this may be collective."""
@@ -297,11 +332,14 @@ class PeerMemory:
         if self._failed[0] == 0:
             return
         code, rank, peer, phase, epoch, detail = (int(word) & 0xFFFFFFFF for word in self._failed[:6])
-        ranks = ranks_of(self.group)
+        ranks = self.ranks
         kind = KINDS[phase]
         where = kind if self.captured else self._where.get(epoch, kind)  # replays count on the device alone
         me, other = f"rank {ranks[rank]}", f"rank {ranks[peer]}"
-        place = f"exchange {epoch} over NVLink, {where}"
+        if CODES[code] == "timeout" and self.node_of is not None:  # of one hop, in which not all ranks take part
+            raise peer_failure(self.group, where, time.monotonic() - self._kernels_wait, self._kernels_wait,
+                               self.node_of)
+        place = f"exchange {epoch} over NVLink, {where}" if self.node_of is None else where
         if CODES[code] == "overflow":
             raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
                               'computed from the rows that do not fit. Raise "capacity_factor", or leave it out, or '
@@ -312,6 +350,12 @@ class PeerMemory:
             raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
         raise PeerFailure(f"{me} waited in {place} (phase {kind}) until the deadline, for {other}: "
                           f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ), at_deadline=True)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """`x`, copied if it is not contiguous or does not begin at a multiple of 16 bytes, as kernels need it."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _signed(epoch: int) -> int:

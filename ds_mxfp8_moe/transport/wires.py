@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires: what carries the rows of one hop of the hierarchical transport, and the two hops of a group.
+"""Wires: what carries the rows of one hop of the hierarchical transport.
 
 A hop takes place among some ranks of the group. Between nodes, these are the ranks of one index in their nodes (a
 rail). Inside a node, they are the node's ranks. A wire brings each rank's rows to the places that `recv_splits` gives
@@ -7,15 +7,21 @@ them, and returns when they are there, or will be for what the device does next.
 host, or by stores and signals of kernels. The transport does not depend on the order or the time in which rows arrive.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
 
+from . import overlap
 from .deadline import all_to_all, ranks_of
+from .nvlink import ALIGNED, signature
+from .peer_memory import PeerMemory, dense
+from .rows import as_bytes
+
+BYTES = 16  # that a thread of a kernel moves at a time
+CHUNK_BYTES = 32 << 10  # least size of what one flag announces; 8 rounds of a team's threads
 
 
 class RowWire(ABC):
@@ -30,15 +36,23 @@ class RowWire(ABC):
     sent_bytes: int = 0
 
     @abstractmethod
-    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str) -> torch.Tensor:
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
+                 compared: bool = True) -> torch.Tensor:
         """Sends `send_splits[i]` rows of x to rank i of the hop. Returns the rows that arrive, in rank order.
 
         Args:
-            where: the exchange, the layer and the hop, for errors.
+            where: the exchange, the layer and the hop, for errors. Equal on all ranks.
+            most: no rank sends more rows to another one than this. Equal on all ranks of the group.
+            compared: whether a wire that can do so compares `where` between ranks. The counts of a plan do it
+                themselves, so that all ranks of the group raise.
 
         Raises:
             PeerFailure: a rank did not come in time, as far as the host waits for it.
         """
+
+    def check(self) -> None:
+        """Raises the error of an exchange that has failed by now. The host does not wait for the device."""
+        return None
 
     def count(self, x: torch.Tensor, send_splits: tuple) -> None:
         """Adds to `sent_bytes` what `exchange` sends to others."""
@@ -62,7 +76,8 @@ class HostWire(RowWire):
     def __init__(self, group: Any, ranks: list, node_of: dict):
         self.group, self.ranks, self.node_of = group, ranks, node_of
 
-    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str) -> torch.Tensor:
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
+                 compared: bool = True) -> torch.Tensor:
         self.count(x, send_splits)
         out = x.new_empty((sum(recv_splits), x.shape[1]))
         all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self.group, where, self.node_of)
@@ -74,48 +89,65 @@ class HostWire(RowWire):
         return tuple(of_hop.get(rank, 0) for rank in ranks_of(self.group))
 
 
-@dataclass(frozen=True, eq=False)
-class Hops:
-    """The two hops of an expert-parallel group, shared by its layers.
+class PeerWire(RowWire):
+    """Stores into the memory of the peers, which are on one host with this rank: one kernel for each exchange.
 
-    Rank i of the group has the index i % G in node i // G.
+    The host does not wait. Each wait of a kernel ends at the group's deadline (ops/csrc/nvlink/row_exchange.cu).
+
+    Arguments:
+        memory: the hop's staging.
+        sms: multiprocessors that move rows. Default: as many as overlap.py says.
 
     Attributes:
-        group: the process group.
-        node_of: the node of each global rank.
-        node_size: G.
-        between: from here to the ranks of the same index in all nodes, this one included.
-        inside: to the ranks of this node.
+        other: the wire of the other hop, whose rows this one sends on. If an exchange of it has failed, this one does
+            nothing.
     """
 
-    group: Any
-    node_of: dict
-    node_size: int
-    between: RowWire
-    inside: RowWire
+    def __init__(self, memory: PeerMemory, sms: int | None = None):
+        self.memory, self.ranks, self.other = memory, memory.ranks, None
+        self.sms = min(sms or overlap.ALONE, memory.multiprocessors)
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self.between.ranks)
+    REGIONS = 1  # of each rank in a half of the staging
 
-    @staticmethod
-    def of(group: Any, node_size: int, name: str) -> "Hops":
-        """The group's hops.
+    def check(self) -> None:
+        self.memory.check()
 
-        Args:
-            node_size: divides the number of ranks. Equal on all of them.
-            name: of the layer, for errors.
-        """
-        ranks, made = ranks_of(group), _OF_GROUP.setdefault(group, {})
-        if len(ranks) % node_size:
-            raise ValueError(f"{name}: {len(ranks)} ranks are no nodes of {node_size} ranks each")
-        if node_size not in made:
-            node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
-            node, index = divmod(ranks.index(torch.distributed.get_rank()), node_size)
-            hops = ranks[index::node_size], ranks[node * node_size:(node + 1) * node_size]
-            made[node_size] = Hops(group, node_of, node_size, *(HostWire(group, hop, node_of) for hop in hops))
-        return made[node_size]
+    def _row(self, x: torch.Tensor) -> int:
+        """Bytes of a row as it travels."""
+        return -(-x.shape[1] * x.element_size() // BYTES) * BYTES
+
+    def _region(self, x: torch.Tensor, most: int) -> int:
+        return -(-most * self._row(x) // ALIGNED) * ALIGNED
+
+    def _half_bytes(self, x: torch.Tensor, most: int) -> int:
+        return self.REGIONS * len(self.ranks) * self._region(x, most)
+
+    def _launch(self, args: Any) -> None:
+        self.memory.extension.row_exchange(args, self.sms, self.memory.stream())
+
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
+                 compared: bool = True) -> torch.Tensor:
+        memory, ext, width = self.memory, self.memory.extension, x.shape[1] * x.element_size()
+        memory.check()
+        self.count(x, send_splits)
+        row = self._row(x)
+        rows = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
+        # A flag announces a chunk. There are at most MAX_CHUNKS of them between two ranks.
+        chunk = max(CHUNK_BYTES, -(-most * row // ext.MAX_CHUNKS // BYTES) * BYTES)
+        memory.reserve(self._half_bytes(x, most), where)
+        out = torch.empty((sum(recv_splits), row), dtype=torch.uint8, device=x.device)
+        group = memory.begin(signature("rows", row, most, where if compared else ""), where)
+        other = self.other.memory.state.data_ptr() if isinstance(self.other, PeerWire) else 0
+        self._launch(ext.RowExchange(group=group, x=rows.data_ptr(), out=out.data_ptr(), other_state=other,
+                                     send_at=_beginnings(send_splits, row, ext.MAX_RANKS),
+                                     recv_at=_beginnings(recv_splits, row, ext.MAX_RANKS),
+                                     region=self._region(x, most), chunk=chunk, chunks=-(-most * row // chunk)))
+        if x.device.type == "cpu":  # the kernel has ended
+            memory.check()
+        return out[:, :width].contiguous().view(-1).view(x.dtype).view(-1, x.shape[1])
 
 
-# By node size. Keyed weakly, so that an entry goes with its process group.
-_OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
+def _beginnings(splits: tuple, row_bytes: int, most_ranks: int) -> list:
+    """Where the rows of each rank begin, in bytes, and where the last ones end."""
+    beginnings = [row_bytes * rows for rows in itertools.accumulate(splits, initial=0)]
+    return beginnings + [0] * (most_ranks + 1 - len(beginnings))

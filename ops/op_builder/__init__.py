@@ -2,6 +2,7 @@
 """Builders of the extensions, by the names of their ops. They are subclasses of DeepSpeed's CUDAOpBuilder."""
 
 from .nvlink import NVLinkBuilder
+from .nvshmem import NVSHMEMBuilder
 from .replay import ReplayBuilder
 
-ALL_OPS = {builder.NAME: builder() for builder in (NVLinkBuilder, ReplayBuilder)}
+ALL_OPS = {builder.NAME: builder() for builder in (NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder)}

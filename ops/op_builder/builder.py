@@ -42,6 +42,7 @@ class NvccBuilder(CUDAOpBuilder):
 
     NAME: str
     FOLDER: str
+    HEADERS: tuple = ()  # other folders whose headers the sources include
 
     def __init__(self, source_folder: Path | None = None, capabilities: tuple | None = None):
         super().__init__(self.NAME)
@@ -145,7 +146,7 @@ class NvccBuilder(CUDAOpBuilder):
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         for part in (_nvcc_says(), torch.__version__, suffix, *map(str, map(self._flags, self.sources()))):
             key.update(part.encode() + b"\0")
-        for path in sorted(self.source_folder.iterdir()):
+        for path in sorted(path for folder in (self.source_folder, *self.HEADERS) for path in folder.iterdir()):
             key.update(path.name.encode() + b"\0" + path.read_bytes())
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
         return Path(root) / f"{self.NAME}_{key.hexdigest()[:16]}" / f"{self.NAME}{suffix}"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmark
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops
+from ds_mxfp8_moe.transport.hops import Hops
 from exchange import two_nodes, two_nodes_ranks
 
 pytestmark = pytest.mark.slow

@@ -43,6 +43,42 @@ def pair_of_a_case():
     yield from over_nccl(2)
 
 
+@pytest.fixture(scope="module")
+def four():
+    """Four ranks over NCCL."""
+    yield from over_nccl(4)
+
+
+@pytest.fixture
+def four_of_a_case():
+    """Four ranks of one case alone, as `pair_of_a_case`."""
+    yield from over_nccl(4)
+
+
+def over_gloo() -> Iterator[RankPool]:
+    pool = RankPool(4, accelerator="cuda", backend="gloo", share_gpu=GPUS < 4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four_over_gloo():
+    """Four ranks that exchange over peer memory, and over gloo what their oracle exchanges."""
+    yield from over_gloo()
+
+
+@pytest.fixture(scope="module")
+def four_over_nvshmem():
+    """Four ranks in which NVSHMEM is started once."""
+    yield from over_gloo()
+
+
+@pytest.fixture
+def four_over_nvshmem_of_a_case():
+    """Four ranks of one case alone, which starts NVSHMEM."""
+    yield from over_gloo()
+
+
 @pytest.fixture(scope="module", params=POOLS)
 def pool(request):
     """Ranks that exchange over peer memory, and over gloo what their oracle exchanges."""

@@ -8,6 +8,7 @@ import pytest
 from ds_mxfp8_moe.ops.op_builder import builder
 from ds_mxfp8_moe.ops.op_builder.builder import BOTH, CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import NVLinkBuilder
+from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
 
 KERNEL_FILES = sorted(path.name for path in (CSRC / "nvlink").glob("*.cu"))
 # Most bytes that a kernel may spill to or load from memory. Saving some registers around a wait costs nothing, but a
@@ -79,3 +80,28 @@ def test_no_read_through_the_read_only_cache(build, name):
         text = path.read_text()
         assert ".entry" in text
         assert not re.findall(r"ld\.global[.\w]*\.nc\b|ldu\.", text), path.name
+
+
+NO_NVSHMEM = NVSHMEMBuilder(capabilities=BOTH)._obstacle()
+
+
+@pytest.mark.skipif(NO_NVSHMEM is not None, reason=str(NO_NVSHMEM))
+def test_the_wire_over_nvshmem_compiles_links_and_imports_without_a_gpu(tmp_path, monkeypatch):
+    said, run = {}, builder._run
+
+    def record(*args):
+        said[args[1].rpartition("/")[2]] = output = run(*args)
+        return output
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(builder, "_run", record)
+    monkeypatch.setattr(NVSHMEMBuilder, "compute_capability_args",
+                        lambda self: [*NVLinkBuilder.compute_capability_args(self), "-Xptxas=-v"])
+    module = NVSHMEMBuilder(capabilities=BOTH).jit_load()
+    assert not module.started() and module.ShmemExchange(rows=module.RowExchange(chunks=3), pe=[0] * module.MAX_RANKS)
+    text = said["row_exchange.cu"]
+    for architecture in ("sm_90a", "sm_100a"):
+        entries = re.findall(rf"Compiling entry function '\w*row_exchange\w*' for '{architecture}'", text)
+        assert len(entries) == 1, text
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    assert spills and max(int(number) for pair in spills for number in pair) <= SPILL_BYTES

@@ -245,7 +245,8 @@ def ask_differently(keys: list) -> list:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key, one, two", [("node_size", 2, 1), ("requested", "hierarchical", None)])
+@pytest.mark.parametrize("key, one, two", [("node_size", 2, 1), ("requested", "hierarchical", None),
+                                           ("wire", "nvshmem", "host")])
 def test_ranks_that_ask_for_different_nodes_raise_everywhere(ranks2, key, one, two):
     keys = [{"requested": "hierarchical", "node_size": 2, key: value} for value in (one, two)]
     name = "transport" if key == "requested" else key

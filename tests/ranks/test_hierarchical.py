@@ -5,31 +5,25 @@ against the routing, wires that are slow and out of order, and ranks that go wro
 import dataclasses
 import random
 import time
+from collections.abc import Callable
 
 import deepspeed.comm as dist
 import pytest
 import test_expert_ffn
 import test_transport
 import torch
-from rank_pool import RankPool
 from reference_moe import reference
 from slow import slow_except
 from test_expert_ffn import RECIPES, compare, formula
 from test_transport import MX, PLAIN, PROBLEMS, Problem, bits
 
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops, HostWire
+from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.wires import HostWire
 
 TOKENS_OF_6 = (50, 300, 61, 37, 0, 20)
-
-
-@pytest.fixture(scope="module")
-def ranks6():
-    pool = RankPool(6)
-    yield pool
-    pool.close()
 
 
 def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
@@ -39,9 +33,10 @@ def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
 # ---------------------------------------------------------------- bits
 
 
-def check_exchange(problem: Problem, node_size: int, y_dtype: torch.dtype | None = None) -> None:
-    """Against the naive exchange; what dispatch gives also against the flat transport."""
-    exchange, flat = two_hops(node_size), Collective(dist.get_world_group())
+def check_exchange(problem: Problem, node_size: int, y_dtype: torch.dtype | None = None,
+                   made: Callable[[Transport], Transport] = lambda transport: transport) -> None:
+    """Against the naive exchange; what dispatch gives also against the flat transport. `made`: of both transports."""
+    exchange, flat = made(two_hops(node_size)), made(Collective(dist.get_world_group()))
     test_transport.check_exchange(problem, y_dtype, exchange, node_size)
     expert_TK, x_TH, weight_TK = problem.inputs(exchange.world_size)[dist.get_rank()]
     got, want = (t.dispatch(t.plan(expert_TK, problem.local_experts), x_TH, problem.wire, weight_TK)
@@ -162,7 +157,7 @@ def check_bytes(pool, problem: Problem, node_size: int) -> None:
     world, K = pool.world_size, problem.top_k
     out, back = crossings(problem, world, node_size)
     row = problem.hidden + -(-problem.hidden // problem.wire.block_size) if problem.wire.mxfp8 else problem.hidden * 2
-    counts = (world - node_size) * (problem.local_experts + 4) * 8
+    counts = (world - node_size) * (problem.local_experts + 2 + world // node_size + world) * 8
     for rank, sent in enumerate(pool.run(bytes_across, problem, node_size)):
         assert sent == {"plan": counts + out[rank] * K * 2, "dispatch": out[rank] * (row + 4 * K),
                         "combine": back[rank] * (row + 4 * K), "dispatch bare": out[rank] * row}
@@ -185,7 +180,7 @@ def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
 class Adversary(HostWire):
     """Sends rows in small pieces, in an order of its own and late. Each rank has its own order."""
 
-    def exchange(self, x, send_splits, recv_splits, where):
+    def exchange(self, x, send_splits, recv_splits, where, *keys):
         self.count(x, send_splits)
         me, out = dist.get_rank(), x.new_empty((sum(recv_splits), x.shape[1]))
         x, mine = x.contiguous(), self.ranks.index(me)
@@ -210,8 +205,8 @@ class Adversary(HostWire):
 class Broken(HostWire):
     """Brings nothing."""
 
-    def exchange(self, x, send_splits, recv_splits, where):
-        return torch.zeros_like(super().exchange(x, send_splits, recv_splits, where))
+    def exchange(self, x, send_splits, recv_splits, where, *keys):
+        return torch.zeros_like(super().exchange(x, send_splits, recv_splits, where, *keys))
 
 
 def over(node_size: int, **wires) -> Hierarchical:
@@ -254,22 +249,25 @@ def test_rows_come_over_the_wire_of_each_hop(ranks4, hop):
 # ---------------------------------------------------------------- experts
 
 
-def run_ffn(recipe, node_size: int, name: str, **kwargs) -> dict:
+def run_ffn(recipe, node_size: int, name: str, made: Callable[[Transport], Transport] = lambda transport: transport,
+            **kwargs) -> dict:
     plain = test_expert_ffn.transport
-    test_expert_ffn.transport = lambda world: two_hops(node_size)
+    test_expert_ffn.transport = lambda world: made(two_hops(node_size))
     try:
         return test_expert_ffn.run_layer(recipe, name, **kwargs)
     finally:
         test_expert_ffn.transport = plain
 
 
-def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", **kwargs) -> list:
+def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", least: float = 45, device: str = "cpu",
+              rescales_rows: bool = False, run: Callable = run_ffn, **kwargs) -> list:
     """Output and all gradients against the naive layer with the roundings of two hops."""
     recipe, world = RECIPES[recipe_name], pool.world_size
-    results = pool.run(run_ffn, recipe, node_size, name, **kwargs)
+    results = pool.run(run, recipe, node_size, name, device=device, **kwargs)
     experts, xs, grads, routes = test_expert_ffn.problem(world, name, **kwargs)
-    worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, node_size=node_size))
-    assert min(worst.values()) >= 45, worst
+    worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows,
+                                       node_size=node_size))
+    assert min(worst.values()) >= least, worst
     return results
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that go wrong in an exchange of two hops, over gloo: all others end in time, and name rank and node."""
 
-import dataclasses
 import os
 import signal
 import time
@@ -9,8 +8,10 @@ from datetime import timedelta
 from unittest import mock
 
 import deepspeed.comm as dist
+import emulator
 import pytest
 import torch
+from peer_wires import peer_hops
 from rank_pool import RankFailure
 from slow import slow_except
 from torch.distributed import distributed_c10d as c10d
@@ -18,28 +19,41 @@ from torch.distributed import distributed_c10d as c10d
 from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops, HostWire
+from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
 
 DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
 SPARE = 10  # for a busy machine
 MX = Wire(True)
+needs_the_emulator = pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
 
 
 class Gone(Exception):
     pass
 
 
-class Leaving(HostWire):
+class Leaving(RowWire):
     """At the exchange named `at`, this rank goes away: it dies, or does something else."""
 
     at, dies = "", False
 
-    def exchange(self, x, send_splits, recv_splits, where):
+    def exchange(self, x, send_splits, recv_splits, where, *keys):
         if where == self.at:
             if self.dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise Gone
-        return super().exchange(x, send_splits, recv_splits, where)
+        return super().exchange(x, send_splits, recv_splits, where, *keys)
+
+
+class HostLeaving(Leaving, HostWire):
+    pass
+
+
+class PeerLeaving(Leaving, PeerWire):
+    pass
+
+
+DEADLINES = {HostLeaving: DEADLINE, PeerLeaving: timedelta(seconds=4)}  # kernels wait for three quarters
 
 
 def exchange_twice(exchange: Hierarchical) -> None:
@@ -49,17 +63,23 @@ def exchange_twice(exchange: Hierarchical) -> None:
         exchange.combine(plan, x_PH.dequantize(), MX, torch.float32, phase="combine of the gradient")
 
 
-def leave(rank: int, at: str, dies: bool) -> tuple | None:
+def leaving_hops(group, kind: type[Leaving]) -> Hops:
+    if kind is PeerLeaving:
+        return peer_hops(group, 2, kind)
+    hops = Hops.of(group, 2, "block.3.moe")
+    return Hops.over(group, hops.node_of, 2, *(kind(group, wire.ranks, hops.node_of)
+                                               for wire in (hops.between, hops.inside)))
+
+
+def leave(rank: int, at: str, dies: bool, kind: type[Leaving] = HostLeaving) -> tuple | None:
     """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
-    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    c10d._set_pg_timeout(DEADLINES[kind], c10d._get_default_group())
     # What a test before this one raised inside a layer, which the others would quote.
     c10d._get_default_store().delete_key(deadline._raised_key(dist.get_rank()))
-    hops = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "block.3.moe")
+    hops = leaving_hops(dist.new_group([0, 1, 2, 3]), kind)
     if dist.get_rank() == rank:
-        wires = {hop: Leaving(hops.group, getattr(hops, hop).ranks, hops.node_of) for hop in ("between", "inside")}
-        for wire in wires.values():
+        for wire in (hops.between, hops.inside):
             wire.at, wire.dies = at, dies
-        hops = dataclasses.replace(hops, **wires)
     start = time.monotonic()
     with mock.patch.object(deadline, "GRACE_SECONDS", GRACE):
         try:
@@ -86,13 +106,25 @@ PLACES = [("counts", BETWEEN), ("dispatch", BETWEEN), ("dispatch", INSIDE), ("co
     [(gone, *at) for gone in (3, 0) for at in PLACES],
     (0, "dispatch", INSIDE), (3, "combine of the gradient", BETWEEN)))
 def test_a_rank_that_stalls_in_a_hop_is_named_by_all_others(ranks4, gone, phase, hop):
-    answers = ranks4.run(leave, gone, place(phase, hop), False)
+    check_named(ranks4.run(leave, gone, place(phase, hop), False), gone, phase, hop, DEADLINE)
+
+
+@pytest.mark.slow
+@needs_the_emulator
+@pytest.mark.parametrize("gone, phase, hop", [(gone, *at) for gone in (3, 0) for at in PLACES])
+def test_a_rank_that_stalls_over_peer_memory_is_named_by_all_others(ranks4, gone, phase, hop):
+    emulator.build()
+    answers = ranks4.run(leave, gone, place(phase, hop), False, PeerLeaving)
+    check_named(answers, gone, phase, hop, DEADLINES[PeerLeaving])
+
+
+def check_named(answers: list, gone: int, phase: str, hop: str, within: timedelta) -> None:
     assert answers[gone] is None
     for rank, answer in enumerate(answers):
         if rank != gone:
             missing, text, seconds = answer
             assert missing == (gone, ), text
-            assert seconds < DEADLINE.total_seconds() + GRACE + SPARE
+            assert seconds < within.total_seconds() + GRACE + SPARE
             assert text.startswith(f"rank {rank} of node {rank // 2} waited for rank {gone} of node {gone // 2} in '")
             assert f"rank {gone} of node {gone // 2} did not come; it hangs elsewhere" in text
             assert " of block.3.moe, hop " in text
@@ -147,7 +179,7 @@ def confused(how: str) -> tuple:
         exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK, 2,
                       rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
     before = hops.between.sent_bytes
-    assert before == 2 * (2 + 4) * 8  # the counts: no row has crossed
+    assert before == 2 * (2 + 2 + 2 + 4) * 8  # the counts: no row has crossed
     exchange = Hierarchical(hops, "moe")
     plan = exchange.plan(expert_TK, 2)
     exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), Wire(False))[0], Wire(False), torch.float32)

@@ -18,7 +18,7 @@ from test_transport import MX, Problem
 import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops
+from ds_mxfp8_moe.transport.hops import Hops
 
 TWO_HOPS = {"enabled": True, "transport": "hierarchical", "node_size": 2}
 FLAT = {"enabled": True, "transport": "collective"}

@@ -17,7 +17,8 @@ from ds_mxfp8_moe.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import Wire, collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.wires import Hops, RowWire
+from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.wires import RowWire
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, MX32, MX128, FLOOR = Wire(False), Wire(True), Wire(True, 128), Wire(True, 32, "floor")
@@ -89,7 +90,7 @@ class Hop(RowWire):
     def __init__(self, rank: int, ranks: range, peers: Peers):
         self.rank, self.ranks, self.peers = rank, ranks, peers
 
-    def exchange(self, x, send_splits, recv_splits, where):
+    def exchange(self, x, send_splits, recv_splits, *keys):
         parts = dict(zip(self.ranks, x.split(list(send_splits)), strict=True))
         arrived = self.peers.swap(self.rank, [parts.get(peer, x[:0]) for peer in range(self.peers.size)])
         assert arrived.shape[0] == sum(recv_splits)
@@ -99,7 +100,7 @@ class Hop(RowWire):
 def two_hops(rank: int, peers: Peers, node_size: int) -> Hierarchical:
     first = rank - rank % node_size
     between, inside = range(rank % node_size, peers.size, node_size), range(first, first + node_size)
-    return Hierarchical(Hops(None, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
+    return Hierarchical(Hops(None, rank, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
 
 
 @dataclass(frozen=True)

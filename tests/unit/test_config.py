@@ -122,7 +122,7 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
         ("scale_block_size", "128", 'is "128". Input should be 32 or 128'),
         ("transport", "nccl", "Input should be 'collective', 'nvlink' or 'hierarchical'"),
         ("node_size", 0, "is 0. Input should be greater than or equal to 1"),
-        ("wire", "nvshmem", "is \"nvshmem\". Input should be 'host'"),
+        ("wire", "ibgda", "is \"ibgda\". Input should be 'host', 'nvshmem' or 'peer_memory'"),
         ("enabled", "true", 'is "true". Input should be a valid boolean'),
         ("overlap", 1, "is 1. Input should be a valid boolean"),
         ("min_tokens_per_expert", -1, "is -1. Input should be greater than or equal to 0"),

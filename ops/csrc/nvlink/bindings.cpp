@@ -1,19 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels' arguments and launches for Python: one class for each struct of kernels.h.
+#include "fields.h"
 #include "kernels.h"
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
-#include <cstddef>
-#include <cstring>
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 #include <stdexcept>
 #include <string>
 
-namespace py = pybind11;
 using namespace nvlink;
 
 namespace {
@@ -37,53 +32,7 @@ bool wait_for_totals(Address host, int serial, Address failure, double seconds) 
   return *code == 0;
 }
 
-// The C++ type of a field's value in Python. An array comes as a sequence.
-template <class T> struct Given {
-  using type = T;
-};
-template <class T, size_t N> struct Given<T[N]> {
-  using type = std::array<T, N>;
-};
-
-template <class T> void assign(char *at, py::handle value) {
-  using Value = typename Given<T>::type;
-  *reinterpret_cast<Value *>(at) = value.cast<Value>();
-}
-
-// A field of a struct. Each struct has a table of its fields and one constructor. With pybind11's own properties, two
-// functions for each field, this file takes minutes to compile.
-struct Field {
-  const char *name;
-  size_t offset;
-  void (*assign)(char *at, py::handle value);
-};
-
-void set_all(char *self, const char *name, const std::vector<Field> &fields, const py::kwargs &given) {
-  for (auto [key, value] : given) {
-    const char *wanted = PyUnicode_AsUTF8(key.ptr());
-    const auto field = std::find_if(fields.begin(), fields.end(),
-                                    [&](const Field &f) { return std::strcmp(f.name, wanted) == 0; });
-    if (field == fields.end())
-      throw py::type_error(std::string(name) + " has no field '" + wanted + "'");
-    field->assign(self + field->offset, value);
-  }
-}
-
-// Makes a class that Python calls as name(field=value, ...). name(another, field=value, ...) makes a copy of `another`
-// with other values.
-template <class T> void expose(py::module_ &m, const char *name, std::vector<Field> fields) {
-  py::class_<T>(m, name, py::module_local()) // the tests load the emulated module beside this one
-      .def(py::init([=](const T *like, const py::kwargs &given) {
-             T made = like ? *like : T{};
-             set_all(reinterpret_cast<char *>(&made), name, fields, given);
-             return made;
-           }),
-           py::arg() = py::none());
-}
-
 } // namespace
-
-#define FIELD(type, name) {#name, offsetof(type, name), assign<decltype(type::name)>}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MAX_RANKS") = MAX_RANKS;
@@ -143,6 +92,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(LowLatencyCombine, common), FIELD(LowLatencyCombine, y_ERH), FIELD(LowLatencyCombine, weight_TK),
          FIELD(LowLatencyCombine, out_TH), FIELD(LowLatencyCombine, dtype), FIELD(LowLatencyCombine, out_dtype)});
 
+  expose<RowExchange>(m, "RowExchange",
+        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
+         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, region),
+         FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
+
   m.def("count", [](const Count &a, Address stream) { check(launch(a, stream), "count"); });
   m.def("totals", [](const Totals &a, Address stream) { check(launch(a, stream), "totals"); });
   m.def("places", [](const Places &a, int sms, Address stream) { check(launch(a, sms, stream), "places"); });
@@ -154,12 +108,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("low_latency_combine", [](const LowLatencyCombine &a, int sms, Address stream) {
     check(launch(a, sms, stream), "low_latency_combine");
   });
+  m.def("row_exchange", [](const RowExchange &a, int sms, Address stream) {
+    check(launch(a, sms, stream), "row_exchange");
+  });
   m.def("fits", &fits);
   m.def("load", [] {
     check(load_route(), "route");
     check(load_dispatch(), "dispatch");
     check(load_combine(), "combine");
     check(load_low_latency(), "low_latency");
+    check(load_row_exchange(), "row_exchange");
   });
   m.def("wait_for_totals", &wait_for_totals, py::call_guard<py::gil_scoped_release>());
 }

@@ -50,10 +50,11 @@ __device__ inline void record(const Group &g, uint32_t epoch, Code code, int pee
 class Exchange {
 public:
   // All threads call it. Afterwards the kernel may send, if `live` is true.
-  __device__ explicit Exchange(const Group &group) : g(group) {
+  // runs: false if this exchange must do nothing.
+  __device__ explicit Exchange(const Group &group, bool runs = true) : g(group) {
     epoch = *static_cast<volatile uint32_t *>(&at<State>(g.state)->epoch);
-    bool ok = threadIdx.x != 0 || !failed();
-    if (threadIdx.x < g.world) {
+    bool ok = runs && (threadIdx.x != 0 || !failed());
+    if (runs && threadIdx.x < g.world) {
       const int peer = threadIdx.x;
       if (team() == 0)
         store_release(at<uint64_t>(g.peer[peer], Staging::CALLS) + (epoch & 1) * MAX_RANKS + g.rank, call());

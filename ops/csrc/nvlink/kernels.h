@@ -34,7 +34,8 @@ enum Kind : uint32_t {
   DISPATCH = 3,
   COMBINE = 4,
   LOW_LATENCY_DISPATCH = 5,
-  LOW_LATENCY_COMBINE = 6
+  LOW_LATENCY_COMBINE = 6,
+  ROWS = 7
 };
 enum Code : uint32_t { TIMEOUT = 1, MISMATCH = 2, OVERFLOW = 3 };
 enum Dtype : int { BF16 = 0, FP16 = 1, FP32 = 2 };
@@ -190,6 +191,18 @@ struct LowLatencyCombine {
   int out_dtype = 0; // of out_TH, and of the rows that travel
 };
 
+// An all-to-all of rows, as bytes. Each rank of the group sends a run of neighbouring rows to every rank. A half has a
+// region of `region` bytes for each rank that sends.
+struct RowExchange {
+  Group group;
+  Address x = 0, out = 0;              // rows to send, and output: rows that arrive. Both are in rank order
+  Address other_state = 0;             // State of another hop. If an exchange of it has failed, this one does nothing
+  int64_t send_at[MAX_RANKS + 1] = {}; // where the rows for each rank begin in x, in bytes, and where the last ones end
+  int64_t recv_at[MAX_RANKS + 1] = {}; // the same for out
+  int64_t region = 0, chunk = 0;       // bytes. `chunk`: what one flag announces. Both must be equal on all ranks
+  int chunks = 0;                      // most chunks between two ranks. Equal on all ranks
+};
+
 // Launch a kernel on the current device. `sms`: how many multiprocessors it takes. `stream`: a cudaStream_t. They
 // return a cudaError_t, which is 0 without an error.
 int launch(const Count &, Address stream);
@@ -199,6 +212,7 @@ int launch(const Dispatch &, int sms, Address stream);
 int launch(const Combine &, int sms, Address stream);
 int launch(const LowLatencyDispatch &, int sms, Address stream);
 int launch(const LowLatencyCombine &, int sms, Address stream);
+int launch(const RowExchange &, int sms, Address stream);
 // Whether a block has enough shared memory for the kernels `totals` and `places`. `experts`: of all ranks. `chunk`:
 // tokens of a chunk.
 bool fits(int world, int experts, int K, int chunk);
@@ -208,5 +222,6 @@ int load_route();
 int load_dispatch();
 int load_combine();
 int load_low_latency();
+int load_row_exchange();
 
 } // namespace nvlink

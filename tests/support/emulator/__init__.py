@@ -23,6 +23,7 @@ import deepspeed.comm as dist
 import torch
 
 from ds_mxfp8_moe.ops.op_builder import builder, nvlink
+from ds_mxfp8_moe.transport.deadline import ranks_of
 
 HERE = Path(__file__).resolve().parent
 NVLINK = builder.CSRC / "nvlink"
@@ -36,8 +37,10 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
 
     NAME = "ds_mxfp8_moe_nvlink_emulator"
 
-    def __init__(self, source_folder: Path):
+    def __init__(self, source_folder: Path, suffix: str = "", headers: tuple = ()):
         super().__init__(source_folder, capabilities=((9, 0), ))
+        self.NAME += suffix
+        self.HEADERS = headers
 
     def _flags(self, source: str) -> list[str]:
         optimized = "-O0" if source.endswith("bindings.cpp") else "-O1"  # pybind11's templates compile for minutes
@@ -59,11 +62,46 @@ def obstacle() -> str | None:
     return EmulatorBuilder(NVLINK)._obstacle()
 
 
-def build(csrc: Path = NVLINK) -> ModuleType:
-    """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet."""
+def build(csrc: Path = NVLINK, suffix: str = "") -> ModuleType:
+    """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet.
+
+    `suffix`: of its name. A process keeps one module of a name, whatever file it is loaded from.
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_sources(Path(folder), csrc)
-        return EmulatorBuilder(Path(folder)).jit_load()
+        return EmulatorBuilder(Path(folder), suffix).jit_load()
+
+
+def build_nvshmem() -> ModuleType:
+    """The extension of ops/csrc/nvshmem for the emulator, with NVSHMEM as in the folder nvshmem here."""
+    with tempfile.TemporaryDirectory() as folder:
+        nvlink_folder, here = Path(folder) / "nvlink", Path(folder) / "nvshmem"
+        for path, csrc in ((nvlink_folder, NVLINK), (here, NVLINK.with_name("nvshmem"))):
+            path.mkdir()
+            write_sources(path, csrc)
+        (here / "memory.cuh").unlink()  # that of nvlink_folder is included
+        for path in here.iterdir():
+            path.write_text(re.sub(r"<(nvshmemx?\.h)>", r'"\1"', path.read_text()))
+        for path in (HERE / "nvshmem").iterdir():
+            shutil.copy(path, here)
+        return EmulatorBuilder(here, "_nvshmem", (nvlink_folder, )).jit_load()
+
+
+class Heap:
+    """As `Shared`, for the symmetric heap of NVSHMEM."""
+
+    def __init__(self, module: ModuleType):
+        self._library = ctypes.CDLL(module.__file__)
+        self._library.emulator_heap.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p]
+
+    @staticmethod
+    def empty(size: int, device: torch.device) -> torch.Tensor:
+        return Shared.empty(size, device)
+
+    def addresses(self, staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
+        for rank, mapped in zip(ranks, Shared.addresses(staging, group, ranks, name), strict=True):
+            self._library.emulator_heap(staging.data_ptr(), staging.numel(), ranks_of(group).index(rank), mapped)
+        return [staging.data_ptr()] * len(ranks)
 
 
 def write_sources(folder: Path, csrc: Path = NVLINK) -> None:
@@ -81,6 +119,11 @@ def load(rank: int) -> ModuleType:
     return module
 
 
+def set_adversary(module: ModuleType, on: bool) -> None:
+    """Whether stores and signals are late and out of order. A signal comes after the stores before it."""
+    ctypes.CDLL(module.__file__).emulator_adversary(ctypes.c_bool(on))
+
+
 class Shared:
     """As peer_memory.Symmetric, for processes of this machine. The memory goes when the last of them ends."""
 
@@ -93,18 +136,18 @@ class Shared:
         return staging
 
     @staticmethod
-    def addresses(staging: torch.Tensor, group: Any) -> list[int]:
+    def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
         files = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(files, f"/proc/{os.getpid()}/fd/{staging.file}", group=group)
-        stagings = [staging] * len(files)
-        for rank, file in enumerate(files):
-            if rank != dist.get_rank(group=group):
+        of_rank = {dist.get_rank(): staging}
+        for rank, file in zip(ranks_of(group), files, strict=True):
+            if rank in ranks and rank != dist.get_rank():
                 with open(file, "r+b") as opened:
-                    stagings[rank] = _mapped(opened.fileno(), staging.numel())
+                    of_rank[rank] = _mapped(opened.fileno(), staging.numel())
         dist.barrier(group=group)  # all have opened all
         os.close(staging.file)
-        staging.peers = [peer for peer in stagings if peer is not staging]  # live as long as the tensor
-        return [each.data_ptr() for each in stagings]
+        staging.peers = [peer for peer in of_rank.values() if peer is not staging]  # live as long as the tensor
+        return [of_rank[rank].data_ptr() for rank in ranks]
 
 
 def _mapped(file: int, size: int) -> torch.Tensor:

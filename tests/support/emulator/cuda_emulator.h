@@ -43,6 +43,11 @@ const uint64_t *collective(const char *what, unsigned mask, uint64_t value, Site
 // Lets other fibers run. `spin` always does: for loops that wait for memory to change. `maybe_yield` sometimes does.
 void spin(Site);
 void maybe_yield(Site);
+// With an adversary (emulator_adversary), stores wait, and happen in random order: before a signal of the same team
+// that comes after them, or at the end of the launch. Signals wait too, and overtake each other.
+void put(void *to, int4 value);
+void signal(void *to, uint64_t value, std::size_t bytes);
+void settle(); // stores of this team that wait happen now
 [[noreturn]] void fault(const std::string &what, Site);
 void *dynamic_shared_bytes();
 template <class T> T *dynamic_shared() { return static_cast<T *>(dynamic_shared_bytes()); }
@@ -81,6 +86,9 @@ inline int lane() { return int(here->thread.x % 32); }
 inline void __syncthreads(emulator::Site site = emulator::Site::current()) { emulator::sync_block(site); }
 inline int __syncthreads_or(int vote, emulator::Site site = emulator::Site::current()) {
   return emulator::sync_block(site, vote != 0);
+}
+inline int __syncthreads_and(int vote, emulator::Site site = emulator::Site::current()) {
+  return !emulator::sync_block(site, vote == 0);
 }
 inline void __syncwarp(unsigned mask = ~0u, emulator::Site site = emulator::Site::current()) {
   emulator::collective("__syncwarp", mask, 0, site);
@@ -128,7 +136,10 @@ template <class T> T atomicExch(T *p, std::type_identity_t<T> v, emulator::Site 
   return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
 }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() {
+  emulator::settle();
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 
 inline int __popc(unsigned v) { return std::popcount(v); }
 inline int __ffs(int v) { return v ? std::countr_zero(unsigned(v)) + 1 : 0; }

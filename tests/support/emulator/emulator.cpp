@@ -28,7 +28,10 @@ constexpr unsigned YIELD = 32;                  // one in 32 accesses to memory 
 constexpr auto DEADLINE = std::chrono::seconds(60);
 constexpr auto NAP = std::chrono::microseconds(20); // when all fibers wait for other processes
 
+constexpr unsigned DELIVER = 4; // with an adversary, one in 4 waits brings a signal that is on its way
+
 std::atomic<uint64_t> next_seed = 1;
+std::atomic<bool> adversary = false;
 
 struct Random { // xorshift64*
   uint64_t state;
@@ -71,6 +74,33 @@ private:
   std::vector<char *> free;
 } stacks;
 
+struct Put {
+  void *to;
+  int4 value;
+};
+
+struct Signal { // and the stores that come before it
+  std::vector<Put> puts;
+  void *to;
+  uint64_t value;
+  std::size_t bytes;
+};
+
+void store(std::vector<Put> &puts, Random &random) {
+  for (; !puts.empty(); puts.pop_back()) {
+    std::swap(puts[random.below(puts.size())], puts.back());
+    std::memcpy(puts.back().to, &puts.back().value, sizeof(int4));
+  }
+}
+
+void store(Signal &signal, Random &random) {
+  store(signal.puts, random);
+  if (signal.bytes == 4)
+    __atomic_store_n(static_cast<uint32_t *>(signal.to), uint32_t(signal.value), __ATOMIC_RELEASE);
+  else
+    __atomic_store_n(static_cast<uint64_t *>(signal.to), signal.value, __ATOMIC_RELEASE);
+}
+
 struct Launch {
   dim3 grid, block;
   std::size_t shared_bytes;
@@ -80,7 +110,20 @@ struct Launch {
   std::atomic<bool> stopped = false;
   std::mutex mutex;
   std::string fault = {}; // the first
+  std::vector<Signal> on_their_way = {};
 
+  // Stores one of the signals that are on their way, if there is one.
+  bool deliver(Random &random) {
+    std::unique_lock lock(mutex);
+    if (on_their_way.empty())
+      return false;
+    std::swap(on_their_way[random.below(on_their_way.size())], on_their_way.back());
+    Signal signal = std::move(on_their_way.back());
+    on_their_way.pop_back();
+    lock.unlock();
+    store(signal, random);
+    return true;
+  }
   void fail(const std::string &what) {
     std::lock_guard lock(mutex);
     if (!stopped.exchange(true))
@@ -127,6 +170,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<Fiber *> ready;
   std::vector<Barrier> barriers; // of the block, then of each team
+  std::vector<std::vector<Put>> puts; // of each team, that have not happened yet
   unsigned idle = 0;
   std::size_t left;
   std::vector<char> shared;
@@ -135,7 +179,7 @@ struct Block {
 
   Block(Launch &launch, unsigned index)
       : launch(launch), index(index), random(launch.seed * 1000003 + index), fibers(launch.block.x * launch.block.y),
-        warps(fibers.size() / 32), barriers(1 + launch.block.y), left(fibers.size()),
+        warps(fibers.size() / 32), barriers(1 + launch.block.y), puts(launch.block.y), left(fibers.size()),
         shared(launch.shared_bytes + 2 * MARGIN, char(POISON)) {}
 
   void run();
@@ -209,6 +253,8 @@ void Block::run() {
     ready.pop_back();
     resume(*next);
   }
+  for (auto &of_team : puts)
+    store(of_team, random);
   if (!left && !margins_intact())
     fail("block " + std::to_string(index) + " wrote outside of its dynamic shared memory");
   for (Fiber &fiber : fibers)
@@ -257,6 +303,8 @@ void launch(dim3 grid, dim3 block_size, std::size_t shared_bytes, cudaStream_t, 
   }
   for (std::thread &thread : threads)
     thread.join();
+  for (Random random(launch.seed); launch.deliver(random);) {
+  }
   if (launch.stopped)
     throw std::runtime_error("CUDA emulator: " + launch.fault);
 }
@@ -324,8 +372,29 @@ const uint64_t *collective(const char *what, unsigned mask, uint64_t value, Site
   return values;
 }
 
+void put(void *to, int4 value) {
+  if (adversary)
+    block->puts[here->thread.y].push_back({to, value});
+  else
+    std::memcpy(to, &value, sizeof value);
+}
+
+void signal(void *to, uint64_t value, std::size_t bytes) {
+  Block &b = *block;
+  Signal signal{{}, to, value, bytes};
+  if (!adversary)
+    return store(signal, b.random);
+  std::swap(signal.puts, b.puts[here->thread.y]);
+  std::lock_guard lock(b.launch.mutex);
+  b.launch.on_their_way.push_back(std::move(signal));
+}
+
+void settle() { store(block->puts[here->thread.y], block->random); }
+
 void spin(Site site) {
   Block &b = *block;
+  if (adversary && !b.random.below(DELIVER))
+    b.launch.deliver(b.random);
   b.current->where = "runs, last seen";
   b.current->site = site;
   b.idle++;
@@ -358,6 +427,8 @@ void *dynamic_shared_bytes() { return block->shared.data() + MARGIN; }
 
 // Seeds this process's next launches, so that ranks differ in the order in which things happen.
 extern "C" __attribute__((visibility("default"))) void emulator_seed(uint64_t seed) { emulator::next_seed = seed << 32; }
+
+extern "C" __attribute__((visibility("default"))) void emulator_adversary(bool on) { emulator::adversary = on; }
 
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
 extern "C" const char *cudaGetErrorString(cudaError_t) { return "an error that the emulator does not know"; }

@@ -13,7 +13,7 @@ template <class T> T load_acquire(const T *p, emulator::Site site = emulator::Si
 
 template <class T> void store_release(T *p, std::type_identity_t<T> v, emulator::Site site = emulator::Site::current()) {
   emulator::maybe_yield(site);
-  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+  emulator::signal(p, v, sizeof v);
 }
 
 inline void check_aligned(const void *p, emulator::Site site) {
@@ -32,7 +32,7 @@ inline int4 load16(const void *p, emulator::Site site = emulator::Site::current(
 inline void store16(void *p, int4 v, emulator::Site site = emulator::Site::current()) {
   check_aligned(p, site);
   emulator::maybe_yield(site);
-  std::memcpy(p, &v, sizeof v);
+  emulator::put(p, v);
 }
 
 inline uint64_t nanoseconds() {

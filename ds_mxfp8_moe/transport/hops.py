@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two hops of an expert-parallel group, and the wire of each."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import deepspeed.comm as dist
+import torch
+import torch.distributed
+
+from ..ops.op_builder import nvlink as extension
+from .deadline import ranks_of
+from .nvshmem import wire_over_nvshmem
+from .peer_memory import PeerMemory
+from .wires import HostWire, PeerWire, RowWire
+
+
+@dataclass(frozen=True, eq=False)
+class Hops:
+    """The two hops of an expert-parallel group, shared by its layers.
+
+    Rank i of the group has the index i % G in node i // G.
+
+    Attributes:
+        group: the process group.
+        rank: this rank in the group.
+        node_of: the node of each global rank.
+        node_size: G.
+        between: from here to the ranks of the same index in all nodes, this one included.
+        inside: to the ranks of this node.
+    """
+
+    group: Any
+    rank: int
+    node_of: dict
+    node_size: int
+    between: RowWire
+    inside: RowWire
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.between.ranks)
+
+    def check(self) -> None:
+        """Raises the error of an exchange that has failed by now."""
+        for wire in (self.between, self.inside):
+            wire.check()
+
+    @staticmethod
+    def of(group: Any, node_size: int, name: str, between: str = "host", inside: str = "host") -> "Hops":
+        """The group's hops. The first call by the same arguments makes them, and is collective.
+
+        Args:
+            node_size: divides the number of ranks. Equal on all of them.
+            name: of the layer, for errors.
+            between, inside: the wire of each hop, "host", "peer_memory" or "nvshmem", which must be possible.
+        """
+        ranks, made, key = ranks_of(group), _OF_GROUP.setdefault(group, {}), (node_size, between, inside)
+        if len(ranks) % node_size:
+            raise ValueError(f"{name}: {len(ranks)} ranks are no nodes of {node_size} ranks each")
+        if key not in made:
+            node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
+            node, index = divmod(ranks.index(torch.distributed.get_rank()), node_size)
+            hops = ranks[index::node_size], ranks[node * node_size:(node + 1) * node_size]
+            made[key] = Hops.over(group, node_of, node_size, *(
+                wire_of(wire, group, hop, node_of) for wire, hop in zip((between, inside), hops, strict=True)))
+        return made[key]
+
+    @staticmethod
+    def over(group: Any, node_of: dict, node_size: int, between: RowWire, inside: RowWire) -> "Hops":
+        """Hops over these wires. Each of two PeerWires does nothing after a failure of the other."""
+        if isinstance(between, PeerWire) and isinstance(inside, PeerWire):
+            between.other, inside.other = inside, between
+        return Hops(group, dist.get_rank(group=group), node_of, node_size, between, inside)
+
+
+def wire_of(kind: str, group: Any, ranks: list, node_of: dict) -> RowWire:
+    """A wire of one hop. Collective in the group where it is not "host".
+
+    Args:
+        kind: "host", "peer_memory" or "nvshmem".
+        ranks: global ranks of the hop.
+    """
+    if kind == "host" or len(ranks) == 1:  # alone, nothing travels
+        return HostWire(group, ranks, node_of)
+    if kind == "nvshmem":
+        return wire_over_nvshmem(group, ranks, node_of)
+    return PeerWire(PeerMemory.of(group, extension.try_load()[0], ranks, node_of))
+
+
+# By node size and wires. Keyed weakly, so that an entry goes with its process group.
+_OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport in two hops between four ranks, as nodes of two and of one, over each wire. The ranks share
+one GPU where there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them through
+loopback. NVSHMEM takes each rank for a PE, and puts over peer memory.
+
+The checks are those of tests/ranks/test_hierarchical.py: the naive exchange and the flat transport, bit for bit.
+"""
+
+import dataclasses
+import io
+import os
+import random
+import shutil
+import time
+from contextlib import redirect_stdout
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from models import PLAIN, Layout
+from test_expert_ffn import RECIPES
+from test_hierarchical import check_exchange, check_ffn, with_tokens
+from test_hierarchical_layers import FLAT, TWO_HOPS, classic
+from test_transport import MX, PROBLEMS, Problem
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe import grouped_gemm
+from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.ops.op_builder.builder import CSRC
+from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
+from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
+from ds_mxfp8_moe.transport import Transport, Wire, nvshmem
+from ds_mxfp8_moe.transport.choose import choose
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
+from ds_mxfp8_moe.transport.wires import CHUNK_BYTES, PeerWire
+
+DEADLINE = timedelta(seconds=12)
+CYCLES_PER_MS = 2_000_000
+MAX_CHUNKS = 1024  # kernels.h
+SECONDS = 240.0  # of a case: the first one compiles kernels
+PROBLEMS = {name: with_tokens(PROBLEMS[name], 4) for name in (
+    "random", "skewed", "dropped", "all to one rank", "nowhere", "nobody has tokens", "only one rank has tokens",
+    "more choices than experts", "more rows than a tile")} | {
+        "mxfp8-128": Problem(tokens=(20, 13, 0, 31), wire=Wire(True, 128), hidden=256, top_k=5),
+        "float32": Problem(tokens=(20, 13, 7, 0), dtype=torch.float32, top_k=3)}
+
+
+# ---------------------------------------------------------------- bits
+
+
+def on_host(x):
+    if isinstance(x, MXTensor):
+        return MXTensor(x.qdata.cpu(), x.scale.cpu(), x.block_size, x.dtype)
+    return x if x is None else x.cpu()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGPU(Transport):
+    """A transport on the GPU for callers that have their tensors on the host."""
+
+    inner: Transport
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    def plan(self, expert_TK, num_local_experts, **keys):
+        return self.inner.plan(expert_TK.cuda(), num_local_experts, **keys)
+
+    def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
+        weight_TK = None if weight_TK is None else weight_TK.cuda()
+        return tuple(map(on_host, self.inner.dispatch(plan, x_TH.cuda(), wire, weight_TK, phase)))
+
+    def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
+        weight_P = None if weight_P is None else weight_P.cuda()
+        return tuple(map(on_host, self.inner.combine(plan, y_PH.cuda(), wire, dtype, weight_P, phase)))
+
+
+def check(problem: Problem, node_size: int) -> None:
+    check_exchange(problem, node_size, made=OnGPU)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_same_bits(four, name, node_size):
+    four.run(check, PROBLEMS[name], node_size, seconds=SECONDS)
+
+
+@cache
+def peers(node_size: int) -> Hops:
+    """Hops over peer memory. Only the memory of a hop's ranks is mapped for it."""
+    module, reason = try_load()
+    assert module is not None, reason
+    return Hops.of(torch.distributed.new_group(), node_size, "moe", "peer_memory", "peer_memory")
+
+
+def over_peers(transport: Transport) -> Transport:
+    """The flat transport stays on the host, over gloo."""
+    return OnGPU(Hierarchical(peers(transport.hops.node_size))) if hasattr(transport, "hops") else transport
+
+
+def check_peers(problem: Problem, node_size: int) -> None:
+    check_exchange(problem, node_size, made=over_peers)
+    for wire in (peers(node_size).between, peers(node_size).inside):
+        assert len(wire.ranks) == 1 or isinstance(wire, PeerWire)
+        wire.check()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_same_bits_over_peer_memory(four_over_gloo, name, node_size):
+    four_over_gloo.run(check_peers, PROBLEMS[name], node_size, seconds=SECONDS)
+
+
+def rows_between(source: int, target: int, width: int, seed: int) -> torch.Tensor:
+    """Some rows that a rank sends to another one, none in every fourth case: uint8 [rows, width]."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * source + target)
+    rows = int(torch.randint(0, 400, (), generator=generator)) if (source + target + seed) % 4 else 0
+    return torch.randint(256, (rows, width), generator=generator, dtype=torch.uint8)
+
+
+def stressed(repetitions: int, hops: Hops | None = None) -> None:
+    """Both hops in any order, with delays on the device; widths that are no multiple of anything, and large ones. The
+    host compares at the end alone, so that exchanges of repetitions meet."""
+    hops, me, order, delays = hops or peers(2), dist.get_rank(), random.Random(7), random.Random(dist.get_rank())
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    cases = []
+    for seed, width in enumerate((1, 16, 7168, 40, 7424, 333)):
+        for wire in (hops.between, hops.inside):
+            sent, wanted = ([rows_between(*pair, width, seed) for pair in pairs] for pairs in (
+                [(me, rank) for rank in wire.ranks], [(rank, me) for rank in wire.ranks]))
+            cases.append((wire, torch.cat(sent).cuda(), torch.cat(wanted).cuda(), tuple(map(len, sent)),
+                          tuple(map(len, wanted)), f"rows of {width}"))
+    for _ in range(repetitions):
+        wire, rows, wanted, send_splits, recv_splits, where = order.choice(cases)
+        torch.cuda._sleep(int(delays.choice((0, 0.1, 1, 3)) * delays.random() * CYCLES_PER_MS))
+        wrong += (wire.exchange(rows, send_splits, recv_splits, where, 400) != wanted).sum()
+    assert wrong.item() == 0
+    hops.check()
+
+
+def test_rows_over_peer_memory_with_delays(four_over_gloo):
+    four_over_gloo.run(stressed, 200, seconds=SECONDS)
+
+
+def stalled_over_peers(gone: int) -> tuple | None:
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    return stalled(gone, Hops.of(group, 2, "moe", "peer_memory", "peer_memory"))
+
+
+def stalled(gone: int, hops: Hops) -> tuple | None:
+    """What this rank raises when `gone` does not come to the second dispatch."""
+    exchange, expert_TK = Hierarchical(hops, "moe"), (torch.arange(24).view(6, 4) % 8).cuda()
+    x_TH = torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
+    plan = exchange.plan(expert_TK, 2)
+    exchange.dispatch(plan, x_TH, MX)
+    torch.cuda.synchronize()
+    dist.barrier()
+    start, answer = time.monotonic(), None
+    if dist.get_rank() != gone:
+        with pytest.raises(PeerFailure) as caught:
+            exchange.dispatch(plan, x_TH, MX)
+            torch.cuda.synchronize()
+            hops.check()
+        answer = caught.value.missing, str(caught.value), time.monotonic() - start
+    dist.barrier()
+    assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
+    return answer
+
+
+@pytest.mark.parametrize("gone", [3, 0])
+def test_a_rank_that_stalls_over_peer_memory_is_named(four_over_gloo, gone):
+    check_stalled(four_over_gloo.run(stalled_over_peers, gone, seconds=SECONDS), gone)
+
+
+def check_stalled(answers: list, gone: int) -> None:
+    assert answers[gone] is None
+    for rank, answer in enumerate(answers):
+        if rank != gone:
+            missing, text, seconds = answer
+            assert missing == (gone, ) and f"rank {gone} of node {gone // 2} did not come" in text, text
+            assert "in 'dispatch' of moe, hop " in text and "until the deadline" in text, text
+            assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS
+
+
+# ---------------------------------------------------------------- NVSHMEM: four PEs on one GPU, over peer memory
+
+NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_SYMMETRIC_SIZE": "512M",
+           "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
+
+
+@cache
+def group_over_nvshmem():
+    os.environ.update(NVSHMEM)
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    reason = nvshmem.start(group, "the test")
+    assert reason is None, reason
+    return group
+
+
+@cache
+def over_nvshmem(node_size: int) -> Hops:
+    hops = Hops.of(group_over_nvshmem(), node_size, "moe", "nvshmem", "peer_memory")
+    assert type(hops.between) is NVSHMEMWire
+    return hops
+
+
+def check_nvshmem(problem: Problem, node_size: int) -> int:
+    """Puts of this GPU."""
+    hops = over_nvshmem(node_size)
+    before = hops.between.puts
+    check_exchange(problem, node_size, made=lambda transport: OnGPU(Hierarchical(hops)) if hasattr(
+        transport, "hops") else transport)
+    hops.check()
+    assert hops.between.host is None
+    return hops.between.puts - before
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_same_bits_over_nvshmem(four_over_nvshmem, name, node_size):
+    puts = four_over_nvshmem.run(check_nvshmem, PROBLEMS[name], node_size, seconds=SECONDS)
+    others = 4 // node_size - 1
+    assert all(count >= 2 * others for count in puts)  # the counts of two plans
+    # Rank 0 has no tokens, and sends rows in two combines. The others also send ids twice and tokens three times.
+    assert name != "random" or (puts[0] >= 4 * others and min(puts[1:]) >= 9 * others)
+
+
+def stressed_over_nvshmem(repetitions: int) -> tuple:
+    """Puts of this GPU, and how many there should be."""
+    hops, wanted = over_nvshmem(2), []
+    exchange = NVSHMEMWire.exchange
+
+    def counted(wire, x, send_splits, recv_splits, where, most):
+        row, me = -(-x.shape[1] // 16) * 16, wire.memory.rank
+        chunk = max(CHUNK_BYTES, -(-most * row // MAX_CHUNKS // 16) * 16)
+        wanted.extend(-(-rows * row // chunk) for rank, rows in enumerate(send_splits) if rank != me)
+        return exchange(wire, x, send_splits, recv_splits, where, most)
+
+    before = hops.between.puts
+    with mock.patch.object(NVSHMEMWire, "exchange", counted):
+        stressed(repetitions, hops)
+    return hops.between.puts - before, sum(wanted)
+
+
+def test_rows_over_nvshmem_with_delays_and_every_put_counted(four_over_nvshmem):
+    for puts, wanted in four_over_nvshmem.run(stressed_over_nvshmem, 100, seconds=SECONDS):
+        assert puts == wanted > 0
+
+
+def stalled_over_nvshmem(gone: int) -> tuple | None:
+    return stalled(gone, over_nvshmem(2))
+
+
+def test_a_rank_that_stalls_over_nvshmem_is_named(four_over_nvshmem_of_a_case):
+    check_stalled(four_over_nvshmem_of_a_case.run(stalled_over_nvshmem, 3, seconds=SECONDS), 3)
+
+
+def without_puts(folder: str) -> tuple:
+    """What a rank raises if the kernel announces no rows, and its puts."""
+    module = NVSHMEMBuilder(Path(folder) / "nvshmem").jit_load()
+    with mock.patch.object(nvshmem.extension, "try_load", lambda: (module, "")):
+        hops = over_nvshmem(2)
+        with pytest.raises(PeerFailure) as caught:
+            Hierarchical(hops).plan((torch.arange(24).view(6, 4) % 8).cuda(), 2)
+        return str(caught.value), hops.between.puts
+
+
+def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
+    for name in ("nvlink", "nvshmem"):
+        shutil.copytree(CSRC / name, tmp_path / name)
+    source = tmp_path / "nvshmem" / "row_exchange.cu"
+    text = source.read_text()
+    first, last = text.index("    nvshmemx_putmem_signal"), text.index("  }\n  __device__ bool skip")
+    source.write_text(text[:first] + text[last:])
+    for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):
+        assert puts == 0 and "hop between nodes until the deadline" in text
+
+
+def chosen(wire: str) -> tuple:
+    """The wires that the config's keys give, and what all ranks print."""
+    os.environ.update(NVSHMEM)
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exchange = choose(torch.distributed.new_group(), "moe", "hierarchical", node_size=2, wire=wire)
+    return type(exchange.hops.between).__name__, type(exchange.hops.inside).__name__, out.getvalue()
+
+
+@pytest.mark.parametrize("wire, between", [("nvshmem", "NVSHMEMWire"), ("peer_memory", "PeerWire")])
+def test_a_wire_is_chosen(four_over_nvshmem_of_a_case, wire, between):
+    answers = four_over_nvshmem_of_a_case.run(chosen, wire, seconds=SECONDS)
+    assert [answer[:2] for answer in answers] == [(between, "PeerWire")] * 4
+    assert answers[0][2] == ("mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: 2 nodes of 2 ranks, wire "
+                             f"{wire}, peer memory inside a node\n")
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-128", "hp-32", "mxfp8-128", "bf16", "all-wires-mxfp8"])
+def test_a_layer_equals_the_reference(four, recipe_name):
+    recipe = RECIPES[recipe_name]
+    check_ffn(four, recipe_name, 2, dtype=torch.bfloat16, top_k=4, device="cuda",
+              # test_expert_ffn_gpu.py says why.
+              least=38 if recipe.quantize_gemm and recipe.block_size == 128 else 45,
+              rescales_rows=grouped_gemm.rescales_rows(torch.device("cuda"), recipe.block_size))
+
+
+def trained(recipe: str) -> tuple:
+    """Losses of plain DeepSpeed, of the flat transport and of two hops, what crossed, whether a training with both
+    hops over peer memory ends at the same weights, and the lines about the two transports."""
+    keys = {"recipe": recipe, "min_tokens_per_expert": 0}
+    layout = Layout(ep_size=4, dtype="bf16", zero=2)
+    plain, flat, hops, again = (classic(section and section | keys, layout)
+                                for section in (PLAIN, FLAT, TWO_HOPS, TWO_HOPS | {"wire": "peer_memory"}))
+    same = all(torch.equal(hops[1][name], again[1][name]) for name in hops[1])
+    return plain[0], flat[0], hops[0], hops[2] + again[2], same, hops[3] + again[3]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
+def test_classic_layers_train(four, recipe):
+    start = "mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: 2 nodes of 2 ranks, wire"
+    for rank, (plain, flat, hops, crossed, same, said) in enumerate(four.run(trained, recipe, seconds=SECONDS)):
+        assert all(crossed) and same
+        assert said == ([] if rank else [f"{start} host, peer memory inside a node",
+                                         f"{start} peer_memory, peer memory inside a node"])
+        assert hops == pytest.approx(plain, rel=0.02) and hops == pytest.approx(flat, rel=0.01)
+
+
+# ---------------------------------------------------------------- peers that fail
+
+
+def missed(gone: int) -> tuple | None:
+    """What this rank raises when `gone` does not come to the second plan."""
+    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    exchange = Hierarchical(Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), "moe")
+    expert_TK = (torch.arange(24).view(6, 4) % 8).cuda()
+    for step in range(2):
+        if step == 1 and dist.get_rank() == gone:
+            return None
+        start = time.monotonic()
+        try:
+            plan = exchange.plan(expert_TK, 2)
+        except PeerFailure as failure:
+            return failure.missing, str(failure), time.monotonic() - start
+        rows, _ = exchange.dispatch(plan, torch.ones(6, 32, device="cuda", dtype=torch.bfloat16), MX)
+        exchange.combine(plan, rows.dequantize(), MX, torch.bfloat16)
+        torch.cuda.synchronize()
+    raise AssertionError("no rank went away")
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_node(four_of_a_case):
+    answers = four_of_a_case.run(missed, 3, seconds=SECONDS)
+    assert answers[3] is None
+    for missing, text, seconds in answers[:3]:
+        assert missing == (3, ) and "rank 3 of node 1 did not come; it hangs elsewhere" in text
+        assert "in 'counts' of moe until the deadline" in text
+        assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS

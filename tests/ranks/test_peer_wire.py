@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport in two hops over peer memory, on ranks without GPUs over the emulator of CUDA: the bits of the wire
+through the host, whatever the order of stores, and only the memory of a hop's ranks is mapped."""
+
+import ctypes
+import shutil
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import deepspeed.comm as dist
+import emulator
+import pytest
+import test_hierarchical
+import torch
+from peer_wires import FIRST_EPOCH, peer_hops
+from rank_pool import KEPT_GROUPS, RankFailure
+from slow import slow_except
+from test_hierarchical import SOME, TOKENS_OF_6, check_ffn, with_tokens
+from test_transport import MX, PLAIN, PROBLEMS, Problem
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe.transport import Transport, peer_memory
+from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
+REASON = emulator.obstacle()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    """Builds the emulator once, before ranks load it while a deadline runs."""
+    emulator.build()
+
+
+@cache
+def hops_of_all_cases(node_size: int) -> Hops:
+    group = torch.distributed.new_group()
+    KEPT_GROUPS.add(group)
+    return peer_hops(group, node_size)
+
+
+def over_peer_memory(transport: Transport) -> Transport:
+    """The same transport, over peer memory if it has two hops."""
+    if not isinstance(transport, Hierarchical):
+        return transport
+    return Hierarchical(hops_of_all_cases(transport.hops.node_size), transport.name)
+
+
+def check(problem: Problem, node_size: int, adversary: bool = False) -> None:
+    module = hops_of_all_cases(node_size).between.memory.extension
+    emulator.set_adversary(module, adversary)
+    try:
+        test_hierarchical.check_exchange(problem, node_size, made=over_peer_memory)
+    finally:
+        emulator.set_adversary(module, False)
+
+
+@pytest.mark.parametrize("name", slow_except(PROBLEMS, *SOME))
+def test_two_nodes_of_two(ranks4, name):
+    ranks4.run(check, with_tokens(PROBLEMS[name], 4), 2)
+
+
+@pytest.mark.parametrize("name", slow_except(SOME, "skewed", "more rows than a tile"))
+def test_four_nodes_of_one(ranks4, name):
+    ranks4.run(check, with_tokens(PROBLEMS[name], 4), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node_size", [2, 3])
+@pytest.mark.parametrize("name", SOME)
+def test_six_ranks(ranks6, name, node_size):
+    ranks6.run(check, with_tokens(PROBLEMS[name], 6), node_size)
+
+
+def grown() -> tuple:
+    """Rows of more than a chunk, which need more staging than there is: bytes of a half before and after."""
+    hops = peer_hops(dist.get_world_group(), 2)
+    before = hops.between.memory.half_bytes, hops.inside.memory.half_bytes
+    problem = Problem(tokens=(310, 40, 0, 250), hidden=2080, dtype=torch.float32, local_experts=2)
+    test_hierarchical.check_exchange(problem, 2, made=lambda t: Hierarchical(hops) if hasattr(t, "hops") else t)
+    return before, (hops.between.memory.half_bytes, hops.inside.memory.half_bytes)
+
+
+def test_staging_grows_on_all_ranks_alike(ranks4):
+    answers = ranks4.run(grown)
+    assert answers == answers[:1] * 4
+    before, after = answers[0]
+    assert before == (1 << 20, 1 << 20) and min(after) > 2 * 310 * 2080 * 4 / 2
+
+
+# ---------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("routing, wire", slow_except(
+    [(routing, wire) for routing in ("random", "skewed", "dropped") for wire in (PLAIN, MX)], ("dropped", MX)))
+def test_stores_and_signals_out_of_order_change_no_bit(ranks4, routing, wire):
+    problem = Problem(tokens=(0, 50, 37, 61), routing=routing, wire=wire, top_k=4)
+    ranks4.run(check, problem, 2, True)
+
+
+@pytest.mark.slow
+def test_the_adversary_between_three_nodes(ranks6):
+    ranks6.run(check, Problem(tokens=TOKENS_OF_6, wire=MX, top_k=3), 2, True)
+
+
+def over_other_sources(csrc: Path, suffix: str, problem: Problem) -> None:
+    module = emulator.build(csrc, suffix)
+    emulator.set_adversary(module, True)
+    hops = peer_hops(dist.new_group([0, 1, 2, 3]), 2, module=module)
+    test_hierarchical.check_exchange(problem, 2, made=lambda t: Hierarchical(hops) if hasattr(t, "hops") else t)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix, line, instead", [
+    ("_silent", "store_release(at<uint64_t>(g.peer[peer], Staging::FLAGS) + g.rank * MAX_CHUNKS + chunk, call());",
+     None),
+    ("_early", "      work.send(i);\n      sync_team();\n      work.announce(i);",
+     "      work.announce(i);\n      sync_team();\n      work.send(i);")], ids=["silent", "early"])
+def test_kernels_that_signal_too_early_or_never_are_noticed(ranks4, tmp_path, suffix, line, instead):
+    """Without the first line no row arrives. With the second change, a signal may overtake its rows."""
+    sources = tmp_path / "nvlink"
+    shutil.copytree(emulator.NVLINK, sources)
+    text = (sources / "exchange.cuh").read_text()
+    assert text.count(line) == 1
+    (sources / "exchange.cuh").write_text(text.replace(line, instead or ";"))
+    emulator.build(sources, suffix)
+    with pytest.raises(RankFailure):
+        ranks4.run(over_other_sources, sources, suffix, Problem(tokens=(5, 50, 37, 61), top_k=4), seconds=30)
+
+
+# ---------------------------------------------------------------- who is reached
+
+
+def mapped() -> tuple:
+    """The ranks of each hop, how many stagings of others are mapped for it, and what else the kernels can reach."""
+    hops = hops_of_all_cases(2)
+    found = []
+    for wire in (hops.between, hops.inside):
+        memory = wire.memory
+        found.append((wire.ranks, len(memory._staging.peers), memory.world_size))
+    return tuple(found)
+
+
+def test_only_the_memory_of_a_hops_ranks_is_mapped(ranks4):
+    assert ranks4.run(mapped) == [(([0, 2], 1, 2), ([0, 1], 1, 2)), (([1, 3], 1, 2), ([0, 1], 1, 2)),
+                                  (([0, 2], 1, 2), ([2, 3], 1, 2)), (([1, 3], 1, 2), ([2, 3], 1, 2))]
+
+
+# ---------------------------------------------------------------- layers
+
+
+def in_hops(recipe, node_size: int, name: str, **kwargs) -> dict:
+    return test_hierarchical.run_ffn(recipe, node_size, name, made=over_peer_memory, **kwargs)
+
+
+@pytest.mark.parametrize("recipe_name", slow_except(["bf16", "hp-32", "mxfp8-128", "all-wires-mxfp8"], "hp-32"))
+def test_a_layer_gives_the_bits_of_the_wire_through_the_host(ranks4, recipe_name):
+    keys = {"dtype": torch.bfloat16, "top_k": 4}
+    host, peers = (check_ffn(ranks4, recipe_name, 2, run=run, **keys) for run in (test_hierarchical.run_ffn, in_hops))
+    for a, b in zip(host, peers, strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in ("y", "x", "weight"))
+        for one, other in zip(a["experts"], b["experts"], strict=True):
+            assert all(torch.equal(one[role], other[role]) for role in one)
+
+
+# ---------------------------------------------------------------- calls that differ
+
+
+def mixed_up(how: str) -> str:
+    """Rank 1 sends another layer's gradients by a plan of equal shapes, or makes the plan of another layer."""
+    group = dist.new_group([0, 1, 2, 3])
+    c10d._set_pg_timeout(DEADLINE, group)
+    hops, me = peer_hops(group, 2), dist.get_rank()
+    expert_TK = torch.arange(8).view(8, 1)
+    layer, other = Hierarchical(hops, "a"), Hierarchical(hops, "ab"[me == 1])
+    with pytest.raises(PeerFailure) as caught:
+        if how == "plan":
+            other.plan(expert_TK, 2)
+        else:
+            other.dispatch(layer.plan(expert_TK, 2), torch.ones(8, 32), PLAIN)
+    if how == "plan":  # the ranks may go on
+        layer.dispatch(layer.plan(expert_TK, 2), torch.ones(8, 32), PLAIN)
+    return str(caught.value)
+
+
+def test_plans_of_different_layers_raise_everywhere(ranks4):
+    for rank, text in enumerate(ranks4.run(mixed_up, "plan")):
+        assert f"ranks are in different calls: rank {rank} is in 'counts' of {'ab'[rank == 1]}" in text
+
+
+@pytest.mark.slow
+def test_gradients_of_different_layers_raise(ranks4):
+    zero, one, two, three = ranks4.run(mixed_up, "gradient")
+    for text, name, peer in ((one, "b", 3), (three, "a", 1)):
+        assert f"'dispatch' of {name}, hop between nodes: rank {peer} is in another call, of another layer" in text
+    for text, peer in ((zero, "1 of node 0"), (two, "3 of node 1")):
+        assert "'dispatch' of a, hop inside the node until the deadline" in text and f"rank {peer}" in text
+
+
+# ---------------------------------------------------------------- a failure in the other hop
+
+
+def after_a_failure() -> tuple:
+    """Rank 3 does not come to the hop between nodes. Rank 1, whose wait has failed, goes on to the hop inside its node
+    before its host looks, as it would on a GPU. What each rank then has."""
+    group = dist.new_group([0, 1, 2, 3])
+    c10d._set_pg_timeout(DEADLINE, group)
+    hops, me = peer_hops(group, 2), dist.get_rank()
+    rows = torch.full((2, 32), float(me))
+    with mock.patch.object(PeerMemory, "check"):
+        if me != 3:
+            hops.between.exchange(rows, (1, 1), (1, 1), "rows, hop between nodes", 1)
+            hops.inside.exchange(rows, (1, 1), (1, 1), "rows, hop inside the node", 1)
+    dist.barrier()
+    return tuple(bool(wire.memory._failed[0]) for wire in (hops.between, hops.inside))
+
+
+@pytest.mark.slow
+def test_rows_that_did_not_come_are_not_passed_on(ranks4):
+    """Rank 0 waits for rank 1, and rank 2 for rank 3."""
+    assert ranks4.run(after_a_failure) == [(False, True), (True, False), (False, True), (False, False)]
+
+
+# ---------------------------------------------------------------- NVSHMEM's kernel
+
+
+@cache
+def over_nvshmem(node_size: int) -> Hops:
+    """Hops whose wire between nodes is NVSHMEM's, over the emulator."""
+    module, group, me = emulator.build_nvshmem(), torch.distributed.new_group(), dist.get_rank()
+    KEPT_GROUPS.add(group)
+    host, peers = Hops.of(group, node_size, "moe"), hops_of_all_cases(node_size)
+    with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):
+        memory = PeerMemory(group, module, FIRST_EPOCH, emulator.Heap(module), host.between.ranks, host.node_of)
+    ctypes.CDLL(module.__file__).emulator_seed(ctypes.c_uint64(me + 1))
+    return Hops.over(group, host.node_of, node_size, NVSHMEMWire(memory, 1 + me % 3), peers.inside)
+
+
+def check_nvshmem(problem: Problem, node_size: int, adversary: bool) -> int:
+    hops = over_nvshmem(node_size)
+    wire, before = hops.between, hops.between.puts
+    emulator.set_adversary(wire.memory.extension, adversary)
+    test_hierarchical.check_exchange(problem, node_size,
+                                     made=lambda t: Hierarchical(hops) if hasattr(t, "hops") else t)
+    assert wire.host is None
+    return wire.puts - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("node_size, adversary", [(2, True), (1, True), (2, False)])
+def test_the_kernel_over_nvshmem(ranks4, name, node_size, adversary):
+    emulator.build_nvshmem()
+    puts = ranks4.run(check_nvshmem, with_tokens(PROBLEMS[name], 4), node_size, adversary)
+    assert all(count >= 2 * (4 // node_size - 1) for count in puts)  # the counts of two plans
