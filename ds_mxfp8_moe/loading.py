@@ -86,6 +86,14 @@ def _without_moe_layers(engine: DeepSpeedEngine, plain: Callable) -> Callable:
             engine.has_moe_layers = False
         try:
             return plain(*args, **kwargs)
+        except RuntimeError as error:
+            if "does not support frozen expert" not in str(error):
+                raise
+            raise RuntimeError(f"{error}. If all experts are frozen, as with LoRA, pass "
+                               "exclude_frozen_parameters=True to save_checkpoint, and load_module_strict=False to "
+                               "load_checkpoint. If some are trained, use ZeRO-1. In every stage, "
+                               "ds_mxfp8_moe.save_pretrained(engine, directory) writes the model, or a PeftModel's "
+                               "adapters") from error
         finally:
             engine.has_moe_layers = had
 

@@ -48,7 +48,6 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
     engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
     _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
-    _replace(engine, "save_checkpoint", _save_checkpoint)
     if accelerate := sys.modules.get("accelerate"):
         _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
     if transformers := sys.modules.get("transformers"):
@@ -96,18 +95,6 @@ def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | 
         return plain(save_dir, save_filename, exclude_frozen_parameters)
     finally:
         del engine.module_state_dict
-
-
-def _save_checkpoint(plain: Callable, *args, **kwargs) -> Any:
-    try:
-        return plain(*args, **kwargs)
-    except RuntimeError as error:  # before it writes anything
-        if "does not support frozen expert" not in str(error):
-            raise
-        raise RuntimeError(f"{error}. To keep what was trained, every rank calls ds_mxfp8_moe.save_pretrained(engine, "
-                           "directory), which writes the adapters of a PeftModel. The Trainer needs "
-                           'save_strategy="no". To resume a training with frozen experts, use another ZeRO stage'
-                           ) from error
 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:

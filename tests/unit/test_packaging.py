@@ -130,8 +130,8 @@ def test_metadata(dist):
     assert "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]
-    # transformers is imported where there is one of its models, matplotlib by ds_mxfp8_plot_metrics.
-    assert imports("ds_mxfp8_moe", "ops") - {"transformers", "matplotlib"} <= core and "matplotlib" in extra
+    # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_plot_metrics.
+    assert imports("ds_mxfp8_moe", "ops") - {"transformers", "peft", "matplotlib"} <= core and "matplotlib" in extra
     # A benchmark has SonicMoE as a contender where a user has installed it.
     assert imports("ds_mxfp8_moe", "ops", "examples") - {"yaml", "sonicmoe"} <= core | extra and "pyyaml" in extra
 
