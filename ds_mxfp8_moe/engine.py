@@ -20,7 +20,7 @@ from .autoep_presets import added_preset, announcement
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, build_executor, choose_transports, convert_layers, print_report
 from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
-from .expert_groups import frozen_experts_allowed, split_experts
+from .expert_groups import any_groups_allowed
 from .loading import keep_own_frozen_experts, leave_frozen_experts_out, name_broken_files
 from .lora import adapted_experts
 from .saving import save_whole_models
@@ -39,20 +39,20 @@ def initialize(*args, **kwargs) -> tuple:
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = parse(_given_config(given))
-    with _preparing_autoep(config, given.get("model")):
+    with _preparing(config, given.get("model")):
         result = deepspeed.initialize(*args, **kwargs)
     _convert_engine(result[0], config)
     return result
 
 
 @contextmanager
-def _preparing_autoep(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
-    """What an engine is made in, so that AutoEP converts more models."""
+def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
+    """What an engine is made in, so that AutoEP converts more models, and ZeRO takes more optimizers."""
     with explaining_transformers(config):
         if not config.enabled:
             yield
             return
-        with added_preset(model), adapted_experts(model), frozen_experts_allowed():
+        with added_preset(model), adapted_experts(model), any_groups_allowed():
             yield
 
 
@@ -76,12 +76,8 @@ def _reading_the_section(plain_init):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
         raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
         config = parse(raw)
-        if config.enabled:
-            vars(self)["_configure_optimizer"] = lambda optimizer, parameters: type(self)._configure_optimizer(
-                self, split_experts(self, optimizer), parameters)
-        with _preparing_autoep(config, given["model"]):
+        with _preparing(config, given["model"]):
             plain_init(self, *args, **kwargs)
-        vars(self).pop("_configure_optimizer", None)
         _convert_engine(self, config)
 
     init.mxfp8_moe = True

@@ -2,19 +2,20 @@
 """Lets an optimizer that the user made train experts in ZeRO-1 and 2.
 
 There, experts need parameter groups of their own, marked as "moe". `AdamW(model.parameters())` has one group for all.
-Where a library hands the optimizer to DeepSpeed (Accelerate), the user cannot split it: AutoEP makes the experts' new
-parameters in between.
+The user cannot always split it: AutoEP makes the experts' new parameters while the engine is made.
 
 And lets all experts be frozen there, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
@@ -26,18 +27,18 @@ def trains_experts(engine: DeepSpeedEngine) -> bool:
 
 
 @contextmanager
-def frozen_experts_allowed() -> Iterator[None]:
-    """Engines made inside the context with ZeRO-1 or 2 may have frozen experts alone.
+def any_groups_allowed() -> Iterator[None]:
+    """Engines made inside the context with ZeRO-1 or 2 take optimizers without groups of experts.
 
-    Their optimizers are made as if the model had no MoE layers.
+    If all experts are frozen, their optimizers are made as if the model had no MoE layers.
     """
     plain = DeepSpeedEngine._configure_optimizer
 
-    def configure(self, *args, **kwargs):
-        had = self.has_moe_layers
+    def configure(self, optimizer, parameters):
+        had, optimizer = self.has_moe_layers, split_experts(self, optimizer)
         self.has_moe_layers = had and (self.zero_optimization_stage() not in (1, 2) or trains_experts(self))
         try:
-            return plain(self, *args, **kwargs)
+            return plain(self, optimizer, parameters)
         finally:
             self.has_moe_layers = had
 
@@ -49,10 +50,15 @@ def frozen_experts_allowed() -> Iterator[None]:
 
 
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
-    """What DeepSpeed shall step in place of the user's optimizer, which is returned itself where it will do."""
+    """What DeepSpeed shall step in place of the user's optimizer, which is returned itself where it will do.
+
+    `optimizer`: may also be a function of parameters that makes one, or None.
+    """
     needed = engine.has_moe_layers and engine.zero_optimization_stage() in (1, 2) and trains_experts(engine)
-    if not needed or not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None or not needed:
         return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return lambda parameters: split_experts(engine, optimizer(parameters))
     return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer)
 
 
@@ -62,7 +68,7 @@ def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     The optimizer keeps its groups, since a learning-rate scheduler made for it counts them. Whatever changes there
     (the learning rate above all) changes in the twin's groups too.
     """
-    twin = object.__new__(type(type(optimizer).__name__, (_Twin, type(optimizer)), {}))
+    twin = object.__new__(_twin_class(type(optimizer)))
     vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # wrapped by schedulers
     groups = split_params_into_different_moe_groups_for_optimizer(
         [{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)])
@@ -72,6 +78,15 @@ def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     twin.param_groups = [{**group, NUMBER: i} for i, group in enumerate(groups)]
     optimizer._opt_called = True  # torch's schedulers would warn that it was not stepped before them
     return twin
+
+
+@cache
+def _twin_class(plain: type) -> type:
+    """A subclass that ZeRO takes without `zero_allow_untested_optimizer` if it takes the plain one so."""
+    made = type(plain.__name__, (_Twin, plain), {})
+    if plain in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(made)
+    return made
 
 
 class _Twin:

@@ -41,7 +41,7 @@ def read(folder: Path) -> Runs:
         if figure is None:
             continue
         with path.open(newline="") as file:
-            rows = list(csv.reader(file))[1:]
+            rows = [row for row in csv.reader(file) if row[:1] != ["step"]]  # each run that appends writes the head
         try:
             points = [(int(sample), float(value)) for sample, value in rows]
         except ValueError as error:

@@ -250,12 +250,21 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     else:
         lines = [f"{named(me)} lost its connection to {peers} in {where}, after {waited}:"]
         since = f" after {_FINISHED[group]}, the last exchange with it" if group in _FINISHED else ""
-        silent, last = f"it probably died{since}. Look at its log", []
+        silent, last = f"it probably died{since}, or ended after fewer steps. Look at its log", []
     lines += [f"  {named(rank)} waited as well, in {waits[rank]}" for rank in ranks if rank in waits and rank != me]
     lines += [f"  {named(rank)} did not come; {raised.get(rank, silent)}" for rank in missing]
-    if not missing:
+    if not missing and all(_call_of(note) == _call_of(mine) for note in waits.values()):
         lines.append("  All ranks came: those that waited for less time came late")
+    elif not missing:
+        lines.append("  The ranks wait in different calls: some made fewer steps, or a call that the others did not. "
+                     "A longer deadline does not help")
+        last = []
     return PeerFailure("\n".join(lines + last), missing, at_deadline)
+
+
+def _call_of(note: str) -> str:
+    """Where a rank waited, without its hop and for how long."""
+    return note.rsplit(", for ", 1)[0].removesuffix(" until the deadline").split(", hop ")[0]
 
 
 def absence(rank: int) -> str:

@@ -236,6 +236,16 @@ def test_the_wait_for_the_device_ends_for_all_when_it_ends_for_one(ranks3):
     assert ranks3.run(wait_for_a_device) == [(1, ), None, (1, )]
 
 
+def wait_elsewhere():
+    group, where = group_with_deadline(), "saving the model" if dist.get_rank() == 1 else "'counts' of moe"
+    return str(ends_in_time(wait_for_device, Never, group, where, 1))
+
+
+def test_ranks_in_different_calls_are_told_so(ranks3):
+    for text in ranks3.run(wait_elsewhere):
+        assert "The ranks wait in different calls: some made fewer steps" in text and "DEEPSPEED_TIMEOUT" not in text
+
+
 def die(rank):
     c10d._get_default_store().delete_key(_raised_key(dist.get_rank()))  # of cases before
     exchange = Collective(group_with_deadline(), "moe")

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer made by the user and prepared by Accelerate trains all of the model, experts too, as scheduled."""
+"""An optimizer made by the user trains all of the model, experts too, as scheduled."""
+
+import functools
 
 import accelerate
 import pytest
 import torch
 from autoep_models import batch, ds_config, gathered, model
 from rank_pool import reset_hugging_face
+from slow import slow_except
 from test_engine import enabled
 from transformers import get_linear_schedule_with_warmup
+
+import ds_mxfp8_moe
 
 RATES = [0.1, 0.075, 0.05, 0.025]
 
@@ -69,3 +74,24 @@ def test_own_optimizer_and_schedule(ranks2, tmp_path, stage, dtype):
             steps = [groups for groups in used if any(moe for moe, *_ in groups)]
             assert [rate for groups in steps for _, rate, _ in groups] == pytest.approx(RATES)
             assert {decay for groups in steps for *_, decay in groups} == {0.1}
+
+
+def by_initialize(stage, made):
+    config = ds_config({"enabled": True}, stage)
+    del config["optimizer"], config["zero_allow_untested_optimizer"]
+    net = model()
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    engine, returned, *_ = ds_mxfp8_moe.initialize(
+        model=net, config=config, optimizer=optimizer(net.parameters()) if made else optimizer,
+        model_parameters=net.parameters())
+    before = {name: gathered(p) for name, p in engine.module.named_parameters()}
+    engine.backward(engine(input_ids=batch(0), labels=batch(0)).loss)
+    engine.step()
+    still = [name for name, p in engine.module.named_parameters() if torch.equal(before[name], gathered(p))]
+    return still, isinstance(returned.optimizer, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("stage, made", slow_except([(1, True), (2, False), (2, True), (3, True)], (1, True)))
+def test_initialize_splits_an_own_optimizer(ranks2, stage, made):
+    """Torch's AdamW needs no zero_allow_untested_optimizer."""
+    assert ranks2.run(by_initialize, stage, made) == [([], True)] * 2

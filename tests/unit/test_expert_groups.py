@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero import utils
 
 from ds_mxfp8_moe import expert_groups
 from ds_mxfp8_moe.expert_groups import split_experts
@@ -78,8 +79,17 @@ def test_where_it_is_not_needed_the_optimizer_stays(what):
     assert split_experts(what, optimizer) is optimizer
 
 
-def test_groups_that_the_user_split_and_functions_stay():
+def test_what_a_function_makes_is_split():
+    made = split_experts(engine(), functools.partial(torch.optim.SGD, lr=0.1))(parameters(1, 1))
+    assert [group.get("moe", False) for group in made.param_groups] == [False, True]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_zero_takes_the_twin_of_an_optimizer_that_it_takes(kind):
+    assert type(split_experts(engine(), kind(parameters(1, 1)))) in utils.ZERO_SUPPORTED_OPTIMIZERS
+
+
+def test_groups_that_the_user_split_stay():
     optimizer = torch.optim.SGD([{"params": parameters(1, 0), "moe": True}], lr=0.1)
     assert split_experts(engine(), optimizer) is optimizer
-    assert split_experts(engine(), torch.optim.SGD) is torch.optim.SGD
     assert split_experts(engine(), None) is None
