@@ -85,7 +85,7 @@ def test_cases_can_be_narrowed_down_and_must_fit():
     everything = shapes.chosen(args_of("--cases", "full"), expert_ffn.bytes_needed)
     assert Case(8192, 5120, 32, 16384, "even") not in everything
     assert Case(7168, 2048, 32, 16384, "even") in everything and Case(8192, 5120, 8, 16384, "even") in everything
-    with pytest.raises(SystemExit, match="--cases short .* its shapes: 7168x2048, 8192x5120, .*, 2048x768, 2880x2880$"):
+    with pytest.raises(SystemExit, match="--cases short .* its shapes: 7168x2048, .*, 2048x768, 2880x2880$"):
         shapes.chosen(args_of("--cases", "short", "--shapes", "128x256"), lambda case: 0)
 
 
