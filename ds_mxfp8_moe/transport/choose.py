@@ -248,8 +248,10 @@ def _failed(group: Any, ranks: list, where: str, *hop: Any) -> str | None:
 
 
 def _plain_obstacle(ranks: int, of: str = "the group", kernels: str = "nvlink") -> str | None:
-    """Why these kernels cannot exchange between so many ranks, by facts that are equal on all ranks. None if they
-    allow it."""
+    """Why these kernels cannot exchange between that number of ranks. None if they can.
+
+    It depends on facts alone that are equal on all ranks.
+    """
     if get_accelerator().device_name() != "cuda":
         return "there is no CUDA device"
     if ranks > MOST_RANKS:

@@ -39,7 +39,7 @@ def cmake(folder: Path, *options: str) -> None:
 
 
 def mpirun(ranks: int, *command: str | Path) -> subprocess.CompletedProcess:
-    """Starts a program as so many ranks. mpirun refuses root, and more ranks than cores, unless it is told."""
+    """Starts `ranks` processes of a program. Without these options, mpirun refuses root, and more ranks than cores."""
     return run("mpirun", "--oversubscribe", "-np", str(ranks), *command, OMPI_ALLOW_RUN_AS_ROOT="1",
                OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
 

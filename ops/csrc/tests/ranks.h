@@ -29,7 +29,7 @@ public:
   double largest(double mine) const;
   void barrier() const;
 
-  // Fails unless a half has room for so many bytes.
+  // Throws if a half of the staging has less room than `bytes`.
   void need(int64_t bytes) const;
 
 private:
