@@ -49,8 +49,12 @@ def _load(data: bytes):
 
 
 def reset_deepspeed_groups() -> None:
-    """Forgets the expert-parallel groups of the case before: DeepSpeed keeps them by name for the whole process."""
+    """Forgets what DeepSpeed keeps for the whole process: expert-parallel groups by name, and that a case trained
+    under autocast.
+    """
+    from deepspeed.runtime import torch_autocast
     from deepspeed.utils import groups
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP",
                  "_EXPERT_DATA_PARALLEL_GROUP_RANKS"):
         if hasattr(groups, name):
