@@ -166,18 +166,17 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     return Gradients(dweight_P, dpre.to(t_PF.dtype) if plain else None, *forms)
 
 
-def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None,
-               ends: tuple | None = None) -> torch.Tensor:
+def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None
+               ) -> torch.Tensor:
     """Sums the rows of each group, times weight_P if given: [E, N] float32. The order of additions is fixed.
 
-    Groups are multiples of 128 rows. `ends`: the values of `ends_E` on the host. Without `ends`, plain torch reads
-    them from the device, so the host waits for the device.
+    Groups are multiples of 128 rows. Plain torch reads `ends_E` from the device, so the host waits for the device.
     """
     if runs_triton(x_PN):
         from .ops.triton_kernels import activation as kernels
         return kernels.group_sums(x_PN.contiguous(), ends_E, weight_P)
     x_PN = x_PN.float() if weight_P is None else x_PN.float() * weight_P.unsqueeze(1)
-    starts = [0, *(ends_E.tolist() if ends is None else ends)]
+    starts = [0, *ends_E.tolist()]
     return torch.stack([x_PN[start:end].sum(0) for start, end in zip(starts, starts[1:], strict=False)])
 
 

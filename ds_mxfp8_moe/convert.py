@@ -181,7 +181,7 @@ def choose_transports(model: torch.nn.Module) -> None:
 
 def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in converted_layers(model) if layer.ep_size == 1), None)
+    device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
     if device is not None and has_kernels(device):
         executor, reason = replay.try_load()
         if executor is None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ executor of recorded launches (ops/csrc/replay), where a device can use it."""
+"""Recorded launches and their C++ executor (ops/csrc/replay), where a device can use it."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import ModuleType
 
 import torch
 
+from .mx import MXTensor
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 
@@ -15,8 +17,39 @@ def executor_for(device: torch.device) -> ModuleType | None:
     return replay.try_load()[0] if has_kernels(device) else None
 
 
-def current(device: torch.device) -> AbstractContextManager:
-    """Makes a CUDA device the current one: programs run on its current stream."""
-    if device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable[[list], tuple],
+             inputs: list[torch.Tensor | None]) -> tuple:
+    """function(inputs), which empties `inputs`: see `recording.replayed`. Inputs may be None, but not the first one.
+
+    A program runs on the current stream of the device of the inputs.
+    """
+    from .ops.triton_kernels import recording  # Triton exists on Linux alone
+    there = tuple(x is not None for x in inputs)
+    given = [x for x in inputs if x is not None]
+    inputs.clear()
+
+    def of_given(given: list) -> tuple:
+        tensors = iter(given)
+        all_inputs = [next(tensors) if one else None for one in there]
+        given.clear()
+        return function(all_inputs)
+
+    device = given[0].device
+    elsewhere = device.index is not None and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        return recording.replayed(executor, (*key, there), between, of_given, given)
+
+
+def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple]:
+    """The plain tensors of these tensors; and of each its kind: the attributes of an MXTensor, else None."""
+    tensors, kinds = [], []
+    for value in values:
+        quantized = isinstance(value, MXTensor)
+        kinds.append((value.block_size, value.orig_dtype, value.tiled) if quantized else None)
+        tensors += [value.qdata, value.scale_bytes] if quantized else [value]
+    return tensors, tuple(kinds)
+
+
+def put_together(tensors: list[torch.Tensor | None], kinds: Iterable) -> list[torch.Tensor | None]:
+    """The inverse of `taken_apart`. It removes what it takes from the front of `tensors`."""
+    return [tensors.pop(0) if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) for kind in kinds]

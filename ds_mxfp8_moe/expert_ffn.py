@@ -39,10 +39,11 @@ dtype. Their weights have gradients of their own, so that the experts' weights m
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
@@ -51,7 +52,7 @@ from deepspeed.utils.logging import warning_once
 
 from .branch import Branch
 from .config import Recipe
-from .executor import current, executor_for
+from .executor import executor_for, put_together, replayed, taken_apart
 from .expert_math import ExpertMath, Rows
 from .experts import ROLES, ExpertFormula, LowRank
 from .kept_weights import KeptWeights
@@ -206,28 +207,13 @@ class _ExpertFFNFunction(torch.autograd.Function):
         return None, None, None, None, None, None, *grads
 
 
-def _taken_apart(values: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], tuple]:
-    """The plain tensors of these tensors; and of each its kind: the attributes of an MXTensor, else None."""
-    tensors, kinds = [], []
-    for value in values:
-        quantized = isinstance(value, MXTensor)
-        kinds.append((value.block_size, value.orig_dtype, value.tiled) if quantized else None)
-        tensors += [value.qdata, value.scale_bytes] if quantized else [value]
-    return tensors, tuple(kinds)
-
-
-def _put_together(tensors: list[torch.Tensor], kinds: Iterable) -> list[torch.Tensor]:
-    """The inverse of `_taken_apart`. It removes what it takes from the front of `tensors`."""
-    return [tensors.pop(0) if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) for kind in kinds]
-
-
 class _Call(NamedTuple):
     """What forward hands to backward beside tensors.
 
     Attributes:
         ffn: None in what a recording holds, since layers share recordings.
         recipe: the recipe that ran, which is without quantisation where experts got few tokens.
-        kinds: of the rows that are kept, as `_taken_apart` returns them.
+        kinds: of the rows that are kept, as `taken_apart` returns them.
         plan: without its tensors, where these are saved for backward.
     """
 
@@ -257,14 +243,14 @@ def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Cal
     kept = None if ffn.kept is None else ffn.kept.of(_without_biases(layout, weights), transposed)
     given, tensors = None, []
     if kept is not None:
-        tensors, kinds = _taken_apart(kept.values())
+        tensors, kinds = taken_apart(kept.values())
         given = tuple(zip(kept, kinds, strict=True))
     outputs, (other, made) = _replayed(ffn, layout, (how, given), quantized, partial(function, given),
                                        (*inputs, *tensors), weights)
     if made:
         names, kinds = zip(*made, strict=True)
         first = len(outputs) - 2 * len(made)
-        kept.update(zip(names, _put_together(list(outputs[first:]), kinds), strict=True))
+        kept.update(zip(names, put_together(list(outputs[first:]), kinds), strict=True))
         outputs = outputs[:first]
     return outputs, other
 
@@ -279,15 +265,13 @@ def _without_biases(layout: tuple, weights: Sequence) -> list[torch.Tensor]:
 
 def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
               weights: Sequence) -> tuple:
-    """function(*inputs, *weights). Records the first call if it can, and replays the recording in later calls.
+    """function(*inputs, *weights). If the transport allows it, this is recorded and replayed as a whole.
 
     `how`, `quantized`: as in `_run`.
     """
-    device = inputs[0].device
-    executor = executor_for(device) if ffn.transport.replayable else None
+    executor = executor_for(inputs[0].device) if ffn.transport.replayable else None
     if executor is None or ffn.timed is not None or inputs[0].numel() == 0:
         return function(*inputs, *weights)
-    from .ops.triton_kernels import recording  # Triton exists on Linux alone
     roles, start = [], 0
     for _, size in layout:
         roles.append(weights[start:start + max(size, 1)])
@@ -295,15 +279,19 @@ def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function
     key = (ffn.formula, ffn.recipe, ffn.num_local_experts, ffn.min_tokens_per_expert, layout, how,
            executor.signature((*inputs, *(role[0] for role in roles))))
     between = tuple(map(executor.distances, roles)) if quantized else executor.distances(weights)
-    with current(device):
-        return recording.replayed(executor, key, between, function, (*inputs, *weights))
+    return replayed(executor, key, between, lambda given: function(*given), [*inputs, *weights])
+
+
+def _executor_of_steps(ffn: ExpertFFN, device: torch.device) -> ModuleType | None:
+    """Records and replays the work between exchanges, where the call is not recorded as a whole."""
+    return None if ffn.transport.replayable else executor_for(device)
 
 
 def _kept_in(given: tuple | None, tensors: list[torch.Tensor]) -> dict[str, MXTensor] | None:
     """The quantised weights that `_run` gives, which are removed from the front of `tensors`."""
     if given is None:
         return None
-    return dict(zip((name for name, _ in given), _put_together(tensors, (kind for _, kind in given)), strict=True))
+    return dict(zip((name for name, _ in given), put_together(tensors, (kind for _, kind in given)), strict=True))
 
 
 def _made_by(experts: ExpertMath, given: tuple | None) -> tuple[list[torch.Tensor], tuple]:
@@ -311,7 +299,7 @@ def _made_by(experts: ExpertMath, given: tuple | None) -> tuple[list[torch.Tenso
     if given is None:
         return [], ()
     made = {name: mx for name, mx in experts.quantized_weights.items() if name not in dict(given)}
-    tensors, kinds = _taken_apart(made.values())
+    tensors, kinds = taken_apart(made.values())
     return tensors, tuple(zip(made, kinds, strict=True))
 
 
@@ -328,7 +316,8 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
     weights = list(tensors)
     adapters = _adapters_of(adapted, weights)
     kept_weights = _kept_in(given, weights)
-    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype, kept_weights, adapters)
+    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype, kept_weights, adapters,
+                         _executor_of_steps(ffn, x_TH.device))
 
     def meanwhile():
         """While the host waits for the counts, the device computes the branch and quantises weights."""
@@ -354,7 +343,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
     y_PH, rows = experts.forward(dispatch, backward)
     with timed("combine"):
         y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
-    kept, kinds = _taken_apart(rows)
+    kept, kinds = taken_apart(rows)
     if ffn.transport.replayable:
         kept += plan.tensors
         plan = plan.with_tensors(*(None for _ in plan.tensors))
@@ -368,12 +357,13 @@ def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Seque
     `needs` says so; then the tensors of quantised weights, and what they are."""
     ffn, recipe, dtype, kinds, plan = call
     saved = list(saved)
-    rows = _put_together(saved, kinds)
+    rows = put_together(saved, kinds)
     if ffn.transport.replayable:
         plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
     adapters = _adapters_of(adapted, saved)
     kept_weights = _kept_in(given, saved)
-    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype, kept_weights, adapters)
+    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype, kept_weights, adapters,
+                         _executor_of_steps(ffn, g_TH.device))
     roles = _unflatten(layout, needs[2 + 2 * len(adapted):])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this

@@ -3,9 +3,14 @@
 
 expert_ffn.py explains the letters in tensor names, gives the formulas, and has a table of the operands of weight
 gradients.
+
+The work between two exchanges is one step or a few (steps.py). A step takes its rows in a list, which it empties, so
+that each of them is freed after its last use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -25,6 +30,7 @@ from .grouped_gemm import (
 )
 from .mx import MXTensor
 from .ops.device import multiprocessors
+from .steps import run_step
 from .transport import Pending, Plan
 
 
@@ -53,13 +59,15 @@ class ExpertMath:
         stacks: the weights of each GEMM, by its name: "up", which includes the gate, and "down".
         adapters: the low-rank updates by the name of their GEMM, in the tokens' dtype.
         adapter_grads: their gradients, after `backward`.
+        executor: records steps and replays them. None: the host launches all kernels from Python.
         quantized_weights: the weights that are quantised already, by the name of their GEMM.
         keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
             needs the weights transposed.
     """
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype,
-                 kept: dict[str, MXTensor] | None = None, adapters: dict[str, LowRank] | None = None):
+                 kept: dict[str, MXTensor] | None = None, adapters: dict[str, LowRank] | None = None,
+                 executor: ModuleType | None = None):
         """Arguments:
             weights: for each role of the formula, one tensor [E, ...] or a list of E.
             dtype: of the tokens.
@@ -67,7 +75,7 @@ class ExpertMath:
             adapters: None: there are none.
         """
         self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
-        self.keep, self.adapters = kept is not None, adapters or {}
+        self.keep, self.adapters, self.executor = kept is not None, adapters or {}, executor
         self.adapter_grads: dict[str, LowRank] = {}
         self.quantized_weights = kept if self.keep else {}
         self.up_roles = [role for role in ("gate", "up") if role in weights]
@@ -96,14 +104,26 @@ class ExpertMath:
     def dtype_of(self, role: str) -> torch.dtype:
         return casts.sample(self.weights[role]).dtype
 
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, function: Callable[[list], dict], rows: list, reads: Sequence[str] = (),
+              how: tuple = ()) -> dict:
+        """function(rows), as steps.py runs it."""
+        return function(rows) if self.executor is None else run_step(self, name, function, rows, reads, how)
+
+    def _quantize_weights_of(self, names: Iterable[str], transposed: bool) -> None:
+        """Quantises the weights of these GEMMs, if the recipe does so and they are not quantised yet."""
+        names = [name for name in names if name not in self.quantized_weights]
+        if self.recipe.quantize_gemm and names:
+            self.quantized_weights |= self._step(
+                "quantize", lambda rows: {name: self._quantize_weights(name, transposed) for name in names}, [], names,
+                (transposed, ))
+
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def quantize_ahead(self) -> None:
         """Quantises the weights for the forward GEMMs. It needs no plan."""
-        if self.recipe.quantize_gemm:
-            for name in self.stacks:
-                if name not in self.quantized_weights:
-                    self.quantized_weights[name] = self._quantize_weights(name, transposed=False)
+        self._quantize_weights_of(self.stacks, transposed=False)
 
     def forward(self, dispatch: Callable[[], tuple], backward: bool) -> tuple[torch.Tensor, Rows]:
         """The experts' output rows y_PH.
@@ -113,7 +133,16 @@ class ExpertMath:
                 in memory.
             backward: whether to keep what backward needs.
         """
-        x_PH, weight_P = dispatch()
+        if self.keep:
+            self.quantize_ahead()
+        made = self._step("forward", partial(self._forward_rows, backward), [*dispatch()], tuple(self.stacks),
+                          (backward, ))
+        return made["y_PH"], Rows(*(made[name] for name in Rows._fields))
+
+    def _forward_rows(self, backward: bool, given: list) -> dict:
+        """The output rows and those of `Rows`. Takes x_PH and weight_P."""
+        x_PH, weight_P = given
+        given.clear()
         x_PH = self.quantized(x_PH)
         pre_PG = self._adapted(self.forward_gemm(x_PH, "up"), x_PH, "up")
         if not backward:
@@ -121,15 +150,15 @@ class ExpertMath:
         if self.formula.kind == "linear":
             if self.up_bias_EG is not None:
                 pre_PG = (pre_PG + self.bias_rows(self.up_bias_EG)).to(pre_PG.dtype)
-            empty = pre_PG.new_empty(0)
-            return pre_PG.float() * weight_P.unsqueeze(1), Rows(x_PH, empty, empty, weight_P)
+            return {"y_PH": pre_PG.float() * weight_P.unsqueeze(1), "x_PH": x_PH, "pre_PG": pre_PG.new_empty(0),
+                    "h_PF": pre_PG.new_empty(0), "weight_P": weight_P}
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
         y_PH = self._adapted(self.forward_gemm(h_PF, "down"), h_PF, "down")
         if self.down_bias_EH is not None:
             y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
-        return y_PH, Rows(x_PH, pre_PG, h_PF, weight_P)
+        return {"y_PH": y_PH, "x_PH": x_PH, "pre_PG": pre_PG, "h_PF": h_PF, "weight_P": weight_P}
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
@@ -150,11 +179,56 @@ class ExpertMath:
         """
         if self.formula.kind == "linear":
             return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
-        grads, weight_P = {}, rows.weight_P
-        g_PH, _ = dispatch_grad()  # nothing else holds g_PH, so `del` frees it
+        wants_ups = not needed.isdisjoint(self.up_roles)
+        how = tuple(sorted(needed))
+        g_PH, _ = dispatch_grad()
+        given = [g_PH, *rows]
+        del g_PH
+        if self.keep:
+            self._quantize_weights_of(["down"], transposed=True)
+        grads = self._step("gradient of h", partial(self._backward_to_dpre, needed), given, ("down", ), how)
+        g_rows, g_wgrad, low_PR, dweight_P = map(grads.pop, ("g_rows", "g_wgrad", "low_PR", "dweight_P"))
+        columns = g_wgrad is not None and self.wgrad_quantized
+        g_wgrad = g_rows if g_wgrad is None else g_wgrad
+        for name in self.adapters:
+            self.adapter_grads[name] = LowRank(*(grads.pop((name, field)) for field in LowRank._fields))
+
+        def ups(beside: int) -> dict:
+            return self._step("gradients of up", partial(self._ups_wgrad, columns, needed, beside),
+                              [g_wgrad, rows.x_PH], how=(how, columns, beside))
+
+        beside = 0 if not wants_ups else sms_beside(
+            *wgrad_cost(g_wgrad, rows.x_PH, len(self.plan.group_ends_E), self.wgrad_quantized))
+        ups_first = wants_ups and not beside and g_wgrad is not g_rows and self._ups_first_takes_less(
+            g_rows.shape, rows.x_PH.shape[1])
+        if ups_first:
+            grads |= ups(0)
+        if ups_first or not wants_ups:
+            g_wgrad = None  # which frees it
+        given = [g_rows, low_PR]
+        del g_rows
+        if self.keep:
+            self._quantize_weights_of(["up"], transposed=True)
+        dx_PH = self._step("gradient of x", self._backward_to_dx, given, ("up", )).pop("dx_PH")
+        pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
+        del dx_PH
+        try:
+            if wants_ups and not ups_first:
+                grads |= ups(beside)
+        finally:  # an error must not free memory that the exchange still reads or writes
+            result = pending.result()
+        return grads, result
+
+    def _backward_to_dpre(self, needed: set[str], given: list) -> dict:
+        """The forms of dpre: `g_rows` for dx, and `g_wgrad` for dW1, None if it is the same; what an adapter adds to
+        dx; the gradient of the routing weights; and, by role, those of dW2 and of the biases. Takes g_PH and `Rows`.
+        """
+        g_PH, *rows = given
+        given.clear()
+        rows, grads = Rows(*rows), {}
         if self.down_bias_EH is not None:
-            dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, weight_P)
-        low_PR = self._adapter_backward(g_PH, rows.h_PF, "down")
+            dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, rows.weight_P)
+        low_PR = self._adapter_backward(g_PH, rows.h_PF, "down", grads)
         g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
         t_PF = self._adapted_dgrad(self.dgrad_gemm(g_PH, "down"), low_PR, "down")
         del g_PH
@@ -166,34 +240,22 @@ class ExpertMath:
         columns = wants_ups and self.reads_columns(t_PF)
         wants_plain = not self.recipe.quantize_gemm or self.up_bias_EG is not None or "up" in self.adapters or (
             wants_ups and not self.wgrad_quantized)
-        dpre = activate_backward(t_PF, rows.pre_PG, weight_P, plain=wants_plain, rows=self.recipe.quantize_gemm,
+        dpre = activate_backward(t_PF, rows.pre_PG, rows.weight_P, plain=wants_plain, rows=self.recipe.quantize_gemm,
                                  columns=columns, **self.activation())
         del t_PF
         dweight_P = dpre.dweight_P if self.down_bias_EH is None else dpre.dweight_P + dweight_of_bias_P
         if self.up_bias_EG is not None:
             grads |= self._up_bias_gradients(dpre.plain)
-        low_PR = self._adapter_backward(dpre.plain, rows.x_PH, "up")
+        low_PR = self._adapter_backward(dpre.plain, rows.x_PH, "up", grads)
         g_rows = dpre.rows if self.recipe.quantize_gemm else dpre.plain
-        g_wgrad = dpre.columns if columns else g_rows if self.wgrad_quantized else dpre.plain
-        del dpre
+        g_wgrad = dpre.columns if columns else None if self.wgrad_quantized or g_rows is dpre.plain else dpre.plain
+        return grads | {"g_rows": g_rows, "g_wgrad": g_wgrad, "low_PR": low_PR, "dweight_P": dweight_P}
 
-        beside = 0 if not wants_ups else sms_beside(
-            *wgrad_cost(g_wgrad, rows.x_PH, len(self.plan.group_ends_E), self.wgrad_quantized))
-        ups_first = wants_ups and not beside and g_wgrad is not g_rows and self._ups_first_takes_less(
-            g_rows.shape, rows.x_PH.shape[1])
-        if ups_first:
-            grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed)
-            del g_wgrad
-        dx_PH = self._adapted_dgrad(self.dgrad_gemm(g_rows, "up"), low_PR, "up")
-        del g_rows
-        pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
-        del dx_PH
-        try:
-            if wants_ups and not ups_first:
-                grads |= self._ups_wgrad(g_wgrad, rows.x_PH, columns, needed, beside)
-        finally:  # an error must not free memory that the exchange still reads or writes
-            result = pending.result()
-        return grads, result
+    def _backward_to_dx(self, given: list) -> dict:
+        """Takes `g_rows` and `low_PR` of `_backward_to_dpre`."""
+        g_rows, low_PR = given
+        given.clear()
+        return {"dx_PH": self._adapted_dgrad(self.dgrad_gemm(g_rows, "up"), low_PR, "up")}
 
     def _backward_linear(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending], rows: Rows,
                          needed: set[str]) -> tuple[dict, tuple]:
@@ -218,8 +280,9 @@ class ExpertMath:
         a_ERK, b_ENR = self.adapters[name]
         return y_PN.add_(self._low_rank_mm(self._low_rank_mm(plain(x_PK), a_ERK), b_ENR))
 
-    def _adapter_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor | None:
-        """Computes the gradients of an adapter, and returns g B [P, R]. None: there is no adapter.
+    def _adapter_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor, name: str,
+                          grads: dict) -> torch.Tensor | None:
+        """Adds the gradients of an adapter to `grads`, and returns g B [P, R]. None: there is no adapter.
 
         Args:
             g_PN: the gradient of the GEMM's result.
@@ -231,8 +294,8 @@ class ExpertMath:
         g_PN, x_PK = plain(g_PN), plain(x_PK)
         low_PR = self._low_rank_mm(g_PN, b_ENR.transpose(1, 2))
         ends_E, x_low_PR = self.plan.group_ends_E, self._low_rank_mm(x_PK, a_ERK)
-        self.adapter_grads[name] = LowRank(grouped_mm_wgrad(low_PR, x_PK, ends_E, a_ERK.dtype, aligned=False),
-                                           grouped_mm_wgrad(g_PN, x_low_PR, ends_E, b_ENR.dtype, aligned=False))
+        grads[name, "a_ERK"] = grouped_mm_wgrad(low_PR, x_PK, ends_E, a_ERK.dtype, aligned=False)
+        grads[name, "b_ENR"] = grouped_mm_wgrad(g_PN, x_low_PR, ends_E, b_ENR.dtype, aligned=False)
         return low_PR
 
     def _adapted_dgrad(self, dx_PK: torch.Tensor, low_PR: torch.Tensor | None, name: str) -> torch.Tensor:
@@ -243,7 +306,7 @@ class ExpertMath:
 
     def _low_rank_mm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
         # The kernels' tiles are 128 wide. torch._grouped_mm also takes ranks as small as 8.
-        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, self._covered, aligned=False)
+        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, aligned=False)
 
     def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
         """<g, b2> of each row, and the gradient of b2."""
@@ -256,8 +319,10 @@ class ExpertMath:
         biases = zip((f"{role}_bias" for role in self.up_roles), sums, strict=True)
         return {bias: of_role.to(self.dtype_of(bias)) for bias, of_role in biases if bias in self.weights}
 
-    def _ups_wgrad(self, g_wgrad: torch.Tensor, x_PH: torch.Tensor, columns: bool, needed: set[str],
-                   beside: int = 0) -> dict[str, torch.Tensor]:
+    def _ups_wgrad(self, columns: bool, needed: set[str], beside: int, given: list) -> dict[str, torch.Tensor]:
+        """The gradients of gate and up. Takes dpre and x_PH."""
+        g_wgrad, x_PH = given
+        given.clear()
         # Autograd copies a gradient that is not laid out as its stacked parameter, so each piece is contiguous. If
         # only one of the two is needed, they are not split, since the pieces share one storage.
         count = len(self.up_roles)
@@ -318,15 +383,10 @@ class ExpertMath:
         """Rows times the weights of this name in `stacks`: contracts over the weights' second to last axis."""
         return self._gemm(g_PN, name, transposed=True)
 
-    @property
-    def _covered(self) -> bool:
-        """Whether it is known that there are no rows past the last group."""
-        return self.plan.group_ends is not None and self.plan.group_ends[-1] == self.plan.num_rows
-
     def _gemm(self, x_PK: torch.Tensor, name: str, transposed: bool) -> torch.Tensor:
-        plan, covered = self.plan, self._covered
+        ends_E = self.plan.group_ends_E
         if not self.recipe.quantize_gemm:
-            return grouped_mm_weights(x_PK, self.stacks[name], plan.group_ends_E, transposed, covered)
+            return grouped_mm_weights(x_PK, self.stacks[name], ends_E, transposed)
         mx = self.quantized_weights.pop(name, None)
         if mx is None:
             mx = self._quantize_weights(name, transposed)
@@ -335,7 +395,7 @@ class ExpertMath:
         if mx.dtype != self.dtype:
             # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
             mx = MXTensor.of(mx.parts, self.dtype)
-        return grouped_mm(x_PK, mx, plan.group_ends_E, self.dtype, covered)
+        return grouped_mm(x_PK, mx, ends_E, self.dtype)
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool, beside: int = 0,
                    splits: int = 1) -> torch.Tensor:
@@ -349,7 +409,7 @@ class ExpertMath:
         return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
 
     def group_sums(self, x_PN: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
-        return group_sums(x_PN, self.plan.group_ends_E, weight_P, self.plan.group_ends)
+        return group_sums(x_PN, self.plan.group_ends_E, weight_P)
 
     def activation(self) -> dict:
         return {"activation": self.formula.activation, "layout": self.layout, "block_size": self.recipe.block_size,

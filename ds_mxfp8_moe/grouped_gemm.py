@@ -50,13 +50,12 @@ def emulated(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
-               covered: bool = False, aligned: bool = True) -> torch.Tensor:
+               aligned: bool = True) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T: [P, N] in `out_dtype` (default: the dtype that a_PK shows).
 
     Rows at and past ends_E[-1] come back as zeros.
 
     Args:
-        covered: promises that there are no rows past the last group, which saves a pass.
         aligned: promises that P and the groups are multiples of 128 rows. MXFP8 operands must be aligned.
     """
     out_dtype = out_dtype or a_PK.dtype
@@ -76,21 +75,18 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
     if kernel is not None:
         return kernel(a, stacks, ends_E, out_dtype, transposed)
     out = torch._grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
-    if covered:
-        return out.to(out_dtype)
     beyond = torch.arange(a.shape[0], device=a.device) >= ends_E[-1]
     return out.masked_fill_(beyond.unsqueeze(-1), 0).to(out_dtype)
 
 
-def grouped_mm_weights(a_PK: torch.Tensor, stacks: Sequence[Stack], ends_E: torch.Tensor, transposed: bool = False,
-                       covered: bool = False) -> torch.Tensor:
+def grouped_mm_weights(a_PK: torch.Tensor, stacks: Sequence[Stack], ends_E: torch.Tensor,
+                       transposed: bool = False) -> torch.Tensor:
     """`grouped_mm` of plain rows, in a's dtype, with experts' weights in high precision.
 
     A kernel reads the weights where they lie. Without one, the weights are stacked first.
 
     Args:
         transposed: contracts over the weights' axis N instead of K.
-        covered: as in grouped_mm.
     """
     if casts.sample(stacks[0]).dtype != a_PK.dtype:
         stacks = [casts.joined([stack]).to(a_PK.dtype) for stack in stacks]
@@ -98,7 +94,7 @@ def grouped_mm_weights(a_PK: torch.Tensor, stacks: Sequence[Stack], ends_E: torc
     if kernel is not None:
         return kernel(a_PK, stacks, ends_E, a_PK.dtype, transposed)
     b_ENK = casts.joined(stacks)
-    return grouped_mm(a_PK, b_ENK.transpose(1, 2) if transposed else b_ENK, ends_E, covered=covered)
+    return grouped_mm(a_PK, b_ENK.transpose(1, 2) if transposed else b_ENK, ends_E)
 
 
 def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,

@@ -125,7 +125,7 @@ def _collective() -> TransportStatus:
 
 
 def launches() -> str:
-    """How the host launches the kernels of a layer whose experts are all on one rank."""
+    """How the host launches the kernels of a layer."""
     if get_accelerator().device_name() != "cuda":
         return "[NO] from Python: no CUDA device"
     usable, text = _extension(ReplayBuilder())

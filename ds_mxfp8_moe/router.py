@@ -13,7 +13,7 @@ from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .executor import current, executor_for
+from .executor import executor_for, replayed
 from .ops.device import has_kernels
 
 
@@ -64,18 +64,11 @@ def _has_no_hooks(module: nn.Module, but: str = "") -> bool:
 
 def _replayed(function: Callable, key: tuple, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """function(*inputs), which depends on `key` and its inputs alone. It is recorded where that is possible."""
-    given = [x for x in inputs if x is not None]
-    executor = executor_for(given[0].device)
+    executor = executor_for(inputs[0].device)
     if executor is None:
         return function(*inputs)
-    from .ops.triton_kernels import recording
-
-    def of_given(*given: torch.Tensor) -> tuple[list, None]:
-        tensors = iter(given)
-        return function(*(None if x is None else next(tensors) for x in inputs)), None
-
-    with current(given[0].device):
-        return recording.replayed(executor, (_Route, *key, executor.signature(inputs)), (), of_given, given)[0]
+    return replayed(executor, (_Route, *key, executor.signature(inputs)), (), lambda given: (function(*given), None),
+                    list(inputs))[0]
 
 
 class _Route(torch.autograd.Function):

@@ -42,8 +42,7 @@ class Plan:
         send_splits, recv_splits: number of rows sent to and received from each rank of the group, in rank order.
         send_token_S: int64 [S], the token in each row sent, ascending by (rank, token).
         sent_slot_WT: int64 [W, T], the row of `send_token_S` in which token t goes to rank w. S where it does not.
-        group_ends: the end of each local expert's rows among the P, on the host. Multiples of ROW_ALIGNMENT.
-        group_ends_E: the same as int32 on the device.
+        group_ends_E: int32, the end of each local expert's rows among the P. Multiples of ROW_ALIGNMENT.
         slot_RK: int64 [R, K], the expert-sorted row of choice k of received row r. P where another rank serves it.
         source_P: int64 [P], r * K + k of the choice in each expert-sorted row. R * K in padding rows.
     """
@@ -55,7 +54,6 @@ class Plan:
     recv_splits: tuple
     send_token_S: torch.Tensor
     sent_slot_WT: torch.Tensor
-    group_ends: tuple
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor
     source_P: torch.Tensor
@@ -64,6 +62,13 @@ class Plan:
     def num_rows(self) -> int:
         """P: expert-sorted rows on this rank, padding included."""
         return self.source_P.shape[0]
+
+
+def room_for(rows: int) -> int:
+    """P for groups that end at this row: a multiple of ROW_ALIGNMENT, at most 1/16 more. With few different sizes,
+    most calls can replay what an earlier one recorded."""
+    step = max(ROW_ALIGNMENT, 1 << max(rows.bit_length() - 5, 0))
+    return -(-rows // step) * step
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,8 @@ class Transport(ABC):
             rows: a text, not data. It describes the tokens: everything about them that must be equal on all ranks.
 
         Returns:
-            An immutable plan: a `Plan`, or an object with its num_tokens, top_k, tokens_per_expert, group_ends_E,
-            num_rows and group_ends. The last is None where the host does not know it.
+            An immutable plan: a `Plan`, or an object with its num_tokens, top_k, tokens_per_expert, group_ends_E and
+            num_rows.
 
         Raises:
             PeerFailure: a rank did not come in time, or is in the plan of another layer or of other `rows`.
@@ -135,8 +140,9 @@ class Transport(ABC):
             weight_TK: a number for each choice, which travels with the token.
 
         Returns:
-            (x_PH, weight_P). x_PH: rows of x_TH's dtype, or an MXTensor where `wire` is MXFP8; zeros in padding.
-            weight_P: float32, 0 in padding; None without weight_TK.
+            (x_PH, weight_P). x_PH: rows of x_TH's dtype, or an MXTensor where `wire` is MXFP8. Padding of a group is
+            zeros, and rows behind the last group may hold anything. weight_P: float32, 0 in both; None without
+            weight_TK.
         """
 
     @abstractmethod

@@ -22,7 +22,7 @@ from .rows import (
     experts_there,
     numbered,
     pack,
-    padded_ends,
+    padded_rows,
     padding,
     partial_sums,
     sends,
@@ -88,10 +88,9 @@ class Collective(Transport):
         to = sends(pairs, sum(send_splits), W)
         local_SK = experts_there(expert_TK, E, to)
         local_RK = self._exchange(as_bytes(local_SK), send_splits, recv_splits, "expert ids").view(local_SK.dtype)
-        ends = padded_ends(group_sizes)
-        slot_RK, source_P = sort_by_expert(local_RK, sum(group_sizes), shift_E, ends[-1])
+        slot_RK, source_P = sort_by_expert(local_RK, sum(group_sizes), shift_E, padded_rows(group_sizes))
         return Plan(num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), send_splits=send_splits,
-                    recv_splits=recv_splits, send_token_S=to.row_S, sent_slot_WT=to.slot_WN, group_ends=ends,
+                    recv_splits=recv_splits, send_token_S=to.row_S, sent_slot_WT=to.slot_WN,
                     group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
     def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,

@@ -39,7 +39,7 @@ from .rows import (
     numbered,
     pack,
     pack_all,
-    padded_ends,
+    padded_rows,
     padding,
     partial_sums,
     sends,
@@ -54,7 +54,7 @@ class HierarchicalPlan:
     """What one forward's routing means for this rank. Immutable.
 
     Attributes:
-        num_tokens, top_k, tokens_per_expert, group_ends, group_ends_E, slot_RK, source_P: as in Plan.
+        num_tokens, top_k, tokens_per_expert, group_ends_E, slot_RK, source_P: as in Plan.
         between: which tokens go to which node.
         inside: which of the rows that land here go to which rank of the node.
         *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside).
@@ -72,7 +72,6 @@ class HierarchicalPlan:
     inside_send_splits: tuple
     inside_recv_splits: tuple
     inside_most: int
-    group_ends: tuple
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor
     source_P: torch.Tensor
@@ -157,13 +156,12 @@ class Hierarchical(Transport):
         local_SK = experts_there(ids_LK, E, inside)
         local_RK = self._inside(as_bytes(local_SK), to_rank, from_rank, most_inside,
                                 "expert ids").view(local_SK.dtype)
-        ends = padded_ends(sizes)
-        slot_RK, source_P = sort_by_expert(local_RK, sum(sizes), shift_E, ends[-1],
+        slot_RK, source_P = sort_by_expert(local_RK, sum(sizes), shift_E, padded_rows(sizes),
                                            _by_source(landing_MGND[:, :, node, index].t(), sum(from_rank)))
         return HierarchicalPlan(
             num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), between=between,
             between_send_splits=to_node, between_recv_splits=from_node, between_most=most_between, inside=inside,
-            inside_send_splits=to_rank, inside_recv_splits=from_rank, inside_most=most_inside, group_ends=ends,
+            inside_send_splits=to_rank, inside_recv_splits=from_rank, inside_most=most_inside,
             group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
     def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,

@@ -25,7 +25,6 @@ class LocalPlan:
     Attributes:
         num_tokens, top_k: T and K.
         tokens_per_expert: mean number of choices per expert, dropped ones included.
-        group_ends: None: the host does not know them.
         group_ends_E: int32, the end of each expert's rows among the P.
         num_rows: P.
         slot_TK: int32, the row of each choice. P where it was dropped.
@@ -35,7 +34,6 @@ class LocalPlan:
     num_tokens: int
     top_k: int
     tokens_per_expert: float
-    group_ends: None = None
     group_ends_E: torch.Tensor
     num_rows: int
     slot_TK: torch.Tensor

@@ -23,7 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
-from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap
+from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, room_for
 from .peer_memory import KINDS, PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
@@ -38,8 +38,7 @@ class NVLinkPlan:
 
     Attributes:
         num_tokens, top_k, tokens_per_expert, group_ends_E: as in Plan.
-        group_ends: as in Plan. None where the host does not know it.
-        num_rows: P. With a capacity it may be more than the last group's end.
+        num_rows: P. It may be more than the last group's end.
         received: number of rows that arrive here. With a capacity it is an upper bound.
         most_rows: the most rows that any rank receives or sends. Equal on all ranks.
         rows: the kernels' struct `Rows` (ops/csrc/nvlink/kernels.h), with addresses of the plan's tables.
@@ -50,7 +49,6 @@ class NVLinkPlan:
     num_tokens: int
     top_k: int
     tokens_per_expert: float
-    group_ends: tuple | None
     group_ends_E: torch.Tensor
     num_rows: int
     received: int
@@ -104,9 +102,9 @@ class _RowsOfAll:
 
     def sizes(self, K: int) -> dict:
         """The fields of NVLinkPlan that tell the number of rows."""
-        ends, W = tuple(itertools.accumulate(map(_padded, self._sizes_E.tolist()))), len(self._tokens_W)
-        return {"group_ends": ends, "num_rows": ends[-1],
-                "tokens_per_expert": sum(self._tokens_W) * K / (W * len(ends))}
+        sizes, W = self._sizes_E.tolist(), len(self._tokens_W)
+        return {"num_rows": room_for(sum(map(_padded, sizes))),
+                "tokens_per_expert": sum(self._tokens_W) * K / (W * len(sizes))}
 
 
 def regions(rows: int, *row_bytes: int) -> list:
@@ -231,7 +229,7 @@ class NVLink(Transport):
         dropped = memory.dropped_at(self.name) if self.on_overflow == "drop" else 0
         ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),
                    memory.stream())
-        return {"group_ends": None, "num_rows": room, "tokens_per_expert": T * K / E}
+        return {"num_rows": room, "tokens_per_expert": T * K / E}
 
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
         """The kernels' struct `Rows` for one exchange: that of the plan, and where the exchange's data lie."""

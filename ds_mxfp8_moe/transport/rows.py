@@ -15,7 +15,7 @@ import torch
 from .. import casts
 from ..mx import MXTensor
 from ..ops.device import has_kernels
-from . import ROW_ALIGNMENT, Wire, with_zero_row
+from . import ROW_ALIGNMENT, Wire, room_for, with_zero_row
 
 PLAIN = Wire(mxfp8=False)
 
@@ -83,13 +83,9 @@ def padding(sizes_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ends_E, (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
 
 
-def padded_ends(sizes: list) -> tuple:
-    """The ends of `padding`, on the host."""
-    ends, end = [], 0
-    for size in sizes:
-        end += -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        ends.append(end)
-    return tuple(ends)
+def padded_rows(sizes: list) -> int:
+    """P for groups of these sizes."""
+    return room_for(sum(-(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT for size in sizes))
 
 
 def sort_by_expert(local_RK: torch.Tensor, choices: int, shift_E: torch.Tensor, num_rows: int,
@@ -100,7 +96,7 @@ def sort_by_expert(local_RK: torch.Tensor, choices: int, shift_E: torch.Tensor, 
         local_RK: local experts of received rows, -1 for none.
         choices: how many of them are not -1.
         shift_E: of `padding`.
-        num_rows: P, where the last group ends.
+        num_rows: P.
         order_R: the order in which rows count inside an expert. None: as they arrived.
 
     Returns:

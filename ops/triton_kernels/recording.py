@@ -2,14 +2,14 @@
 """Records what a function does on the device, and repeats it on other tensors with little work on the host.
 
     with Recording(inputs) as recording:
-        outputs = function(*inputs)
+        outputs = function(inputs)
     program = recording.program(outputs, executor)
-    other_outputs = program(*other_inputs)
+    other_outputs = program(other_inputs)
 
 A recording notes each launch of a kernel and each torch op. It does not note Python code. The program repeats the
 launches and ops in C++ (ops/csrc/replay): it allocates tensors, launches kernels with addresses and numbers, calls
-torch ops through the dispatcher, and frees each tensor after its last use. A program holds no tensor. It runs on the
-current stream, on the device of its first input.
+torch ops through the dispatcher, and frees each tensor after its last use. It empties the list of its inputs, so that
+this holds for them, too. A program holds no tensor. It runs on the current stream, on the device of its first input.
 
 A program does not repeat the function's branches. It is valid only for inputs with the same properties (the executor's
 `signature`). A kernel may compute the address of every weight from that of one. The weights must then lie at the same
@@ -40,15 +40,16 @@ def active() -> "Recording | None":
     return getattr(_ACTIVE, "recording", None)
 
 
-def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable,
-             inputs: Sequence[torch.Tensor]) -> tuple:
-    """function(*inputs). Records the first call, and replays the recording in later calls if it has no obstacle.
+def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable[[list], tuple],
+             inputs: list[torch.Tensor]) -> tuple:
+    """function(inputs). Records the first call, and replays the recording in later calls if it has no obstacle.
 
     Args:
         executor: the loaded module of ops/csrc/replay.
         key: everything that `function` depends on, except the values in the inputs and `between`.
         between: distances between inputs. After MOST_DISTANCES different ones, nothing more is recorded for this key.
         function: returns two things: a list of tensors and None, and an object without tensors.
+        inputs: a replay empties this list.
     """
     if key not in _PROGRAMS:
         if len(_PROGRAMS) == MOST_KEYS:
@@ -58,7 +59,7 @@ def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function:
     found = programs.get(between)
     if found is None and len(programs) < MOST_DISTANCES:
         with Recording(inputs) as recording:
-            outputs, other = function(*inputs)
+            outputs, other = function(inputs)
         program = recording.program(outputs, executor)
         if program is None:
             warnings.warn(f"mxfp8_moe: the host launches kernels from Python, which is slower: {recording.obstacle}",
@@ -66,7 +67,7 @@ def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function:
         programs[between] = program, other
         return outputs, other
     program, other = found or (None, None)
-    return function(*inputs) if program is None else (program(*inputs), other)
+    return function(inputs) if program is None else (program(inputs), other)
 
 
 class Kernel(NamedTuple):
@@ -251,7 +252,8 @@ class Recording(TorchDispatchMode):
     # ---- the program ------------------------------------------------------------------------------------------------
 
     def program(self, outputs: Sequence[torch.Tensor | None], executor: ModuleType) -> Callable | None:
-        """A function of the inputs that returns a list of outputs like these. None: see `obstacle`."""
+        """A function of a list of inputs, which it empties. It returns a list of outputs like these. None: see
+        `obstacle`."""
         returned = [None if x is None else self._number(x) for x in outputs]
         if self.obstacle:
             return None
@@ -269,7 +271,7 @@ class Recording(TorchDispatchMode):
                 program.free([slots[number] for number in free])
         program.set_outputs([-1 if number is None else slots[number] for number in returned])
         device, stream = self._inputs[0].get_device(), _current_stream()
-        return lambda *inputs: program.run(inputs, stream(device))
+        return lambda inputs: program.run(inputs, stream(device))
 
 
 def _last_uses(steps: Sequence[_Step], kept: set) -> list[list[int]]:

@@ -279,7 +279,7 @@ def _today(tokens, top_k):
     today, collective = Today(world.group()), Collective(world.group())
     plan, other = today.plan(expert_TK, 4), collective.plan(expert_TK, 4)
     rows, _ = today.dispatch(plan, x)
-    assert plan.group_ends == other.group_ends and plan.group_ends_E.tolist() == other.group_ends_E.tolist()
+    assert plan.group_ends_E.tolist() == other.group_ends_E.tolist()
     assert torch.equal(rows, collective.dispatch(other, x, dispatch_combine.Wire(False))[0])
     y, _ = today.combine(plan, rows)
     return torch.equal(y, (x.float() * top_k).to(BF16))

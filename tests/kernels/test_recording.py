@@ -123,20 +123,20 @@ def test_a_program_computes_what_was_recorded_on_other_tensors(executor):
     assert not noted.obstacle and equal(outputs, layer(*given)[0])
     for seed in (2, 3):
         given = inputs(seed)
-        assert equal(program(*given), layer(*given)[0])
+        assert equal(program(list(given)), layer(*given)[0])
 
 
 def test_the_first_call_records_and_the_others_replay(executor, monkeypatch):
     monkeypatch.setattr(recording, "_PROGRAMS", {})
     calls = []
 
-    def counted(*given):
+    def counted(given):
         calls.append(given)
         return layer(*given)
 
     for seed in range(4):
         given = inputs(seed)
-        outputs, beside = replayed(executor, ("key", ), (), counted, given)
+        outputs, beside = replayed(executor, ("key", ), (), counted, list(given))
         assert equal(outputs, layer(*given)[0]) and beside == "beside"
     assert len(calls) == 1
     for distance in range(20):  # which never come again: at some point recording ends
@@ -156,7 +156,7 @@ def test_inputs_in_one_storage_are_read_where_they_lie(executor):
         outputs, _ = function(*noted._inputs)
     program = noted.program(outputs, executor)
     other = torch.arange(100.0, 132.0)
-    out, = program(other[4:8], other[20:24])
+    out, = program([other[4:8], other[20:24]])
     assert out[0].tolist() == other[4:8].tolist() and out[1][1:].tolist() == other[21:24].tolist()
 
 
@@ -179,8 +179,9 @@ def test_memory_is_freed_after_its_last_use(executor):
 
     program = noted.program(outputs, type("", (), {**vars(executor), "Program": Program}))
     assert freed == [[1], [2]]  # a behind the sum, b behind the cast; never the input, which is an output too
-    out, x = program(*given)
-    assert equal([out], [given[0] + 1]) and x.data_ptr() == given[0].data_ptr()
+    one, = given
+    out, x = program(given)
+    assert given == [] and equal([out], [one + 1]) and x.data_ptr() == one.data_ptr()
     kept = weakref.ref(out)
     del out
     gc.collect()
@@ -198,7 +199,7 @@ def test_a_launch_has_all_that_triton_gives_it(executor):
                           (descriptor(x[128:], [64, 32]), (-5, 1.5), None, x[1:], True))
     other = torch.zeros(256, 128, dtype=torch.bfloat16)
     LAUNCHES.clear()
-    assert noted.program([x], executor)(other)[0].data_ptr() == other.data_ptr()
+    assert noted.program([x], executor)([other])[0].data_ptr() == other.data_ptr()
     (grid, block, shared_bytes, attributes, values, encoded), = LAUNCHES
     assert (grid, block, shared_bytes) == ([6, 2, 1], [128, 1, 1], 4096)
     assert attributes.keys() == {2, 4, 5, 6} and attributes[4][:3] == [2, 1, 1]  # see CUlaunchAttributeID
@@ -212,7 +213,7 @@ def test_a_failed_launch_names_the_kernel(executor):
     with noted:
         noted.note_launch(kernel("broken", FAILS), (1, 1, 1), (x, x, 4, 1))
     with pytest.raises(RuntimeError, match="the launch of kernel broken failed with CUDA driver error 400"):
-        noted.program([x], executor)(x)
+        noted.program([x], executor)([x])
 
 
 def test_tensors_that_are_no_inputs_are_an_obstacle(executor):
@@ -232,7 +233,7 @@ def test_what_wrappers_do_is_recorded(executor):
     with Recording([torch.randn(4, 64)]) as noted:
         outputs, _ = function(*noted._inputs)
     program, x = noted.program(outputs, executor), torch.randn(4, 64)
-    assert equal(program(x), function(x)[0])
+    assert equal(program([x]), function(x)[0])
 
 
 def test_a_signature_holds_what_a_program_depends_on(executor):

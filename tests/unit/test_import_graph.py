@@ -17,7 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx", "executor"],
     ["casts"],
-    ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups"],
+    ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups", "steps"],
     ["activation", "grouped_gemm"],
     ["extended_experts", "biased_experts", "autoep_presets"],
     ["lora"],

@@ -67,7 +67,7 @@ class InPlace(Transport):
         rows = torch.arange(group_ends[-1], device=device())
         return InPlace(Plan(
             num_tokens=len(rows), top_k=1, tokens_per_expert=sum(counts) / len(counts), send_splits=(len(rows), ),
-            recv_splits=(len(rows), ), send_token_S=rows, sent_slot_WT=rows.view(1, -1), group_ends=group_ends,
+            recv_splits=(len(rows), ), send_token_S=rows, sent_slot_WT=rows.view(1, -1),
             group_ends_E=torch.tensor(group_ends, dtype=torch.int32, device=device()), slot_RK=rows.view(-1, 1),
             source_P=rows))
 

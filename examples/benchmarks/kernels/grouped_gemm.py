@@ -118,7 +118,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
     forward = [
         Contender(TORCH, lambda: torch._grouped_mm(x, w_t, offs=tokens_E), tokens),
         Contender(LOOP, loop(y, lambda e, s, t: torch.mm(x[s:t], w_t[e], out=y[s:t])), tokens),
-        Contender(OURS_BF16, lambda: ours.grouped_mm(padded_x, w, rows_E, covered=True), rows),
+        Contender(OURS_BF16, lambda: ours.grouped_mm(padded_x, w, rows_E), rows),
         Contender(MXFP8, lambda: ours.grouped_mm(mx_x, mx_w, rows_E), rows)]
     if shape.has_rowwise:
         (x_data, x_scale), (w_data, w_scale) = shape.x_rowwise, shape.w_rowwise
@@ -130,7 +130,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
         "dgrad": [
             Contender(TORCH, lambda: torch._grouped_mm(g, w, offs=tokens_E), tokens),
             Contender(LOOP, loop(dx, lambda e, s, t: torch.mm(g[s:t], w[e], out=dx[s:t])), tokens),
-            Contender(OURS_BF16, lambda: ours.grouped_mm(padded_g, w_t, rows_E, covered=True), rows),
+            Contender(OURS_BF16, lambda: ours.grouped_mm(padded_g, w_t, rows_E), rows),
             Contender(MXFP8, lambda: ours.grouped_mm(mx_g, mx_w_t, rows_E), rows)],
         "wgrad": [
             Contender(TORCH, lambda: torch._grouped_mm(g.t(), x, offs=tokens_E), tokens),

@@ -94,13 +94,12 @@ class SimulatedMath(ExpertMath):
 
     def _product(self, x_PK: torch.Tensor, stack: str, transposed: bool) -> torch.Tensor:
         plan, name = self.plan, "weights_bwd" if transposed else "weights_fwd"
-        covered = plan.group_ends is not None and plan.group_ends[-1] == plan.num_rows
         if name in self.off:
-            return grouped_mm_weights(x_PK, self.stacks[stack], plan.group_ends_E, transposed, covered)
+            return grouped_mm_weights(x_PK, self.stacks[stack], plan.group_ends_E, transposed)
         weights = casts.joined(self.stacks[stack]).to(self.dtype)
         exact = weights.transpose(1, 2) if transposed else weights
         rounded = self._note(name, exact, casts.dequantize(self._quantize_weights(stack, transposed), self.dtype))
-        return grouped_mm(x_PK, rounded, plan.group_ends_E, self.dtype, covered)
+        return grouped_mm(x_PK, rounded, plan.group_ends_E, self.dtype)
 
     def _along_rows(self, name: str, x_PN: torch.Tensor) -> torch.Tensor:
         """An operand of a weight gradient, rounded along the rows where the recipe multiplies it in MXFP8."""

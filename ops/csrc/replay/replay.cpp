@@ -276,9 +276,12 @@ class Program {
   // `outputs`: a slot for each output; -1 stands for None.
   void set_outputs(std::vector<int64_t> outputs) { outputs_ = std::move(outputs); }
 
-  std::vector<std::optional<at::Tensor>> run(std::vector<at::Tensor> inputs, uint64_t stream) const {
+  // Empties the list, so that inputs are freed after their last use.
+  std::vector<std::optional<at::Tensor>> run(py::list given, uint64_t stream) const {
+    auto inputs = given.cast<std::vector<at::Tensor>>();
     TORCH_CHECK(int64_t(inputs.size()) == inputs_, "a program of ", inputs_, " inputs was called with ",
                 inputs.size());
+    given.attr("clear")();
     py::gil_scoped_release without_python;
     bind_context(inputs.at(0).device());
     Slots slots = std::move(inputs);
