@@ -274,6 +274,21 @@ def test_an_exchange_that_rounds_otherwise_is_noticed(ranks2):
     assert wrong == {"nvlink, mxfp8"}
 
 
+class Unwritten(NVLink):
+    """Leaves the rows behind the last group as they are, as the kernels do."""
+
+    def dispatch(self, plan, *args, **kwargs):
+        x_PH, weight_P = super().dispatch(plan, *args, **kwargs)
+        behind = (x_PH.qdata.view(torch.uint8) if isinstance(x_PH, MXTensor) else x_PH)[plan.group_ends_E[-1]:]
+        assert len(behind)  # else this test tests nothing
+        behind.fill_(3)
+        return x_PH, weight_P
+
+
+def test_rows_behind_the_last_group_may_hold_anything(ranks2):
+    correct(ranks2.run(_exchanges, dispatch_combine.Case(4200, 32, 2, 2, "random"), Unwritten))
+
+
 def _today(tokens, top_k):
     x, expert_TK = world.randn(tokens, 64), torch.rand(tokens, 8).topk(top_k).indices
     today, collective = Today(world.group()), Collective(world.group())
@@ -285,7 +300,7 @@ def _today(tokens, top_k):
     return torch.equal(y, (x.float() * top_k).to(BF16))
 
 
-@pytest.mark.parametrize("tokens, top_k", [(50, 3), (64, 1), (1, 2)])
+@pytest.mark.parametrize("tokens, top_k", [(50, 3), (64, 1), (1, 2), (2200, 2)])
 def test_todays_exchange_gives_the_collective_transport_s_rows(ranks2, tokens, top_k):
     assert ranks2.run(_today, tokens, top_k) == [True, True]
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
 from ds_mxfp8_moe.mx import MXTensor, sqnr_db
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
 from lib import run, show, timing, world
 from lib.show import Measure
 from lib.timing import TOTAL, Contender, poisoned
@@ -58,7 +58,6 @@ class TodayPlan:
     place_C: torch.Tensor
     row_P: torch.Tensor
     place_R: torch.Tensor
-    group_ends: tuple
     group_ends_E: torch.Tensor
 
     @property
@@ -94,13 +93,13 @@ class Today(Transport):
         order_R = expert_R.argsort(stable=True)
         shift_E = torch.tensor([0, *ends[:-1]], device=device) - (arriving_WE.sum(0).cumsum(0) - arriving_WE.sum(0))
         place = torch.arange(len(order_R), device=device) + shift_E[expert_R[order_R]]
-        row_P = torch.full((end, ), len(order_R), device=device).scatter_(0, place, order_R)
+        row_P = torch.full((room_for(end), ), len(order_R), device=device).scatter_(0, place, order_R)
         place_R = torch.empty_like(order_R).scatter_(0, order_R, place)
         here = torch.arange(len(flat), device=device)
         place_C = torch.empty_like(choice_C).scatter_(0, choice_C, here)
         in_order = expert_TK.shape[1] == 1 and torch.equal(choice_C, here)
         return TodayPlan(expert_TK.shape[1], [sum(counts) for counts in sent], [sum(counts) for counts in arriving],
-                         None if in_order else choice_C, place_C, row_P, place_R, tuple(ends),
+                         None if in_order else choice_C, place_C, row_P, place_R,
                          torch.tensor(ends, dtype=torch.int32, device=device))
 
     def dispatch(self, plan: TodayPlan, x_TH: torch.Tensor, wire=None, weight_TK=None, phase: str = "") -> tuple:
@@ -150,6 +149,7 @@ class Batch:
 
     Attributes:
         y_PH: the bf16 rows as they are dispatched, which combine takes: a token comes back times top_k.
+        end: of the last group's rows. A transport may leave those behind it as they are.
         rows_WW: rows that go from each rank to each: one for each choice of a token (today's), and one for each rank
             that a token goes to (ours).
     """
@@ -159,7 +159,9 @@ class Batch:
         self.x_TH, self.expert_TK = world.randn(case.tokens, case.hidden), case.expert_TK()
         self.weight_TK = torch.rand(case.tokens, case.top_k, device=device())
         self.today = Today(world.group())
-        self.y_PH, _ = self.today.dispatch(self.today.plan(self.expert_TK, self.local), self.x_TH)
+        plan = self.today.plan(self.expert_TK, self.local)
+        self.y_PH, _ = self.today.dispatch(plan, self.x_TH)
+        self.end = int(plan.group_ends_E[-1])
         chosen_TW = torch.nn.functional.one_hot(self.expert_TK // self.local, world.size()).sum(1)
         self.rows_WW = {"today": world.gathered(chosen_TW.sum(0)), "ours": world.gathered((chosen_TW > 0).sum(0))}
         recipe = resolve(MXFP8MoEConfig(enabled=True), *current_device())
@@ -172,11 +174,13 @@ class Batch:
         return rows * (self.case.hidden + self.case.hidden // wire.block_size if wire.mxfp8 else 2 * self.case.hidden)
 
     def right_rows(self, x_PH: torch.Tensor, wire: Wire) -> bool:
+        if x_PH.shape != self.y_PH.shape or isinstance(x_PH, MXTensor) != wire.mxfp8:
+            return False
         if not wire.mxfp8:
-            return torch.equal(x_PH, self.y_PH)
+            return torch.equal(x_PH[:self.end], self.y_PH[:self.end])
         wanted = casts.quantize(self.y_PH, wire.block_size, wire.scaling_mode)
-        return isinstance(x_PH, MXTensor) and torch.equal(_bytes(x_PH), _bytes(wanted)) and torch.equal(
-            x_PH.scale_bytes, wanted.scale_bytes)
+        return torch.equal(_bytes(x_PH)[:self.end], _bytes(wanted)[:self.end]) and torch.equal(
+            x_PH.scale_bytes[:self.end], wanted.scale_bytes[:self.end])
 
 
 def _bytes(x: MXTensor) -> torch.Tensor:
