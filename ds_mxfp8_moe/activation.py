@@ -166,8 +166,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     return Gradients(dweight_P, dpre.to(t_PF.dtype) if plain else None, *forms)
 
 
-def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None
-               ) -> torch.Tensor:
+def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
     """Sums the rows of each group, times weight_P if given: [E, N] float32. The order of additions is fixed.
 
     Groups are multiples of 128 rows. Plain torch reads `ends_E` from the device, so the host waits for the device.

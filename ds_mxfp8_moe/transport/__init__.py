@@ -65,8 +65,11 @@ class Plan:
 
 
 def room_for(rows: int) -> int:
-    """P for groups that end at this row: a multiple of ROW_ALIGNMENT, at most 1/16 more. With few different sizes,
-    most calls can replay what an earlier one recorded."""
+    """P for groups that end at this row: a multiple of ROW_ALIGNMENT.
+
+    Beyond that, at most 1/16 of the rows is added. There are few different sizes, so that most calls can replay what
+    an earlier one recorded.
+    """
     step = max(ROW_ALIGNMENT, 1 << max(rows.bit_length() - 5, 0))
     return -(-rows // step) * step
 

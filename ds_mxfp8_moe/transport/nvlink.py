@@ -124,9 +124,9 @@ class NVLink(Transport):
         memory: the group's staging, which all layers share.
         name: of the layer, for errors.
         sms: multiprocessors that move rows. None: as many as overlap.py says.
-        capacity_factor: sizes the buffers. None: the host waits for the counts, and buffers hold exactly what arrives.
-            A number: each rank has room for `capacity_factor` times its even share of rows. The host then never waits,
-            and CUDA graphs can capture calls. All ranks must bring equally many tokens.
+        capacity_factor: sizes the buffers. None: the host waits for the counts, and buffers have room for what
+            arrives. A number: each rank has room for `capacity_factor` times its even share of rows. The host then
+            never waits, and CUDA graphs can capture calls. All ranks must bring equally many tokens.
         on_overflow: what happens if a rank gets more rows than fit. "error": every rank raises an error, at its next
             call or check, and before the optimizer's step. "drop": choices are dropped. The rank's experts with the
             most rows are cut to the same number of rows. Every rank keeps the same share of its choices for an expert
