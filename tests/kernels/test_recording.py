@@ -161,12 +161,12 @@ def test_inputs_in_one_storage_are_read_where_they_lie(executor):
 
 
 def test_memory_is_freed_after_its_last_use(executor):
-    def function(x):
-        a = x.double()
+    def function(x, y):
+        a = x.double() + y
         b = a + 1
         return [b.float(), x], None
 
-    given = [torch.ones(1000)]
+    given = [torch.ones(1000), torch.ones(1000)]
     with Recording(given) as noted:
         outputs, _ = function(*given)
     freed, plain = [], executor.Program.free
@@ -178,10 +178,11 @@ def test_memory_is_freed_after_its_last_use(executor):
             plain(self, slots)
 
     program = noted.program(outputs, type("", (), {**vars(executor), "Program": Program}))
-    assert freed == [[1], [2]]  # a behind the sum, b behind the cast; never the input, which is an output too
-    one, = given
+    # x.double() and y behind their sum, a behind the next one, b behind the cast; never x, which is an output too
+    assert freed == [[1, 2], [3], [4]]
+    one, other = given
     out, x = program(given)
-    assert given == [] and equal([out], [one + 1]) and x.data_ptr() == one.data_ptr()
+    assert given == [] and equal([out], [one + other + 1]) and x.data_ptr() == one.data_ptr()
     kept = weakref.ref(out)
     del out
     gc.collect()
