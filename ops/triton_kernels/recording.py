@@ -264,7 +264,7 @@ class Recording(TorchDispatchMode):
                 needed |= step.uses
         program = executor.Program(len(self._inputs))
         slots = {number: number for number in range(len(self._inputs))}
-        frees = _last_uses(kept, {*slots, *returned})
+        frees = _last_uses(kept, set(returned))
         for step, free in zip(reversed(kept), reversed(frees), strict=True):
             slots.update(zip(step.makes, step.add(program, executor, slots), strict=True))
             if free:

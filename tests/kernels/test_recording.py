@@ -161,12 +161,12 @@ def test_inputs_in_one_storage_are_read_where_they_lie(executor):
 
 
 def test_memory_is_freed_after_its_last_use(executor):
-    def function(x):
+    def function(x, y):
         a = x.double()
-        b = a + 1
+        b = a + y
         return [b.float(), x], None
 
-    given = [torch.ones(1000)]
+    given = [torch.ones(1000), torch.ones(1000)]
     with Recording(given) as noted:
         outputs, _ = function(*given)
     freed, plain = [], executor.Program.free
@@ -178,8 +178,8 @@ def test_memory_is_freed_after_its_last_use(executor):
             plain(self, slots)
 
     program = noted.program(outputs, type("", (), {**vars(executor), "Program": Program}))
-    assert freed == [[1], [2]]  # a behind the sum, b behind the cast; never the input, which is an output too
-    one, = given
+    assert freed == [[1, 2], [3]]  # y and a behind the sum, b behind the cast; never x, which is an output too
+    one = given[0]
     out, x = program(given)
     assert given == [] and equal([out], [one + 1]) and x.data_ptr() == one.data_ptr()
     kept = weakref.ref(out)
