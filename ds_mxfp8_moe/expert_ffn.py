@@ -82,7 +82,7 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
-        training: whether the layer is in training mode, for errors.
+        training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
     """
 
     formula: ExpertFormula
@@ -217,13 +217,13 @@ class _Call(NamedTuple):
 
 
 def _executor_of_call(ffn: ExpertFFN, first: torch.Tensor) -> ModuleType | None:
-    """Records and replays whole calls. None: they hold exchanges or timers, or the call has no rows."""
+    """Records the whole call and replays it. None: the call has exchanges or timers in it, or no rows."""
     possible = ffn.transport.replayable and ffn.timed is None and first.numel() > 0
     return executor_for(first.device) if possible else None
 
 
 def _executor_of_steps(ffn: ExpertFFN, device: torch.device) -> ModuleType | None:
-    """Records and replays the work between exchanges, where the call is not recorded as a whole."""
+    """Records the work between exchanges and replays it. None: the whole call is recorded, or nothing."""
     return None if ffn.transport.replayable else executor_for(device)
 
 
@@ -235,7 +235,8 @@ def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[
 def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tuple[str, ...], backward: bool,
              given: tuple | None, expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor,
              *tensors: torch.Tensor) -> tuple[list, tuple]:
-    """The output, the tensors that backward needs, and those of quantised weights; the call, and what they are."""
+    """Returns tensors (the output, what backward needs, the quantised weights to keep), and a pair: the call, and the
+    names and kinds of these weights."""
     recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
     weights = list(tensors)
     adapters = _adapters_of(adapted, weights)
@@ -247,7 +248,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
         """While the host waits for the counts, the device computes the branch and quantises weights."""
         if branch is not None:
             branch.launch()
-        # This rank's own number of tokens may suggest that the call will run unquantised.
+        # If this rank has few tokens, the call will probably run unquantised.
         if expert_TK.numel() >= fewest * ffn.num_local_experts:
             experts.quantize_ahead()
 
@@ -277,8 +278,9 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
 
 def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Sequence[bool], given: tuple | None,
               g_TH: torch.Tensor, *saved: torch.Tensor) -> tuple[list, tuple]:
-    """The gradients of x, of the routing weights, of the adapters' factors and of the experts' weights, None where
-    `needs` says so; then the tensors of quantised weights, and what they are."""
+    """Returns tensors (the gradients of x, of the routing weights, of the adapters' factors and of the experts'
+    weights; the quantised weights to keep), and a pair: None, and the names and kinds of these weights. A gradient is
+    None if `needs` is false for it."""
     ffn, recipe, dtype, kinds, plan = call
     saved = list(saved)
     rows = put_together(saved, kinds)
