@@ -20,7 +20,7 @@ from .transport.peer_memory import PeerMemory
 
 
 def engine_of(model_or_engine: torch.nn.Module) -> DeepSpeedEngine | None:
-    """The engine, also for its model. None: the model has no engine, or the module is only a part of a model."""
+    """The engine itself, or the engine of this model. None: there is none, or the module is only a part of a model."""
     if isinstance(model_or_engine, DeepSpeedEngine):
         return model_or_engine
     engine = vars(model_or_engine).get("_mxfp8_engine", lambda: None)()
@@ -58,10 +58,10 @@ def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEP
 
 
 def hook_steps(engine: DeepSpeedEngine) -> None:
-    """Makes the engine raise errors of exchanges that the host did not wait for before it steps the optimizer.
+    """Gives the engine work around each step of its optimizer. A second call changes nothing.
 
-    After the step, it moves the biases of experts and writes metrics, if `balance_loads` and `write_metrics` left
-    something to do. A second call changes nothing.
+    Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
     """
     if "_mxfp8_steps_hooked" in vars(engine):
         return
