@@ -45,7 +45,7 @@ class LoadBalancer:
             layer.tokens_per_expert.zero_()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def after_step(self) -> None:
         """Moves the biases by the choices since the last call, and forgets these. Collective over all ranks.
 
         A recomputed forward counts once more, which changes no sign.

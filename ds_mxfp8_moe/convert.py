@@ -15,7 +15,6 @@ from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
@@ -23,12 +22,10 @@ from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from .autoep_presets import why_no_layers
 from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
 from .crossover import min_tokens_per_expert
-from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
+from .engine_hooks import engine_of, hook_engine, print_on_rank_0
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
 from .extended_experts import ExtendedGroupedExperts
 from .layer import LayerSettings, MoE, MXFP8MOELayer
-from .ops.device import has_kernels
-from .ops.op_builder import replay
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .saving import save_whole_models
 
@@ -90,8 +87,9 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     """Puts the model's MoE layers on the MXFP8 path, in place; prints one line a layer on rank 0.
 
     Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize. AutoEP's layers
-    exist only after it. The section needs no "enabled" here. Converting again replaces the earlier conversion. No rank
-    waits for another in here, but every rank has to make the same call.
+    exist only after it. The section needs no "enabled" here. Converting again replaces the earlier conversion.
+    Converting the model of an engine is converting the engine. No rank waits for another in here, but every rank has
+    to make the same call.
 
     With `capacity_factor` the host does not wait for exchanges. An engine then raises their errors before the
     optimizer's step. Without an engine, a later exchange raises them.
@@ -106,12 +104,15 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         ConfigError: the section is wrong, or a whole config has none.
     """
     section = _section(config)
-    report = convert_layers(model_or_engine, section)
-    print_report(report, model_or_engine)
-    if isinstance(model_or_engine, DeepSpeedEngine):
-        hook_engine(model_or_engine, section, report.converted)
+    if "enabled" not in section.model_fields_set:
+        section = section.model_copy(update={"enabled": True})
+    engine = engine_of(model_or_engine)
+    report = convert_layers(engine or model_or_engine, section)
+    print_report(report, engine or model_or_engine)
+    if engine is not None:
+        hook_engine(engine, section, report.converted)
         if report.converted:
-            save_whole_models(model_or_engine)
+            save_whole_models(engine)
     elif report.converted:
         for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
             if getattr(section, key):
@@ -127,7 +128,6 @@ def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> 
 def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> ConversionReport:
     """`convert`, without printing the report."""
     model = getattr(model_or_engine, "module", model_or_engine)
-    enabled = config.enabled or "enabled" not in config.model_fields_set
     recipe = resolve(config, *current_device())
     shared = _shared_parameters(model)
     layers = []
@@ -137,8 +137,8 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
         _restore_layer(module)
         classic = isinstance(module, deepspeed_layer.MoE)
         kind, label = "classic" if classic else "AutoEP", name or "(the model itself)"
-        if not enabled or not config.selects(name):
-            layers.append(LayerReport(label, kind, False, LEFT_OUT if enabled else SWITCHED_OFF))
+        if not config.enabled or not config.selects(name):
+            layers.append(LayerReport(label, kind, False, LEFT_OUT if config.enabled else SWITCHED_OFF))
             continue
         try:
             formula = (_classic_formula if classic else _autoep_formula)(module, shared)
@@ -163,30 +163,6 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
         detail = f"{_placement(module)}, {_describe(settings)}{adapted}{instead}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
-
-
-def choose_transports(model: torch.nn.Module) -> None:
-    """Chooses the transport of every converted layer now. Collective over the layers' groups.
-
-    Layers whose group does not exist yet choose in their first forward.
-
-    Raises:
-        RuntimeError: the config asks for nvlink, which is not possible here.
-        ValueError: ranks of a group ask for different transports.
-    """
-    for module in converted_layers(model):
-        if module.ep_size > 1:
-            module.mxfp8_settings.choose_transport(module.ep_group)
-
-
-def build_executor(model: torch.nn.Module) -> None:
-    """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
-    if device is not None and has_kernels(device):
-        executor, reason = replay.try_load()
-        if executor is None:
-            print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
-                            f"slower: {reason}")
 
 
 def _section(config) -> MXFP8MoEConfig:

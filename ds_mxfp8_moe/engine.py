@@ -18,11 +18,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from .advice import about_enabled, about_expert_parallel, about_keys, explaining_transformers
 from .autoep_presets import added_preset, announcement
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
-from .convert import ConversionReport, build_executor, choose_transports, convert_layers, print_report
-from .engine_hooks import converted_layers, hook_engine, print_on_rank_0
+from .convert import ConversionReport, convert_layers, print_report
+from .engine_hooks import converted_layers, hook_engine, print_on_rank_0, remember_engine
 from .expert_groups import any_groups_allowed
 from .loading import keep_own_frozen_experts, leave_frozen_experts_out, name_broken_files
 from .lora import adapted_experts
+from .ops.device import has_kernels
+from .ops.op_builder import replay
 from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
@@ -85,11 +87,13 @@ def _reading_the_section(plain_init):
 
 
 def _reminding(plain_init):
-    """The engine's plain start, which also looks for the section. The first forward warns if nobody read it."""
+    """The engine's plain start. Then `convert` finds the engine of its model, and the first forward warns if nobody
+    has read the section."""
 
     @functools.wraps(plain_init)
     def init(self, *args, **kwargs):
         plain_init(self, *args, **kwargs)
+        remember_engine(self)
         section = self._config._param_dict.get(SECTION)
         if isinstance(section, dict) and section.get("enabled", True) is not False:
             self._mxfp8_moe_reminder = self.module.register_forward_pre_hook(lambda module, inputs: remind(self))
@@ -175,6 +179,30 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
                               + ". Look for hooks, adapters or devices that only some ranks have, or leave the layer "
                               "out with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
+
+
+def choose_transports(model: torch.nn.Module) -> None:
+    """Chooses the transport of every converted layer now. Collective over the layers' groups.
+
+    Layers whose group does not exist yet choose in their first forward.
+
+    Raises:
+        RuntimeError: the config asks for nvlink, which is not possible here.
+        ValueError: ranks of a group ask for different transports.
+    """
+    for module in converted_layers(model):
+        if module.ep_size > 1:
+            module.mxfp8_settings.choose_transport(module.ep_group)
+
+
+def build_executor(model: torch.nn.Module) -> None:
+    """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
+    device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
+    if device is not None and has_kernels(device):
+        executor, reason = replay.try_load()
+        if executor is None:
+            print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
+                            f"slower: {reason}")
 
 
 if not hasattr(DeepSpeedEngine.__init__, "mxfp8_moe_reminder"):

@@ -2,6 +2,7 @@
 """What a DeepSpeed engine does for its converted layers around the optimizer's step."""
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +19,28 @@ from .metrics import Metrics
 from .transport.peer_memory import PeerMemory
 
 
+def engine_of(model_or_engine: torch.nn.Module) -> DeepSpeedEngine | None:
+    """The engine itself, or the engine of this model. None: there is none, or the module is only a part of a model."""
+    if isinstance(model_or_engine, DeepSpeedEngine):
+        return model_or_engine
+    engine = vars(model_or_engine).get("_mxfp8_engine", lambda: None)()
+    return engine if engine is not None and engine.module is model_or_engine else None  # a copy has the attribute, too
+
+
+def remember_engine(engine: DeepSpeedEngine) -> None:
+    """Lets `engine_of` find an engine."""
+    vars(engine.module)["_mxfp8_engine"] = weakref.ref(engine)
+
+
 def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
-    """Applies all of the following to an engine, as its layers' config asks for. A second call replaces the first.
+    """Applies all of the following to an engine, as its layers' config asks for it. A second call replaces the first.
 
     Args:
         config: the section, which may be disabled.
         converted: the number of layers that were converted on any rank.
     """
-    if config.enabled or converted:
-        check_before_steps(engine)
+    if config.enabled or converted_layers(engine.module):
+        hook_steps(engine)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine)
     balance_loads(engine)
@@ -43,18 +57,27 @@ def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEP
     return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
 
 
-def check_before_steps(engine: DeepSpeedEngine) -> None:
-    """Makes the engine raise errors of exchanges that the host did not wait for before it steps the optimizer."""
-    plain = engine._take_model_step
-    if hasattr(plain, "mxfp8_moe"):
+def hook_steps(engine: DeepSpeedEngine) -> None:
+    """Gives the engine work around each step of its optimizer. A second call changes nothing.
+
+    Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
+    """
+    if "_mxfp8_steps_hooked" in vars(engine):
         return
+    engine._mxfp8_steps_hooked = True
+    plain = engine._take_model_step
 
     @functools.wraps(plain)
     def step(*args, **kwargs):
         PeerMemory.wait_and_check_all()
-        return plain(*args, **kwargs)
+        result = plain(*args, **kwargs)
+        if engine._mxfp8_balancer is not None:
+            engine._mxfp8_balancer.after_step()
+        if engine._mxfp8_metrics is not None:
+            engine._mxfp8_metrics.after_step()
+        return result
 
-    step.mxfp8_moe = True
     engine._take_model_step = step
 
 
@@ -123,14 +146,11 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
     if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
         print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
     layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
-    hooked = "_mxfp8_balancer" in vars(engine)
     engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
         layers) else None
     if any(not balance.corrects(layer) for layer in layers):
         print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
                         "transformers has no place for them in this model")
-    if layers and not hooked:
-        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_balancer and engine._mxfp8_balancer.step())
 
 
 def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
@@ -144,23 +164,7 @@ def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
         asked = None
-    hooked = "_mxfp8_metrics" in vars(engine)
     engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None
-    if asked and not hooked:
-        _do_after(engine, "_take_model_step", lambda: engine._mxfp8_metrics and engine._mxfp8_metrics.after_step())
-
-
-def _do_after(owner: Any, method: str, action: Callable[[], Any]) -> None:
-    """Makes `owner.method` do `action` after it has returned."""
-    plain = getattr(owner, method)
-
-    @functools.wraps(plain)
-    def then(*args, **kwargs):
-        result = plain(*args, **kwargs)
-        action()
-        return result
-
-    setattr(owner, method, then)
 
 
 def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:

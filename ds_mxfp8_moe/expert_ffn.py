@@ -17,8 +17,8 @@ Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept
 (`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
 calls share quantised weights instead. A recipe without quantisation keeps everything in the tokens' dtype.
 
-This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, casts.py and
-grouped_gemm.py choose the kernels.
+This file is the differentiable function. expert_call.py runs its calls with kept weights and recordings.
+expert_math.py computes the rows, transport/ moves them, casts.py and grouped_gemm.py choose the kernels.
 
 The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 
@@ -52,11 +52,11 @@ from deepspeed.utils.logging import warning_once
 
 from .branch import Branch
 from .config import Recipe
-from .executor import executor_for, put_together, replayed, taken_apart
+from .executor import executor_for, put_together, taken_apart
+from .expert_call import flattened, length, made_by, run, take_given, unflattened
 from .expert_math import ExpertMath, Rows
-from .experts import ROLES, ExpertFormula, LowRank
+from .experts import ExpertFormula, LowRank
 from .kept_weights import KeptWeights
-from .mx import MXTensor
 from .routing import Routes
 from .transport import Transport, Wire
 from .transport.deadline import naming_evaluation, tell_peers_on_error
@@ -82,7 +82,7 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
-        training: whether the layer is in training mode, for errors.
+        training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
     """
 
     formula: ExpertFormula
@@ -94,6 +94,11 @@ class ExpertFFN:
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
     training: bool = True
+
+    @property
+    def key(self) -> tuple:
+        """What a recording of a call depends on. Layers of the same kind share recordings."""
+        return self.formula, self.recipe, self.num_local_experts, self.min_tokens_per_expert
 
     @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
     @tell_peers_on_error
@@ -117,32 +122,17 @@ class ExpertFFN:
         device_type = x_TH.device.type
         if torch.is_autocast_enabled(device_type):
             x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
-        layout, tensors = [], []
-        for role in ROLES:
-            value = weights.get(role)
-            if value is not None:
-                stacked = isinstance(value, torch.Tensor)
-                layout.append((role, 0 if stacked else len(value)))
-                tensors += [value] if stacked else list(value)
+        layout, tensors = flattened(weights)
         adapted = tuple(adapters or ())
         factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
         with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
-            return _ExpertFFNFunction.apply(self, branch, tuple(layout), adapted, torch.is_grad_enabled(),
+            return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
                                             routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
     """This file chooses every dtype itself. Autocast to one 16-bit dtype also refuses to join tensors of the other."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
-def _unflatten(layout: tuple, tensors: Sequence) -> dict:
-    """The inverse of `ExpertFFN.__call__`'s flattening: role -> one stacked tensor or a list of E."""
-    weights, start = {}, 0
-    for role, size in layout:
-        weights[role] = tensors[start] if size == 0 else list(tensors[start:start + size])
-        start += max(size, 1)
-    return weights
 
 
 def _warn_of_few_tokens(fewest: float) -> None:
@@ -183,9 +173,10 @@ class _ExpertFFNFunction(torch.autograd.Function):
         factors, weights = tensors[:2 * len(adapted)], tensors[2 * len(adapted):]
         inputs = expert_TK, x_TH, weight_TK, *factors
         few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
-        (y_TH, *kept), call = _run(ffn, layout, (backward, adapted), ffn.recipe.quantize_gemm and not few_tokens,
-                                   partial(_forward, ffn, branch, layout, adapted, backward), inputs, weights,
-                                   transposed=False)
+        (y_TH, *kept), call = run(partial(_forward, ffn, branch, layout, adapted, backward), inputs, weights, layout,
+                                  key=(*ffn.key, backward, adapted), kept=ffn.kept, transposed=False,
+                                  quantized=ffn.recipe.quantize_gemm and not few_tokens,
+                                  executor=_executor_of_call(ffn, expert_TK))
         ctx.layout, ctx.adapted, ctx.call = layout, adapted, call._replace(ffn=ffn)
         ctx.save_for_backward(*kept, *factors, *weights)
         return y_TH
@@ -199,11 +190,12 @@ class _ExpertFFNFunction(torch.autograd.Function):
                                "leave it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
         layout, adapted, call, saved = ctx.layout, ctx.adapted, ctx.call, ctx.saved_tensors
         _, _, _, _, _, _, *needs = ctx.needs_input_grad
-        count = sum(max(size, 1) for _, size in layout)
+        ffn, count = call.ffn, length(layout)
         inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
         with _without_autocast(g_TH.device.type):
-            grads, _ = _run(call.ffn, layout, (call.recipe, adapted, tuple(needs)), call.recipe.quantize_gemm,
-                            partial(_backward, call, layout, adapted, needs), inputs, weights, transposed=True)
+            grads, _ = run(partial(_backward, call, layout, adapted, needs), inputs, weights, layout,
+                           key=(*ffn.key, call.recipe, adapted, tuple(needs)), kept=ffn.kept, transposed=True,
+                           quantized=call.recipe.quantize_gemm, executor=_executor_of_call(ffn, g_TH))
         return None, None, None, None, None, None, *grads
 
 
@@ -224,83 +216,15 @@ class _Call(NamedTuple):
     plan: Any
 
 
-def _run(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
-         weights: Sequence, transposed: bool) -> tuple:
-    """function(given, *inputs, *tensors of quantised weights, *weights), with quantised weights that the layer keeps.
-
-    Args:
-        how: what the function depends on, beside the layer's formula and recipe and its inputs.
-        quantized: the GEMMs read quantised copies of the weights. If false, a kernel may compute the address of every
-            weight from that of one. All distances between weights must then be the same in a replay.
-        function: `given` is the name and the kind of each kept weight, or None if the layer keeps none. It returns
-            its tensors, an object without tensors, and the names and kinds of the quantised weights that it made,
-            whose tensors are the last ones.
-        transposed: the GEMMs contract over the weights' second to last axis.
-
-    Returns:
-        The tensors, without those of quantised weights, and the object.
-    """
-    kept = None if ffn.kept is None else ffn.kept.of(_without_biases(layout, weights), transposed)
-    given, tensors = None, []
-    if kept is not None:
-        tensors, kinds = taken_apart(kept.values())
-        given = tuple(zip(kept, kinds, strict=True))
-    outputs, (other, made) = _replayed(ffn, layout, (how, given), quantized, partial(function, given),
-                                       (*inputs, *tensors), weights)
-    if made:
-        names, kinds = zip(*made, strict=True)
-        first = len(outputs) - 2 * len(made)
-        kept.update(zip(names, put_together(list(outputs[first:]), kinds), strict=True))
-        outputs = outputs[:first]
-    return outputs, other
-
-
-def _without_biases(layout: tuple, weights: Sequence) -> list[torch.Tensor]:
-    found = []
-    for role, value in _unflatten(layout, weights).items():
-        if not role.endswith("_bias"):
-            found += value if isinstance(value, list) else [value]
-    return found
-
-
-def _replayed(ffn: ExpertFFN, layout: tuple, how: Any, quantized: bool, function: Callable, inputs: tuple,
-              weights: Sequence) -> tuple:
-    """function(*inputs, *weights). If the transport allows it, this is recorded and replayed as a whole.
-
-    `how`, `quantized`: as in `_run`.
-    """
-    executor = executor_for(inputs[0].device) if ffn.transport.replayable else None
-    if executor is None or ffn.timed is not None or inputs[0].numel() == 0:
-        return function(*inputs, *weights)
-    roles, start = [], 0
-    for _, size in layout:
-        roles.append(weights[start:start + max(size, 1)])
-        start += len(roles[-1])
-    key = (ffn.formula, ffn.recipe, ffn.num_local_experts, ffn.min_tokens_per_expert, layout, how,
-           executor.signature((*inputs, *(role[0] for role in roles))))
-    between = tuple(map(executor.distances, roles)) if quantized else executor.distances(weights)
-    return replayed(executor, key, between, lambda given: function(*given), [*inputs, *weights])
+def _executor_of_call(ffn: ExpertFFN, first: torch.Tensor) -> ModuleType | None:
+    """Records the whole call and replays it. None: the call has exchanges or timers in it, or no rows."""
+    possible = ffn.transport.replayable and ffn.timed is None and first.numel() > 0
+    return executor_for(first.device) if possible else None
 
 
 def _executor_of_steps(ffn: ExpertFFN, device: torch.device) -> ModuleType | None:
-    """Records and replays the work between exchanges, where the call is not recorded as a whole."""
+    """Records the work between exchanges and replays it. None: the whole call is recorded, or nothing."""
     return None if ffn.transport.replayable else executor_for(device)
-
-
-def _kept_in(given: tuple | None, tensors: list[torch.Tensor]) -> dict[str, MXTensor] | None:
-    """The quantised weights that `_run` gives, which are removed from the front of `tensors`."""
-    if given is None:
-        return None
-    return dict(zip((name for name, _ in given), put_together(tensors, (kind for _, kind in given)), strict=True))
-
-
-def _made_by(experts: ExpertMath, given: tuple | None) -> tuple[list[torch.Tensor], tuple]:
-    """The tensors of the quantised weights that `experts` made and keeps; and their names and kinds."""
-    if given is None:
-        return [], ()
-    made = {name: mx for name, mx in experts.quantized_weights.items() if name not in dict(given)}
-    tensors, kinds = taken_apart(made.values())
-    return tensors, tuple(zip(made, kinds, strict=True))
 
 
 def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[str, LowRank]:
@@ -311,19 +235,20 @@ def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[
 def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tuple[str, ...], backward: bool,
              given: tuple | None, expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor,
              *tensors: torch.Tensor) -> tuple[list, tuple]:
-    """The output, the tensors that backward needs, and those of quantised weights; the call, and what they are."""
+    """Returns tensors (the output, what backward needs, the quantised weights to keep), and a pair: the call, and the
+    names and kinds of these weights."""
     recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
     weights = list(tensors)
     adapters = _adapters_of(adapted, weights)
-    kept_weights = _kept_in(given, weights)
-    experts = ExpertMath(ffn.formula, recipe, None, _unflatten(layout, weights), dtype, kept_weights, adapters,
+    kept_weights = take_given(given, weights)
+    experts = ExpertMath(ffn.formula, recipe, None, unflattened(layout, weights), dtype, kept_weights, adapters,
                          _executor_of_steps(ffn, x_TH.device))
 
     def meanwhile():
         """While the host waits for the counts, the device computes the branch and quantises weights."""
         if branch is not None:
             branch.launch()
-        # This rank's own number of tokens may suggest that the call will run unquantised.
+        # If this rank has few tokens, the call will probably run unquantised.
         if expert_TK.numel() >= fewest * ffn.num_local_experts:
             experts.quantize_ahead()
 
@@ -347,24 +272,25 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
     if ffn.transport.replayable:
         kept += plan.tensors
         plan = plan.with_tensors(*(None for _ in plan.tensors))
-    quantized_weights, made = _made_by(experts, given)
+    quantized_weights, made = made_by(experts.quantized_weights, given)
     return [y_TH, *kept, *quantized_weights], (_Call(None, recipe, dtype, kinds, plan), made)
 
 
 def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Sequence[bool], given: tuple | None,
               g_TH: torch.Tensor, *saved: torch.Tensor) -> tuple[list, tuple]:
-    """The gradients of x, of the routing weights, of the adapters' factors and of the experts' weights, None where
-    `needs` says so; then the tensors of quantised weights, and what they are."""
+    """Returns tensors (the gradients of x, of the routing weights, of the adapters' factors and of the experts'
+    weights; the quantised weights to keep), and a pair: None, and the names and kinds of these weights. A gradient is
+    None if `needs` is false for it."""
     ffn, recipe, dtype, kinds, plan = call
     saved = list(saved)
     rows = put_together(saved, kinds)
     if ffn.transport.replayable:
         plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
     adapters = _adapters_of(adapted, saved)
-    kept_weights = _kept_in(given, saved)
-    experts = ExpertMath(ffn.formula, recipe, plan, _unflatten(layout, saved), dtype, kept_weights, adapters,
+    kept_weights = take_given(given, saved)
+    experts = ExpertMath(ffn.formula, recipe, plan, unflattened(layout, saved), dtype, kept_weights, adapters,
                          _executor_of_steps(ffn, g_TH.device))
-    roles = _unflatten(layout, needs[2 + 2 * len(adapted):])
+    roles = unflattened(layout, needs[2 + 2 * len(adapted):])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
     # rank needs no gradient of x: other ranks may need theirs.
@@ -378,5 +304,5 @@ def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Seque
         grad = grads.get(role)
         flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
     grads = [grad if need else None for grad, need in zip(flat, needs, strict=True)]
-    quantized_weights, made = _made_by(experts, given)
+    quantized_weights, made = made_by(experts.quantized_weights, given)
     return [*grads, *quantized_weights], (None, made)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of one call of an expert FFN: the work between two exchanges, recorded and replayed.
 
-A transport of one rank lets expert_ffn.py record whole calls. Between ranks, exchanges cannot be recorded, and the
+With a transport of one rank, expert_call.py records whole calls. Between ranks, exchanges cannot be recorded, and the
 number of rows changes from call to call. What runs between them can be recorded, since it depends on the number of
 rows, and on nothing else that only the device knows. Transports round that number up (`room_for`), so that it repeats.
 """

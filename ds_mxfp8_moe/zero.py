@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-1 and 2 handle the gradients of many parameters at once.
+"""Lets ZeRO-1 and 2 handle the gradients of many parameters at once.
 
 DeepSpeed copies, averages, checks and measures the gradient of each parameter by itself. A classic MoE model has three
 parameters an expert, often a thousand and more, and the host spends its step on them while the device waits. Here a
@@ -7,7 +7,7 @@ few calls handle many gradients. Everything else is DeepSpeed's: parameters, aut
 gradients in a bucket, what is communicated, the partitions, the optimizer and its checkpoints. All results are equal
 to DeepSpeed's bit for bit.
 
-Gradients take this way, with DeepSpeed's names:
+The way of a gradient, in DeepSpeed's names:
 
     parameter.grad -> bucket (`ipg_buckets`) -> averaged over ranks -> sum of this rank's partition (`flat_partition`)
 """
@@ -30,14 +30,15 @@ from torch._utils import _unflatten_dense_tensors
 from torch.nn.utils import get_total_norm
 
 TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
-AT_ONCE = 2**26  # elements of one call: few enough for their memory, and enough to keep a device busy meanwhile
+AT_ONCE = 2**26  # elements of one call. More need more memory. Fewer leave the device waiting for the host's next call
 
 
 def batch_gradients(optimizer: Any, on: bool) -> str | None:
-    """Lets an engine's optimizer handle many gradients at once. `on` false: each by itself again, as DeepSpeed.
+    """Lets an engine's optimizer handle many gradients at once. If `on` is false, it is DeepSpeed's own again.
 
     Returns:
-        The reason if the optimizer of ZeRO-1 or 2 cannot do this. Otherwise None. Other optimizers are left alone.
+        Why this optimizer of ZeRO-1 or 2 cannot do this. None if it can, and for other optimizers, which are left
+        alone.
     """
     if type(optimizer) not in (DeepSpeedZeroOptimizer, BatchedChecks, BatchedGradients):
         return None
@@ -57,7 +58,7 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
 
 
 def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    """Whether gradients go through one bucket, of their own dtype, as they do unless a config asks for more."""
+    """Whether all gradients go through one bucket of their own dtype. They do unless the config says otherwise."""
     return (optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.zenflow
             and not optimizer.use_grad_accum_attribute and list(optimizer.ipg_buckets) == [optimizer.dtype]
             and optimizer.sequence_parallel_size == 1 and not is_autocast_initialized()
@@ -66,7 +67,7 @@ def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
 
 
 class BatchedChecks(DeepSpeedZeroOptimizer):
-    """Looks for overflow and takes norms of all gradients together. Skips loops that would change nothing."""
+    """Checks all gradients for overflow at once, and computes their norms at once. Skips loops that change nothing."""
 
     def should_refresh_expected_hook_count(self) -> bool:
         """Whether DeepSpeed counts the parameters of this backward pass now.
@@ -115,7 +116,7 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
 
 
 def _whole(gradients: list) -> Sequence[torch.Tensor]:
-    """Large tensors where the gradients of a group are parts of one, else the gradients."""
+    """The gradients of a group. If they are parts of one tensor, large pieces of that tensor instead."""
     whole = getattr(gradients, "flat_partition", None)
     return gradients if whole is None else whole.split(2**30)  # kernels may count the elements of a tensor in 32 bits
 
@@ -145,8 +146,8 @@ class _Batching:
             the backward pass.
         stream: the one that computed the gradients that wait. None: the current one.
         places: parameter id -> its place.
-        fresh: groups whose sum began in this backward pass. This pass copies gradients into it, later ones add theirs.
-        specs, likes: for each group, what the parts of its sum look like.
+        fresh: groups whose sum began in this backward pass. This pass copies gradients into the sum. Later passes add.
+        specs, likes: for each group, DeepSpeed's description of the parts of its sum, and tensors of their shapes.
     """
 
     def __init__(self, bucket: Any, in_hooks: bool):
@@ -172,7 +173,7 @@ class _Parts(GradPartitionBufferGroup):
 
 
 class BatchedGradients(BatchedChecks):
-    """Also copies gradients into the bucket, and out of it, together.
+    """Also copies many gradients at once into the bucket, and from there to the sums of partitions.
 
     A gradient waits in `parameter.grad` until the bucket is full, or AT_ONCE elements wait. It is averaged in the
     bucket as in DeepSpeed, and then added to the sum of its partition. DeepSpeed keeps one sum for a partition where
@@ -293,7 +294,7 @@ class BatchedGradients(BatchedChecks):
         """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
         if self.gradient_average:
             gradients.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))
-        runs: list[list] = []  # [process group, rank, start, elements], neighbours of one rank in one
+        runs: list[list] = []  # [process group, rank, start, elements]; pieces of one rank that touch are one run
         start, last = 0, (None, None)
         for place in places:
             for rank, elements in place.pieces:
@@ -317,7 +318,8 @@ class BatchedGradients(BatchedChecks):
 
     def _add_to_sums(self, gradients: torch.Tensor, places: list[_Place]) -> None:
         """Adds averaged gradients to the sums of the partitions that they are in, or begins the sums with them."""
-        runs: dict[int, list] = {}  # group -> [start in gradients, start in the sum, elements], neighbours in one
+        # Group -> [start in gradients, start in the sum, elements]. Pieces that touch in both are one run.
+        runs: dict[int, list] = {}
         start = 0
         for (i, _, _), place in zip(self.mxfp8_batching.bucket.params, places, strict=True):
             if place.own is not None:
@@ -374,8 +376,8 @@ class BatchedGradients(BatchedChecks):
         """Ends a backward pass."""
         if self.is_gradient_accumulation_boundary():
             for i in range(len(self.bit16_groups)):
-                # A sum that an earlier boundary pass left without a step. DeepSpeed replaces it too, unless it keeps
-                # one sum for the group itself.
+                # Drops a sum that was complete before, but that no step has used. DeepSpeed does so too, unless it
+                # keeps one sum for the group itself.
                 if not self._deepspeed_keeps_sum(i):
                     self.averaged_gradients[i] = None
         super().independent_gradient_partition_epilogue()

@@ -26,7 +26,7 @@ from .local import Local
 from .nvlink import NVLink
 from .peer_memory import NoStaging, PeerMemory
 
-MOST_RANKS = 8  # over NVLink
+MOST_RANKS = 8  # in a group that exchanges over NVLink
 UNTRIED = '. "transport": "hierarchical" sends a token to each node once; it has not run over NCCL yet'
 
 
@@ -57,8 +57,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         broken: nvlink should be possible, but something failed.
-        node_size: of hierarchical.
-        wires: of its hops between nodes and inside a node.
+        node_size: for hierarchical: how many ranks a node has.
+        wires: for hierarchical: the wire between nodes and the one inside a node.
     """
 
     transport: str
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
     wires: tuple = ("host", "host")
 
 
-# By what was asked. Keyed weakly, so that an entry goes with its process group.
+# Process group -> what was asked -> the verdict. An entry is removed together with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -116,7 +116,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
 
 
 def _decide(group: Any, name: str, asked: Asked) -> Verdict:
-    """After each step all ranks exchange their answers, so that all of them start the next step, or none."""
+    """The verdict on a group. After each step all ranks exchange their answers, so that all of them start the next
+    step, or none."""
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
     answers = answers_of_all(group, (asked, _place()), where)
     _check_alike(name, ranks, [one for one, _ in answers])
@@ -142,6 +143,7 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
 
 
 def _check_alike(name: str, ranks: list, asked: list) -> None:
+    """Raises ValueError if a rank asks for something else than the first one."""
     for rank, one in zip(ranks, asked, strict=True):
         for key, given, first in zip(Asked._fields, one, asked[0], strict=True):
             if given != first:
@@ -150,7 +152,7 @@ def _check_alike(name: str, ranks: list, asked: list) -> None:
 
 
 def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
-    """How many ranks each node has, where a group can exchange in two hops.
+    """How many ranks each node has, if the group can exchange in two hops.
 
     Args:
         ranks: global ranks of the group, in its order.
@@ -175,7 +177,7 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
 
 
 def _hierarchical(group: Any, ranks: list, places: list, nodes: list, wire: str, where: str) -> Verdict:
-    """hierarchical, or collective and why not hierarchical."""
+    """The verdict hierarchical, or else collective, with the reason against hierarchical."""
     node_size, obstacle = even_nodes(ranks, nodes)
     if obstacle:
         return Verdict("collective", obstacle)
@@ -201,7 +203,7 @@ def _hierarchical(group: Any, ranks: list, places: list, nodes: list, wire: str,
 
 
 def _no_nvshmem(group: Any, rails: list, node_of: dict, where: str) -> str | None:
-    """Why ranks of these hops cannot exchange over NVSHMEM. None if all can. Then it runs, with a staging."""
+    """Why ranks of these hops cannot exchange over NVSHMEM. None if all can: it is started, and has a staging."""
     reason = nvshmem.start(group, where)
     if reason:
         return reason
@@ -226,7 +228,7 @@ def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: 
 
 
 def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
-    """nvlink, or collective and why not nvlink."""
+    """The verdict nvlink, or else collective, with the reason against nvlink."""
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
         return Verdict("collective", reason)
@@ -250,7 +252,7 @@ def _failed(group: Any, ranks: list, where: str, *hop: Any) -> str | None:
 def _plain_obstacle(ranks: int, of: str = "the group", kernels: str = "nvlink") -> str | None:
     """Why these kernels cannot exchange between that number of ranks. None if they can.
 
-    It depends on facts alone that are equal on all ranks.
+    It reads only facts that are equal on all ranks. `of`, `kernels`: words for the reason.
     """
     if get_accelerator().device_name() != "cuda":
         return "there is no CUDA device"
@@ -296,7 +298,10 @@ def _trial(group: Any, module: Any, *hop: Any) -> str:
 
 
 def _tell(group: Any, verdict: Verdict, asked: Asked, of_nvlink: dict) -> None:
-    """`of_nvlink`: values of the keys that only the transport nvlink reads."""
+    """Prints the verdict on rank 0. If something is broken, the group's first rank prints it too.
+
+    `of_nvlink`: values of the keys that only the transport nvlink reads.
+    """
     ranks = ranks_of(group)
     if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
         refused = (asked.transport == "hierarchical" != verdict.transport

@@ -9,12 +9,12 @@
 A recording notes each launch of a kernel and each torch op. It does not note Python code. The program repeats the
 launches and ops in C++ (ops/csrc/replay): it allocates tensors, launches kernels with addresses and numbers, calls
 torch ops through the dispatcher, and frees each tensor after its last use. It empties the list of its inputs, so that
-this holds for them, too. A program holds no tensor. It runs on the current stream, on the device of its first input.
+it can free inputs, too. A program holds no tensor. It runs on the current stream, on the device of its first input.
 
 A program does not repeat the function's branches. It is valid only for inputs with the same properties (the executor's
 `signature`). A kernel may compute the address of every weight from that of one. The weights must then lie at the same
-`distances` from each other, which the executor computes too. `replayed` keeps one program for each combination that
-its callers give it.
+`distances` from each other, which the executor computes too. `replayed` keeps one program for each key and distances
+that its callers give it.
 """
 
 import re
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOST_KEYS, MOST_DISTANCES = 512, 16
+MOST_KEYS, MOST_DISTANCES = 512, 16  # programs are kept for this many keys, and this many distances of one key
 _ACTIVE = threading.local()
 _PROGRAMS: dict[tuple, dict] = {}  # by key and distances; they hold no tensors
 _ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
@@ -75,7 +75,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         function: address of the driver's function.
-        cluster: programs of a cluster.
+        cluster: how many thread blocks a cluster has.
         cooperative, dependent: Triton's launch_cooperative_grid and launch_pdl.
         types: Triton's types of the arguments, tuples for tuples. "constexpr": compiled in.
         maps: Triton's tensordesc_meta.
@@ -137,7 +137,7 @@ class Recording(TorchDispatchMode):
         self._inputs = list(inputs)
         self._count = len(self._inputs)  # of tensors. The inputs have the first numbers
         self._numbers: dict[int, int] = {}  # of tensors, by id
-        self._roots: dict[int, int] = {}  # of the tensor that a storage was allocated for, by the storage's id
+        self._roots: dict[int, int] = {}  # of the tensor that each storage was allocated for, by the storage's id
         self._steps: list[_Step] = []
         self._input_at: dict[int, list[tuple[int, int]]] = {}  # addresses and numbers, by the storage's id
         for i, x in enumerate(self._inputs):
@@ -274,9 +274,12 @@ class Recording(TorchDispatchMode):
         return lambda inputs: program.run(inputs, stream(device))
 
 
-def _last_uses(steps: Sequence[_Step], kept: set) -> list[list[int]]:
-    """For each of these steps, from the last to the first: what is used there for the last time. Not those `kept`."""
-    alive, found = set(kept), []
+def _last_uses(steps: Sequence[_Step], returned: set) -> list[list[int]]:
+    """For each step, the numbers of the tensors that no later step uses. Those of outputs are left out.
+
+    `steps`: from the last to the first. The result has the same order.
+    """
+    alive, found = set(returned), []
     for step in steps:
         last = (step.uses | set(step.makes)) - alive
         found.append(sorted(last))
@@ -285,7 +288,7 @@ def _last_uses(steps: Sequence[_Step], kept: set) -> list[list[int]]:
 
 
 def _in_order(schema: Any, args: tuple, kwargs: dict) -> list:
-    """An op's arguments in its schema's order."""
+    """An op's arguments in its schema's order, with defaults for those that are not given."""
     return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in schema.arguments[len(args):])]
 
 

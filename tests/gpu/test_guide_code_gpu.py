@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of the guides and of the README's quick start, on GPUs."""
+"""The code of the guides, on GPUs."""
 
 import pytest
 import test_guide_code as guides

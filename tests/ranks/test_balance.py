@@ -31,9 +31,8 @@ def counts_of_a_step(net, step: int) -> list[torch.Tensor]:
     return found
 
 
-def moves(family: str, stage: int, **changes) -> list[float]:
+def moves(net) -> list[float]:
     """Trains a step of each number of micro-batches. By how much a bias lies off the rule, in each layer."""
-    net = engine(SECTION, stage, family=family, **changes)
     before = biases(net.module)
     net.eval()
     expected = [torch.zeros_like(bias) for bias in before]
@@ -47,12 +46,41 @@ def moves(family: str, stage: int, **changes) -> list[float]:
             for now, old, load in zip(biases(net.module), before, expected, strict=True)]
 
 
+def moves_of_a_new_engine(family: str, stage: int, **changes) -> list[float]:
+    return moves(engine(SECTION, stage, family=family, **changes))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage, changes", [(0, {}), (2, {"gradient_accumulation_steps": 3}),
                                             (3, {"bf16": {"enabled": True}})])
 def test_a_bias_moves_by_the_sign_of_its_load_s_error(ranks2, family, stage, changes):
-    for found in ranks2.run(moves, family, stage, **changes):
+    for found in ranks2.run(moves_of_a_new_engine, family, stage, **changes):
         assert found and max(found) < 1e-6, found
+
+
+ONLY_LAYER_1 = {"load_balance_coeff": COEFF, "exclude": [r"model\.layers\.0\..*"]}
+
+
+def converted_later(first: dict | None) -> tuple[list[list[float]], list[bool]]:
+    """`moves` after each conversion of an engine that began with the section `first`. Which biases a step leaves alone
+    where the section is off again."""
+    net = engine(first, 1)
+    train_engine(net, range(1))
+    found = []
+    for model_or_engine, section in ((net, SECTION), (net.module, ONLY_LAYER_1), (net.module, SECTION)):
+        ds_mxfp8_moe.convert(model_or_engine, section)
+        found.append(moves(net))
+    ds_mxfp8_moe.convert(net.module, {"enabled": False})
+    before = biases(net.module)
+    train_engine(net, range(1))
+    return found, [torch.equal(*pair) for pair in zip(before, biases(net.module), strict=True)]
+
+
+@pytest.mark.parametrize("first", [None, {"enabled": False}, {"enabled": True}, {"enabled": True, **ONLY_LAYER_1}])
+def test_biases_of_layers_that_are_converted_later_move(ranks2, first):
+    for (all_layers, (layer_0, layer_1), again), resting in ranks2.run(converted_later, first):
+        assert max(*all_layers, layer_1, *again) < 1e-6 and layer_0 > COEFF / 2
+        assert resting == [True, True]
 
 
 STEPS = 200

@@ -309,7 +309,10 @@ def test_a_section_that_is_off_takes_an_earlier_conversion_back(section, inner):
     config = ds_config(section, expert_parallel={"enabled": False})
     engine = ds_mxfp8_moe.initialize(model=net, config=config, model_parameters=net.parameters())[0]
     assert type(engine.module[0].moe.deepspeed_moe) is inner
-    engine(torch.randn(2, 4, 32))
+    with mock.patch.object(PeerMemory, "wait_and_check_all") as settled:
+        engine.backward(engine(torch.randn(2, 4, 32)).sum())
+        engine.step()
+    assert settled.call_count == (inner is MXFP8MOELayer)
 
 
 def settled_before_steps(how):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of the guides and of the README's quick start runs as it stands there, on two ranks."""
+"""The code of the guides and of the README runs as it stands there, on two ranks."""
 
 import json
 import os
@@ -63,13 +63,23 @@ def loads(directory: Path) -> bool:
     return not any(info.values())
 
 
+def readme(directory: Path) -> int:
+    line, = blocks(ROOT / "README.md", "json")
+    write_config(directory, json.dumps(ds_config(json.loads(f"{{{line}}}")["mxfp8_moe"])))
+    return len(converted_layers(run(ROOT / "README.md", directory)["engine"].module))
+
+
+def test_the_lines_of_the_readme(ranks2, tmp_path):
+    assert ranks2.run(readme, tmp_path) == [2, 2]
+
+
 def quick_start(directory: Path) -> tuple[int, float]:
-    names = run(ROOT / "README.md", directory)
+    names = run(GUIDES / "quick_start.md", directory)
     return len(converted_layers(names["engine"].module)), names["loss"].item()
 
 
 @pytest.mark.slow
-def test_the_quick_start_of_the_readme(ranks2, tmp_path):
+def test_the_quick_start(ranks2, tmp_path):
     for converted, loss in ranks2.run(quick_start, tmp_path):
         assert converted == 2 and loss < 3.3
     assert loads(tmp_path / "trained")

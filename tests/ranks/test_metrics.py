@@ -65,6 +65,26 @@ def test_figures_of_autoep_layers_are_those_of_all_ranks(ranks2, tmp_path):
         assert found[f"model.layers.{i}.mlp_dropped"][-1][1] == 0
 
 
+def converted_later(folder: str, first: dict | None) -> None:
+    """A step after each conversion of an engine that began with the section `first`."""
+    net = engine(first, 1, **monitor(folder))
+    both, only_layer_1 = {"metrics": {"every": 1}}, {"metrics": {"every": 1}, "exclude": [r"model\.layers\.0\..*"]}
+    for model_or_engine, again in ((net, both), (net.module, only_layer_1), (net.module, both)):
+        ds_mxfp8_moe.convert(model_or_engine, again)
+        train_engine(net, range(1))
+    ds_mxfp8_moe.convert(net.module, {"enabled": False})
+    train_engine(net, range(1))
+
+
+@pytest.mark.parametrize("first", [None, {"enabled": True},
+                                   section(100) | {"exclude": [r"model\.layers\.0\..*"]}])
+def test_layers_that_are_converted_later_have_figures(ranks2, tmp_path, first):
+    ranks2.run(converted_later, str(tmp_path), first)
+    samples = {name: [number for number, _ in rows] for name, rows in written(tmp_path).items()}
+    assert samples["model.layers.0.mlp_amax"] == [4, 12]
+    assert samples["model.layers.1.mlp_amax"] == [4, 8, 12]  # four samples a step
+
+
 class Launches(TorchDispatchMode):
     """Records the torch ops of this thread. Exchanges and copies to the host are among them."""
 
@@ -128,14 +148,20 @@ def test_the_time_for_which_ranks_wait(ranks2, tmp_path):
     assert 0 < figures["1.mlp_exchange_ms"] < 100
 
 
-def of_stages(folder: str) -> None:
-    """A pipeline: rank 0 has one layer, rank 1 two others."""
+def of_stages(folder: str, later: bool) -> None:
+    """A pipeline. Rank 0 has one layer and rank 1 two others, or rank 0 has none and all are converted later."""
     parts = [LayerSpec(Residual, 4 + index) for index in range(3)]
+    if later:
+        parts[0:1] = [LayerSpec(torch.nn.Linear, 32, 32)] * 2
     net = PipelineModule(parts, num_stages=2, loss_fn=lambda out, target: (out - target).square().mean(),
                          partition_method="uniform")
     config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2, "mxfp8_moe": section(1),
               "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **monitor(folder)}
+    if later:
+        config["mxfp8_moe"] = {"enabled": False}
     pipe = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    if later:
+        ds_mxfp8_moe.convert(pipe, {"metrics": {"every": 1}})
     data = torch.randn(2, 8, 32)
     pipe.train_batch(iter([(data, data)] * 2))
 
@@ -152,10 +178,11 @@ class Residual(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_the_stages_of_a_pipeline_have_different_layers(ranks2, tmp_path):
-    ranks2.run(of_stages, str(tmp_path))
+@pytest.mark.parametrize("later, layers", [(False, 3), (True, 2)])
+def test_the_stages_of_a_pipeline_have_different_layers(ranks2, tmp_path, later, layers):
+    ranks2.run(of_stages, str(tmp_path), later)
     found = {name.rsplit("_load_most")[0] for name in written(tmp_path) if name.endswith("_load_most")}
-    assert len(found) == 3
+    assert len(found) == layers
 
 
 def without_monitor() -> str:

@@ -283,7 +283,7 @@ def prepare(result: dict) -> list[dict]:
 
 
 MEASURES = [
-    Measure(f"{HP_EXACT} over AutoEP bf16", (HP_EXACT, ), AUTOEP, main=True),
+    Measure(f"{HP_EXACT} over AutoEP bf16", (HP_EXACT, ), AUTOEP),
     Measure(f"{HP_EXACT} over classic bf16, dropless", (HP_EXACT, ), DROPLESS),
     Measure(f"{HP_EXACT} over our own bf16", (HP_EXACT, ), BF16_EXACT, main=True),
     Measure("times that the host waits for the GPU in a step", (HP_EXACT, ), figure="counted_waits", **WAITED),

@@ -271,8 +271,7 @@ def prepare(result: dict) -> list[dict]:
 
 
 MEASURES = [
-    Measure(f"8192x5120 and 7168x2048, 16384 tokens each: {HP} over bf16", (HP, ), BF16_RECIPE, when=is_large,
-            main=True),
+    Measure(f"8192x5120 and 7168x2048, 16384 tokens each: {HP} over bf16", (HP, ), BF16_RECIPE, when=is_large),
     Measure("8192x5120 and 7168x2048, 16384 tokens each: mxfp8 over bf16", (MXFP8, ), BF16_RECIPE, when=is_large),
     Measure("smaller shapes from 2048 tokens each: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
             when=is_smaller),
@@ -280,7 +279,7 @@ MEASURES = [
             when=lambda case: case.get("min_tokens_per_expert") is None, main=True),
     Measure("our bf16 recipe over plain torch", (BF16_RECIPE, ), PLAIN),
     Measure("bytes held for backward, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "held_bytes", better=show.SMALLER,
-            form="{:.1%}", main=True),
+            form="{:.1%}"),
     Measure("bytes held with a pre-activation in bf16, of bf16's", (KEPT_IN_BF16, ), BF16_RECIPE, "held_bytes",
             better=show.SMALLER, form="{:.1%}"),
     Measure("peak memory of a step, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "peak_bytes", better=show.SMALLER,

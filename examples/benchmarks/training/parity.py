@@ -107,7 +107,7 @@ def prepare(result: dict) -> list[dict]:
 
 
 MEASURES = [Measure("distance of the final loss from bf16's", ("mxfp8", ), figure="distance", better=show.SMALLER,
-                    form="{:.2%}", main=True)]
+                    form="{:.2%}")]
 
 
 def plot(result: dict, pyplot) -> None:
