@@ -79,6 +79,6 @@ def test_the_benchmark_prints_a_row_for_each_size(emulated):
     done = mpirun(2, emulated.bench, "--hidden", "32", "--experts", "2", "--top-k", "2", "--iterations", "2")
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("dispatch", "combine", "low-"))]
-    assert len(rows) == 16
+    assert len(rows) == 32
     assert all(float(p90) >= float(p50) > 0 and float(rate) >= 0 for *_, p50, p90, rate in rows)
     assert "--widen: expected" in mpirun(2, emulated.bench, "--widen", "3").stdout

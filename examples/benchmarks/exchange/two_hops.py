@@ -228,7 +228,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=1.0, seconds=300)
+    parser = run.timed_parser(__doc__, budget=1.0, seconds=540)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of a rank that this script starts: its result
     parser.add_argument("--node-size", type=int, help=argparse.SUPPRESS)
     args = run.parse(parser, unwritten=("rows", ))

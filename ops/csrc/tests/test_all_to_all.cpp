@@ -226,8 +226,10 @@ private:
   bool one_stays_away(Hops &hops) {
     const int last = ranks.world - 1;
     const auto one_row_each = [&](const Ranks &hop, const Ranks &other) {
-      return exchanged(hop, other, sms, Bytes(16 * hop.world), 16, std::vector<int64_t>(hop.world, 1),
-                       std::vector<int64_t>(hop.world, 1), 1);
+      const std::vector<int64_t> ones(hop.world, 1);
+      const RowsOfHop exchange(hop, other, Bytes(16 * hop.world), 16, ones, ones, 1);
+      exchange.launch(sms);
+      return exchange.arrived();
     };
     return fault("a rank that stays away from a hop", hops.between, SHORT_SECONDS, TIMEOUT, last, [&] {
       if (ranks.rank == last)
@@ -235,7 +237,7 @@ private:
       try {
         one_row_each(hops.between, hops.inside);
       } catch (const std::exception &) {
-        if (one_row_each(hops.inside, hops.between) != Bytes(16 * hops.node_size, UNWRITTEN))
+        if (one_row_each(hops.inside, hops.between) != Bytes(16 * hops.node_size, RowsOfHop::UNWRITTEN))
           throw std::runtime_error("a hop went on after the other one failed");
         throw;
       }

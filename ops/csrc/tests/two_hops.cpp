@@ -3,7 +3,6 @@
 #include "formats.h"
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 
 using namespace nvlink;
@@ -45,6 +44,7 @@ Sends sends(const Numbers &id_NK, int K, int64_t experts_per_rank, int ranks) {
   Sends made;
   const int64_t N = int64_t(id_NK.size()) / K;
   for (int w = 0; w < ranks; w++) {
+    const size_t before = made.row_S.size();
     auto &slot_N = made.slot_WN.emplace_back(N, -1);
     for (int64_t n = 0; n < N; n++)
       if (std::any_of(&id_NK[n * K], &id_NK[n * K] + K,
@@ -52,7 +52,7 @@ Sends sends(const Numbers &id_NK, int K, int64_t experts_per_rank, int ranks) {
         slot_N[n] = int64_t(made.row_S.size());
         made.row_S.push_back(n);
       }
-    made.send_W.push_back(int64_t(made.row_S.size()) - std::accumulate(made.send_W.begin(), made.send_W.end(), 0ll));
+    made.send_W.push_back(int64_t(made.row_S.size() - before));
   }
   return made;
 }
@@ -121,33 +121,54 @@ Hops::Hops(const Ranks &all, int node_size, int64_t half_bytes)
       between(all, every(node_size, index, nodes), half_bytes),
       inside(all, every(1, node * node_size, node_size), half_bytes) {}
 
-Bytes exchanged(const Ranks &hop, const Ranks &other, int sms, const Bytes &rows, int64_t row_bytes,
-                const Numbers &send, const Numbers &receive, int64_t most) {
-  RowExchange e;
+int64_t row_bytes_of(const Wire &wire, int weights) { return message_of(wire, weights).row(); }
+
+RowsOfHop::RowsOfHop(const Ranks &hop, const Ranks &other, const Bytes &rows, int64_t row_bytes, const Numbers &send,
+                     const Numbers &receive, int64_t most)
+    : hop(hop), x(rows) {
   for (int w = 0; w < hop.world; w++) {
-    e.send_at[w + 1] = e.send_at[w] + send[w] * row_bytes;
-    e.recv_at[w + 1] = e.recv_at[w] + receive[w] * row_bytes;
+    args.send_at[w + 1] = args.send_at[w] + send[w] * row_bytes;
+    args.recv_at[w + 1] = args.recv_at[w] + receive[w] * row_bytes;
   }
-  const int64_t arriving = e.recv_at[hop.world];
-  const device::Array<uint8_t> x(rows);
-  device::Array<uint8_t> out(arriving + BEHIND);
+  out = device::Array<uint8_t>(args.recv_at[hop.world] + BEHIND);
   out.fill(UNWRITTEN);
-  e.x = x.address();
-  e.out = out.address();
-  e.other_state = other.state_address();
-  e.region = up_to(most * row_bytes, ALIGNED);
-  e.chunk = std::max(CHUNK_BYTES, up_to((most * row_bytes + MAX_CHUNKS - 1) / MAX_CHUNKS, LANE_BYTES));
-  e.chunks = int((most * row_bytes + e.chunk - 1) / e.chunk);
-  hop.need(hop.world * e.region);
-  e.group = hop.group(ROWS, std::to_string(row_bytes) + "," + std::to_string(most));
-  if (const int error = launch(e, sms, device::stream()))
+  args.x = x.address();
+  args.out = out.address();
+  args.other_state = other.state_address();
+  args.region = up_to(most * row_bytes, ALIGNED);
+  args.chunk = std::max(CHUNK_BYTES, up_to((most * row_bytes + MAX_CHUNKS - 1) / MAX_CHUNKS, LANE_BYTES));
+  args.chunks = int((most * row_bytes + args.chunk - 1) / args.chunk);
+  args.group = hop.group(ROWS, std::to_string(row_bytes) + "," + std::to_string(most));
+  hop.need(hop.world * args.region);
+}
+
+void RowsOfHop::launch(int sms) const {
+  if (const int error = nvlink::launch(args, sms, device::stream()))
     throw std::runtime_error("launching 'rows' failed with CUDA error " + std::to_string(error));
+}
+
+Bytes RowsOfHop::arrived() const {
   hop.wait("rows");
-  Bytes arrived = out.values();
-  if (std::count(arrived.begin() + arriving, arrived.end(), UNWRITTEN) != BEHIND)
+  Bytes rows = out.values();
+  const int64_t end = args.recv_at[hop.world];
+  if (std::count(rows.begin() + end, rows.end(), UNWRITTEN) != BEHIND)
     throw std::runtime_error("the kernel 'rows' wrote behind the last row");
-  arrived.resize(arriving);
-  return arrived;
+  rows.resize(end);
+  return rows;
+}
+
+Bytes TwoHops::between(const Bytes &rows, int64_t row_bytes, const Numbers &send, const Numbers &receive,
+                       int64_t most) const {
+  const RowsOfHop exchange(hops.between, hops.inside, rows, row_bytes, send, receive, most);
+  exchange.launch(sms);
+  return exchange.arrived();
+}
+
+Bytes TwoHops::inside(const Bytes &rows, int64_t row_bytes, const Numbers &send, const Numbers &receive,
+                      int64_t most) const {
+  const RowsOfHop exchange(hops.inside, hops.between, rows, row_bytes, send, receive, most);
+  exchange.launch(sms);
+  return exchange.arrived();
 }
 
 TwoHopPlan TwoHops::plan(const device::Array<int64_t> &ids, int64_t T, int K, int E) const {

@@ -25,6 +25,9 @@ struct Sends {
   int64_t most = 0; // the most rows that any rank sends to another one in this hop, wherever it is
 };
 
+// Bytes of a row as it travels: data, scales and `weights` routing weights, rounded up to what the kernel takes.
+int64_t row_bytes_of(const Wire &wire, int weights);
+
 struct TwoHopPlan {
   int64_t T = 0, P = 0; // P: rows of groups, with their padding
   int K = 0;
@@ -33,13 +36,25 @@ struct TwoHopPlan {
   std::vector<int64_t> place_RK; // of each row as it arrived. -1 if another rank serves the choice, or none does
 };
 
-// One exchange. `rows`: row_bytes each, a multiple of 16, in rank order. `send` and `receive`: how many go to and come
-// from each rank of the hop. `most`: no rank sends more of them to another one. Returns the rows that arrive, in rank
-// order. If an exchange of `other`, the other hop, has failed, it does nothing, and returns the byte UNWRITTEN.
-constexpr uint8_t UNWRITTEN = 0x5A;
-std::vector<uint8_t> exchanged(const Ranks &hop, const Ranks &other, int sms, const std::vector<uint8_t> &rows,
-                               int64_t row_bytes, const std::vector<int64_t> &send,
-                               const std::vector<int64_t> &receive, int64_t most);
+// An exchange of rows in one hop. Each launch is one more exchange of the same rows. If an exchange of the other hop
+// has failed, it does nothing.
+class RowsOfHop {
+public:
+  // `rows`: row_bytes each, a multiple of 16, in rank order. `send` and `receive`: how many go to and come from each
+  // rank of the hop. `most`: no rank sends more of them to another one.
+  RowsOfHop(const Ranks &hop, const Ranks &other, const std::vector<uint8_t> &rows, int64_t row_bytes,
+            const std::vector<int64_t> &send, const std::vector<int64_t> &receive, int64_t most);
+  void launch(int sms) const;
+  // Waits. The rows that arrived, in rank order. What was not written is UNWRITTEN.
+  std::vector<uint8_t> arrived() const;
+
+  static constexpr uint8_t UNWRITTEN = 0x5A;
+
+private:
+  const Ranks &hop;
+  nvlink::RowExchange args;
+  device::Array<uint8_t> x, out;
+};
 
 // As Transport, without a capacity. The host waits for each exchange.
 class TwoHops {
@@ -57,13 +72,9 @@ public:
 
 private:
   std::vector<uint8_t> between(const std::vector<uint8_t> &rows, int64_t row_bytes, const std::vector<int64_t> &send,
-                               const std::vector<int64_t> &receive, int64_t most) const {
-    return exchanged(hops.between, hops.inside, sms, rows, row_bytes, send, receive, most);
-  }
+                               const std::vector<int64_t> &receive, int64_t most) const;
   std::vector<uint8_t> inside(const std::vector<uint8_t> &rows, int64_t row_bytes, const std::vector<int64_t> &send,
-                              const std::vector<int64_t> &receive, int64_t most) const {
-    return exchanged(hops.inside, hops.between, sms, rows, row_bytes, send, receive, most);
-  }
+                              const std::vector<int64_t> &receive, int64_t most) const;
 
   const Hops &hops;
   int sms;
