@@ -138,7 +138,7 @@ def case_of(cases: str) -> Case:
 
 def all_nodes(cases: str) -> list[Nodes]:
     """Those that the GPUs have room for."""
-    if cases != "full":
+    if cases != "full" or not world.on_gpu():
         return [Nodes(2, 2)]
     room = sum(torch.cuda.get_device_properties(i).total_memory for i in range(get_accelerator().device_count()))
     return [nodes for nodes in (Nodes(2, 2), Nodes(2, 4)) if nodes.ranks * RANK_BYTES <= room]
