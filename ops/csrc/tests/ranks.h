@@ -4,10 +4,11 @@
 #include "device.h"
 #include <string>
 
+// "Collective": all ranks call it, also where it is about some of them.
 class Ranks {
 public:
-  // All ranks. `half_bytes`: of the staging. `seconds`: the deadline of every wait on the device. Collective, as
-  // everything here that says so, in all ranks. Throws std::runtime_error.
+  // All ranks. Collective. `half_bytes`: of the staging. `seconds`: the deadline of every wait on the device.
+  // Throws std::runtime_error.
   Ranks(int64_t half_bytes, double seconds);
   // Some of `all`, this rank among them, with a staging of their own, which no other rank maps. Collective. `ids`:
   // their ranks in `all`, ascending.
