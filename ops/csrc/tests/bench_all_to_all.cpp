@@ -4,16 +4,18 @@
 //   mpirun -np 4 ./bench_all_to_all [--hidden 7168] [--experts 64] [--top-k 8] [--iterations 50]
 //
 // --experts: of each rank. Tokens go to random experts. Rows travel to experts in MXFP8 with blocks of 128, and back
-// in bf16. A time is that of one kernel by the device's clock. It includes the wait for the slowest rank. p50 and p90 are
-// over the iterations, of the rank where they are largest. GB/s: the bytes that the rank with the most sends to other
+// in bf16. Two nodes of half the ranks each exchange the same rows in two hops, with sums in float32 inside a node. A
+// time is that of one kernel by the device's clock. It includes the wait for the slowest rank. p50 and p90 are over
+// the iterations, of the rank where they are largest. GB/s: the bytes that the rank with the most sends to other
 // ranks, by p50.
 #include "cases.h"
-#include "exchange.h"
+#include "two_hops.h"
 #include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <mpi.h>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 
@@ -76,6 +78,32 @@ public:
             {traffic.sent * (o.hidden + blocks() + 4 * o.top_k), traffic.received * (row_bytes() + 4 * o.top_k)},
             [&] { transport.dispatch(plan, wire(BLOCK), x_TH, weight_TK, out_PH, out_scale, weight_P); },
             [&] { transport.combine(plan, wire(0), nvlink::BF16, y_PH, weight_P, out_TH, out_weight_TK); });
+  }
+
+  // The kernels of two hops. What happens between them is not timed.
+  void two_hops(const Hops &hops, int64_t T) const {
+    const device::Array<int64_t> ids(Traffic(ranks, o, T).mine.expert_TK);
+    const TwoHopPlan plan = TwoHops(hops, sms).plan(ids, T, o.top_k, o.experts);
+    const auto rows = [&](const Ranks &hop, const Ranks &other, const std::vector<int64_t> &send,
+                          const std::vector<int64_t> &receive, int64_t most, const Wire &wire) {
+      const int64_t row_bytes = row_bytes_of(wire, o.top_k);
+      const int64_t sent = std::accumulate(send.begin(), send.end(), int64_t(0));
+      return std::pair(RowsOfHop(hop, other, std::vector<uint8_t>(sent * row_bytes), row_bytes, send, receive, most),
+                       (sent - send[hop.rank]) * row_bytes);
+    };
+    const auto both = [&](std::array<const char *, 2> names, const auto &first, const auto &second) {
+      measure(T, names, {first.second, second.second}, [&] { first.first.launch(sms); },
+              [&] { second.first.launch(sms); });
+    };
+    const Sends &b = plan.between, &i = plan.inside;
+    both({"dispatch between nodes", "dispatch inside a node"},
+         rows(hops.between, hops.inside, b.send_W, b.receive_W, b.most, wire(BLOCK)),
+         rows(hops.inside, hops.between, i.send_W, i.receive_W, i.most, wire(BLOCK)));
+    both({"combine inside a node", "combine between nodes"},
+         rows(hops.inside, hops.between, i.receive_W, i.send_W, i.most, {o.hidden, nvlink::FP32}),
+         rows(hops.between, hops.inside, b.receive_W, b.send_W, b.most, wire(0)));
+    hops.between.wait("rows");
+    hops.inside.wait("rows");
   }
 
   void low_latency(int64_t T) const {
@@ -155,6 +183,12 @@ Options parsed(int argc, char **argv) {
   return o;
 }
 
+// Of a half, for the largest rows of `data_bytes`, if each rank gets all tokens.
+int64_t staging_bytes(int64_t data_bytes, const Options &o, int world) {
+  const int64_t most_tokens = *std::max_element(std::begin(TOKENS), std::end(TOKENS));
+  return most_tokens * world * (data_bytes + 4 * o.top_k) + (1 << 20);
+}
+
 int run(int argc, char **argv) {
   int rank, world;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -163,8 +197,7 @@ int run(int argc, char **argv) {
   std::optional<Ranks> ranks;
   try {
     o = parsed(argc, argv);
-    const int64_t most_tokens = *std::max_element(std::begin(TOKENS), std::end(TOKENS));
-    ranks.emplace(most_tokens * world * (2ll * o.hidden + 4 * o.top_k) + (1 << 20), SECONDS);
+    ranks.emplace(staging_bytes(2 * o.hidden, o, world), SECONDS);
   } catch (const std::exception &error) { // the same on all ranks
     if (rank == 0)
       std::fprintf(stderr, "bench_all_to_all: %s\n", error.what());
@@ -181,6 +214,11 @@ int run(int argc, char **argv) {
     const Bench bench(*ranks, o);
     for (int64_t tokens : TOKENS)
       bench.exchange(tokens);
+    if (ranks->world % 2 == 0) {
+      const Hops hops(*ranks, ranks->world / 2, staging_bytes(4 * o.hidden, o, ranks->world));
+      for (int64_t tokens : TOKENS)
+        bench.two_hops(hops, tokens);
+    }
     for (int64_t tokens : LOW_LATENCY_TOKENS)
       bench.low_latency(tokens);
   } catch (const std::exception &error) {

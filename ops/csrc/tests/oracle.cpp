@@ -130,32 +130,37 @@ Dispatched dispatch(const std::vector<Inputs> &ranks, const Shape &s, const Plac
 }
 
 Combined combine(const std::vector<Inputs> &ranks, const Shape &s, const Places &at, int me, const Answer &y,
-                 const Number &number) {
+                 const Number &number, int node_size) {
   const Inputs &in = ranks[me];
   const int W = int(ranks.size());
   Combined made{Bytes(in.T * s.H * bytes_of(s.dtype)), std::vector<float>(in.T * s.K)};
-  std::vector<float> partial(s.H), total(s.H);
+  std::vector<float> partial(s.H), of_node(s.H), total(s.H);
   Bytes data(s.H), scale(s.H);
   for (int64_t t = 0; t < in.T; t++) {
     std::fill(total.begin(), total.end(), 0.0f);
-    for (int w = 0; w < W; w++) {
-      std::fill(partial.begin(), partial.end(), 0.0f);
+    for (int node = 0; node < W / node_size; node++) {
+      std::fill(of_node.begin(), of_node.end(), 0.0f);
       bool served = false;
-      for (int64_t i = t * s.K; i < (t + 1) * s.K; i++) {
-        const int64_t p = at.place_TK[me][i];
-        if (p < 0 || in.expert_TK[i] / s.E != w)
-          continue;
-        served = true;
-        made.weight_TK[i] = 0.0f + number(w, p);
+      for (int w = node * node_size; w < (node + 1) * node_size; w++) {
+        std::fill(partial.begin(), partial.end(), 0.0f);
+        for (int64_t i = t * s.K; i < (t + 1) * s.K; i++) {
+          const int64_t p = at.place_TK[me][i];
+          if (p < 0 || in.expert_TK[i] / s.E != w)
+            continue;
+          served = true;
+          made.weight_TK[i] = 0.0f + number(w, p);
+          for (int h = 0; h < s.H; h++)
+            partial[h] += y(w, p, h);
+        }
         for (int h = 0; h < s.H; h++)
-          partial[h] += y(w, p, h);
+          of_node[h] += partial[h];
       }
       if (!served)
         continue;
       if (s.block)
-        quantize(partial.data(), s.H, s.block, s.floor, data.data(), scale.data());
+        quantize(of_node.data(), s.H, s.block, s.floor, data.data(), scale.data());
       for (int h = 0; h < s.H; h++)
-        total[h] += s.block ? dequantized(data[h], scale[h / s.block]) : rounded(s.dtype, partial[h]);
+        total[h] += s.block ? dequantized(data[h], scale[h / s.block]) : rounded(s.dtype, of_node[h]);
     }
     for (int h = 0; h < s.H; h++)
       store(s.dtype, made.out_TH.data(), t * s.H + h, total[h]);

@@ -49,9 +49,10 @@ struct Combined {
   Bytes out_TH;
   std::vector<float> weight_TK;
 };
-// What the tokens of rank `me` become.
+// What the tokens of rank `me` become. A node's ranks add up before they round: in two hops these are the ranks of a
+// host, and in the flat exchange each rank is a node of its own.
 Combined combine(const std::vector<Inputs> &ranks, const Shape &s, const Places &at, int me, const Answer &y,
-                 const Number &number);
+                 const Number &number, int node_size = 1);
 
 // The same at low latency. `rows`: rows that each expert has room for.
 struct LowLatencyDispatched {

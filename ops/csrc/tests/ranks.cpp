@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <mpi.h>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 
@@ -12,24 +13,58 @@ namespace {
 constexpr double GRACE_SECONDS = 10; // of the host, beyond the deadline of the device
 constexpr uint32_t FIRST_EPOCH = uint32_t(-24); // its 32 bits overflow within the first cases
 
-const char *const KINDS[] = {"", "counts", "places", "dispatch", "combine", "low_latency_dispatch",
-                             "low_latency_combine"};
+// The compiler refuses a switch that leaves out a kind or a code of kernels.h.
+const char *name_of(nvlink::Kind kind) {
+  switch (kind) {
+  case nvlink::COUNTS: return "counts";
+  case nvlink::PLACES: return "places";
+  case nvlink::DISPATCH: return "dispatch";
+  case nvlink::COMBINE: return "combine";
+  case nvlink::LOW_LATENCY_DISPATCH: return "low_latency_dispatch";
+  case nvlink::LOW_LATENCY_COMBINE: return "low_latency_combine";
+  case nvlink::ROWS: return "rows";
+  }
+  throw std::logic_error("unknown kind of exchange");
+}
+
+std::vector<int> all_ranks() {
+  int world;
+  MPI_Comm_size(MPI_COMM_WORLD, &world);
+  std::vector<int> ids(world);
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+// Collective. Throws on every rank if `step` threw on one: the error of the lowest one, behind `what`.
+template <class Step> void on_every_rank(const Ranks &ranks, const std::string &what, Step step) {
+  std::string error;
+  try {
+    step();
+  } catch (const std::exception &e) {
+    error = what + e.what();
+  }
+  if (const std::string first = ranks.first_error(error); !first.empty())
+    throw std::runtime_error(first);
+}
 
 } // namespace
 
-std::string described(const nvlink::Failure &f) {
-  const std::string me = "rank " + std::to_string(f.rank), peer = "rank " + std::to_string(f.peer);
-  const std::string where = std::string("'") + KINDS[f.phase] + "', exchange " + std::to_string(f.epoch);
-  if (f.code == nvlink::TIMEOUT)
-    return me + " waited for " + peer + " until the deadline in " + where;
-  if (f.code == nvlink::MISMATCH)
-    return me + " is in " + where + ", and " + peer + " makes another call";
-  return me + ": " + peer + " would get " + std::to_string(f.detail) + " rows in " + where + ", more than fit";
+std::string Ranks::described(const nvlink::Failure &f) const {
+  const std::string me = "rank " + std::to_string(ids.at(f.rank)), peer = "rank " + std::to_string(ids.at(f.peer));
+  const std::string where =
+      std::string("'") + name_of(nvlink::Kind(f.phase)) + "', exchange " + std::to_string(f.epoch);
+  switch (nvlink::Code(f.code)) {
+  case nvlink::TIMEOUT: return me + " waited for " + peer + " until the deadline in " + where;
+  case nvlink::MISMATCH: return me + " is in " + where + ", and " + peer + " makes another call";
+  case nvlink::OVERFLOW:
+    return me + ": " + peer + " would get " + std::to_string(f.detail) + " rows in " + where + ", more than fit";
+  }
+  throw std::logic_error("unknown code of a failure");
 }
 
-Ranks::Ranks(int64_t half_bytes, double seconds) : seconds(seconds), half_bytes(half_bytes) {
+Ranks::Ranks(int64_t half_bytes, double seconds)
+    : ids(all_ranks()), world(int(ids.size())), seconds(seconds), half_bytes(half_bytes) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  MPI_Comm_size(MPI_COMM_WORLD, &world);
   MPI_Comm host;
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host);
   int local, on_host;
@@ -43,37 +78,38 @@ Ranks::Ranks(int64_t half_bytes, double seconds) : seconds(seconds), half_bytes(
   if (devices == 0)
     throw std::runtime_error("there is no CUDA device: run this on a machine with a GPU");
   sharing = (world + devices - 1) / devices;
-  std::string error;
+  on_every_rank(*this, "", [&] { device::choose(local % devices); });
+  share();
+}
+
+Ranks::Ranks(const Ranks &all, std::vector<int> of_hop, int64_t half_bytes)
+    : ids(std::move(of_hop)), rank(int(std::find(ids.begin(), ids.end(), all.rank) - ids.begin())),
+      world(int(ids.size())), sharing(all.sharing), seconds(all.seconds), half_bytes(half_bytes) {
+  share();
+}
+
+void Ranks::share() {
   device::Handle mine{}, all[nvlink::MAX_RANKS];
-  try {
-    device::choose(local % devices);
+  on_every_rank(*this, "", [&] {
     failure = static_cast<nvlink::Failure *>(device::allocate_host(sizeof *failure));
     state = device::Array<uint32_t>(nvlink::STATE_WORDS);
     staging = device::allocate_shared(nvlink::Staging::HALVES + 2 * half_bytes, mine);
-  } catch (const std::exception &e) {
-    error = e.what();
-  }
-  if (const std::string first = first_error(error); !first.empty())
-    throw std::runtime_error(first);
+  });
   MPI_Allgather(&mine, sizeof mine, MPI_BYTE, all, sizeof mine, MPI_BYTE, MPI_COMM_WORLD);
-  try {
+  on_every_rank(*this, "rank " + std::to_string(ids[rank]) + " does not reach the memory of all ranks: ", [&] {
     for (int w = 0; w < world; w++) {
-      void *at = w == rank ? staging : device::map(all[w]);
+      void *at = w == rank ? staging : device::map(all[ids[w]]);
       if (w != rank)
         mapped.push_back(at);
       peers[w] = reinterpret_cast<nvlink::Address>(at);
     }
     // CUDA would load a kernel at its first launch, and wait for running kernels first. Those may wait for a peer.
-    for (const auto load :
-         {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency})
+    for (const auto load : {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency,
+                            nvlink::load_row_exchange})
       if (const int code = load())
         throw std::runtime_error("the kernels cannot be loaded (CUDA error " + std::to_string(code) +
                                  "): build them for this GPU by -DCMAKE_CUDA_ARCHITECTURES=...");
-  } catch (const std::exception &e) {
-    error = "rank " + std::to_string(rank) + " does not reach the memory of all ranks: " + e.what();
-  }
-  if (const std::string first = first_error(error); !first.empty())
-    throw std::runtime_error(first);
+  });
   restart(FIRST_EPOCH);
 }
 
@@ -105,7 +141,7 @@ void Ranks::wait(const std::string &what) const {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds + GRACE_SECONDS);
   while (!device::finished()) {
     if (std::chrono::steady_clock::now() > end) {
-      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", rank,
+      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", ids[rank],
                    what.c_str(), GRACE_SECONDS, seconds);
       MPI_Abort(MPI_COMM_WORLD, 1);
     }
@@ -129,13 +165,14 @@ void Ranks::restart(uint32_t epoch) {
 }
 
 std::string Ranks::first_error(const std::string &mine) const {
-  int at = mine.empty() ? world : rank, first;
+  const int me = ids[rank], none = nvlink::MAX_RANKS;
+  int at = mine.empty() ? none : me, first;
   MPI_Allreduce(&at, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
-  if (first == world)
+  if (first == none)
     return "";
   int length = int(mine.size());
   MPI_Bcast(&length, 1, MPI_INT, first, MPI_COMM_WORLD);
-  std::string text = rank == first ? mine : std::string(length, ' ');
+  std::string text = me == first ? mine : std::string(length, ' ');
   MPI_Bcast(text.data(), length, MPI_CHAR, first, MPI_COMM_WORLD);
   return text;
 }

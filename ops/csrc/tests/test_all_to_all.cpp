@@ -6,7 +6,7 @@
 // Ranks have a GPU each, or share one. Prints a row for each case. Ends with status 1 and one line on stderr at the
 // first difference. --small leaves out cases of many values.
 #include "cases.h"
-#include "exchange.h"
+#include "two_hops.h"
 #include <cstdio>
 #include <mpi.h>
 #include <stdexcept>
@@ -19,6 +19,7 @@ namespace {
 constexpr double SECONDS = 30; // the deadline of every wait
 constexpr double SHORT_SECONDS = 3; // the same for a rank that never comes. Other ranks come within it
 constexpr int64_t HALF_BYTES = 96 << 20;
+constexpr int64_t HOP_BYTES = 32 << 20; // of a half of a hop's staging
 constexpr uint8_t POISON = 0x5A; // of outputs, before a kernel writes them
 const float POISONED = oracle::from_bits(0x5A5A5A5Au);
 constexpr int64_t MARGIN = 8; // rows behind each output, which must stay as they are
@@ -134,18 +135,21 @@ public:
   // Returns whether all cases passed.
   bool run() {
     for (const Case &c : CASES)
-      if (!one("dispatch and combine", c.name, c.large, [&](Errors &errors) { exchange(c, errors); }))
+      if (!one("dispatch and combine", c.name, c.large, [&](Errors &errors) { flat(c, errors); }))
         return false;
     for (const LowLatencyCase &c : LOW_LATENCY_CASES)
       if (!one("low latency", c.name, c.large, [&](Errors &errors) { low_latency(c, errors); }))
         return false;
+    for (int node_size = 1; node_size < ranks.world; node_size++)
+      if (ranks.world % node_size == 0 && !two_hops(node_size))
+        return false;
     const int last = ranks.world - 1;
-    return fault("a rank that stays away", SHORT_SECONDS, TIMEOUT, last, [&] {
+    return fault("a rank that stays away", ranks, SHORT_SECONDS, TIMEOUT, last, [&] {
              if (ranks.rank != last)
                plan(2, 0);
            }) &&
-           fault("a rank with other shapes", SECONDS, MISMATCH, 0, [&] { plan(ranks.rank ? 2 : 3, 0); }) &&
-           fault("more rows than fit", SECONDS, OVERFLOW, 0, [&] { plan(2, 128); });
+           fault("a rank with other shapes", ranks, SECONDS, MISMATCH, 0, [&] { plan(ranks.rank ? 2 : 3, 0); }) &&
+           fault("more rows than fit", ranks, SECONDS, OVERFLOW, 0, [&] { plan(2, 128); });
   }
   int passed = 0;
 
@@ -196,7 +200,53 @@ private:
     return y;
   }
 
-  void exchange(const Case &c, Errors &errors) {
+  void flat(const Case &c, Errors &errors) {
+    const Transport transport(ranks, sms);
+    exchange(c, 1, transport, [&](const device::Array<int64_t> &ids, int64_t T) {
+      return transport.plan(ids, T, c.s.K, c.s.E, c.s.room, c.drop ? dropped : nullptr);
+    }, errors);
+  }
+
+  // All cases without a capacity, which two hops do not have. Returns whether they passed.
+  bool two_hops(int node_size) {
+    Hops hops(ranks, node_size, HOP_BYTES);
+    const std::string group = "nodes of " + std::to_string(node_size);
+    for (const Case &c : CASES)
+      if (c.s.room == 0 && !one(group.c_str(), c.name, c.large, [&](Errors &errors) {
+            const TwoHops transport(hops, sms);
+            exchange(c, node_size, transport, [&](const device::Array<int64_t> &ids, int64_t T) {
+              return transport.plan(ids, T, c.s.K, c.s.E);
+            }, errors);
+          }))
+        return false;
+    return one_stays_away(hops);
+  }
+
+  // The last rank stays away from the hop between nodes. In the other hop, those that waited for it then do nothing.
+  bool one_stays_away(Hops &hops) {
+    const int last = ranks.world - 1;
+    const auto one_row_each = [&](const Ranks &hop, const Ranks &other) {
+      const std::vector<int64_t> ones(hop.world, 1);
+      const RowsOfHop exchange(hop, other, Bytes(16 * hop.world), 16, ones, ones, 1);
+      exchange.launch(sms);
+      return exchange.arrived();
+    };
+    return fault("a rank that stays away from a hop", hops.between, SHORT_SECONDS, TIMEOUT, last, [&] {
+      if (ranks.rank == last)
+        return;
+      try {
+        one_row_each(hops.between, hops.inside);
+      } catch (const std::exception &) {
+        if (one_row_each(hops.inside, hops.between) != Bytes(16 * hops.node_size, RowsOfHop::UNWRITTEN))
+          throw std::runtime_error("a hop went on after the other one failed");
+        throw;
+      }
+    });
+  }
+
+  // `plan_of`: takes the ids of experts and T.
+  template <class Way, class Planner>
+  void exchange(const Case &c, int node_size, const Way &transport, Planner plan_of, Errors &errors) {
     const oracle::Shape &s = c.s;
     const int W = ranks.world, me = ranks.rank;
     std::vector<oracle::Inputs> all;
@@ -205,14 +255,12 @@ private:
     const oracle::Inputs &mine = all[me];
     const oracle::Places places = oracle::find_places(all, s);
 
-    static int64_t *const dropped = static_cast<int64_t *>(device::allocate_host(sizeof(int64_t)));
-    *dropped = 0;
-    const Transport transport(ranks, sms);
     const Wire wire{s.H, s.dtype, s.block, s.floor};
     const device::Array<int64_t> ids(mine.expert_TK);
     const device::Array<uint8_t> x_TH(mine.x_TH);
     const device::Array<float> weight_TK(mine.weight_TK);
-    const Plan plan = transport.plan(ids, mine.T, s.K, s.E, s.room, c.drop ? dropped : nullptr);
+    *dropped = 0;
+    const auto plan = plan_of(ids, mine.T);
     ranks.wait("places");
     const int64_t end = places.end_W[me], P = plan.P;
     const std::vector<int> sizes(places.size_E.begin() + me * s.E, places.size_E.begin() + (me + 1) * s.E);
@@ -256,8 +304,8 @@ private:
     out_weight_TK.fill(POISON);
     transport.combine(plan, wire, s.y_dtype, y_PH, weight_P, out_TH, out_weight_TK, c.weights);
     ranks.wait("combine");
-    oracle::Combined back =
-        oracle::combine(all, s, places, me, [&](int w, int64_t p, int h) { return answer(s, w, p, h); }, number);
+    oracle::Combined back = oracle::combine(
+        all, s, places, me, [&](int w, int64_t p, int h) { return answer(s, w, p, h); }, number, node_size);
     back.out_TH.resize((mine.T + MARGIN) * s.H * oracle::bytes_of(s.dtype), POISON);
     back.weight_TK.resize((mine.T + MARGIN) * s.K, POISONED);
     errors.note("combine", oracle::first_difference(s.dtype, back.out_TH, out_TH.values(), s.H));
@@ -314,26 +362,30 @@ private:
     ranks.wait("places");
   }
 
-  // A case in which `body` must fail on every rank: with this code, and by this peer on all other ranks. A rank that
-  // others wait for fails in nothing.
-  template <class Body> bool fault(const char *name, double seconds, Code code, int peer, Body body) {
+  // A case in which `body` must fail on every rank of `group`: with this code, and by this peer on all other ranks. A
+  // rank that others wait for fails in nothing. Groups without the peer do not fail.
+  template <class Body>
+  bool fault(const char *name, Ranks &group, double seconds, Code code, int peer, Body body) {
     return one("faults", name, false, [&](Errors &errors) {
-      ranks.seconds = seconds;
+      group.seconds = seconds;
       std::string said;
       try {
         body();
       } catch (const std::exception &error) {
         said = error.what();
       }
-      const nvlink::Failure recorded = *ranks.failure;
-      ranks.seconds = SECONDS;
-      ranks.restart(100);
-      if (code == TIMEOUT && ranks.rank == peer)
+      const nvlink::Failure recorded = *group.failure;
+      group.seconds = SECONDS;
+      group.restart(100);
+      const bool fails = std::count(group.ids.begin(), group.ids.end(), peer) > 0;
+      if (!fails || (code == TIMEOUT && ranks.rank == peer)) {
+        errors.note("the error", said);
         return;
+      }
       errors.equal("the failure's code", uint32_t(code), recorded.code);
       if (ranks.rank != peer || code == OVERFLOW)
-        errors.equal("the failure's peer", uint32_t(peer), recorded.peer);
-      if (said != described(recorded))
+        errors.equal("the failure's peer", peer, group.ids.at(recorded.peer));
+      if (said != group.described(recorded))
         errors.note("the error", said);
     });
   }
@@ -341,6 +393,7 @@ private:
   Ranks &ranks;
   const bool small;
   const std::string part;
+  int64_t *const dropped = static_cast<int64_t *>(device::allocate_host(sizeof(int64_t)));
   int sms = 1;
 };
 

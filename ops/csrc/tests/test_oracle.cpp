@@ -112,6 +112,14 @@ void exchanges() {
   CHECK(load(nvlink::BF16, back.out_TH.data(), 1) == 258);
   CHECK((back.weight_TK == std::vector<float>{10, 0, 11, 138}));
 
+  // Token 0 gets 257 from rank 0 and -1 from rank 1. bf16 rounds 257 to 256. In one node the sum is rounded alone.
+  const auto odd = [](int w, int64_t, int) { return w == 0 ? 257.0f : -1.0f; };
+  const auto first = [&](int node_size) {
+    const auto number = [](int, int64_t) { return 1.0f; };
+    return load(nvlink::BF16, combine(ranks, s, at, 0, odd, number, node_size).out_TH.data(), 0);
+  };
+  CHECK(first(1) == 255 && first(2) == 256);
+
   // At low latency each expert has room for 4 rows.
   const Shape plain{.K = 2, .E = 2, .H = 1, .dtype = nvlink::FP32};
   const LowLatencyDispatched few = low_latency_dispatch(ranks, plain, 1, 4, 9);
