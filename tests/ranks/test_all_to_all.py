@@ -191,7 +191,8 @@ def test_without_gpus_it_says_why_not(ranks2):
 
 def test_a_handle_is_never_used_again():
     """A compiled graph holds the handle of an AllToAll that may be gone."""
-    memory = SimpleNamespace(multiprocessors=1, world_size=2, device=CPU, reserve=lambda *args: None)
+    memory = SimpleNamespace(multiprocessors=1, rank=0, world_size=2, device=CPU, reserve=lambda *args: None,
+                             extension=SimpleNamespace(OUTBOXES=False))
     assert len({AllToAll(memory, 4, 4, 2, 64, 128, 0)._handle for _ in range(10)}) == 10
 
 

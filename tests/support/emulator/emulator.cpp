@@ -81,6 +81,7 @@ struct Put {
 
 struct Signal { // and the stores that come before it
   std::vector<Put> puts;
+  const void *team; // that sends it
   void *to;
   uint64_t value;
   std::size_t bytes;
@@ -114,14 +115,12 @@ struct Launch {
 
   // Stores one of the signals that are on their way, if there is one.
   bool deliver(Random &random) {
-    std::unique_lock lock(mutex);
+    std::lock_guard lock(mutex);
     if (on_their_way.empty())
       return false;
     std::swap(on_their_way[random.below(on_their_way.size())], on_their_way.back());
-    Signal signal = std::move(on_their_way.back());
+    store(on_their_way.back(), random);
     on_their_way.pop_back();
-    lock.unlock();
-    store(signal, random);
     return true;
   }
   void fail(const std::string &what) {
@@ -381,7 +380,7 @@ void put(void *to, int4 value) {
 
 void signal(void *to, uint64_t value, std::size_t bytes) {
   Block &b = *block;
-  Signal signal{{}, to, value, bytes};
+  Signal signal{{}, &b.puts[here->thread.y], to, value, bytes};
   if (!adversary)
     return store(signal, b.random);
   std::swap(signal.puts, b.puts[here->thread.y]);
@@ -389,7 +388,15 @@ void signal(void *to, uint64_t value, std::size_t bytes) {
   b.launch.on_their_way.push_back(std::move(signal));
 }
 
-void settle() { store(block->puts[here->thread.y], block->random); }
+void settle() {
+  Block &b = *block;
+  std::vector<Put> &puts = b.puts[here->thread.y];
+  store(puts, b.random);
+  std::lock_guard lock(b.launch.mutex);
+  for (Signal &signal : b.launch.on_their_way)
+    if (signal.team == &puts)
+      store(signal.puts, b.random);
+}
 
 void spin(Site site) {
   Block &b = *block;
