@@ -102,7 +102,7 @@ class AllToAll:
                 kernels cannot be built here.
         """
         sizes = (max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
-        group = _checked(group, rank, world_size, dp_size, *sizes)
+        group = _checked(8, group, rank, world_size, dp_size, *sizes)
         return AllToAll(choose(group, "AllToAll", "nvlink").memory, *sizes)
 
     @staticmethod
@@ -115,7 +115,7 @@ class AllToAll:
         between hosts (examples/guides/several_nodes.md). The ranks of the group become its PEs, unless it already runs
         between them. A process can start it once, so all exchanges of a process over NVSHMEM take the same group.
 
-        Args: as for `intranode`.
+        Args: as for `intranode`, but the group has 2 to 32 ranks.
 
         Raises:
             ValueError: a size is not supported.
@@ -124,7 +124,7 @@ class AllToAll:
                 (NVSHMEM_SYMMETRIC_SIZE). Raised on every rank.
         """
         sizes = (max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
-        group = _checked(group, rank, world_size, dp_size, *sizes)
+        group = _checked(32, group, rank, world_size, dp_size, *sizes)
         return AllToAll(nvshmem.memory_of(group, "AllToAll.internode"), *sizes)
 
     def dispatch(self, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,
@@ -315,17 +315,18 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _checked(group: Any, rank: int, world_size: int, dp_size: int, max_num_tokens: int, num_experts: int,
-             experts_per_token: int, hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int) -> Any:
+def _checked(most_ranks: int, group: Any, rank: int, world_size: int, dp_size: int, max_num_tokens: int,
+             num_experts: int, experts_per_token: int, hidden_dim: int, hidden_dim_bytes: int,
+             hidden_dim_scale_bytes: int) -> Any:
     """Raises the errors of `AllToAll.intranode` about its arguments. Returns the group."""
     if not dist.is_initialized():  # torch.distributed.init_process_group alone is not enough for deepspeed.comm
         raise RuntimeError("AllToAll: deepspeed.comm is not initialised: call deepspeed.init_distributed() first, "
-                           "under a launcher that starts 2 to 8 ranks")
+                           f"under a launcher that starts 2 to {most_ranks} ranks")
     group = dist.get_world_group() if group is None else group
     ranks = dist.get_world_size(group=group)
     own_rank, most_scale_bytes = dist.get_rank(group=group), min(hidden_dim_bytes, 2048)
     checks = [
-        ("the number of ranks of the group", ranks, 2 <= ranks <= 8, "2 to 8"),
+        ("the number of ranks of the group", ranks, 2 <= ranks <= most_ranks, f"2 to {most_ranks}"),
         ("world_size", world_size, world_size == ranks, f"{ranks}, the number of ranks of the group"),
         ("rank", rank, rank == own_rank, f"{own_rank}, the rank in the group"),
         ("dp_size", dp_size, dp_size == 1, "1"),

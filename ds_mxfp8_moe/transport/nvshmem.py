@@ -41,8 +41,8 @@ class Heap:
 
     @staticmethod
     def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
-        """Kernels get this rank's own address, and NVSHMEM finds the same place at the PEs."""
-        return [staging.data_ptr()] * len(ranks)
+        """Kernels get this rank's own address. NVSHMEM finds the same place at the PEs."""
+        return [staging.data_ptr()]
 
 
 class _Memory:

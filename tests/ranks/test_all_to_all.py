@@ -65,6 +65,21 @@ def test_eight_ranks(ranks8, name):
     assert ranks8.run(run, CASES[name]) == [[]] * 8
 
 
+def under_an_adversary(case: Case) -> list[str]:
+    module = emulator.load(dist.get_rank())
+    emulator.set_adversary(module, True)
+    try:
+        return run(case, turns=8)
+    finally:
+        emulator.set_adversary(module, False)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["quantize", "ranks without tokens"])
+def test_stores_and_signals_out_of_order_change_no_bit(ranks2, name):
+    assert ranks2.run(under_an_adversary, CASES[name]) == [[], []]
+
+
 @needs_nvcc
 def test_a_block_for_each_row(ranks2):
     """Where there are enough of them, all warps of a block move a row together."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
-from rank_pool import KEPT_GROUPS, RankFailure
+from rank_pool import KEPT_GROUPS, RankFailure, RankPool
 from test_nvshmem import FAILURES, Library, machine
 from torch.distributed import distributed_c10d as c10d
 
@@ -90,10 +90,19 @@ def test_four_ranks(ranks4, name):
     assert ranks4.run(run, CASES[name]) == [[]] * 4
 
 
+@pytest.fixture(scope="module")
+def ranks12():
+    pool = RankPool(12)
+    yield pool
+    pool.close()
+
+
 @needs_nvcc
 @pytest.mark.slow
-def test_eight_ranks(ranks8):
-    assert ranks8.run(run, CASES["quantize"], sms=2) == [[]] * 8
+@pytest.mark.parametrize("name", ["quantize", "one rank", "ranks without tokens"])
+def test_twelve_ranks(ranks12, name):
+    """More than a peer memory's exchange takes, and more than a block has warps."""
+    assert ranks12.run(run, CASES[name], sms=2) == [[]] * 12
 
 
 @needs_nvcc
@@ -122,7 +131,7 @@ def over_other_sources(csrc: Path, suffix: str) -> list[str]:
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix, text, instead", [
-    ("_shared_flags", "((epoch & 1) * MAX_RANKS + w)", "w"),
+    ("_shared_flags", "((epoch & 1) * MAX_PES + w)", "w"),
     ("_silent", "nvshmemx_putmem_signal_nbi_warp(", "(void)(")], ids=["shared flags", "silent"])
 def test_kernels_that_share_flags_or_put_nothing_are_noticed(ranks4, tmp_path, suffix, text, instead):
     """Both halves have the same flags, which works if signals arrive in order. Or nothing is put."""

@@ -156,8 +156,8 @@ struct LowLatency {
   // int32 [W, max_tokens, K]: the row of each choice that this rank serves, and -1 for other choices. Behind it lies
   // int32 [W]: the number of tokens of each rank.
   Address routes = 0;
-  // What one rank sends to another in an exchange is a message. It takes `message` bytes, and arrives at `lands_at` in a
-  // half. Where it is put from here, the messages for all ranks lie one after the other at `outbox_at` in a half.
+  // What one rank sends to another in an exchange is a message. It takes `message` bytes, and arrives at `lands_at` in
+  // a half. If it is put from here, the messages for all ranks lie one after the other at `outbox_at` in a half.
   int64_t message = 0, lands_at = 0, outbox_at = 0;
   int64_t record = 0;   // bytes from one token of a dispatch to the next
   int64_t count_at = 0; // where the counts lie in the message

@@ -7,6 +7,7 @@ namespace nvlink {
 namespace {
 
 struct PeerStores : Exchange {
+  static constexpr int RANKS = MAX_RANKS;
   __device__ explicit PeerStores(const LowLatency &a) : Exchange(a.group), a(a) {}
   __device__ Address outbox(int w) const { return half(w) + a.lands_at; }
   __device__ void put(int w, int64_t, int64_t, int chunk) const {

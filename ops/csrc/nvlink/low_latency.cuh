@@ -2,17 +2,18 @@
 // Dispatch and combine of few tokens at low latency, over any wire.
 //
 // In dispatch, each rank has a region in every staging, where a token has a record at its own index. A token can
-// therefore be sent before anything is counted. Its record holds its row, its scales and its route: for each choice, the
-// expert, and the index of its row among the rows of the same rank and expert. A token is sent once to each rank that
-// serves it. Other ranks get only its route. The rows of an expert are in the order of (rank, token, choice). Combine
-// sends a row for each choice, because only the token's owner has the weights. There the rows of a token are in the
-// order of (rank, choice), so that those from one rank lie together.
+// therefore be sent before anything is counted. Its record holds its row, its scales and its route: for each choice,
+// the expert, and the index of its row among the rows of the same rank and expert. A token is sent once to each rank
+// that serves it. Other ranks get only its route. The rows of an expert are in the order of (rank, token, choice).
+// Combine sends a row for each choice, because only the token's owner has the weights. There the rows of a token are
+// in the order of (rank, choice), so that those from one rank lie together.
 //
 // A Wire is an exchange of its kind (exchange.cuh), and has
+//   RANKS                         the most ranks, at most 32
 //   outbox(w)                     where this rank writes its message for rank w
-//   put(w, begin, bytes, chunk)   all lanes of a warp call it, after a barrier behind the writes. Brings this part of the
-//                                 message to rank w, and announces the chunk
-//   half(rank())                  this exchange's half of the own staging, where the messages of others arrive
+//   put(w, begin, bytes, chunk)   all lanes of a warp call it, after a barrier behind the writes. Brings this part of
+//                                 the message to rank w, and announces the chunk
+//   half(rank)                    this exchange's half of the own staging, where the messages of others arrive
 #pragma once
 #include "exchange.cuh"
 #include "mxfp8.cuh"
@@ -30,6 +31,7 @@ constexpr int MOST_SHARED_BYTES = 160 << 10; // enough for the most choices and 
 constexpr int NOT_HERE = -1, AT_LOWER_RANK = -2; // in place of a row: who serves a choice
 
 template <class Wire> struct View {
+  static constexpr int RANKS = Wire::RANKS;
   const LowLatency &a;
   const Wire &x;
 
@@ -109,7 +111,7 @@ struct Plain {
     for (int byte = threadIdx.x * 16; byte < a.row_bytes; byte += THREADS * 16) {
       const int4 data = load16(from + byte);
 #pragma unroll
-      for (int w = 0; w < MAX_RANKS; w++)
+      for (int w = 0; w < View::RANKS; w++)
         if (ranks >> w & 1)
           store16(at<char>(v.record(w, t), byte), data);
     }
@@ -139,7 +141,7 @@ template <class T, int BLOCK> struct Quantised {
       if (v.lane() % (4 * LANES) == 0)
         words[piece * WORDS + v.lane() / (4 * LANES)] = word;
 #pragma unroll
-      for (int w = 0; w < MAX_RANKS; w++)
+      for (int w = 0; w < View::RANKS; w++)
         if (inside && ranks >> w & 1)
           store16(at<char>(v.record(w, t), piece * PIECE + mine), data);
     }
@@ -177,7 +179,8 @@ template <class View> __device__ void load_experts(const View &v, int *expert) {
 template <class View, class Row>
 __device__ void send_tokens(const View &v, const LowLatencyDispatch &a, const Row &row, int share, int *expert) {
   __shared__ uint32_t words[MAX_SCALE_WORDS];
-  __shared__ int slots[MAX_CHOICES], serving;
+  __shared__ int slots[MAX_CHOICES];
+  __shared__ uint32_t serving; // bits of ranks
   const int K = v.a.K, W = v.world(), tokens = v.tokens(), choices = tokens * K;
   for (int t = share; t < tokens; t += gridDim.x) {
     if (threadIdx.x == 0)
@@ -195,13 +198,13 @@ __device__ void send_tokens(const View &v, const LowLatencyDispatch &a, const Ro
       if (v.lane() == 0) {
         slots[k] = before;
         if (e >= 0)
-          atomicOr(&serving, 1 << e / v.a.local_experts);
+          atomicOr(&serving, 1u << e / v.a.local_experts);
       }
     }
     __syncthreads();
     row.send(v, a, t, serving, words);
     __syncthreads();
-    if (const int w = v.warp(); w < W) { // one warp for each rank sends the route, the scales and the flag
+    for (int w = v.warp(); w < W; w += WARPS) { // one warp for each rank sends the route, the scales and the flag
       const Address record = v.record(w, t);
       if (v.lane() < K) {
         const int e = expert[t * K + v.lane()];
@@ -243,13 +246,11 @@ __device__ void copy_row(const View &v, const char *from, Address to, int bytes,
   }
 }
 
-// values[w], written so that the array stays in registers.
-__device__ __forceinline__ int of_rank(const int (&values)[MAX_RANKS], int w) {
-  int value = 0;
-#pragma unroll
-  for (int i = 0; i < MAX_RANKS; i++)
-    value = i == w ? values[i] : value;
-  return value;
+__device__ __forceinline__ int most(const int *values, int count) {
+  int most = 0;
+  for (int i = 0; i < count; i++)
+    most = max(most, values[i]);
+  return most;
 }
 
 template <class View> __device__ void receive_tokens(const View &v, const LowLatencyDispatch &a, int *shared) {
@@ -258,11 +259,11 @@ template <class View> __device__ void receive_tokens(const View &v, const LowLat
   const bool counted = threadIdx.x >= W || v.x.await(threadIdx.x, COUNTS_FLAG);
   if (__syncthreads_or(!counted))
     return;
-  int tokens[MAX_RANKS], most_tokens = 0;
-#pragma unroll
-  for (int w = 0; w < MAX_RANKS; w++) {
-    tokens[w] = w < W ? *v.counts(w) : 0;
-    most_tokens = max(most_tokens, tokens[w]);
+  __shared__ int tokens[View::RANKS];
+  if (threadIdx.x < W) {
+    tokens[threadIdx.x] = *v.counts(threadIdx.x);
+    if (blockIdx.x == 0)
+      v.kept_tokens()[threadIdx.x] = tokens[threadIdx.x];
   }
   for (int e = threadIdx.x; e < E; e += THREADS) {
     int sum = 0;
@@ -276,13 +277,12 @@ template <class View> __device__ void receive_tokens(const View &v, const LowLat
         v.x.fail(OVERFLOW, v.rank(), sum);
     }
   }
-  if (blockIdx.x == 0 && threadIdx.x < W)
-    v.kept_tokens()[threadIdx.x] = *v.counts(threadIdx.x);
   __syncthreads();
 
+  const int most_tokens = most(tokens, W);
   for (int i = v.crew(blockIdx.x); i < most_tokens * W; i += v.crews()) {
     const int w = (i + v.rank()) % W, t = i / W;
-    if (t >= of_rank(tokens, w))
+    if (t >= tokens[w])
       continue;
     const bool there = v.x.await(w, t); // every lane waits for itself
     v.sync_crew();
@@ -350,15 +350,14 @@ template <class In, class Out, class View>
 __device__ void send_rows(const View &v, const LowLatencyCombine &a, int share) {
   const int W = v.world(), K = v.a.K, H = v.a.H, row_bytes = H * int(sizeof(Out)), step = v.a.crew * 256;
   const int mine = v.member() * 256 + v.lane() * 8;
-  int tokens[MAX_RANKS], most_tokens = 0;
-#pragma unroll
-  for (int w = 0; w < MAX_RANKS; w++) {
-    tokens[w] = w < W ? v.kept_tokens()[w] : 0;
-    most_tokens = max(most_tokens, tokens[w]);
-  }
+  __shared__ int tokens[View::RANKS];
+  if (threadIdx.x < W)
+    tokens[threadIdx.x] = v.kept_tokens()[threadIdx.x];
+  __syncthreads();
+  const int most_tokens = most(tokens, W);
   for (int i = v.crew(share); i < most_tokens * W; i += v.crews()) {
     const int w = (i + v.rank() + 1) % W, t = i / W;
-    if (t >= of_rank(tokens, w))
+    if (t >= tokens[w])
       continue;
     const int place = v.lane() < K ? v.kept(w, t)[v.lane()] : NOT_HERE;
     const uint32_t here = __ballot_sync(~0u, place >= 0);

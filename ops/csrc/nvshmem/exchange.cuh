@@ -2,9 +2,9 @@
 // One exchange over NVSHMEM: put, signal, wait, acknowledge.
 //
 // The rules of ../nvlink/exchange.cuh hold: exchanges use two halves in turn, nothing is sent before the peers have
-// acknowledged exchange n-2, and the blocks that run send everything before they wait for rows. Every signal is awaited
-// before its exchange is acknowledged. An acknowledgement therefore also says that the sender's copy of the rows has
-// left, and that its flags are free.
+// acknowledged exchange n-2, and the blocks that run send everything before they wait for rows. Every signal is
+// awaited before its exchange is acknowledged. An acknowledgement therefore also says that the sender's copy of the
+// rows has left, and that its flags are free.
 //
 // Waits have a deadline, which nvshmem_signal_wait_until has not. It is called once the signal is there, since it does
 // what some platforms need before data from the network may be read.
@@ -31,8 +31,8 @@ public:
   // This exchange's half of the own staging. NVSHMEM finds the same place at PEs by this address.
   __device__ Address half() const { return own() + ShmemStaging::HALVES + (epoch & 1) * g.half_bytes; }
 
-  // All lanes of a warp call it, after a barrier behind the writes. Puts bytes of this half at `from` to the place `to`
-  // in the half of another rank, and announces a chunk there.
+  // All lanes of a warp call it, after a barrier behind the writes. Puts bytes of this half at `from` to the place
+  // `to` in the half of another rank, and announces a chunk there.
   __device__ void put_warp(int w, int64_t to, int64_t from, int64_t bytes, int chunk) const {
     __threadfence_system(); // the network may read all that was written before the barrier
     nvshmemx_putmem_signal_nbi_warp(at<char>(half(), to), at<char>(half(), from), bytes, flag(g.rank, chunk), call(),
@@ -97,12 +97,12 @@ public:
   bool live; // whether no exchange has failed; equal for all threads of a block
 
 private:
-  __device__ Address own() const { return g.peer[g.rank]; }
+  __device__ Address own() const { return g.peer[0]; }
   __device__ int pe(int w) const { return pes ? pes[w] : w; }
   __device__ uint64_t call() const { return uint64_t(g.signature) << 32 | epoch; }
   __device__ uint64_t *ack(int w) const { return at<uint64_t>(own(), ShmemStaging::ACKS) + w; }
   __device__ uint64_t *flag(int w, int chunk) const {
-    return at<uint64_t>(own(), ShmemStaging::FLAGS) + ((epoch & 1) * MAX_RANKS + w) * MAX_CHUNKS + chunk;
+    return at<uint64_t>(own(), ShmemStaging::FLAGS) + ((epoch & 1) * MAX_PES + w) * MAX_CHUNKS + chunk;
   }
   __device__ void count_put() const {
     atomicAdd(reinterpret_cast<unsigned long long *>(&at<ShmemState>(g.state)->puts), 1ull);

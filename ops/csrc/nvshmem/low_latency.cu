@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The low-latency exchange over NVSHMEM: messages are written here, and put into the symmetric heaps of their ranks. The
-// message for this rank itself is written where it belongs.
+// The low-latency exchange over NVSHMEM: messages are written here, and put into the symmetric heaps of their ranks.
+// The message for this rank itself is written where it belongs.
 #include "../nvlink/low_latency.cuh"
 #include "exchange.cuh"
 
@@ -8,6 +8,7 @@ namespace nvshmem {
 namespace {
 
 struct Puts : Exchange {
+  static constexpr int RANKS = MAX_PES;
   __device__ explicit Puts(const LowLatency &a) : Exchange(a.group), a(a) {}
   __device__ Address half(int) const { return Exchange::half(); }
   __device__ Address outbox(int w) const { return Exchange::half() + outbox_at(w); }

@@ -107,7 +107,7 @@ class Heap:
     def addresses(self, staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
         for rank, mapped in zip(ranks, Shared.addresses(staging, group, ranks, name), strict=True):
             self._library.emulator_heap(staging.data_ptr(), staging.numel(), ranks_of(group).index(rank), mapped)
-        return [staging.data_ptr()] * len(ranks)
+        return [staging.data_ptr()]
 
 
 def write_sources(folder: Path, csrc: Path = NVLINK) -> None:
@@ -171,7 +171,7 @@ def _rewritten(path: Path) -> str:
 
 def _shared(declaration: re.Match) -> str:
     kind, text = declaration[1], ""
-    for name, size in re.findall(r"(\w+)((?:\[\w+\])*)(?:, |$)", declaration[2]):
+    for name, size in re.findall(r"(\w+)((?:\[[\w:]+\])*)(?:, |$)", declaration[2]):
         text += (f"static thread_local emulator::Shared<{kind}{size}> {name}_of_block; "
                  f"auto &{name} = {name}_of_block.value; ")
     return text
