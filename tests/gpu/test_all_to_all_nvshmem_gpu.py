@@ -73,7 +73,7 @@ def same_bits(case: Case) -> list[str]:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+    return x.flatten().contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("name", [*CASES, *BIG_CASES])
@@ -167,7 +167,7 @@ def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
     source = tmp_path / "nvshmem" / "exchange.cuh"
     text = source.read_text()
     begin = text.index("    nvshmemx_putmem_signal_nbi_warp(")
-    end = text.index("  }\n  // The same for all threads of a block.")
+    end = text.index("  }\n\n  // The same for all threads of a block.")
     source.write_text(text[:begin] + text[end:])
     for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):
         assert puts == 0 and "AllToAll.dispatch" in text and "until the deadline, for rank" in text
