@@ -115,7 +115,7 @@ class AllToAll:
         between hosts (examples/guides/several_nodes.md). The ranks of the group become its PEs, unless it already runs
         between them. A process can start it once, so all exchanges of a process over NVSHMEM take the same group.
 
-        Args: as for `intranode`, but the group has 2 to 32 ranks.
+        The arguments are those of `intranode`, but the group has 2 to 32 ranks.
 
         Raises:
             ValueError: a size is not supported.

@@ -329,7 +329,7 @@ template <class View> __device__ void receive_tokens(const View &v, const LowLat
 }
 
 template <class Wire, class Row>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
 low_latency_dispatch(const __grid_constant__ LowLatencyDispatch a, Row row) {
   extern __shared__ int shared[]; // the experts of all choices, then a count for each local expert
   Shares shares(a.common);
@@ -458,7 +458,7 @@ template <class Out, class View> __device__ void sum_rows(const View &v, const L
 }
 
 template <class Wire, class In, class Out>
-__global__ void __launch_bounds__(THREADS) low_latency_combine(const __grid_constant__ LowLatencyCombine a) {
+__global__ void __launch_bounds__(THREADS, 1) low_latency_combine(const __grid_constant__ LowLatencyCombine a) {
   Shares shares(a.common);
   const Wire x(a.common);
   const View<Wire> v{a.common, x};
