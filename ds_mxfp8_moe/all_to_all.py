@@ -11,6 +11,9 @@ CUDA graphs can capture the calls, and a replay may change the routing and the n
     ...                                                             # the experts compute expert_y from out_expert_x
     a2a.combine(out_tokens, indices, weights, expert_y, bound_m)
 
+`intranode` makes it for ranks of one host, over peer memory. `internode` makes it for ranks of several hosts, over
+NVSHMEM. Both give the same bits.
+
 Differences from pplx-kernels:
 - A token travels once to each rank, not once to each expert.
 - An expert's rows are in a fixed order: by rank, token and choice.
@@ -29,8 +32,9 @@ import deepspeed.comm as dist
 import torch
 
 from .ops.triton_kernels.library import operator
+from .transport import nvshmem
 from .transport.choose import choose
-from .transport.nvlink import DTYPES, regions, signature
+from .transport.nvlink import ALIGNED, DTYPES, signature
 from .transport.peer_memory import PeerMemory
 
 __all__ = ["AllToAll"]
@@ -46,7 +50,7 @@ _BY_HANDLE: WeakValueDictionary = WeakValueDictionary()
 
 
 class AllToAll:
-    """One rank's side of the exchange. Make it with `intranode`."""
+    """One rank's side of the exchange. Make it with `intranode` or `internode`."""
 
     def __init__(self, memory: PeerMemory, max_num_tokens: int, num_experts: int, experts_per_token: int,
                  hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int):
@@ -59,10 +63,19 @@ class AllToAll:
         _BY_HANDLE[self._handle] = self
         W, T, K = memory.world_size, max_num_tokens, experts_per_token
         self._routes = torch.zeros(W * T * K + W, dtype=torch.int32, device=memory.device)
-        sizes = (W * T * hidden_dim_bytes, W * T * self._scale_row(hidden_dim_scale_bytes), W * T * K * 4,
-                 W * (1 + num_experts // W) * 4)
-        self._regions = regions(1, *sizes)
-        self._staged = max(self._regions[-1], T * K * hidden_dim * 2)
+        # A message is what one rank sends to another (kernels.h, LowLatency). In dispatch it has a record for each
+        # token, and the counts. In combine it has a row for each choice, and the messages of all ranks for one rank
+        # share their room. Over NVSHMEM, the messages for all ranks also lie in the staging of the sender.
+        route_at = hidden_dim_bytes + -(-hidden_dim_scale_bytes // 16) * 16
+        record = _aligned(route_at + -(-4 * K // 16) * 16)
+        message, rows = _aligned(T * record + 4 * (1 + num_experts // W)), _aligned(T * K * hidden_dim * 2)
+        self._layouts = {
+            "low_latency_dispatch": {"message": message, "lands_at": memory.rank * message, "outbox_at": W * message,
+                                     "record": record, "count_at": T * record, "scale_at": hidden_dim_bytes,
+                                     "route_at": route_at},
+            "low_latency_combine": {"message": rows, "outbox_at": rows}}
+        outboxes = W if memory.extension.OUTBOXES else 0
+        self._staged = max((W + outboxes) * message, (1 + outboxes) * rows)
         memory.reserve(self._staged, "an AllToAll's staging")
         self._sizes = (T, num_experts, K, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
 
@@ -88,33 +101,31 @@ class AllToAll:
             RuntimeError: deepspeed.init_distributed was not called, the ranks do not reach each other's memory, or the
                 kernels cannot be built here.
         """
-        if not dist.is_initialized():  # torch.distributed.init_process_group alone is not enough for deepspeed.comm
-            raise RuntimeError("AllToAll: deepspeed.comm is not initialised: call deepspeed.init_distributed() first, "
-                               "under a launcher that starts 2 to 8 ranks")
-        group = dist.get_world_group() if group is None else group
-        ranks = dist.get_world_size(group=group)
-        own_rank, most_scale_bytes = dist.get_rank(group=group), min(hidden_dim_bytes, 2048)
-        checks = [
-            ("the number of ranks of the group", ranks, 2 <= ranks <= 8, "2 to 8"),
-            ("world_size", world_size, world_size == ranks, f"{ranks}, the number of ranks of the group"),
-            ("rank", rank, rank == own_rank, f"{own_rank}, the rank in the group"),
-            ("dp_size", dp_size, dp_size == 1, "1"),
-            ("num_experts", num_experts, num_experts % ranks == 0 and 1 <= num_experts <= 4096,
-             f"a multiple of {ranks} ranks, at most 4096"),
-            ("max_num_tokens", max_num_tokens, 1 <= max_num_tokens <= 1023, "1 to 1023"),
-            ("experts_per_token", experts_per_token, 1 <= experts_per_token <= 32, "1 to 32"),
-            ("hidden_dim", hidden_dim, hidden_dim % 32 == 0 and hidden_dim >= 32, "a multiple of 32"),
-            ("hidden_dim_bytes", hidden_dim_bytes, hidden_dim_bytes in (hidden_dim, 2 * hidden_dim),
-             f"{hidden_dim} or {2 * hidden_dim}"),
-            ("hidden_dim_scale_bytes", hidden_dim_scale_bytes, 0 <= hidden_dim_scale_bytes <= most_scale_bytes,
-             f"0 to {most_scale_bytes}"),
-        ]
-        for name, value, valid, expected in checks:
-            if not valid:
-                raise ValueError(f"AllToAll: {name} is {value}, expected {expected}")
-        memory = choose(group, "AllToAll", "nvlink").memory
-        return AllToAll(memory, max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes,
-                        hidden_dim_scale_bytes)
+        sizes = (max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
+        group = _checked(8, group, rank, world_size, dp_size, *sizes)
+        return AllToAll(choose(group, "AllToAll", "nvlink").memory, *sizes)
+
+    @staticmethod
+    def internode(max_num_tokens: int, num_experts: int, experts_per_token: int, rank: int, world_size: int,
+                  dp_size: int, hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int,
+                  group: Any = None) -> "AllToAll":
+        """Makes the exchange over NVSHMEM, between ranks on any hosts. Collective.
+
+        NVSHMEM puts rows over peer memory inside a host, and over the network that its environment variables name
+        between hosts (examples/guides/several_nodes.md). The ranks of the group become its PEs, unless it already runs
+        between them. A process can start it once, so all exchanges of a process over NVSHMEM take the same group.
+
+        The arguments are those of `intranode`, but the group has 2 to 32 ranks.
+
+        Raises:
+            ValueError: a size is not supported.
+            RuntimeError: deepspeed.init_distributed was not called, there is no CUDA device, NVSHMEM is missing, too
+                old or used by someone else, the kernels cannot be built here, or NVSHMEM's heap is too small
+                (NVSHMEM_SYMMETRIC_SIZE). Raised on every rank.
+        """
+        sizes = (max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
+        group = _checked(32, group, rank, world_size, dp_size, *sizes)
+        return AllToAll(nvshmem.memory_of(group, "AllToAll.internode"), *sizes)
 
     def dispatch(self, out_expert_num_tokens: torch.Tensor, out_expert_x: torch.Tensor,
                  out_expert_x_scale: torch.Tensor | None, dp_x: torch.Tensor, dp_x_scale: torch.Tensor | None,
@@ -212,10 +223,6 @@ class AllToAll:
     def destroy(self) -> None:
         """Does nothing, since the staging is freed with its process group. pplx-kernels has this method."""
 
-    @staticmethod
-    def _scale_row(scale_bytes: int) -> int:
-        return -(-scale_bytes // 16) * 16
-
     def _scales(self, out: torch.Tensor, given: torch.Tensor | None, shape: tuple, x: torch.Tensor,
                 quantized: bool) -> dict:
         """Checks the scales. Returns the fields of LowLatencyDispatch that describe them."""
@@ -231,7 +238,7 @@ class AllToAll:
                 raise ValueError(f"AllToAll.dispatch: out_expert_x_scale has {scales} scales of {out.dtype} a row, "
                                  f"expected {' or '.join(map(str, blocks))}, in bytes (E8M0) or float32")
             fields = {"block": blocks[scales], "scale_kind": BYTES if width == 1 else BYTES_TO_FLOATS,
-                      "scale_row": self._scale_row(scales)}
+                      "scale_row": -(-scales // 16) * 16}
         else:
             self._check({"dp_x_scale": (given, (x.shape[0], scales), (out.dtype, ))})
             if width not in (1, 4) or scales * width % 4:
@@ -272,17 +279,15 @@ class AllToAll:
         memory = self.memory
         if bound_m is not None:
             self._check({"bound_m": (bound_m, (1, ), (torch.int32, torch.uint32))})
-        _, scale_at, route_at, count_at, _ = self._regions
         T, K = indices.shape
         return memory.extension.LowLatency(
             group=memory.group_for(signature(kind, *self._sizes, *shape)), send=send, receive=receive,
             index_TK=indices.data_ptr(), index_bytes=indices.element_size(),
             bound=0 if bound_m is None else bound_m.data_ptr(), routes=self._routes.data_ptr(),
-            scale_at=scale_at, route_at=route_at, count_at=count_at, T=T, K=K,
-            experts=self.num_experts, local_experts=self.num_experts // memory.world_size,
+            T=T, K=K, experts=self.num_experts, local_experts=self.num_experts // memory.world_size,
             max_tokens=self.max_num_tokens, H=self.hidden_dim,
             # If rows are few, all warps of a block move one row together.
-            crew=8 if self.max_num_tokens * memory.world_size <= self.sms else 1)
+            crew=8 if self.max_num_tokens * memory.world_size <= self.sms else 1, **self._layouts[kind])
 
     def _check(self, tensors: dict, tokens: int | None = None, indices: torch.Tensor | None = None) -> None:
         """Raises ValueError for the first of the tensors {name: (tensor, shape, dtypes)} that is not as expected.
@@ -304,6 +309,41 @@ class AllToAll:
             if x.data_ptr() % aligned:
                 raise ValueError(f"AllToAll: {name} begins at address {x.data_ptr():#x}, expected a multiple of "
                                  f"{aligned}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _checked(most_ranks: int, group: Any, rank: int, world_size: int, dp_size: int, max_num_tokens: int,
+             num_experts: int, experts_per_token: int, hidden_dim: int, hidden_dim_bytes: int,
+             hidden_dim_scale_bytes: int) -> Any:
+    """Raises the errors of `AllToAll.intranode` about its arguments. Returns the group."""
+    if not dist.is_initialized():  # torch.distributed.init_process_group alone is not enough for deepspeed.comm
+        raise RuntimeError("AllToAll: deepspeed.comm is not initialised: call deepspeed.init_distributed() first, "
+                           f"under a launcher that starts 2 to {most_ranks} ranks")
+    group = dist.get_world_group() if group is None else group
+    ranks = dist.get_world_size(group=group)
+    own_rank, most_scale_bytes = dist.get_rank(group=group), min(hidden_dim_bytes, 2048)
+    checks = [
+        ("the number of ranks of the group", ranks, 2 <= ranks <= most_ranks, f"2 to {most_ranks}"),
+        ("world_size", world_size, world_size == ranks, f"{ranks}, the number of ranks of the group"),
+        ("rank", rank, rank == own_rank, f"{own_rank}, the rank in the group"),
+        ("dp_size", dp_size, dp_size == 1, "1"),
+        ("num_experts", num_experts, num_experts % ranks == 0 and 1 <= num_experts <= 4096,
+         f"a multiple of {ranks} ranks, at most 4096"),
+        ("max_num_tokens", max_num_tokens, 1 <= max_num_tokens <= 1023, "1 to 1023"),
+        ("experts_per_token", experts_per_token, 1 <= experts_per_token <= 32, "1 to 32"),
+        ("hidden_dim", hidden_dim, hidden_dim % 32 == 0 and hidden_dim >= 32, "a multiple of 32"),
+        ("hidden_dim_bytes", hidden_dim_bytes, hidden_dim_bytes in (hidden_dim, 2 * hidden_dim),
+         f"{hidden_dim} or {2 * hidden_dim}"),
+        ("hidden_dim_scale_bytes", hidden_dim_scale_bytes, 0 <= hidden_dim_scale_bytes <= most_scale_bytes,
+         f"0 to {most_scale_bytes}"),
+    ]
+    for name, value, valid, expected in checks:
+        if not valid:
+            raise ValueError(f"AllToAll: {name} is {value}, expected {expected}")
+    return group
 
 
 @operator(mutates_args=("out_expert_num_tokens", "out_expert_x", "out_expert_x_scale"))

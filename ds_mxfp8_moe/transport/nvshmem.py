@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire over NVSHMEM: the GPU itself starts the transfers between nodes (ops/csrc/nvshmem).
+"""Exchanges over NVSHMEM: the GPU itself starts the transfers between nodes (ops/csrc/nvshmem).
 
 NVSHMEM runs between the ranks of one expert-parallel group, since a process can start it once. Rank i of the group is
 PE i. Its environment variables choose the network (examples/guides/several_nodes.md).
@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 import torch.distributed
+from deepspeed.accelerator import get_accelerator
 
 from ..ops.op_builder import nvshmem as extension
 from .deadline import answers_of_all, ranks_of
@@ -40,8 +41,8 @@ class Heap:
 
     @staticmethod
     def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
-        """Kernels get this rank's own address, and NVSHMEM finds the same place at the PEs."""
-        return [staging.data_ptr()] * len(ranks)
+        """Kernels get this rank's own address. NVSHMEM finds the same place at the PEs."""
+        return [staging.data_ptr()]
 
 
 class _Memory:
@@ -71,9 +72,8 @@ class NVSHMEMWire(PeerWire):
 
     @property
     def puts(self) -> int:
-        """How often this GPU has put rows into another PE's memory. The host waits for the GPU."""
-        at = self.memory.extension.PUTS_AT
-        return int(self.memory.state[at:at + 2].view(torch.int64))
+        """As `puts_of` the wire's staging."""
+        return puts_of(self.memory)
 
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True) -> torch.Tensor:
@@ -98,6 +98,27 @@ def wire_over_nvshmem(group: Any, ranks: list, node_of: dict) -> NVSHMEMWire:
     """The wire of a hop. Collective in the group. `start` has returned None on all ranks."""
     module = extension.try_load()[0]
     return NVSHMEMWire(PeerMemory.of(group, module, ranks, node_of, Heap(module)))
+
+
+def puts_of(memory: PeerMemory) -> int:
+    """How often this GPU has put something into another PE's memory. The host waits for the GPU."""
+    at = memory.extension.PUTS_AT
+    return int(memory.state[at:at + 2].view(torch.int64))
+
+
+def memory_of(group: Any, where: str) -> PeerMemory:
+    """The staging of all ranks of the group, for AllToAll. The first call starts NVSHMEM. Collective.
+
+    Raises:
+        RuntimeError: it is not possible. Raised on every rank, with the reason.
+    """
+    reason = "there is no CUDA device"
+    if get_accelerator().device_name() == "cuda":
+        reason = start(group, where)
+    if reason:
+        raise RuntimeError(f"{where}: NVSHMEM cannot be used here: {reason}")
+    module = extension.try_load()[0]
+    return PeerMemory.of(group, module, provider=Heap(module))
 
 
 def start(group: Any, where: str) -> str | None:

@@ -339,7 +339,7 @@ class PeerMemory:
         if CODES[code] == "timeout" and self.node_of is not None:  # of one hop, in which not all ranks take part
             raise peer_failure(self.group, where, time.monotonic() - self._kernels_wait, self._kernels_wait,
                                self.node_of)
-        place = f"exchange {epoch} over NVLink, {where}" if self.node_of is None else where
+        place = f"exchange {epoch}, {where}" if self.node_of is None else where
         if CODES[code] == "overflow":
             raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
                               'computed from the rows that do not fit. Raise "capacity_factor", or leave it out, or '

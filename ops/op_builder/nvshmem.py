@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of rows over NVSHMEM (csrc/nvshmem), built against the NVSHMEM that torch brings on Linux."""
+"""The exchanges over NVSHMEM (csrc/nvshmem), built against the NVSHMEM that torch brings on Linux."""
 
 import importlib.util
 import re

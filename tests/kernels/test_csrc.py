@@ -86,7 +86,7 @@ NO_NVSHMEM = NVSHMEMBuilder(capabilities=BOTH)._obstacle()
 
 
 @pytest.mark.skipif(NO_NVSHMEM is not None, reason=str(NO_NVSHMEM))
-def test_the_wire_over_nvshmem_compiles_links_and_imports_without_a_gpu(tmp_path, monkeypatch):
+def test_the_kernels_over_nvshmem_compile_link_and_import_without_a_gpu(tmp_path, monkeypatch):
     said, run = {}, builder._run
 
     def record(*args):
@@ -99,9 +99,14 @@ def test_the_wire_over_nvshmem_compiles_links_and_imports_without_a_gpu(tmp_path
                         lambda self: [*NVLinkBuilder.compute_capability_args(self), "-Xptxas=-v"])
     module = NVSHMEMBuilder(capabilities=BOTH).jit_load()
     assert not module.started() and module.ShmemExchange(rows=module.RowExchange(chunks=3), pe=[0] * module.MAX_RANKS)
-    text = said["row_exchange.cu"]
-    for architecture in ("sm_90a", "sm_100a"):
-        entries = re.findall(rf"Compiling entry function '\w*row_exchange\w*' for '{architecture}'", text)
-        assert len(entries) == 1, text
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    assert spills and max(int(number) for pair in spills for number in pair) <= SPILL_BYTES
+    assert module.LowLatencyDispatch(common=module.LowLatency(outbox_at=1 << 40))
+    # 5 kinds of rows in a dispatch. 3 dtypes of rows and 2 of outputs in a combine.
+    for source, kernels in (("row_exchange.cu", {"row_exchange": 1}),
+                            ("low_latency.cu", {"low_latency_dispatch": 5, "low_latency_combine": 6})):
+        text = said[source]
+        for architecture in ("sm_90a", "sm_100a"):
+            for name, number in kernels.items():
+                entries = re.findall(rf"Compiling entry function '\w*\d{name}\w*' for '{architecture}'", text)
+                assert len(entries) == number, text
+        spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+        assert spills and max(int(number) for pair in spills for number in pair) <= SPILL_BYTES, text

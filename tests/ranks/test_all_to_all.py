@@ -65,6 +65,21 @@ def test_eight_ranks(ranks8, name):
     assert ranks8.run(run, CASES[name]) == [[]] * 8
 
 
+def under_an_adversary(case: Case) -> list[str]:
+    module = emulator.load(dist.get_rank())
+    emulator.set_adversary(module, True)
+    try:
+        return run(case, turns=8)
+    finally:
+        emulator.set_adversary(module, False)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["quantize", "ranks without tokens"])
+def test_stores_and_signals_out_of_order_change_no_bit(ranks2, name):
+    assert ranks2.run(under_an_adversary, CASES[name]) == [[], []]
+
+
 @needs_nvcc
 def test_a_block_for_each_row(ranks2):
     """Where there are enough of them, all warps of a block move a row together."""
@@ -191,7 +206,8 @@ def test_without_gpus_it_says_why_not(ranks2):
 
 def test_a_handle_is_never_used_again():
     """A compiled graph holds the handle of an AllToAll that may be gone."""
-    memory = SimpleNamespace(multiprocessors=1, world_size=2, device=CPU, reserve=lambda *args: None)
+    memory = SimpleNamespace(multiprocessors=1, rank=0, world_size=2, device=CPU, reserve=lambda *args: None,
+                             extension=SimpleNamespace(OUTBOXES=False))
     assert len({AllToAll(memory, 4, 4, 2, 64, 128, 0)._handle for _ in range(10)}) == 10
 
 

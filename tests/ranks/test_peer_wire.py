@@ -2,7 +2,6 @@
 """The transport in two hops over peer memory, on ranks without GPUs over the emulator of CUDA: the bits of the wire
 through the host, whatever the order of stores, and only the memory of a hop's ranks is mapped."""
 
-import ctypes
 import shutil
 from datetime import timedelta
 from functools import cache
@@ -234,12 +233,12 @@ def test_rows_that_did_not_come_are_not_passed_on(ranks4):
 @cache
 def over_nvshmem(node_size: int) -> Hops:
     """Hops whose wire between nodes is NVSHMEM's, over the emulator."""
-    module, group, me = emulator.build_nvshmem(), torch.distributed.new_group(), dist.get_rank()
+    me = dist.get_rank()
+    module, group = emulator.load(me, emulator.build_nvshmem), torch.distributed.new_group()
     KEPT_GROUPS.add(group)
     host, peers = Hops.of(group, node_size, "moe"), hops_of_all_cases(node_size)
     with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):
         memory = PeerMemory(group, module, FIRST_EPOCH, emulator.Heap(module), host.between.ranks, host.node_of)
-    ctypes.CDLL(module.__file__).emulator_seed(ctypes.c_uint64(me + 1))
     return Hops.over(group, host.node_of, node_size, NVSHMEMWire(memory, 1 + me % 3), peers.inside)
 
 

@@ -33,6 +33,7 @@ class Case:
     bound: bool = False
     beyond: int | None = None  # what bound_m holds, in place of the number of all rows
     split: bool = False
+    nan: bool = False  # some values of x are NaN or infinite
 
     @property
     def scale_bytes(self) -> int:
@@ -59,6 +60,8 @@ CASES = {
     "many experts": Case(max_tokens=1, top_k=8, local_experts=8),
     "a bound of 2^31": Case(beyond=2**31),
     "a bound of 2^32 - 1": Case(beyond=2**32 - 1, routing="dropped"),
+    "NaN": Case(nan=True, hidden=256),
+    "NaN, quantize": Case(nan=True, rows="quantize", hidden=256),
     "more tokens than blocks": Case(max_tokens=40, top_k=6, local_experts=3, hidden=32, bound=True),
 }
 
@@ -84,6 +87,9 @@ class Inputs:
         self.tokens = 0 if idle else max(case.max_tokens - rank - turn, 1)
         rows = case.max_tokens if case.bound else self.tokens  # behind the bound: anything
         x = torch.randn(rows, case.hidden, generator=generator).to(case.dtype)
+        if case.nan:
+            chance = torch.rand(x.shape, generator=generator)
+            x[chance < 0.004], x[chance < 0.002] = float("inf"), float("nan")
         self.x, self.scale, self.bound = x, None, None
         self.arriving, self.arriving_scale, self.values = x.view(torch.uint8), None, x.float()
         if case.rows != "plain":
@@ -145,6 +151,17 @@ class Call:
         given = self.given
         a2a.combine(given["out_tokens"], given["ids"], given["weights"], self.y, given["bound"], **part)
 
+    def puts(self) -> int:
+        """How often this rank puts something into another rank's memory in a dispatch and a combine over NVSHMEM.
+
+        In a dispatch: each token and the counts to every other rank. In a combine: the rows of each token of another
+        rank that has experts here.
+        """
+        first, E = self.rank * self.case.local_experts, self.case.local_experts
+        others = [inputs.ids[:inputs.tokens] for rank, inputs in enumerate(self.ranks) if rank != self.rank]
+        answers = sum(int(((ids >= first) & (ids < first + E)).any(1).sum()) for ids in others)
+        return (self.world - 1) * (self.ranks[self.rank].tokens + 1) + answers
+
     def wrong_rows(self) -> list[str]:
         """What is not as it should be after a dispatch."""
         wrong = []
@@ -180,8 +197,9 @@ class Call:
             row = (mine.values[:mine.tokens] * self._factor(expert)).to(case.y_dtype).to(case.out_dtype).float()
             there = (expert >= 0) & (expert < case.local_experts * self.world)
             total = torch.where(there, total + mine.weights[:mine.tokens, k:k + 1] * row, total)
-        got = self.given["out_tokens"].cpu()
-        wrong = (got[:mine.tokens] != total.to(case.out_dtype)).any(1).nonzero().flatten().tolist()
+        got, total = self.given["out_tokens"].cpu(), total.to(case.out_dtype)
+        same = (got[:mine.tokens] == total) | (got[:mine.tokens].isnan() & total.isnan())
+        wrong = (~same).any(1).nonzero().flatten().tolist()
         behind = bool((got[mine.tokens:] == POISON).all())
         return ([f"tokens {wrong} differ"] if wrong else []) + ([] if behind else ["tokens behind the bound differ"])
 

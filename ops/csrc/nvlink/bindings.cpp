@@ -2,6 +2,7 @@
 // The kernels' arguments and launches for Python: one class for each struct of kernels.h.
 #include "fields.h"
 #include "kernels.h"
+#include "low_latency_fields.h"
 #include <atomic>
 #include <chrono>
 #include <cuda_runtime_api.h>
@@ -39,6 +40,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MAX_CHUNKS") = MAX_CHUNKS;
   m.attr("MAX_CHOICES") = MAX_CHOICES;
   m.attr("STATE_WORDS") = STATE_WORDS;
+  m.attr("OUTBOXES") = false; // whether LowLatency::outbox_at is used
   m.attr("HALVES_AT") = Staging::HALVES;
 
   expose<Group>(m, "Group",
@@ -74,24 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose<Combine>(m, "Combine",
         {FIELD(Combine, rows), FIELD(Combine, y_PH), FIELD(Combine, weight_P), FIELD(Combine, out_TH),
          FIELD(Combine, out_weight_TK), FIELD(Combine, dtype), FIELD(Combine, out_dtype)});
-  expose<LowLatency>(m, "LowLatency",
-        {FIELD(LowLatency, group), FIELD(LowLatency, index_TK), FIELD(LowLatency, bound), FIELD(LowLatency, routes),
-         FIELD(LowLatency, data_at), FIELD(LowLatency, scale_at), FIELD(LowLatency, route_at),
-         FIELD(LowLatency, count_at), FIELD(LowLatency, T), FIELD(LowLatency, K), FIELD(LowLatency, experts),
-         FIELD(LowLatency, local_experts), FIELD(LowLatency, max_tokens), FIELD(LowLatency, H),
-         FIELD(LowLatency, index_bytes), FIELD(LowLatency, send), FIELD(LowLatency, receive),
-         FIELD(LowLatency, crew)});
-  expose<LowLatencyDispatch>(m, "LowLatencyDispatch",
-        {FIELD(LowLatencyDispatch, common), FIELD(LowLatencyDispatch, x_TH), FIELD(LowLatencyDispatch, scale_in),
-         FIELD(LowLatencyDispatch, out_ERH), FIELD(LowLatencyDispatch, out_scale),
-         FIELD(LowLatencyDispatch, out_count_E), FIELD(LowLatencyDispatch, scale_strides),
-         FIELD(LowLatencyDispatch, row_bytes), FIELD(LowLatencyDispatch, dtype), FIELD(LowLatencyDispatch, block),
-         FIELD(LowLatencyDispatch, floor), FIELD(LowLatencyDispatch, scale_row), FIELD(LowLatencyDispatch, scales),
-         FIELD(LowLatencyDispatch, scale_kind)});
-  expose<LowLatencyCombine>(m, "LowLatencyCombine",
-        {FIELD(LowLatencyCombine, common), FIELD(LowLatencyCombine, y_ERH), FIELD(LowLatencyCombine, weight_TK),
-         FIELD(LowLatencyCombine, out_TH), FIELD(LowLatencyCombine, dtype), FIELD(LowLatencyCombine, out_dtype)});
-
+  expose_low_latency(m);
   expose<RowExchange>(m, "RowExchange",
         {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
          FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, region),

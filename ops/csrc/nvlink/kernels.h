@@ -156,7 +156,12 @@ struct LowLatency {
   // int32 [W, max_tokens, K]: the row of each choice that this rank serves, and -1 for other choices. Behind it lies
   // int32 [W]: the number of tokens of each rank.
   Address routes = 0;
-  int64_t data_at = 0, scale_at = 0, route_at = 0, count_at = 0; // offsets in a half, in bytes
+  // What one rank sends to another in an exchange is a message. It takes `message` bytes, and arrives at `lands_at` in
+  // a half. If it is put from here, the messages for all ranks lie one after the other at `outbox_at` in a half.
+  int64_t message = 0, lands_at = 0, outbox_at = 0;
+  int64_t record = 0;   // bytes from one token of a dispatch to the next
+  int64_t count_at = 0; // where the counts lie in the message
+  int scale_at = 0, route_at = 0; // where a token's scales and its route lie in its record, behind its row
   int T = 0, K = 0, experts = 0, local_experts = 0, max_tokens = 0, H = 0;
   int index_bytes = 8;       // of one id: 4 or 8
   int send = 1, receive = 1; // which parts of the exchange this kernel carries out

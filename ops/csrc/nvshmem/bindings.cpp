@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // NVSHMEM's start, its symmetric heap and the launch, for Python.
-#include "../nvlink/fields.h"
+#include "../nvlink/low_latency_fields.h"
 #include "kernels.h"
 #include <cuda_runtime_api.h>
 #include <nvshmem.h>
@@ -47,7 +47,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MAX_RANKS") = MAX_RANKS;
   m.attr("MAX_CHUNKS") = MAX_CHUNKS;
   m.attr("STATE_WORDS") = SHMEM_STATE_WORDS;
-  m.attr("HALVES_AT") = Staging::HALVES;
+  m.attr("OUTBOXES") = true; // whether LowLatency::outbox_at is used
+  m.attr("HALVES_AT") = ShmemStaging::HALVES;
   m.attr("PUTS_AT") = offsetof(ShmemState, puts) / 4;
 
   expose<Group>(m, "Group",
@@ -57,6 +58,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
          FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, region),
          FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
+  expose_low_latency(m);
   expose<ShmemExchange>(m, "ShmemExchange", {FIELD(ShmemExchange, rows), FIELD(ShmemExchange, pe)});
 
   m.def("unique_id", &unique_id);
@@ -71,5 +73,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("row_exchange", [](const ShmemExchange &a, int sms, Address stream) {
     check(launch(a, sms, stream), "launching the kernel 'row_exchange' over NVSHMEM");
   });
-  m.def("load", [] { check(nvshmem::load_row_exchange(), "loading the kernel 'row_exchange' over NVSHMEM"); });
+  m.def("low_latency_dispatch", [](const LowLatencyDispatch &a, int sms, Address stream) {
+    check(nvshmem::launch(a, sms, stream), "launching the kernel 'low_latency_dispatch' over NVSHMEM");
+  });
+  m.def("low_latency_combine", [](const LowLatencyCombine &a, int sms, Address stream) {
+    check(nvshmem::launch(a, sms, stream), "launching the kernel 'low_latency_combine' over NVSHMEM");
+  });
+  m.def("load", [] {
+    check(nvshmem::load_row_exchange(), "loading the kernel 'row_exchange' over NVSHMEM");
+    check(nvshmem::load_low_latency(), "loading the low-latency kernels over NVSHMEM");
+  });
 }

@@ -4,16 +4,8 @@
 //
 // Grid: `sms` blocks. An item is a chunk of the rows between two ranks. A block copies it into the symmetric heap and
 // puts it, with a signal behind it, into the region of this rank at the peer. A block of the peer waits for the signal
-// and copies the chunk out. The rules of ../nvlink/exchange.cuh hold: exchanges use two halves in turn, nothing is sent
-// before the peers have acknowledged exchange n-2, and the blocks that run send everything before they wait for rows.
-// Acknowledgements also say that the sender's copy of a chunk has left, since they come after its arrival.
-//
-// Waits have a deadline, which nvshmem_signal_wait_until has not. It is called once the signal is there, since it does
-// what some platforms need before data from the network may be read.
-#include "../nvlink/exchange.cuh"
-#include "kernels.h"
-#include <nvshmem.h>
-#include <nvshmemx.h>
+// and copies the chunk out.
+#include "exchange.cuh"
 
 namespace nvshmem {
 namespace {
@@ -26,91 +18,51 @@ __device__ void copy(char *to, const char *from, int64_t bytes) {
 }
 
 struct Work {
-  const ShmemExchange &a;
-  const Group &g;
-  uint32_t epoch;
+  const RowExchange &a;
+  const Exchange &x;
 
-  __device__ uint64_t call() const { return uint64_t(g.signature) << 32 | epoch; }
-  __device__ bool failed() const { return *static_cast<volatile uint32_t *>(&at<State>(g.state)->failed) != 0; }
-  __device__ int64_t begin(int i) const { return i / g.world * a.rows.chunk; }
-  __device__ int target(int i) const { return (g.rank + 1 + i % g.world) % g.world; }
-  __device__ int source(int i) const { return (g.rank + g.world - 1 - i % g.world) % g.world; }
+  __device__ int rank() const { return a.group.rank; }
+  __device__ int world() const { return a.group.world; }
+  __device__ int64_t begin(int i) const { return i / world() * a.chunk; }
+  __device__ int target(int i) const { return (rank() + 1 + i % world()) % world(); }
+  __device__ int source(int i) const { return (rank() + world() - 1 - i % world()) % world(); }
   __device__ int64_t left(const int64_t *at, int w, int i) const { return at[w + 1] - at[w] - begin(i); }
-  // The region of a rank in this exchange's half of the staging. The address is valid here and, for NVSHMEM, at PEs.
-  __device__ char *region(int which) const {
-    return at<char>(g.peer[g.rank], Staging::HALVES + (epoch & 1) * g.half_bytes + which * a.rows.region);
-  }
-  __device__ uint64_t *flag(int w, int chunk) const {
-    return at<uint64_t>(g.peer[g.rank], Staging::FLAGS) + w * MAX_CHUNKS + chunk;
-  }
-  __device__ uint64_t *ack(int w) const { return at<uint64_t>(g.peer[g.rank], Staging::ACKS) + w; }
 
   // All threads of a block call it.
   __device__ void send(int i) const {
     const int w = target(i);
-    const int64_t bytes = min(a.rows.chunk, left(a.rows.send_at, w, i));
+    const int64_t bytes = min(a.chunk, left(a.send_at, w, i));
     if (bytes <= 0)
       return;
-    const char *from = at<char>(a.rows.x, a.rows.send_at[w] + begin(i));
-    if (w == g.rank)
-      return copy(at<char>(a.rows.out, a.rows.recv_at[w] + begin(i)), from, bytes);
-    char *sent = region(g.world + w) + begin(i);
-    copy(sent, from, bytes);
-    __threadfence_system();
+    const char *from = at<char>(a.x, a.send_at[w] + begin(i));
+    if (w == rank())
+      return copy(at<char>(a.out, a.recv_at[w] + begin(i)), from, bytes);
+    const int64_t sent = (world() + w) * a.region + begin(i);
+    copy(at<char>(x.half(), sent), from, bytes);
     __syncthreads();
-    nvshmemx_putmem_signal_nbi_block(region(g.rank) + begin(i), sent, bytes, flag(g.rank, i / g.world), call(),
-                                     NVSHMEM_SIGNAL_SET, a.pe[w]);
-    if (threadIdx.x == 0)
-      atomicAdd(reinterpret_cast<unsigned long long *>(&at<ShmemState>(g.state)->puts), 1ull);
+    x.put_block(w, rank() * a.region + begin(i), sent, bytes, i / world());
   }
-  __device__ bool skip(int i) const { return source(i) == g.rank || left(a.rows.recv_at, source(i), i) <= 0; }
+  // One thread calls them.
+  __device__ bool skip(int i) const { return source(i) == rank() || left(a.recv_at, source(i), i) <= 0; }
+  __device__ bool await(int i) const { return x.await(source(i), i / world()); }
+  // All threads of a block call it.
   __device__ void receive(int i) const {
     const int w = source(i);
-    copy(at<char>(a.rows.out, a.rows.recv_at[w] + begin(i)), region(w) + begin(i),
-         min(a.rows.chunk, left(a.rows.recv_at, w, i)));
-  }
-
-  // One thread calls them. They return false if the exchange failed.
-  __device__ bool await(int i) const {
-    uint64_t *signal = flag(source(i), i / g.world);
-    return wait(source(i), [&] {
-      const uint64_t arrived = load_acquire(signal);
-      if (uint32_t(arrived) - epoch > 1) // of an earlier exchange
-        return false;
-      if (uint32_t(arrived) == epoch && arrived != call()) {
-        record(g, epoch, MISMATCH, source(i), uint32_t(arrived >> 32));
-        return false;
-      }
-      nvshmem_signal_wait_until(signal, NVSHMEM_CMP_NE, 0); // no call is 0
-      return true;
-    });
-  }
-  __device__ bool await_ack(int w) const {
-    return w == g.rank || wait(w, [&] { return int32_t(uint32_t(load_acquire(ack(w))) - (epoch - 2)) >= 0; });
-  }
-  template <class Arrived> __device__ bool wait(int peer, Arrived arrived) const {
-    const uint64_t start = nanoseconds();
-    while (!failed()) {
-      if (arrived())
-        return true;
-      if (nanoseconds() - start > g.timeout_ns)
-        record(g, epoch, TIMEOUT, peer, 0);
-    }
-    return false;
+    copy(at<char>(a.out, a.recv_at[w] + begin(i)), at<char>(x.half(), w * a.region + begin(i)),
+         min(a.chunk, left(a.recv_at, w, i)));
   }
 };
 
 __global__ void __launch_bounds__(THREADS, 1) row_exchange(const __grid_constant__ ShmemExchange a) {
   __shared__ int claimed;
-  const Group &g = a.rows.group;
-  State *state = at<State>(g.state);
-  const Work work{a, g, *static_cast<volatile uint32_t *>(&state->epoch)};
-  const int items = a.rows.chunks * g.world;
-  const bool runs =
-      !a.rows.other_state || !*static_cast<volatile uint32_t *>(&at<State>(a.rows.other_state)->failed);
-  const bool live = __syncthreads_and(runs && (threadIdx.x >= g.world || work.await_ack(threadIdx.x)));
+  const RowExchange &rows = a.rows;
+  const bool runs = !rows.other_state || !*static_cast<volatile uint32_t *>(&at<State>(rows.other_state)->failed);
+  const Exchange x(rows.group, a.pe, runs);
+  const Work work{rows, x};
+  State *state = at<State>(rows.group.state);
+  const int items = rows.chunks * rows.group.world;
 
-  while (live) {
+  while (x.live) {
     if (threadIdx.x == 0)
       claimed = atomicAdd(&state->sends_claimed, 1);
     __syncthreads();
@@ -121,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, 1) row_exchange(const __grid_constant
     __syncthreads();
   }
   __syncthreads();
-  while (live) {
+  while (x.live) {
     if (threadIdx.x == 0) {
       int i;
       do
@@ -136,21 +88,7 @@ __global__ void __launch_bounds__(THREADS, 1) row_exchange(const __grid_constant
     work.receive(i);
     __syncthreads();
   }
-
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(&state->teams_finished, 1) == gridDim.x - 1;
-    __threadfence();
-    if (last) {
-      state->teams_finished = state->sends_claimed = state->receives_claimed = 0;
-      state->epoch = work.epoch + runs;
-    }
-  }
-  __syncthreads();
-  if (last && runs && threadIdx.x < g.world && threadIdx.x != g.rank)
-    nvshmemx_signal_op(work.ack(g.rank), work.epoch, NVSHMEM_SIGNAL_SET, a.pe[threadIdx.x]);
+  x.finish(runs);
 }
 
 } // namespace

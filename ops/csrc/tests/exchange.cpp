@@ -223,12 +223,11 @@ void Transport::combine(const Plan &plan, const Wire &wire, int y_dtype, const d
 LowLatencyExchange::LowLatencyExchange(const Ranks &ranks, int sms, int max_tokens, int K, int E, const Wire &wire)
     : ranks(ranks), sms(sms), max_tokens(max_tokens), K(K), E(E), wire(wire),
       scale_row(int(up_to(blocks(wire), 16))), routes(rows() * K + ranks.world) {
-  const std::vector<int64_t> at = regions(1, {rows() * row_bytes(wire), rows() * scale_row, rows() * K * 4,
-                                              ranks.world * (1 + E) * 4ll});
-  scale_at = at[1];
-  route_at = at[2];
-  count_at = at[3];
-  ranks.need(std::max(at[4], int64_t(max_tokens) * K * wire.H * 2));
+  route_at = row_bytes(wire) + scale_row;
+  record = up_to(route_at + up_to(4 * K, 16), ALIGNED);
+  count_at = max_tokens * record;
+  message = up_to(count_at + 4 * (1 + E), ALIGNED);
+  ranks.need(std::max(ranks.world * message, int64_t(max_tokens) * K * wire.H * 2));
 }
 
 LowLatency LowLatencyExchange::common(Kind kind, const device::Array<int64_t> &ids, int64_t T) const {
@@ -236,9 +235,12 @@ LowLatency LowLatencyExchange::common(Kind kind, const device::Array<int64_t> &i
   c.group = ranks.group(kind, text(max_tokens, K, E, wire.H, wire.dtype, wire.block));
   c.index_TK = ids.address();
   c.routes = routes.address();
-  c.scale_at = scale_at;
-  c.route_at = route_at;
+  c.message = message;
+  c.lands_at = kind == LOW_LATENCY_DISPATCH ? ranks.rank * message : 0;
+  c.record = record;
   c.count_at = count_at;
+  c.scale_at = row_bytes(wire);
+  c.route_at = route_at;
   c.T = int(T);
   c.K = K;
   c.experts = E * ranks.world;

@@ -68,6 +68,7 @@ private:
   int sms, max_tokens, K, E;
   Wire wire;
   int scale_row = 0;
-  int64_t scale_at = 0, route_at = 0, count_at = 0;
+  int route_at = 0; // as in LowLatency
+  int64_t record = 0, count_at = 0, message = 0;
   device::Array<int> routes;
 };

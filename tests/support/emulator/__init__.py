@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import tempfile
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +28,7 @@ from ds_mxfp8_moe.ops.op_builder import builder, nvlink
 from ds_mxfp8_moe.transport.deadline import ranks_of
 
 HERE = Path(__file__).resolve().parent
-NVLINK = builder.CSRC / "nvlink"
+NVLINK, NVSHMEM = builder.CSRC / "nvlink", builder.CSRC / "nvshmem"
 POISON = 0x5A  # of new staging
 # Plain C++ for the host's compiler. Without fused multiply-adds, which these kernels never use.
 CPP = ("-x", "c++", "-std=c++20", "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread,-ffp-contract=off,-U_FORTIFY_SOURCE")
@@ -72,19 +74,22 @@ def build(csrc: Path = NVLINK, suffix: str = "") -> ModuleType:
         return EmulatorBuilder(Path(folder), suffix).jit_load()
 
 
-def build_nvshmem() -> ModuleType:
-    """The extension of ops/csrc/nvshmem for the emulator, with NVSHMEM as in the folder nvshmem here."""
+def build_nvshmem(csrc: Path = NVSHMEM, suffix: str = "_nvshmem") -> ModuleType:
+    """The extension of ops/csrc/nvshmem, or of `csrc`, for the emulator, with NVSHMEM as in the folder nvshmem here.
+
+    `suffix`: as for `build`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         nvlink_folder, here = Path(folder) / "nvlink", Path(folder) / "nvshmem"
-        for path, csrc in ((nvlink_folder, NVLINK), (here, NVLINK.with_name("nvshmem"))):
+        for path, sources in ((nvlink_folder, NVLINK), (here, csrc)):
             path.mkdir()
-            write_sources(path, csrc)
+            write_sources(path, sources)
         (here / "memory.cuh").unlink()  # that of nvlink_folder is included
         for path in here.iterdir():
             path.write_text(re.sub(r"<(nvshmemx?\.h)>", r'"\1"', path.read_text()))
         for path in (HERE / "nvshmem").iterdir():
             shutil.copy(path, here)
-        return EmulatorBuilder(here, "_nvshmem", (nvlink_folder, )).jit_load()
+        return EmulatorBuilder(here, suffix, (nvlink_folder, )).jit_load()
 
 
 class Heap:
@@ -94,14 +99,15 @@ class Heap:
         self._library = ctypes.CDLL(module.__file__)
         self._library.emulator_heap.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p]
 
-    @staticmethod
-    def empty(size: int, device: torch.device) -> torch.Tensor:
-        return Shared.empty(size, device)
+    def empty(self, size: int, device: torch.device) -> torch.Tensor:
+        staging = Shared.empty(size, device)
+        weakref.finalize(staging, self._library.emulator_drain)
+        return staging
 
     def addresses(self, staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
         for rank, mapped in zip(ranks, Shared.addresses(staging, group, ranks, name), strict=True):
             self._library.emulator_heap(staging.data_ptr(), staging.numel(), ranks_of(group).index(rank), mapped)
-        return [staging.data_ptr()] * len(ranks)
+        return [staging.data_ptr()]
 
 
 def write_sources(folder: Path, csrc: Path = NVLINK) -> None:
@@ -112,9 +118,9 @@ def write_sources(folder: Path, csrc: Path = NVLINK) -> None:
         shutil.copy(HERE / name, folder)
 
 
-def load(rank: int) -> ModuleType:
-    """As `build`, for one of several ranks. Ranks differ in the order in which things happen."""
-    module = build()
+def load(rank: int, built: Callable = build) -> ModuleType:
+    """As `built`, for one of several ranks. Ranks differ in the order in which things happen."""
+    module = built()
     ctypes.CDLL(module.__file__).emulator_seed(ctypes.c_uint64(rank + 1))
     return module
 
@@ -165,7 +171,7 @@ def _rewritten(path: Path) -> str:
 
 def _shared(declaration: re.Match) -> str:
     kind, text = declaration[1], ""
-    for name, size in re.findall(r"(\w+)((?:\[\w+\])*)(?:, |$)", declaration[2]):
+    for name, size in re.findall(r"(\w+)((?:\[[\w:]+\])*)(?:, |$)", declaration[2]):
         text += (f"static thread_local emulator::Shared<{kind}{size}> {name}_of_block; "
                  f"auto &{name} = {name}_of_block.value; ")
     return text

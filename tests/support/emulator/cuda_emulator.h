@@ -47,7 +47,7 @@ void maybe_yield(Site);
 // that comes after them, or at the end of the launch. Signals wait too, and overtake each other.
 void put(void *to, int4 value);
 void signal(void *to, uint64_t value, std::size_t bytes);
-void settle(); // stores of this team that wait happen now
+void settle(); // stores of this team that wait happen now, also those before its signals
 [[noreturn]] void fault(const std::string &what, Site);
 void *dynamic_shared_bytes();
 template <class T> T *dynamic_shared() { return static_cast<T *>(dynamic_shared_bytes()); }

@@ -79,8 +79,10 @@ struct Put {
   int4 value;
 };
 
-struct Signal { // and the stores that come before it
+struct Signal { // and the stores that come between the team's signal before it and this one
   std::vector<Put> puts;
+  const void *team; // that sends it
+  uint64_t order;   // among the signals of the launch
   void *to;
   uint64_t value;
   std::size_t bytes;
@@ -111,17 +113,20 @@ struct Launch {
   std::mutex mutex;
   std::string fault = {}; // the first
   std::vector<Signal> on_their_way = {};
+  uint64_t signals = 0; // so far
 
   // Stores one of the signals that are on their way, if there is one.
   bool deliver(Random &random) {
-    std::unique_lock lock(mutex);
+    std::lock_guard lock(mutex);
     if (on_their_way.empty())
       return false;
     std::swap(on_their_way[random.below(on_their_way.size())], on_their_way.back());
-    Signal signal = std::move(on_their_way.back());
-    on_their_way.pop_back();
-    lock.unlock();
+    Signal &signal = on_their_way.back();
+    for (Signal &other : on_their_way) // another warp may have signalled between two stores of this one
+      if (other.team == signal.team && other.order < signal.order)
+        store(other.puts, random);
     store(signal, random);
+    on_their_way.pop_back();
     return true;
   }
   void fail(const std::string &what) {
@@ -381,15 +386,24 @@ void put(void *to, int4 value) {
 
 void signal(void *to, uint64_t value, std::size_t bytes) {
   Block &b = *block;
-  Signal signal{{}, to, value, bytes};
+  Signal signal{{}, &b.puts[here->thread.y], 0, to, value, bytes};
   if (!adversary)
     return store(signal, b.random);
   std::swap(signal.puts, b.puts[here->thread.y]);
   std::lock_guard lock(b.launch.mutex);
+  signal.order = b.launch.signals++;
   b.launch.on_their_way.push_back(std::move(signal));
 }
 
-void settle() { store(block->puts[here->thread.y], block->random); }
+void settle() {
+  Block &b = *block;
+  std::vector<Put> &puts = b.puts[here->thread.y];
+  store(puts, b.random);
+  std::lock_guard lock(b.launch.mutex);
+  for (Signal &signal : b.launch.on_their_way)
+    if (signal.team == &puts)
+      store(signal.puts, b.random);
+}
 
 void spin(Site site) {
   Block &b = *block;

@@ -4,26 +4,33 @@
 #include "../nvlink/memory.cuh"
 #include <cstdint>
 
-constexpr int NVSHMEM_SIGNAL_SET = 9, NVSHMEM_CMP_NE = 1;
+constexpr int NVSHMEM_SIGNAL_SET = 9, NVSHMEM_SIGNAL_ADD = 10, NVSHMEM_CMP_NE = 1;
 
-// The address in PE `pe`'s memory that corresponds to one in this process's. Ends the launch if there is none.
-void *nvshmem_emulated(const void *address, int pe, emulator::Site site = emulator::Site::current());
+// Hands a message to the network. One thread calls it.
+void nvshmem_emulated_send(void *to, const void *from, size_t bytes, uint64_t *signal, uint64_t value, int operation,
+                           int pe, emulator::Site site);
 
-// All threads of a block call it. As a network may, it puts late: the signal comes after its own rows, no more.
 inline void nvshmemx_putmem_signal_nbi_block(void *to, const void *from, size_t bytes, uint64_t *signal,
-                                             uint64_t value, int, int pe) {
-  emulator::sync_block(emulator::Site::current());
-  if (threadIdx.x == 0) {
-    char *target = static_cast<char *>(nvshmem_emulated(to, pe));
-    for (size_t i = 0; i < bytes; i += 16)
-      nvlink::store16(target + i, nvlink::load16(static_cast<const char *>(from) + i));
-    emulator::signal(nvshmem_emulated(signal, pe), value, sizeof value);
-  }
-  emulator::sync_block(emulator::Site::current());
+                                             uint64_t value, int operation, int pe,
+                                             emulator::Site site = emulator::Site::current()) {
+  emulator::sync_block(site);
+  if (threadIdx.x == 0)
+    nvshmem_emulated_send(to, from, bytes, signal, value, operation, pe, site);
+  emulator::sync_block(site);
 }
 
-inline void nvshmemx_signal_op(uint64_t *signal, uint64_t value, int, int pe) {
-  emulator::signal(nvshmem_emulated(signal, pe), value, sizeof value);
+inline void nvshmemx_putmem_signal_nbi_warp(void *to, const void *from, size_t bytes, uint64_t *signal,
+                                            uint64_t value, int operation, int pe,
+                                            emulator::Site site = emulator::Site::current()) {
+  __syncwarp(~0u, site);
+  if (emulator::lane() == 0)
+    nvshmem_emulated_send(to, from, bytes, signal, value, operation, pe, site);
+  __syncwarp(~0u, site);
+}
+
+inline void nvshmemx_signal_op(uint64_t *signal, uint64_t value, int operation, int pe,
+                               emulator::Site site = emulator::Site::current()) {
+  nvshmem_emulated_send(signal, signal, 0, signal, value, operation, pe, site);
 }
 
 inline void nvshmem_signal_wait_until(uint64_t *, int, uint64_t) {}

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AllToAll over NVSHMEM: the bits of AllToAll over peer memory, for PEs that share one GPU and for one PE to a GPU.
+NVSHMEM puts over peer memory here.
+
+The cases and the checks are those of test_all_to_all_gpu.py.
+"""
+
+import os
+import shutil
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import all_to_all_cases as cases
+import deepspeed.comm as dist
+import pytest
+import test_all_to_all_gpu as peers
+import torch
+import torch.distributed
+from all_to_all_cases import CASES, Call, Case
+from test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
+from test_hierarchical_gpu import NVSHMEM
+from torch.distributed import distributed_c10d as c10d
+
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.ops.op_builder.builder import CSRC
+from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
+from ds_mxfp8_moe.transport import nvshmem
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+
+DEADLINE = timedelta(seconds=12)
+
+
+@cache
+def group():
+    os.environ.update(NVSHMEM)
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    return group
+
+
+@cache
+def memory() -> PeerMemory:
+    """The staging of all cases in the symmetric heap, as large as they need."""
+    memory = nvshmem.memory_of(group(), "the test")
+    memory.reserve(80 << 20, "all cases")
+    return memory
+
+
+def over_nvshmem(function, *args) -> list[str]:
+    """What `function` of test_all_to_all_gpu.py finds wrong over NVSHMEM."""
+    with mock.patch.object(peers, "memory", memory):
+        return function(*args)
+
+
+def same_bits(case: Case) -> list[str]:
+    """What is wrong over NVSHMEM, what differs from peer memory, and whether every put was counted."""
+    call, other = (Call(case, torch.device("cuda", torch.cuda.current_device())) for _ in range(2))
+    a2a, over_peers = cases.make(case, memory()), cases.make(case, peers.memory())
+    wrong = []
+    for turn in range(peers.TURNS):
+        before = nvshmem.puts_of(memory())
+        wrong += cases.check(call, a2a, turn) + cases.check(other, over_peers, turn)
+        if (puts := nvshmem.puts_of(memory()) - before) != call.puts() or not puts:
+            wrong.append(f"{puts} puts, expected {call.puts()}")
+        for one, two in ((call.counts, other.counts), (call.out, other.out), (call.scales, other.scales),
+                         (call.given["out_tokens"], other.given["out_tokens"])):
+            if one is not None and not torch.equal(bits(one), bits(two)):
+                wrong.append("the bits of peer memory differ")
+    return wrong
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", [*CASES, *BIG_CASES])
+def test_same_bits_as_over_peer_memory(pool, name):
+    none_wrong(pool, same_bits, (CASES | BIG_CASES)[name])
+
+
+@pytest.mark.parametrize("name", ["quantize, float scales, bound", "ranks without tokens", "DeepSeek-V2-Lite"])
+def test_the_same_bits_again_and_again(pool, name, request):
+    none_wrong(pool, over_nvshmem, peers.repeated, (CASES | BIG_CASES)[name], request.config.getoption("--stress"))
+
+
+def replayed(case: Case) -> list[str]:
+    """What is wrong in replays of graphs, and whether every put of theirs was counted."""
+    wanted = []
+
+    class Counting(Call):
+
+        def bring(self, turn: int) -> None:
+            super().bring(turn)
+            wanted.append(self.puts())
+
+    before = nvshmem.puts_of(memory())
+    with mock.patch.object(peers, "Call", Counting):
+        wrong = over_nvshmem(peers.replayed, case)
+    puts = nvshmem.puts_of(memory()) - before
+    return wrong if puts == sum(wanted) else [*wrong, f"{puts} puts, expected {sum(wanted)}"]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_graphs_replay_with_other_tokens_and_routes(pool, name):
+    none_wrong(pool, replayed, REPLAYED[name])
+
+
+def internode() -> list[str]:
+    """As users make it."""
+    case, world = CASES["quantize"], dist.get_world_size()
+    a2a = AllToAll.internode(case.max_tokens, world * case.local_experts, case.top_k, dist.get_rank(), world, 1,
+                             case.hidden, case.hidden, case.scale_bytes, group())
+    call = Call(case, torch.device("cuda", torch.cuda.current_device()))
+    before = nvshmem.puts_of(a2a.memory)
+    wrong = cases.check(call, a2a, 0)
+    return wrong if nvshmem.puts_of(a2a.memory) - before == call.puts() else [*wrong, "puts differ"]
+
+
+def test_made_as_by_users(pool):
+    none_wrong(pool, internode)
+
+
+# ---------------------------------------------------------------- what fails, each in ranks of its own
+
+
+def stalled(gone: int) -> str | None:
+    a2a, call = cases.make(Case(), memory()), Call(Case(), torch.device("cuda", torch.cuda.current_device()))
+    wrong = cases.check(call, a2a, 0)
+    assert not wrong, wrong
+    dist.barrier()
+    text = None
+    if dist.get_rank() != gone:
+        with pytest.raises(PeerFailure) as caught:
+            call.dispatch(a2a)
+            torch.cuda.synchronize()
+            a2a.check()
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_stalls_is_named(four_over_nvshmem_of_a_case):
+    answers = four_over_nvshmem_of_a_case.run(stalled, 3, seconds=SECONDS + DEADLINE.total_seconds() + GRACE_SECONDS)
+    assert answers[3] is None
+    assert all("AllToAll.dispatch" in text and "until the deadline, for rank 3" in text for text in answers[:3])
+
+
+def without_puts(folder: str) -> tuple:
+    """What a rank raises if its kernels put nothing, and its puts."""
+    module = NVSHMEMBuilder(Path(folder) / "nvshmem").jit_load()
+    with mock.patch.object(nvshmem.extension, "try_load", lambda: (module, "")):
+        a2a, call = cases.make(Case(), memory()), Call(Case(), torch.device("cuda", torch.cuda.current_device()))
+    call.bring(0)
+    with pytest.raises(PeerFailure) as caught:
+        call.dispatch(a2a)
+        torch.cuda.synchronize()
+        a2a.check()
+    return str(caught.value), nvshmem.puts_of(memory())
+
+
+def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
+    for name in ("nvlink", "nvshmem"):
+        shutil.copytree(CSRC / name, tmp_path / name)
+    source = tmp_path / "nvshmem" / "exchange.cuh"
+    text = source.read_text()
+    begin = text.index("    nvshmemx_putmem_signal_nbi_warp(")
+    end = text.index("  }\n\n  // The same for all threads of a block.")
+    source.write_text(text[:begin] + text[end:])
+    for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):
+        assert puts == 0 and "AllToAll.dispatch" in text and "until the deadline, for rank" in text
