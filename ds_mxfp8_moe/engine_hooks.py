@@ -15,6 +15,7 @@ from .config import MXFP8MoEConfig
 from .kept_weights import KeptWeights
 from .layer import MXFP8MOELayer
 from .metrics import Metrics
+from .transport.capacity import Findings
 from .transport.peer_memory import PeerMemory
 
 
@@ -52,6 +53,7 @@ def check_before_steps(engine: DeepSpeedEngine) -> None:
     @functools.wraps(plain)
     def step(*args, **kwargs):
         PeerMemory.wait_and_check_all()
+        Findings.wait_and_check_all()
         return plain(*args, **kwargs)
 
     step.mxfp8_moe = True

@@ -10,7 +10,7 @@
 //
 // Waits have a deadline, which nvshmem_signal_wait_until has not. It is called once the signal is there, since it does
 // what some platforms need before data from the network may be read.
-#include "../nvlink/exchange.cuh"
+#include "../nvlink/row_exchange.cuh"
 #include "kernels.h"
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -29,13 +29,10 @@ struct Work {
   const ShmemExchange &a;
   const Group &g;
   uint32_t epoch;
+  const RowItems items;
 
   __device__ uint64_t call() const { return uint64_t(g.signature) << 32 | epoch; }
   __device__ bool failed() const { return *static_cast<volatile uint32_t *>(&at<State>(g.state)->failed) != 0; }
-  __device__ int64_t begin(int i) const { return i / g.world * a.rows.chunk; }
-  __device__ int target(int i) const { return (g.rank + 1 + i % g.world) % g.world; }
-  __device__ int source(int i) const { return (g.rank + g.world - 1 - i % g.world) % g.world; }
-  __device__ int64_t left(const int64_t *at, int w, int i) const { return at[w + 1] - at[w] - begin(i); }
   // The region of a rank in this exchange's half of the staging. The address is valid here and, for NVSHMEM, at PEs.
   __device__ char *region(int which) const {
     return at<char>(g.peer[g.rank], Staging::HALVES + (epoch & 1) * g.half_bytes + which * a.rows.region);
@@ -47,38 +44,37 @@ struct Work {
 
   // All threads of a block call it.
   __device__ void send(int i) const {
-    const int w = target(i);
-    const int64_t bytes = min(a.rows.chunk, left(a.rows.send_at, w, i));
+    const int w = items.target(i);
+    const int64_t bytes = items.to_send(i);
     if (bytes <= 0)
       return;
-    const char *from = at<char>(a.rows.x, a.rows.send_at[w] + begin(i));
     if (w == g.rank)
-      return copy(at<char>(a.rows.out, a.rows.recv_at[w] + begin(i)), from, bytes);
-    char *sent = region(g.world + w) + begin(i);
-    copy(sent, from, bytes);
+      return copy(items.received(i, w), items.sent(i), bytes);
+    char *sent = region(g.world + w) + items.begin(i);
+    copy(sent, items.sent(i), bytes);
     __threadfence_system();
     __syncthreads();
-    nvshmemx_putmem_signal_nbi_block(region(g.rank) + begin(i), sent, bytes, flag(g.rank, i / g.world), call(),
+    nvshmemx_putmem_signal_nbi_block(region(g.rank) + items.begin(i), sent, bytes, flag(g.rank, items.chunk(i)), call(),
                                      NVSHMEM_SIGNAL_SET, a.pe[w]);
     if (threadIdx.x == 0)
       atomicAdd(reinterpret_cast<unsigned long long *>(&at<ShmemState>(g.state)->puts), 1ull);
   }
-  __device__ bool skip(int i) const { return source(i) == g.rank || left(a.rows.recv_at, source(i), i) <= 0; }
+  __device__ bool skip(int i) const { return items.source(i) == g.rank || items.to_receive(i) <= 0; }
   __device__ void receive(int i) const {
-    const int w = source(i);
-    copy(at<char>(a.rows.out, a.rows.recv_at[w] + begin(i)), region(w) + begin(i),
-         min(a.rows.chunk, left(a.rows.recv_at, w, i)));
+    const int w = items.source(i);
+    copy(items.received(i, w), region(w) + items.begin(i), items.to_receive(i));
   }
 
   // One thread calls them. They return false if the exchange failed.
   __device__ bool await(int i) const {
-    uint64_t *signal = flag(source(i), i / g.world);
-    return wait(source(i), [&] {
+    const int w = items.source(i);
+    uint64_t *signal = flag(w, items.chunk(i));
+    return wait(w, [&] {
       const uint64_t arrived = load_acquire(signal);
       if (uint32_t(arrived) - epoch > 1) // of an earlier exchange
         return false;
       if (uint32_t(arrived) == epoch && arrived != call()) {
-        record(g, epoch, MISMATCH, source(i), uint32_t(arrived >> 32));
+        record(g, epoch, MISMATCH, w, uint32_t(arrived >> 32));
         return false;
       }
       nvshmem_signal_wait_until(signal, NVSHMEM_CMP_NE, 0); // no call is 0
@@ -104,8 +100,8 @@ __global__ void __launch_bounds__(THREADS, 1) row_exchange(const __grid_constant
   __shared__ int claimed;
   const Group &g = a.rows.group;
   State *state = at<State>(g.state);
-  const Work work{a, g, *static_cast<volatile uint32_t *>(&state->epoch)};
-  const int items = a.rows.chunks * g.world;
+  const Work work{a, g, *static_cast<volatile uint32_t *>(&state->epoch), {a.rows}};
+  const int items = work.items.count();
   const bool runs =
       !a.rows.other_state || !*static_cast<volatile uint32_t *>(&at<State>(a.rows.other_state)->failed);
   const bool live = __syncthreads_and(runs && (threadIdx.x >= g.world || work.await_ack(threadIdx.x)));
