@@ -152,8 +152,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         """Pairs of keys that exclude each other. A default gives way to the recipe, a written value does not."""
         written = [key for key in self.model_fields_set if getattr(self, key) is not None]
         problems = []
-        problems += [f'"{key}" needs the transport {" or ".join(needed)}, but "transport" is "{self.transport}": leave '
-                     "one of the two out" for key, needed in READERS.items()
+        problems += [f'"{key}" needs the transport {" or ".join(needed)}, but "transport" is "{self.transport}": '
+                     "leave one of the two out" for key, needed in READERS.items()
                      if key in written and self.transport not in (None, *needed)]
         if self.on_overflow == "drop" and self.capacity_factor is None:
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '

@@ -5,11 +5,11 @@ Shapes depend on the number of tokens alone, and the device computes all sizes. 
 the exchange with which each plan begins. So all ranks find the same failures, and each one cuts its own groups as the
 flat transport over NVLink does (ops/csrc/nvlink/route.cu).
 
-    room            A token goes to a node once and to a rank once. So each pair of ranks in a hop has room for all tokens
-                    that can take this way, and `capacity_factor` limits the expert-sorted rows alone.
-    drops           A choice that does not fit gets no place at its expert's rank. Its token still travels there.
-    wires           Kernels read the number of rows on the device, and move these. The wire through the host does not
-                    know the number, and moves all the room.
+    room    A token goes to a node once and to a rank once. So each pair of ranks in a hop has room for all tokens that
+            can take this way, and `capacity_factor` limits the expert-sorted rows alone.
+    drops   A choice that does not fit gets no place at its expert's rank. Its token still travels there.
+    wires   Kernels read the number of rows on the device, and move these. The wire through the host does not know the
+            number, and moves all the room.
 
 Letters as in hierarchical.py. L is here N * T, and R is W * T: the room for rows that land, and for rows that arrive.
 """
@@ -141,7 +141,7 @@ def places(local_RK: torch.Tensor, source_R: torch.Tensor, size_WE: torch.Tensor
            num_rows: int) -> tuple:
     """Sorts received choices by (expert, rank, token, choice), and drops those that do not fit.
 
-    Of an expert that is cut, each rank keeps the same share of its choices, rounded to rows. The last ones are dropped.
+    Of an expert that is cut, each rank keeps the same share of its choices, rounded to rows. It drops the last ones.
 
     Args:
         local_RK: local experts of received rows. -1: none. Rows of a rank are in ascending token.

@@ -44,7 +44,7 @@ class RowWire(ABC):
         """Sends `send_splits[i]` rows of x to rank i of the hop. Returns the rows that arrive, in rank order.
 
         Splits are tuples, or int32 tensors on the device, which the host does not read. With tensors, x and the result
-        have room for `most` rows of each rank. A rank's rows come first in its room. What follows them may be anything.
+        have room for `most` rows of each rank. Its rows come first there, and anything may follow them.
 
         Args:
             where: the exchange, the layer and the hop, for errors. Equal on all ranks.

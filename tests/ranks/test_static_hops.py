@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hops with a capacity: the bits of the naive exchange, over every wire. What does not fit is an error on all ranks,
-or is dropped as the flat transport over NVLink drops it."""
+"""Two hops with a capacity: the bits of the naive exchange, over every wire. What does not fit is an error on all
+ranks, or is dropped as the flat transport over NVLink drops it."""
 
 import io
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from slow import slow_except
 from test_expert_ffn import RECIPES
 from test_hierarchical import Adversary, over, two_hops
 from test_peer_wire import hops_of_all_cases, over_nvshmem
-from test_transport import MX, PLAIN, Problem, bits, naive_combine, naive_dispatch, outputs_of, rows_of
+from test_transport import MX, Problem, bits, naive_combine, naive_dispatch, outputs_of, rows_of
 
-from ds_mxfp8_moe.transport import Wire, capacity
+from ds_mxfp8_moe.transport import Transport, Wire, capacity
 from ds_mxfp8_moe.transport.capacity import Findings, cut, room_of
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -54,14 +54,16 @@ def static(hops: Hops, name: str = "moe", **keys) -> StaticHierarchical:
     return StaticHierarchical(hops, name, **keys)
 
 
-def check(problem: Problem, keys: dict, hops: Hops, drops: bool = False) -> None:
-    """The whole exchange, twice, against the naive one of the choices that fit."""
-    exchange, rank, world = static(hops, **keys), dist.get_rank(), dist.get_world_size()
+def check(problem: Problem, keys: dict, hops: Hops, drops: bool = False,
+          made: Callable[[Transport], Transport] = lambda transport: transport) -> None:
+    """The whole exchange, twice, against the naive one of the choices that fit. `made`: of the transport."""
+    ours, rank, world = static(hops, **keys), dist.get_rank(), dist.get_world_size()
+    exchange = made(ours)
     local, K = problem.local_experts, problem.top_k
     inputs = problem.inputs(world)
     expert_TK, x_TH, weight_TK = inputs[rank]
     before = [t.clone() for t in inputs[rank]]
-    room = room_of(exchange.capacity_factor, problem.tokens[0], K, world, local)
+    room = room_of(ours.capacity_factor, problem.tokens[0], K, world, local)
     given = [expert for expert, _, _ in inputs]
     experts = those_that_fit(given, local, room)
     assert drops == any(count_dropped(given, experts, r, local) for r in range(world))
@@ -72,7 +74,7 @@ def check(problem: Problem, keys: dict, hops: Hops, drops: bool = False) -> None
     want_y, want_back = naive_combine(problem, rank, inputs, outputs, hops.node_size)
     behind = room - len(rows)
     y_PH, number_P = (torch.cat([t, t.new_full((behind, *t.shape[1:]), float("nan"))]) for t in outputs[rank])
-    counted = exchange.dropped
+    counted = ours.dropped
     for _ in range(2):
         plan = exchange.plan(expert_TK, local)
         assert plan.num_rows == room and tuple(plan.group_ends_E.tolist()) == ends
@@ -87,7 +89,7 @@ def check(problem: Problem, keys: dict, hops: Hops, drops: bool = False) -> None
         assert torch.equal(bits(y_TH), bits(want_y)) and torch.equal(back_TK, want_back)
         bare_TH, none = exchange.combine(plan, y_PH, problem.wire, problem.dtype)
         assert none is None and torch.equal(bits(bare_TH), bits(want_y))
-    assert exchange.dropped - counted == 2 * count_dropped(given, experts, rank, local)
+    assert ours.dropped - counted == 2 * count_dropped(given, experts, rank, local)
     hops.check()
     assert all(torch.equal(a, b) for a, b in zip(before, (expert_TK, x_TH, weight_TK), strict=True))
 
@@ -136,23 +138,27 @@ def test_a_wire_that_delays_and_reorders_changes_no_bit(ranks4):
 
 
 class Poisoned(HostWire):
-    """Brings anything where there are no rows, as wires of kernels do."""
+    """Brings anything where there are no rows, as wires of kernels do: ids of expert 0, or numbers of none."""
+
+    byte = 0
 
     def exchange(self, x, send_splits, recv_splits, where, most, *keys):
         out = super().exchange(x, send_splits, recv_splits, where, most, *keys)
         if isinstance(recv_splits, torch.Tensor):
             came = (torch.arange(most) < recv_splits.view(-1, 1)).view(-1)
-            out.view(torch.uint8).view(len(out), -1)[~came] = 0x7F
+            out.view(torch.uint8)[~came] = self.byte
         return out
 
 
-def check_poisoned(problem: Problem, keys: dict, drops: bool) -> None:
-    check(problem, keys, over(2, between=Poisoned, inside=Poisoned).hops, drops)
+def check_poisoned(problem: Problem, byte: int) -> None:
+    with mock.patch.object(Poisoned, "byte", byte):
+        check(problem, FITTING, over(2, between=Poisoned, inside=Poisoned).hops)
 
 
+@pytest.mark.parametrize("byte", [0, 0x7F])
 @pytest.mark.parametrize("name", ["dropped", "skewed", "nowhere"])
-def test_what_lies_in_room_without_rows_does_not_count(ranks4, name):
-    ranks4.run(check_poisoned, SOME[name], FITTING, False)
+def test_what_lies_in_room_without_rows_does_not_count(ranks4, name, byte):
+    ranks4.run(check_poisoned, SOME[name], byte)
 
 
 def test_cut_as_the_flat_transport_cuts():
@@ -215,11 +221,16 @@ def check_over_nvshmem(problem: Problem, keys: dict, node_size: int, drops: bool
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("node_size", [2, 1])
-@pytest.mark.parametrize("name, keys, drops", [("dropped", FITTING, False), ("skewed", DROPPING, True)])
+@pytest.mark.parametrize("name, keys, drops", [("dropped", FITTING, False), ("nowhere", FITTING, False),
+                                               ("skewed", DROPPING, True)])
 def test_the_kernel_over_nvshmem(ranks4, name, keys, drops, node_size):
     emulator.build_nvshmem()
-    problem = CUT[name] if drops else SOME[name]
-    assert all(puts > 0 for puts in ranks4.run(check_over_nvshmem, problem, keys, node_size, drops))
+    problem, others = CUT[name] if drops else SOME[name], 4 // node_size - 1
+    for puts in ranks4.run(check_over_nvshmem, problem, keys, node_size, drops):
+        if name == "nowhere":  # the counts of two plans, and no room without rows
+            assert puts == 2 * others
+        else:
+            assert puts > 2 * others
 
 
 def beside_flat(problem: Problem, keys: dict) -> None:
@@ -247,7 +258,7 @@ def test_the_rows_of_the_flat_transport(ranks4, problem, keys):
 
 
 def overflowing(hops_of: Callable) -> str:
-    exchange, (expert_TK, _, _) = static(hops_of(2), "block.3.moe", capacity_factor=1.0), HOT.inputs(4)[dist.get_rank()]
+    exchange, expert_TK = static(hops_of(2), "block.3.moe", capacity_factor=1.0), HOT.inputs(4)[dist.get_rank()][0]
     with pytest.raises(PeerFailure) as caught:
         exchange.plan(expert_TK, 1)
     with pytest.raises(PeerFailure):  # the layer stays failed
