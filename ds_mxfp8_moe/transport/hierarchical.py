@@ -14,7 +14,7 @@ token, choice). Combine gives its own bits, which are the same in every run. Wit
 the collective transport.
 
 The counts of a plan take the two hops too. Every rank learns the signatures of all, so that ranks in different calls
-raise together. The host waits for a GPU once, for the counts.
+raise together. The host waits for a GPU once, for the counts (static_hops.py: never).
 
 Further letters in tensor names: N nodes, G ranks of a node, C rows that this rank sends to nodes, L rows that land
 here for this node, S rows that it passes on inside the node.
