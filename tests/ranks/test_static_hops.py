@@ -4,22 +4,25 @@ ranks, or is dropped as the flat transport over NVLink drops it."""
 
 import io
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
+from datetime import timedelta
 from unittest import mock
 
 import deepspeed.comm as dist
 import emulator
 import nvlink_cases as cases
 import pytest
-import test_peer_wire
 import torch
 from nvlink_cases import count_dropped, those_that_fit
+from peer_wires import peer_hops
 from slow import slow_except
 from test_expert_ffn import RECIPES
 from test_hierarchical import Adversary, over, two_hops
+from test_hierarchical_faults import Gone, PeerLeaving
 from test_peer_wire import hops_of_all_cases, over_nvshmem
 from test_transport import MX, Problem, bits, naive_combine, naive_dispatch, outputs_of, rows_of
+from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Transport, Wire, capacity
 from ds_mxfp8_moe.transport.capacity import Findings, cut, room_of
@@ -271,7 +274,7 @@ def new_host_hops(node_size: int) -> Hops:
 
 
 def new_peer_hops(node_size: int) -> Hops:
-    return test_peer_wire.peer_hops(dist.new_group(list(range(4))), node_size)
+    return peer_hops(dist.new_group(list(range(4))), node_size)
 
 
 HOPS = [new_host_hops, pytest.param(new_peer_hops, marks=needs_the_emulator)]
@@ -308,6 +311,41 @@ def test_ranks_in_different_calls_raise_everywhere_before_a_row_travels(ranks4, 
         assert missing == (other, )
         assert f"rank {rank}: 'counts' of {'ab'['name' in changes and rank == 1]}: rank {other} is in another" in text
         assert "equally many tokens" in text
+
+
+def unnoticed(phase: str, byte: int) -> None:
+    """Rank 3 does not come to `phase`, and the hosts of the others go on, as they would on GPUs."""
+    group = dist.new_group(list(range(4)))
+    c10d._set_pg_timeout(timedelta(seconds=2), group)
+    hops, rank = peer_hops(group, 2, PeerLeaving), dist.get_rank()
+    exchange, problem = static(hops, **DROPPING), CUT["skewed"]
+    expert_TK, x_TH, weight_TK = problem.inputs(4)[rank]
+
+    def step() -> None:
+        plan = exchange.plan(expert_TK, problem.local_experts)
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, MX, weight_TK)
+        exchange.combine(plan, x_PH.dequantize(), MX, problem.dtype, weight_P)
+
+    step()
+    hops.between.at = f"'{phase}' of moe, hop between nodes" if rank == 3 else ""
+    with mock.patch.object(PeerMemory, "check"), mock.patch.object(Findings, "check"), \
+         mock.patch.object(torch, "empty", lambda *args, **keys: torch.full(*args, byte, **keys)), \
+         pytest.raises(Gone) if rank == 3 else nullcontext():
+        step()
+    dist.barrier()
+    if rank != 3:
+        with pytest.raises(PeerFailure):
+            exchange.plan(expert_TK, problem.local_experts)
+
+
+@needs_the_emulator
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("byte", [0, 0x7F, 0xFF])
+@pytest.mark.parametrize("phase", ["counts", "expert ids", "dispatch", "combine"])
+def test_what_a_failed_exchange_leaves_breaks_nothing_before_the_host_looks(ranks4, phase, byte):
+    """On a GPU, an index out of range would end the process, and hide why."""
+    ranks4.run(unnoticed, phase, byte)
 
 
 # ---------------------------------------------------------------- before steps
