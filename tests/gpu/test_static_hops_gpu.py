@@ -21,7 +21,7 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 SECONDS = 240.0  # of a case: the first one compiles kernels
 WIRES = {"peer_memory": peers, "nvshmem": over_nvshmem}
 CASES = {"fitting": (SOME, FITTING, ("random", "dropped", "skewed", "nowhere", "no tokens", "float32")),
-         "cut": (CUT, DROPPING, ("mxfp8", "one of three", "skewed"))}
+         "cut": (CUT, DROPPING, ("mxfp8", "one rank", "skewed"))}
 
 
 @pytest.fixture(params=WIRES)
