@@ -15,7 +15,7 @@ import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from packaging.specifiers import SpecifierSet
 
-from .config import NVLINK_KEYS, ConfigError, MXFP8MoEConfig
+from .config import READERS, ConfigError, MXFP8MoEConfig
 
 # Tested: 5.17.0, 5.20.2, 5.21.1, 5.22.2. With 5.23.0 and 5.24.0, DeepSpeed 0.19.8 raises a TypeError in its presets
 # for Mixtral, Qwen and MiniMax-M3. setup.py has the same bounds.
@@ -63,7 +63,7 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
     layers, lines = list(layers), []
     if layers and all(layer.ep_size == 1 for layer in layers):
         keys = ["transport"] if config.transport == "nvlink" else []
-        keys += [key for key in NVLINK_KEYS if getattr(config, key) is not None]
+        keys += [key for key, names in READERS.items() if "nvlink" in names and getattr(config, key) is not None]
         lines += _without_effect(keys, "every rank holds all experts of its layers, so no tokens travel")
     if config.recipe == "bf16":
         keys = [key for key in MXFP8_KEYS if key in config.model_fields_set]

@@ -20,8 +20,9 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 SECTION = "mxfp8_moe"
 WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
-NVLINK_KEYS = ("nvlink_sms", "capacity_factor")
-HIERARCHICAL_KEYS = ("node_size", "wire")
+# Keys that not every transport reads, and the transports that do.
+READERS = {"nvlink_sms": ("nvlink", ), "capacity_factor": ("nvlink", "hierarchical"), "node_size": ("hierarchical", ),
+           "wire": ("hierarchical", )}
 
 Dtype = Literal["mxfp8", "bf16"]
 
@@ -67,7 +68,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
             host then does not wait for exchanges in the layer, and CUDA graphs can capture it. All ranks must bring
-            the same number of tokens. Only for nvlink. Default: buffers fit the routing of each step.
+            the same number of tokens. Only for nvlink and hierarchical, where the wire `host` sends all the room that
+            there is for rows. Default: buffers fit the routing of each step.
         on_overflow: what happens if routing sends a rank more rows than fit by `capacity_factor`. "error": every rank
             raises an error. "drop": choices that do not fit are dropped. The rank's experts with the most rows lose
             them. Tokens keep their other choices. A warning says how many were dropped. Only with `capacity_factor`.
@@ -150,9 +152,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         """Pairs of keys that exclude each other. A default gives way to the recipe, a written value does not."""
         written = [key for key in self.model_fields_set if getattr(self, key) is not None]
         problems = []
-        for needed, keys in (("nvlink", NVLINK_KEYS), ("hierarchical", HIERARCHICAL_KEYS)):
-            problems += [f'"{key}" needs the transport {needed}, but "transport" is "{self.transport}": leave one of '
-                         "the two out" for key in keys if key in written and self.transport not in (None, needed)]
+        problems += [f'"{key}" needs the transport {" or ".join(needed)}, but "transport" is "{self.transport}": '
+                     "leave one of the two out" for key, needed in READERS.items()
+                     if key in written and self.transport not in (None, *needed)]
         if self.on_overflow == "drop" and self.capacity_factor is None:
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')

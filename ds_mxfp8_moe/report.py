@@ -19,7 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from .advice import about_enabled, about_expert_parallel, about_keys
-from .config import NVLINK_KEYS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
+from .config import READERS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
@@ -177,8 +177,8 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
     for key in type(config).model_fields:
         value = chosen.get(key, getattr(config, key))
         origin = _origin(config, key)
-        if key in (*NVLINK_KEYS, "on_overflow") and origin == "given" and "nvlink" not in usable:
-            origin += "; has no effect here: only nvlink reads it"
+        if origin == "given" and not set(READERS.get(key, usable)) & set(usable):
+            origin += f"; has no effect here: read by {' and '.join(READERS[key])} alone"
         lines.append((key, f"{json.dumps(value)} ({origin})"))
     return lines
 

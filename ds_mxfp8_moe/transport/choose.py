@@ -16,6 +16,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..config import READERS
 from ..ops.op_builder import nvlink as extension
 from . import Transport, nvshmem
 from .collective import Collective
@@ -25,6 +26,7 @@ from .hops import Hops
 from .local import Local
 from .nvlink import NVLink
 from .peer_memory import NoStaging, PeerMemory
+from .static_hops import StaticHierarchical
 
 MOST_RANKS = 8  # in a group that exchanges over NVLink
 UNTRIED = '. "transport": "hierarchical" sends a token to each node once; it has not run over NCCL yet'
@@ -83,7 +85,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible. On CPUs it means
             hierarchical where that is possible. "hierarchical" is for groups that span nodes of the same size; others
             take what None gives.
-        sms, capacity_factor, overlap, on_overflow: for NVLink. In the config, `sms` is `nvlink_sms`.
+        sms, overlap: for NVLink. In the config, `sms` is `nvlink_sms`.
+        capacity_factor, on_overflow: for NVLink and for two hops.
         node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.
         wire: what carries rows between nodes: "host", "peer_memory" or "nvshmem". None means "host". A wire that is
             not possible is replaced by "host".
@@ -111,7 +114,10 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
                            '"transport": "collective" instead')
     if verdict.transport == "hierarchical":
-        return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
+        hops = Hops.of(group, verdict.node_size, name, *verdict.wires)
+        if capacity_factor is None:
+            return Hierarchical(hops, name)
+        return StaticHierarchical(hops, name, capacity_factor=capacity_factor, on_overflow=on_overflow)
     return Collective(group, name)
 
 
@@ -297,10 +303,10 @@ def _trial(group: Any, module: Any, *hop: Any) -> str:
     return ""
 
 
-def _tell(group: Any, verdict: Verdict, asked: Asked, of_nvlink: dict) -> None:
+def _tell(group: Any, verdict: Verdict, asked: Asked, only_some: dict) -> None:
     """Prints the verdict on rank 0. If something is broken, the group's first rank prints it too.
 
-    `of_nvlink`: values of the keys that only the transport nvlink reads.
+    `only_some`: values of the keys of READERS.
     """
     ranks = ranks_of(group)
     if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
@@ -308,6 +314,7 @@ def _tell(group: Any, verdict: Verdict, asked: Asked, of_nvlink: dict) -> None:
                    or verdict.transport == "hierarchical" and verdict.wires[0] != asked.wire)
         warning = "WARNING: " if verdict.broken or refused else ""
         print(f"mxfp8_moe: {warning}transport {verdict.transport} between ranks {ranks}: {verdict.reason}", flush=True)
-        for key, value in of_nvlink.items():
-            if value is not None and verdict.transport != "nvlink":
-                print(f'mxfp8_moe: WARNING: "{key}" has no effect: only the transport nvlink reads it', flush=True)
+        for key, value in only_some.items():
+            if value is not None and verdict.transport not in READERS[key]:
+                readers = " and ".join(READERS[key])
+                print(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone', flush=True)

@@ -14,7 +14,7 @@ token, choice). Combine gives its own bits, which are the same in every run. Wit
 the collective transport.
 
 The counts of a plan take the two hops too. Every rank learns the signatures of all, so that ranks in different calls
-raise together. The host waits for a GPU once, for the counts.
+raise together. The host waits for a GPU once, for the counts (static_hops.py: never).
 
 Further letters in tensor names: N nodes, G ranks of a node, C rows that this rank sends to nodes, L rows that land
 here for this node, S rows that it passes on inside the node.
@@ -47,6 +47,7 @@ from .rows import (
     sums,
     wanted_by,
 )
+from .wires import Splits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +58,8 @@ class HierarchicalPlan:
         num_tokens, top_k, tokens_per_expert, group_ends_E, slot_RK, source_P: as in Plan.
         between: which tokens go to which node.
         inside: which of the rows that land here go to which rank of the node.
-        *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside).
+        *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside), as
+            the wires take them.
         *_most: the most rows that any rank of the group sends to a rank of its hop. Equal on all ranks.
     """
 
@@ -65,12 +67,12 @@ class HierarchicalPlan:
     top_k: int
     tokens_per_expert: float
     between: Sends
-    between_send_splits: tuple
-    between_recv_splits: tuple
+    between_send_splits: Splits
+    between_recv_splits: Splits
     between_most: int
     inside: Sends
-    inside_send_splits: tuple
-    inside_recv_splits: tuple
+    inside_send_splits: Splits
+    inside_recv_splits: Splits
     inside_most: int
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor
@@ -98,15 +100,23 @@ class Hierarchical(Transport):
     def world_size(self) -> int:
         return self.hops.num_nodes * self.hops.node_size
 
-    def _between(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int,
+    def _between(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int,
                  phase: str) -> torch.Tensor:
         where = f"{self._where(phase)}, hop between nodes"
         return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
 
-    def _inside(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int,
+    def _inside(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int,
                 phase: str) -> torch.Tensor:
         where = f"{self._where(phase)}, hop inside the node"
         return self.hops.inside.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
+
+    def _tell(self, told_W: torch.Tensor) -> torch.Tensor:
+        """Sends row w of `told_W` to rank w, by both hops. Returns a row from each rank."""
+        N, G = self.hops.num_nodes, self.hops.node_size
+        landed_NG = self._between(told_W.reshape(N, -1), (1, ) * N, (1, ) * N, 1, "counts").view(N, G, -1)
+        arrived_GN = self._inside(landed_NG.transpose(0, 1).reshape(G, -1), (1, ) * G, (1, ) * G, 1,
+                                  "counts").view(G, N, -1)
+        return arrived_GN.transpose(0, 1).reshape(N * G, -1)
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> HierarchicalPlan:
@@ -121,10 +131,7 @@ class Hierarchical(Transport):
         told = torch.cat([needed_W.new_full((1, ), T),
                           needed_W.new_full((1, ), zlib.crc32((self.name + call).encode())), crossing_N, needed_W])
         told_W = torch.cat([count(expert_TK, W * E).view(W, E), told.expand(W, -1)], dim=1)
-        landed_NG = self._between(told_W.view(N, -1), (1, ) * N, (1, ) * N, 1, "counts").view(N, G, -1)
-        arrived_GN = self._inside(landed_NG.transpose(0, 1).reshape(G, -1), (1, ) * G, (1, ) * G, 1,
-                                  "counts").view(G, N, -1)
-        heard_W = arrived_GN.transpose(0, 1).reshape(W, -1)  # from each rank
+        heard_W = self._tell(told_W)
         of_expert_WE, tokens_W, signature_W, crossing_WN, needed_WW = heard_W.split([E, 1, 1, N, W], dim=1)
         # Rows that land at rank g of a node, out of node m, and are needed by rank d of the node.
         landing_MGND = needed_WW.reshape(N, G, N, G)

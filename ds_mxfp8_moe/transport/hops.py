@@ -13,7 +13,7 @@ from ..ops.op_builder import nvlink as extension
 from .deadline import ranks_of
 from .nvshmem import wire_over_nvshmem
 from .peer_memory import PeerMemory
-from .wires import HostWire, PeerWire, RowWire
+from .wires import Alone, HostWire, PeerWire, RowWire
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,9 @@ def wire_of(kind: str, group: Any, ranks: list, node_of: dict) -> RowWire:
         kind: "host", "peer_memory" or "nvshmem".
         ranks: global ranks of the hop.
     """
-    if kind == "host" or len(ranks) == 1:  # alone, nothing travels
+    if len(ranks) == 1:
+        return Alone(ranks)
+    if kind == "host":
         return HostWire(group, ranks, node_of)
     if kind == "nvshmem":
         return wire_over_nvshmem(group, ranks, node_of)

@@ -12,7 +12,6 @@ It gives the same bits as the collective transport. What backward needs is copie
 """
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
-from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, room_for
+from . import Pending, Transport, Wire, overlap, room_for
+from .capacity import padded, room_of
 from .peer_memory import KINDS, PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
@@ -73,10 +73,6 @@ def _chunk(num_tokens: int, world_size: int) -> int:
     return chunk
 
 
-def _padded(rows: int) -> int:
-    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
 def _tables(device: torch.device, *sizes: int) -> tuple[torch.Tensor, list]:
     """One int32 tensor that holds tables of these sizes, and their addresses, which are multiples of 16 bytes."""
     beginnings = [0, *itertools.accumulate(-(-size // 4) * 16 for size in sizes)]
@@ -103,7 +99,7 @@ class _RowsOfAll:
     def sizes(self, K: int) -> dict:
         """The fields of NVLinkPlan that tell the number of rows."""
         sizes, W = self._sizes_E.tolist(), len(self._tokens_W)
-        return {"num_rows": room_for(sum(map(_padded, sizes))),
+        return {"num_rows": room_for(sum(map(padded, sizes))),
                 "tokens_per_expert": sum(self._tokens_W) * K / (W * len(sizes))}
 
 
@@ -152,7 +148,7 @@ class NVLink(Transport):
 
         A forward that activation checkpointing repeats counts twice. The host does not wait.
         """
-        return self.memory.dropped(self.name)
+        return self.memory.dropped.total(self.name)
 
     @property
     def _sms_alone(self) -> int:
@@ -223,10 +219,9 @@ class NVLink(Transport):
             ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(),
                                   host=memory.host.data_ptr(), **known), memory.stream())
             return None
-        share = _padded(math.ceil(self.capacity_factor * T * K))
-        room = _padded(min(share, W * T * K) + E * (ROW_ALIGNMENT - 1))
+        room = room_of(self.capacity_factor, T, K, W, E)
         memory.unchecked = True
-        dropped = memory.dropped_at(self.name) if self.on_overflow == "drop" else 0
+        dropped = memory.dropped.address(self.name) if self.on_overflow == "drop" else 0
         ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),
                    memory.stream())
         return {"num_rows": room, "tokens_per_expert": T * K / E}

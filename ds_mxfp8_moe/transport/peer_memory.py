@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d as c10d
 
 from ..ops.device import multiprocessors
+from .capacity import MOST_DROPPING, RAISE, Dropped
 from .deadline import (
     DEADLINE,
     LOOK_SECONDS,
@@ -38,8 +39,6 @@ CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
 # kernels.h, Kind
 KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "rows")
 HISTORY = 64  # how many exchanges are remembered by name
-MOST_DROPPING = 4096  # layers of a group that may drop choices
-STEPS_BETWEEN_WARNINGS = 100  # about the choices that a layer dropped
 
 # By extension and the ranks that exchange: one staging serves all layers of a group, or of a hop. Keyed weakly, so
 # that an entry goes with its process group.
@@ -114,9 +113,6 @@ class PeerMemory:
         self.serial = 0
         self.host_waits = 0
         self.generation = 0
-        self._counter_of: dict = {}  # of each layer that may drop choices: the index of its counter
-        self._warned: dict = {}  # of each layer: the step of its last warning, and the choices dropped until then
-        self._steps = 0
         self.unchecked = False  # an exchange with a capacity was launched, and the host has not waited for it
         self._allocate(FIRST_BYTES, "the first exchange")
 
@@ -130,9 +126,7 @@ class PeerMemory:
         self._failed = self._failure.numpy()
         self.host = torch.zeros(1 << 16, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.host_words = self.host.numpy()
-        # Of each layer, the choices that it dropped. Kernels write it. CUDA graphs hold its address, so it stays.
-        self._dropped = torch.zeros(MOST_DROPPING, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._dropped_words = self._dropped.numpy()
+        self.dropped = Dropped(torch.zeros(MOST_DROPPING, dtype=torch.int64, device="cpu", pin_memory=pinned))
         self.extension.load()
         self.state = torch.zeros(self.extension.STATE_WORDS, dtype=torch.int32, device=self.device)
         self.state[0] = _signed(self._first_epoch)
@@ -171,32 +165,7 @@ class PeerMemory:
             done.record()
             wait_for_device(done, self.group, "the exchanges before an optimizer's step", self.seconds)
         self.check()
-        self._warn_about_dropped()
-
-    def dropped_at(self, name: str) -> int:
-        """The address of an int64 to which kernels add the choices that this layer drops."""
-        if name not in self._counter_of:
-            if len(self._counter_of) == MOST_DROPPING:
-                raise ValueError(f"{name}: a group counts the dropped choices of {MOST_DROPPING} layers at most: "
-                                 'leave "on_overflow" out')
-            self._counter_of[name] = len(self._counter_of)
-        return self._dropped.data_ptr() + 8 * self._counter_of[name]
-
-    def dropped(self, name: str) -> int:
-        """How many choices for this rank's experts this layer has dropped by now. The host does not wait."""
-        return int(self._dropped_words[self._counter_of[name]]) if name in self._counter_of else 0
-
-    def _warn_about_dropped(self) -> None:
-        """One line for each layer that dropped choices, at most once in STEPS_BETWEEN_WARNINGS steps."""
-        for name in self._counter_of:
-            step, before = self._warned.get(name, (self._steps - STEPS_BETWEEN_WARNINGS, 0))
-            total = self.dropped(name)
-            if total > before and self._steps - step >= STEPS_BETWEEN_WARNINGS:
-                self._warned[name] = self._steps, total
-                print(f"mxfp8_moe: WARNING: {name}: {total - before} choices for the experts of rank "
-                      f"{self.ranks[self.rank]} were dropped since the last such line: more rows came than "
-                      'fit. To drop fewer, raise "capacity_factor"', flush=True)
-        self._steps += 1
+        self.dropped.warn()
 
     def _allocate(self, half_bytes: int, where: str) -> None:
         """Allocates new staging. Collective. It waits for all exchanges, and raises on every rank or on none."""
@@ -342,8 +311,7 @@ class PeerMemory:
         place = f"exchange {epoch}, {where}" if self.node_of is None else where
         if CODES[code] == "overflow":
             raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
-                              'computed from the rows that do not fit. Raise "capacity_factor", or leave it out, or '
-                              'write "on_overflow": "drop"')
+                              f'computed from the rows that do not fit. {RAISE}')
         if CODES[code] == "mismatch":
             theirs = KINDS[detail & 255]
             why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"

@@ -23,6 +23,8 @@ from .rows import as_bytes
 BYTES = 16  # that a thread of a kernel moves at a time
 CHUNK_BYTES = 32 << 10  # least size of what one flag announces; 8 rounds of a team's threads
 
+Splits = tuple | torch.Tensor
+
 
 class RowWire(ABC):
     """Carries rows between the ranks of one hop.
@@ -30,15 +32,19 @@ class RowWire(ABC):
     Attributes:
         ranks: global ranks of the hop, ascending.
         sent_bytes: bytes that this rank has sent to other ranks of the hop. Between nodes: bytes that left its node.
+            Rows that the device alone counts are left out.
     """
 
     ranks: list
     sent_bytes: int = 0
 
     @abstractmethod
-    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
                  compared: bool = True) -> torch.Tensor:
         """Sends `send_splits[i]` rows of x to rank i of the hop. Returns the rows that arrive, in rank order.
+
+        Splits are tuples, or int32 tensors on the device, which the host does not read. With tensors, x and the result
+        have room for `most` rows of each rank. Its rows come first there, and anything may follow them.
 
         Args:
             where: the exchange, the layer and the hop, for errors. Equal on all ranks.
@@ -60,12 +66,25 @@ class RowWire(ABC):
         self.sent_bytes += others * x.shape[1] * x.element_size()
 
 
+class Alone(RowWire):
+    """The wire of a hop with one rank. Nothing travels."""
+
+    def __init__(self, ranks: list):
+        self.ranks = ranks
+
+    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
+                 compared: bool = True) -> torch.Tensor:
+        return x
+
+
 class HostWire(RowWire):
     """The host's collectives: NCCL or gloo through deepspeed.comm, over whatever network these find.
 
     It is an all-to-all of the whole group, in which ranks of other hops get no rows. A hop has no process group of its
     own, since torch makes one safely only if all ranks of the world take part. Otherwise it derives the group's name
     from the number of groups that each rank has, which may differ between ranks.
+
+    Where the host does not know the splits, it sends all the room that there is for rows.
 
     Arguments:
         group: the whole group.
@@ -76,8 +95,10 @@ class HostWire(RowWire):
     def __init__(self, group: Any, ranks: list, node_of: dict):
         self.group, self.ranks, self.node_of = group, ranks, node_of
 
-    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
                  compared: bool = True) -> torch.Tensor:
+        if isinstance(send_splits, torch.Tensor):
+            send_splits = recv_splits = (most, ) * len(self.ranks)
         self.count(x, send_splits)
         out = x.new_empty((sum(recv_splits), x.shape[1]))
         all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self.group, where, self.node_of)
@@ -125,12 +146,17 @@ class PeerWire(RowWire):
     def _launch(self, args: Any) -> None:
         self.memory.extension.row_exchange(args, self.sms, self.memory.stream())
 
-    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
                  compared: bool = True) -> torch.Tensor:
         memory, ext, width = self.memory, self.memory.extension, x.shape[1] * x.element_size()
         memory.check()
-        self.count(x, send_splits)
-        row = self._row(x)
+        row, tables = self._row(x), {}
+        if isinstance(send_splits, torch.Tensor):
+            tables = {"send_rows": send_splits.data_ptr(), "recv_rows": recv_splits.data_ptr(), "row": row}
+            send_splits = recv_splits = (most, ) * len(self.ranks)
+            memory.unchecked = True
+        else:
+            self.count(x, send_splits)
         rows = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
         # A flag announces a chunk. There are at most MAX_CHUNKS of them between two ranks.
         chunk = max(CHUNK_BYTES, -(-most * row // ext.MAX_CHUNKS // BYTES) * BYTES)
@@ -141,7 +167,8 @@ class PeerWire(RowWire):
         self._launch(ext.RowExchange(group=group, x=rows.data_ptr(), out=out.data_ptr(), other_state=other,
                                      send_at=_beginnings(send_splits, row, ext.MAX_RANKS),
                                      recv_at=_beginnings(recv_splits, row, ext.MAX_RANKS),
-                                     region=self._region(x, most), chunk=chunk, chunks=-(-most * row // chunk)))
+                                     region=self._region(x, most), chunk=chunk, chunks=-(-most * row // chunk),
+                                     **tables))
         if x.device.type == "cpu":  # the kernel has ended
             memory.check()
         return out[:, :width].contiguous().view(-1).view(x.dtype).view(-1, x.shape[1])

@@ -280,7 +280,8 @@ def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
     for name in ("nvlink", "nvshmem"):
         shutil.copytree(CSRC / name, tmp_path / name)
     source = tmp_path / "nvshmem" / "row_exchange.cu"
-    text, put = source.read_text(), "    x.put_block(w, rank() * a.region + begin(i), sent, bytes, i / world());\n"
+    text, put = source.read_text(), (
+        "    x.put_block(w, rank() * items.a.region + items.begin(i), sent, bytes, items.chunk(i));\n")
     assert text.count(put) == 1
     source.write_text(text.replace(put, ""))
     for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):

@@ -458,11 +458,11 @@ def test_replays_drop_and_count(pool):
     assert pool.run(dropped_in_replays, seconds=SECONDS) == [(count, 0) for count in want]
 
 
-def replayed(recipe, kind: type) -> int:
+def check_replays(recipe, transport) -> None:
     """Replays a graph of a layer's forward and backward with other tokens, weights and routes, some of them dropped.
-    Compares it with eager runs. Returns how often the host waited."""
+    Compares it with eager runs."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ffn = ExpertFFN(formula("swiglu"), recipe, kind(memory(), NAME, capacity_factor=3.0), 2)
+    ffn = ExpertFFN(formula("swiglu"), recipe, transport, 2)
     experts, xs, grads, routes = ffn_problem(world, "swiglu", num_experts=2 * world, dtype=BF16, tokens=(45, ) * 8)
     inputs = [(xs[rank], grads[rank], *routes[rank])]
     for routing in ("dropped", "random", "nowhere"):
@@ -490,7 +490,6 @@ def replayed(recipe, kind: type) -> int:
         step()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize(), dist.barrier()
-    waited = memory().host_waits
     graph = torch.cuda.CUDAGraph()
     with capture(graph):
         captured = step()
@@ -501,9 +500,15 @@ def replayed(recipe, kind: type) -> int:
         want = step()
         for i, (a, b) in enumerate(zip(want, got, strict=True)):
             same(f"result {i}", a.detach().cpu(), b.detach())
+    torch.cuda.synchronize(), dist.barrier()  # before the graph's memory goes
+
+
+def replayed(recipe, kind: type) -> int:
+    """How often the host waited."""
+    waited = memory().host_waits
+    check_replays(recipe, kind(memory(), NAME, capacity_factor=3.0))
     waits = memory().host_waits - waited
     memory().wait_and_check()
-    torch.cuda.synchronize(), dist.barrier()  # before the graph's memory goes
     return waits
 
 

@@ -257,7 +257,7 @@ def test_ranks_that_ask_for_different_nodes_raise_everywhere(ranks2, key, one, t
 
 def test_without_gpus(ranks2):
     said = ("mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device\n"
-            'mxfp8_moe: WARNING: "capacity_factor" has no effect: only the transport nvlink reads it\n')
+            'mxfp8_moe: WARNING: "capacity_factor" has no effect: read by nvlink and hierarchical alone\n')
     assert ranks2.run(on_the_cpu) == [(True, said), (True, "")]
 
 

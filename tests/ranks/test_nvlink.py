@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.kept_weights import KeptWeights
 from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport import peer_memory
+from ds_mxfp8_moe.transport import capacity, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import LEAST_CHUNK, NVLink, _chunk
@@ -453,7 +453,7 @@ def warned() -> list:
     """What each step's check prints, if layers drop choices in some steps."""
     memory, lines = new_memory(), []
     expert_TK = HOT.inputs(dist.get_world_size())[memory.rank][0]
-    with mock.patch.object(peer_memory, "STEPS_BETWEEN_WARNINGS", 3):
+    with mock.patch.object(capacity, "STEPS_BETWEEN_WARNINGS", 3):
         for step in range(7):
             for name in ("one", "two") if step in (1, 3) else ("one", ) if step == 5 else ():
                 NVLink(memory, name, 1, **DROPPING).plan(expert_TK, HOT.local_experts)
@@ -466,10 +466,10 @@ def warned() -> list:
 
 def too_many_layers() -> None:
     memory = new_memory()
-    with mock.patch.object(peer_memory, "MOST_DROPPING", 1):
-        assert memory.dropped_at("one") == memory.dropped_at("one")
+    with mock.patch.object(capacity, "MOST_DROPPING", 1):
+        assert memory.dropped.address("one") == memory.dropped.address("one")
         with pytest.raises(ValueError, match="two: a group counts the dropped choices of 1 layers at most"):
-            memory.dropped_at("two")
+            memory.dropped.address("two")
         memory.wait_and_check()
 
 

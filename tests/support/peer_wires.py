@@ -11,7 +11,7 @@ import emulator
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
+from ds_mxfp8_moe.transport.wires import Alone, PeerWire, RowWire
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 
@@ -26,7 +26,7 @@ def peer_hops(group: Any, node_size: int, kind: type[PeerWire] = PeerWire, modul
 
     def wire(ranks: list, sms: int) -> RowWire:
         if len(ranks) == 1:
-            return HostWire(group, ranks, host.node_of)
+            return Alone(ranks)
         with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
             return kind(PeerMemory(group, module, FIRST_EPOCH, emulator.Shared, ranks, host.node_of), sms)
 

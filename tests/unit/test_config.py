@@ -173,10 +173,11 @@ def test_recipe_bf16_refuses_a_written_mxfp8(key):
     parse({"mxfp8_moe": {"recipe": "bf16", key: "bf16"}})
 
 
-@pytest.mark.parametrize("key, value", [("capacity_factor", 1.5), ("nvlink_sms", 8)])
-def test_the_collective_transport_refuses_nvlinks_keys(key, value):
+@pytest.mark.parametrize("key, value, needed", [("capacity_factor", 1.5, "nvlink or hierarchical"),
+                                                ("nvlink_sms", 8, "nvlink")])
+def test_the_collective_transport_refuses_keys_of_others(key, value, needed):
     (line,) = problems(transport="collective", **{key: value})
-    assert f'"{key}" needs the transport nvlink, but "transport" is "collective"' in line
+    assert f'"{key}" needs the transport {needed}, but "transport" is "collective"' in line
     parse({"mxfp8_moe": {key: value}})
 
 
@@ -188,8 +189,9 @@ def test_other_transports_refuse_the_keys_of_two_hops(transport, key, value):
 
 
 def test_two_hops_refuse_nvlinks_keys():
-    (line,) = problems(transport="hierarchical", capacity_factor=1.5)
-    assert '"capacity_factor" needs the transport nvlink, but "transport" is "hierarchical"' in line
+    (line,) = problems(transport="hierarchical", nvlink_sms=8)
+    assert '"nvlink_sms" needs the transport nvlink, but "transport" is "hierarchical"' in line
+    assert parse({"mxfp8_moe": {"transport": "hierarchical", "capacity_factor": 1.5}}).capacity_factor == 1.5
 
 
 def test_nothing_is_dropped_without_a_capacity():

@@ -152,12 +152,11 @@ def test_a_transport_that_is_not_there(tmp_path, capsys):
     path.write_text('{"mxfp8_moe": {"enabled": true, "transport": "nvlink"}}')
     assert report.main([str(path)]) == 1
     assert '[FAIL] the transport nvlink cannot be used here:' in capsys.readouterr().out
-    path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5, "on_overflow": "drop"}}')
+    path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5, "nvlink_sms": 8}}')
     assert report.main([str(path)]) == 0  # training goes on without it, and says so
     text = capsys.readouterr().out
-    assert "capacity_factor .......... 1.5 (given; has no effect here: only nvlink reads it)" in text
-    assert 'on_overflow .............. "drop" (given; has no effect here: only nvlink reads it)' in text
-    assert "nvlink_sms ............... null (chosen for each exchange)" in text
+    assert "nvlink_sms ............... 8 (given; has no effect here: read by nvlink alone)" in text
+    assert "capacity_factor .......... 1.5 (given)" in text  # two hops read it
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose_low_latency(m);
   expose<RowExchange>(m, "RowExchange",
         {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
-         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, region),
+         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, send_rows),
+         FIELD(RowExchange, recv_rows), FIELD(RowExchange, row), FIELD(RowExchange, region),
          FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
 
   m.def("count", [](const Count &a, Address stream) { check(launch(a, stream), "count"); });

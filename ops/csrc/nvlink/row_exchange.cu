@@ -4,7 +4,7 @@
 // Grid: `sms` blocks of TEAMS teams. An item is a chunk of the rows between two ranks. A team copies it into the
 // region of this rank in the peer's staging and announces it. A team of the peer copies it out. Rows that stay here go
 // to their place directly. The kernel is bound by memory: 2 reads and 2 writes of each byte that travels.
-#include "exchange.cuh"
+#include "row_exchange.cuh"
 
 namespace nvlink {
 namespace {
@@ -31,42 +31,35 @@ __device__ void copy(char *to, const char *from, int64_t bytes) {
 }
 
 struct RowExchangeWork {
-  const RowExchange &a;
+  const RowItems items;
   const Exchange &x;
 
-  __device__ int rank() const { return a.group.rank; }
-  __device__ int64_t begin(int i) const { return i / a.group.world * a.chunk; }
-  // All ranks begin with different peers. The peer of send(i) takes its rows in receive(i).
-  __device__ int target(int i) const { return (rank() + 1 + i % a.group.world) % a.group.world; }
-  __device__ int source(int i) const { return (rank() + a.group.world - 1 - i % a.group.world) % a.group.world; }
-  __device__ int64_t left(const int64_t *at, int w, int i) const { return at[w + 1] - at[w] - begin(i); }
-
+  // Where an item lies in the staging of its target, or of this rank.
+  __device__ char *staged(int i, int owner, int sender) const {
+    return at<char>(x.half(owner), sender * items.a.region + items.begin(i));
+  }
   __device__ void send(int i) const {
-    const int w = target(i);
-    const int64_t bytes = min(a.chunk, left(a.send_at, w, i));
-    char *to = w == rank() ? at<char>(a.out, a.recv_at[w]) : at<char>(x.half(w), rank() * a.region);
-    copy(to + begin(i), at<char>(a.x, a.send_at[w] + begin(i)), bytes);
+    const int w = items.target(i), me = items.rank();
+    copy(w == me ? items.received(i, me) : staged(i, w, me), items.sent(i), items.to_send(i));
   }
   __device__ void announce(int i) const {
-    const int w = target(i);
-    if (threadIdx.x == 0 && w != rank() && left(a.send_at, w, i) > 0)
-      x.announce(w, i / a.group.world);
+    const int w = items.target(i);
+    if (threadIdx.x == 0 && w != items.rank() && items.to_send(i) > 0)
+      x.announce(w, items.chunk(i));
   }
-  __device__ bool skip(int i) const { return source(i) == rank() || left(a.recv_at, source(i), i) <= 0; }
-  __device__ void await(int i) const { x.await(source(i), i / a.group.world); }
+  __device__ bool skip(int i) const { return items.source(i) == items.rank() || items.to_receive(i) <= 0; }
+  __device__ void await(int i) const { x.await(items.source(i), items.chunk(i)); }
   __device__ void receive(int i) const {
-    const int w = source(i);
-    copy(at<char>(a.out, a.recv_at[w] + begin(i)), at<char>(x.half(rank()), w * a.region + begin(i)),
-         min(a.chunk, left(a.recv_at, w, i)));
+    const int w = items.source(i);
+    copy(items.received(i, w), staged(i, items.rank(), w), items.to_receive(i));
   }
 };
 
 __global__ void __launch_bounds__(TEAM_THREADS *TEAMS, 1) row_exchange(const __grid_constant__ RowExchange a) {
   const bool runs = !a.other_state || !*static_cast<volatile uint32_t *>(&at<State>(a.other_state)->failed);
   Exchange x(a.group, runs);
-  RowExchangeWork work{a, x};
-  const int items = a.chunks * a.group.world;
-  exchange(x, work, items, items);
+  RowExchangeWork work{{a}, x};
+  exchange(x, work, work.items.count(), work.items.count());
   x.finish(runs);
 }
 

@@ -56,7 +56,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)});
   expose<RowExchange>(m, "RowExchange",
         {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
-         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, region),
+         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, send_rows),
+         FIELD(RowExchange, recv_rows), FIELD(RowExchange, row), FIELD(RowExchange, region),
          FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
   expose_low_latency(m);
   expose<ShmemExchange>(m, "ShmemExchange", {FIELD(ShmemExchange, rows), FIELD(ShmemExchange, pe)});

@@ -5,6 +5,7 @@
 // Grid: `sms` blocks. An item is a chunk of the rows between two ranks. A block copies it into the symmetric heap and
 // puts it, with a signal behind it, into the region of this rank at the peer. A block of the peer waits for the signal
 // and copies the chunk out.
+#include "../nvlink/row_exchange.cuh"
 #include "exchange.cuh"
 
 namespace nvshmem {
@@ -18,38 +19,31 @@ __device__ void copy(char *to, const char *from, int64_t bytes) {
 }
 
 struct Work {
-  const RowExchange &a;
+  const RowItems items;
   const Exchange &x;
 
-  __device__ int rank() const { return a.group.rank; }
-  __device__ int world() const { return a.group.world; }
-  __device__ int64_t begin(int i) const { return i / world() * a.chunk; }
-  __device__ int target(int i) const { return (rank() + 1 + i % world()) % world(); }
-  __device__ int source(int i) const { return (rank() + world() - 1 - i % world()) % world(); }
-  __device__ int64_t left(const int64_t *at, int w, int i) const { return at[w + 1] - at[w] - begin(i); }
+  __device__ int rank() const { return items.rank(); }
 
   // All threads of a block call it.
   __device__ void send(int i) const {
-    const int w = target(i);
-    const int64_t bytes = min(a.chunk, left(a.send_at, w, i));
+    const int w = items.target(i);
+    const int64_t bytes = items.to_send(i);
     if (bytes <= 0)
       return;
-    const char *from = at<char>(a.x, a.send_at[w] + begin(i));
     if (w == rank())
-      return copy(at<char>(a.out, a.recv_at[w] + begin(i)), from, bytes);
-    const int64_t sent = (world() + w) * a.region + begin(i);
-    copy(at<char>(x.half(), sent), from, bytes);
+      return copy(items.received(i, w), items.sent(i), bytes);
+    const int64_t sent = (items.world() + w) * items.a.region + items.begin(i);
+    copy(at<char>(x.half(), sent), items.sent(i), bytes);
     __syncthreads();
-    x.put_block(w, rank() * a.region + begin(i), sent, bytes, i / world());
+    x.put_block(w, rank() * items.a.region + items.begin(i), sent, bytes, items.chunk(i));
   }
   // One thread calls them.
-  __device__ bool skip(int i) const { return source(i) == rank() || left(a.recv_at, source(i), i) <= 0; }
-  __device__ bool await(int i) const { return x.await(source(i), i / world()); }
+  __device__ bool skip(int i) const { return items.source(i) == rank() || items.to_receive(i) <= 0; }
+  __device__ bool await(int i) const { return x.await(items.source(i), items.chunk(i)); }
   // All threads of a block call it.
   __device__ void receive(int i) const {
-    const int w = source(i);
-    copy(at<char>(a.out, a.recv_at[w] + begin(i)), at<char>(x.half(), w * a.region + begin(i)),
-         min(a.chunk, left(a.recv_at, w, i)));
+    const int w = items.source(i);
+    copy(items.received(i, w), at<char>(x.half(), w * items.a.region + items.begin(i)), items.to_receive(i));
   }
 };
 
@@ -58,9 +52,9 @@ __global__ void __launch_bounds__(THREADS, 1) row_exchange(const __grid_constant
   const RowExchange &rows = a.rows;
   const bool runs = !rows.other_state || !*static_cast<volatile uint32_t *>(&at<State>(rows.other_state)->failed);
   const Exchange x(rows.group, a.pe, runs);
-  const Work work{rows, x};
+  const Work work{{rows}, x};
   State *state = at<State>(rows.group.state);
-  const int items = rows.chunks * rows.group.world;
+  const int items = work.items.count();
 
   while (x.live) {
     if (threadIdx.x == 0)

@@ -77,6 +77,7 @@ private:
 struct Put {
   void *to;
   int4 value;
+  unsigned thread, warp_turn; // who stores, and after how many collectives of its warp
 };
 
 struct Signal { // and the stores that come between the team's signal before it and this one
@@ -176,6 +177,7 @@ struct Block {
   std::vector<Fiber *> ready;
   std::vector<Barrier> barriers; // of the block, then of each team
   std::vector<std::vector<Put>> puts; // of each team, that have not happened yet
+  std::vector<std::size_t> before_barrier; // how many of them come before the team's last barrier
   unsigned idle = 0;
   std::size_t left;
   std::vector<char> shared;
@@ -184,8 +186,8 @@ struct Block {
 
   Block(Launch &launch, unsigned index)
       : launch(launch), index(index), random(launch.seed * 1000003 + index), fibers(launch.block.x * launch.block.y),
-        warps(fibers.size() / 32), barriers(1 + launch.block.y), puts(launch.block.y), left(fibers.size()),
-        shared(launch.shared_bytes + 2 * MARGIN, char(POISON)) {}
+        warps(fibers.size() / 32), barriers(1 + launch.block.y), puts(launch.block.y), before_barrier(launch.block.y),
+        left(fibers.size()), shared(launch.shared_bytes + 2 * MARGIN, char(POISON)) {}
 
   void run();
   void resume(Fiber &fiber);
@@ -328,6 +330,8 @@ bool sync(Barrier &barrier, std::size_t first, std::size_t members, const char *
   if (++barrier.arrived == members) {
     barrier.arrived = 0;
     barrier.voted[++barrier.turn & 1] = false;
+    for (std::size_t team = first / here->block_dim.x; team * here->block_dim.x < first + members; team++)
+      b.before_barrier[team] = b.puts[team].size();
     for (std::size_t i = first; i < first + members; i++) {
       b.fibers[i].where = "runs, last seen";
       b.ready.push_back(&b.fibers[i]);
@@ -348,9 +352,15 @@ bool sync_team(Site site, bool vote) {
   return sync(block->barriers[1 + team], team * threads, threads, "a team's barrier", site, vote);
 }
 
+namespace {
+
+unsigned this_thread() { return here->thread.y * here->block_dim.x + here->thread.x; }
+
+} // namespace
+
 const uint64_t *collective(const char *what, unsigned mask, uint64_t value, Site site) {
   Block &b = *block;
-  const unsigned thread = here->thread.y * here->block_dim.x + here->thread.x;
+  const unsigned thread = this_thread();
   Warp &warp = b.warps[thread / 32];
   if (mask != ~0u)
     fault(std::string(what) + " with a mask: the emulator knows none", site);
@@ -378,18 +388,30 @@ const uint64_t *collective(const char *what, unsigned mask, uint64_t value, Site
 }
 
 void put(void *to, int4 value) {
+  const unsigned thread = this_thread();
   if (adversary)
-    block->puts[here->thread.y].push_back({to, value});
+    block->puts[here->thread.y].push_back({to, value, thread, block->warps[thread / 32].turn});
   else
     std::memcpy(to, &value, sizeof value);
 }
 
+// A signal comes after the stores of its own thread, and after those that a barrier or a collective of the warp has put
+// before it. The others of its team may come later: their own signal does not order this one.
 void signal(void *to, uint64_t value, std::size_t bytes) {
   Block &b = *block;
   Signal signal{{}, &b.puts[here->thread.y], 0, to, value, bytes};
   if (!adversary)
     return store(signal, b.random);
-  std::swap(signal.puts, b.puts[here->thread.y]);
+  auto &puts = b.puts[here->thread.y];
+  std::size_t &ordered = b.before_barrier[here->thread.y];
+  const unsigned thread = this_thread(), turn = b.warps[thread / 32].turn;
+  const auto later = [&](const Put &put) {
+    return put.thread != thread && (put.thread / 32 != thread / 32 || put.warp_turn == turn);
+  };
+  const auto rest = std::stable_partition(puts.begin() + ordered, puts.end(), [&](const Put &p) { return !later(p); });
+  signal.puts.assign(puts.begin(), rest);
+  puts.erase(puts.begin(), rest);
+  ordered = 0;
   std::lock_guard lock(b.launch.mutex);
   signal.order = b.launch.signals++;
   b.launch.on_their_way.push_back(std::move(signal));
@@ -399,6 +421,7 @@ void settle() {
   Block &b = *block;
   std::vector<Put> &puts = b.puts[here->thread.y];
   store(puts, b.random);
+  b.before_barrier[here->thread.y] = 0;
   std::lock_guard lock(b.launch.mutex);
   for (Signal &signal : b.launch.on_their_way)
     if (signal.team == &puts)
