@@ -58,6 +58,19 @@ def cut(sizes_E: torch.Tensor, room: int) -> torch.Tensor:
     return torch.where(larger_E, torch.minimum(sizes_E, most_E), sizes_E)
 
 
+def shares(size_WX: torch.Tensor, fits_X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many rows of each rank fit into groups, and how many come before them. Each rank keeps the same share of its
+    rows of a group, rounded to rows, as in ops/csrc/nvlink/route.cu.
+
+    Args:
+        size_WX: the rows of each rank in each group, in the order of ranks.
+        fits_X: how many rows of each group fit.
+    """
+    upto_WX, all_X = size_WX.cumsum(0), size_WX.sum(0).clamp(min=1)
+    before_WX = (upto_WX - size_WX) * fits_X // all_X
+    return upto_WX * fits_X // all_X - before_WX, before_WX
+
+
 class Dropped:
     """How many choices each layer of a group has dropped, for the experts of this rank.
 
@@ -110,17 +123,20 @@ class Findings:
     """What the device finds out in plans whose counts the host does not read, for the layers of one group.
 
     The words of a layer: 1 + the rank that is in another call, or 0; 1 + the rank that gets more rows than fit, or 0;
-    how many rows that are; the choices that were dropped for this rank's experts. The first failure stays.
+    how many rows that are; whether they are those through one rank of its node; the choices that were dropped for this
+    rank's experts. The first failure stays.
     """
+
+    DROPPED = 4  # the last word
 
     def __init__(self, group: Any):
         device = torch.device(get_accelerator().current_device_name())
         # device="cpu", since torch.set_default_device may name another.
-        self._host = torch.zeros((MOST_DROPPING, 4), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._host = torch.zeros((MOST_DROPPING, 5), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._words = self._host.numpy()
-        self._device = torch.zeros((MOST_DROPPING, 4), dtype=torch.int64, device=device)
+        self._device = torch.zeros((MOST_DROPPING, 5), dtype=torch.int64, device=device)
         self._ranks, self._unchecked, self._captured = ranks_of(group), False, False
-        self.dropped = Dropped(self._host[:, 3])
+        self.dropped = Dropped(self._host[:, self.DROPPED])
 
     @staticmethod
     def of(group: Any) -> "Findings":
@@ -129,17 +145,20 @@ class Findings:
             _OF_GROUP[group] = Findings(group)
         return _OF_GROUP[group]
 
-    def tell(self, name: str, failure: torch.Tensor, dropped: torch.Tensor) -> None:
-        """Adds what one plan of the layer has found. The host learns it when the device has come so far.
+    def fail(self, name: str, failure: torch.Tensor) -> None:
+        """`failure`: int64 [4], the first words of a layer. The host learns it when the device has come so far."""
+        words = self._device[self.dropped.index(name), :self.DROPPED]
+        words.copy_(torch.where(words[:2].any(), words, failure))
+        self._tell(name)
 
-        Args:
-            failure: int64 [3], the first words of a layer.
-            dropped: int64, how many more choices were dropped.
-        """
-        i = self.dropped.index(name)
-        words = self._device[i]
-        words.copy_(torch.cat([torch.where(words[:2].any(), words[:3], failure), (words[3] + dropped).view(1)]))
-        self._host[i].copy_(words, non_blocking=True)
+    def drop(self, name: str, choices: torch.Tensor) -> None:
+        """`choices`: int64, how many more were dropped."""
+        self._device[self.dropped.index(name), self.DROPPED].add_(choices)
+        self._tell(name)
+
+    def _tell(self, name: str) -> None:
+        words = self._device[self.dropped.index(name)]
+        self._host[self.dropped.index(name)].copy_(words, non_blocking=True)
         self._unchecked = True
         self._captured |= words.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -149,15 +168,16 @@ class Findings:
         if not self._words[:len(names), :2].any():
             return
         me = torch.distributed.get_rank()
-        for name, (other, full, rows, _) in zip(names, self._words.tolist(), strict=False):
+        for name, (other, full, rows, through_one, _) in zip(names, self._words.tolist(), strict=False):
             where = f"rank {me}: 'counts' of {name}"
             if other:
                 rank = self._ranks[other - 1]
                 raise PeerFailure(f"{where}: rank {rank} is in another call, or brings another number of tokens. "
                                   f"{SAME_CALLS}, and with a capacity equally many tokens", (rank, ))
             if full:
-                raise PeerFailure(f"{where}: rank {self._ranks[full - 1]} would get {rows} rows, more than its "
-                                  f"capacity. {RAISE}")
+                through = "through one rank of its node, " if through_one else ""
+                raise PeerFailure(f"{where}: rank {self._ranks[full - 1]} would get {rows} rows, {through}more than "
+                                  f"its capacity. {RAISE}")
 
     @staticmethod
     def wait_and_check_all() -> None:

@@ -3,10 +3,12 @@
 ranks, or is dropped as the flat transport over NVLink drops it."""
 
 import io
+import math
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -25,7 +27,7 @@ from test_transport import MX, Problem, bits, naive_combine, naive_dispatch, out
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Transport, Wire, capacity
-from ds_mxfp8_moe.transport.capacity import Findings, cut, room_of
+from ds_mxfp8_moe.transport.capacity import Findings, cut, padded, room_of
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
@@ -53,6 +55,29 @@ CUT = {"one expert": HOT, "mxfp8": replace(HOT, wire=MX, top_k=3),
        "skewed": replace(HOT, local_experts=4, tokens=(300, ) * 8, top_k=3, routing="skewed")}
 
 
+def those_that_pass(experts: list, local_experts: int, node_size: int, room: int) -> list:
+    """The ids of every rank, with -1 for choices whose tokens do not fit between two ranks of a node."""
+    kept = [expert_TK.clone() for expert_TK in experts]
+    for rank in range(len(experts)):
+        for index in range(node_size):
+            there = [(ids // local_experts == rank) & (ids >= 0) for ids in kept[index::node_size]]
+            tokens = [served.any(1).nonzero().squeeze(1) for served in there]
+            total, before = sum(map(len, tokens)), 0
+            for ids, served, rows in zip(kept[index::node_size], there, tokens, strict=True):
+                upto = before + len(rows)
+                if total > room:
+                    for token in rows[upto * room // total - before * room // total:]:
+                        ids[token, served[token]] = -1
+                before = upto
+    return kept
+
+
+def those_kept(experts: list, local_experts: int, room: int, node_size: int, capacity_factor: float) -> list:
+    T, K = experts[0].shape
+    inside = min(padded(math.ceil(capacity_factor * T * K / node_size)), len(experts) // node_size * T)
+    return those_that_fit(those_that_pass(experts, local_experts, node_size, inside), local_experts, room)
+
+
 def static(hops: Hops, name: str = "moe", **keys) -> StaticHierarchical:
     return StaticHierarchical(hops, name, **keys)
 
@@ -68,7 +93,7 @@ def check(problem: Problem, keys: dict, hops: Hops, drops: bool = False,
     before = [t.clone() for t in inputs[rank]]
     room = room_of(ours.capacity_factor, problem.tokens[0], K, world, local)
     given = [expert for expert, _, _ in inputs]
-    experts = those_that_fit(given, local, room)
+    experts = those_kept(given, local, room, hops.node_size, ours.capacity_factor)
     assert drops == any(count_dropped(given, experts, r, local) for r in range(world))
     inputs = [(expert, x, weight) for expert, (_, x, weight) in zip(experts, inputs, strict=True)]
     rows, ends = rows_of(rank, local, experts)
@@ -122,6 +147,24 @@ def test_rows_that_do_not_fit_are_dropped(ranks4, name, node_size):
 def test_six_ranks(ranks6, name, node_size):
     ranks6.run(check_over_host, SOME[name], FITTING, node_size)
     ranks6.run(check_over_host, CUT["skewed"], DROPPING, node_size, True)
+
+
+@dataclass(frozen=True)
+class ThroughOne(Problem):
+    """Only the first rank of each node routes its tokens."""
+
+    def inputs(self, world: int) -> list:
+        return [(torch.full_like(ids, -1) if rank % 2 else ids, *others)
+                for rank, (ids, *others) in enumerate(super().inputs(world))]
+
+
+THROUGH_ONE = ThroughOne(tokens=(160, ) * 8, top_k=1, local_experts=1, routing="one expert", hidden=32)
+
+
+def test_rows_that_do_not_fit_between_two_ranks_are_dropped(ranks4):
+    """The expert would have room for all of them."""
+    ranks4.run(check_over_host, THROUGH_ONE, DROPPING, 2, True)
+    ranks4.run(check_over_host, replace(THROUGH_ONE, wire=MX, tokens=(157, ) * 8), DROPPING, 2, True)
 
 
 def check_over_adversary(problem: Problem) -> None:
@@ -252,7 +295,7 @@ def beside_flat(problem: Problem, keys: dict) -> None:
 
 @needs_the_emulator
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("problem, keys", [(SOME["dropped"], FITTING), (CUT["skewed"], DROPPING)])
+@pytest.mark.parametrize("problem, keys", [(SOME["dropped"], FITTING), (replace(CUT["skewed"], top_k=8), DROPPING)])
 def test_the_rows_of_the_flat_transport(ranks4, problem, keys):
     ranks4.run(beside_flat, problem, keys)
 
@@ -260,8 +303,8 @@ def test_the_rows_of_the_flat_transport(ranks4, problem, keys):
 # ---------------------------------------------------------------- errors
 
 
-def overflowing(hops_of: Callable) -> str:
-    exchange, expert_TK = static(hops_of(2), "block.3.moe", capacity_factor=1.0), HOT.inputs(4)[dist.get_rank()][0]
+def overflowing(hops_of: Callable, problem: Problem) -> str:
+    exchange, expert_TK = static(hops_of(2), "block.3.moe", capacity_factor=1.0), problem.inputs(4)[dist.get_rank()][0]
     with pytest.raises(PeerFailure) as caught:
         exchange.plan(expert_TK, 1)
     with pytest.raises(PeerFailure):  # the layer stays failed
@@ -281,11 +324,13 @@ HOPS = [new_host_hops, pytest.param(new_peer_hops, marks=needs_the_emulator)]
 
 
 @pytest.mark.parametrize("hops_of", HOPS)
-def test_too_many_rows_for_a_capacity(ranks4, hops_of):
+@pytest.mark.parametrize("problem, rows", [
+    (HOT, "1280 rows, "), (THROUGH_ONE, "320 rows, through one rank of its node, ")], ids=["expert", "pair"])
+def test_too_many_rows_for_a_capacity(ranks4, hops_of, problem, rows):
     if hops_of is new_peer_hops:
         emulator.build()
-    for rank, text in enumerate(ranks4.run(overflowing, hops_of)):
-        assert text == (f"rank {rank}: 'counts' of block.3.moe: rank 3 would get 1280 rows, more than its capacity. "
+    for rank, text in enumerate(ranks4.run(overflowing, hops_of, problem)):
+        assert text == (f"rank {rank}: 'counts' of block.3.moe: rank 3 would get {rows}more than its capacity. "
                         'Raise "capacity_factor", or leave it out, or write "on_overflow": "drop"')
 
 
@@ -403,7 +448,8 @@ def test_a_layer_gives_the_bits_of_buffers_that_fit(ranks4, recipe_name):
 
 def check_layer_dropped(recipe) -> None:
     hops = two_hops(2).hops
-    cases.check_layer_dropped(recipe, Hierarchical(hops, "oracle"), static(hops, **DROPPING))
+    cases.check_layer_dropped(recipe, Hierarchical(hops, "oracle"), static(hops, **DROPPING),
+                              partial(those_kept, node_size=2, capacity_factor=DROPPING["capacity_factor"]))
 
 
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
