@@ -57,8 +57,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         dispatch_bwd_dtype: the format of the input's gradient on its way back.
         transport: how rows travel. "collective": NCCL or gloo through deepspeed.comm. "nvlink": kernels that write
             into the memory of the host's other GPUs. "hierarchical": two hops for groups that span nodes, so that a
-            token crosses to each node once. Default: nvlink wherever it is possible, else collective. On CPUs,
-            hierarchical for groups that span nodes of the same number of ranks. It has not run over NCCL yet.
+            token crosses to each node once. Default: nvlink wherever it is possible; hierarchical for groups that
+            span 2 to 8 nodes of the same number of ranks; else collective.
         node_size: how many consecutive ranks make a node. Only for hierarchical. Default: the ranks that run on one
             machine make a node.
         wire: what carries rows between nodes. "host": NCCL or gloo through deepspeed.comm. "peer_memory": stores into

@@ -31,7 +31,7 @@ PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi
 _ORIGINS = {
     "enabled": 'default: plain DeepSpeed; write "enabled": true to convert',
     "scale_block_size": "chosen for this device: 128 on sm_90, 32 elsewhere",
-    "transport": "chosen: nvlink inside a host, collective between hosts, on CPUs hierarchical if hosts are even",
+    "transport": "chosen: nvlink inside a host, hierarchical between hosts if they are even, else collective",
     "node_size": "chosen: the ranks of one host",
     "wire": "chosen: it takes every network",
     "nvlink_sms": "chosen for each exchange",

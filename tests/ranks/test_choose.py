@@ -318,7 +318,18 @@ def on_nodes_with_gpus(hosts: list, *requests) -> list:
         return [module._decide(dist.get_world_group(), "moe", Asked(request, None, "host")) for request in requests]
 
 
-def test_two_hops_are_not_chosen_over_nccl_unless_asked_for(ranks4):
+def test_two_hops_are_chosen_on_gpus_too(ranks4):
     for silent, asked in ranks4.run(on_nodes_with_gpus, TWO_BY_TWO, None, "hierarchical"):
-        assert silent.transport == "collective" and silent.reason.endswith("it has not run over NCCL yet")
+        assert silent.transport == asked.transport == "hierarchical"
+
+
+def on_nodes_with_gpus_where_few_nodes_are_many(hosts: list) -> list:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_NODES", 1)
+        return on_nodes_with_gpus(hosts, None, "hierarchical")
+
+
+def test_between_many_nodes_two_hops_are_not_chosen_unless_asked_for(ranks4):
+    for silent, asked in ranks4.run(on_nodes_with_gpus_where_few_nodes_are_many, TWO_BY_TWO):
+        assert silent.transport == "collective" and "not faster between more than 1 nodes" in silent.reason
         assert asked.transport == "hierarchical"
