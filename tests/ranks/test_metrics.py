@@ -181,6 +181,7 @@ class Residual(torch.nn.Module):
 @pytest.mark.parametrize("later, layers", [(False, 3), (True, 2)])
 def test_the_stages_of_a_pipeline_have_different_layers(ranks2, tmp_path, later, layers):
     ranks2.run(of_stages, str(tmp_path), later)
+    ranks2.close()  # a stage without MoE layers makes fewer groups, and torch names groups by their number
     found = {name.rsplit("_load_most")[0] for name in written(tmp_path) if name.endswith("_load_most")}
     assert len(found) == layers
 

@@ -131,7 +131,7 @@ def test_kernels_that_signal_too_early_or_never_are_noticed(ranks4, tmp_path, su
     (sources / "exchange.cuh").write_text(text.replace(line, instead or ";"))
     emulator.build(sources, suffix)
     with pytest.raises(RankFailure):
-        ranks4.run(over_other_sources, sources, suffix, Problem(tokens=(5, 50, 37, 61), top_k=4), seconds=30)
+        ranks4.run(over_other_sources, sources, suffix, Problem(tokens=(5, 50, 37, 61), top_k=4), seconds=15)
 
 
 # ---------------------------------------------------------------- who is reached

@@ -12,10 +12,12 @@ A case hands the pool a top-level function; every rank runs it and its return va
         assert ranks2.run(body, 3) == [0, 3]
 """
 
+import faulthandler
 import gc
 import io
 import multiprocessing as mp
 import os
+import signal
 import socket
 import sys
 import time
@@ -108,6 +110,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
                                verbose=False)
+    faulthandler.register(signal.SIGUSR1)
     conn.send("ready")
     while True:
         try:
@@ -202,6 +205,9 @@ class RankPool:
                     if not ok:
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if waiting or errors:
+            for rank in waiting:  # which print where each of their threads stands
+                os.kill(self._procs[rank].pid, signal.SIGUSR1)
+            time.sleep(0.5 if waiting else 0)
             for rank in waiting:
                 errors[rank] = f"no answer within {seconds} s, or {GRACE_SECONDS} s after a peer's failure"
             self.close()
