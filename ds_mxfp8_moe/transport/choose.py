@@ -84,9 +84,9 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
     Args:
         group: the layer's expert-parallel process group. None means that this rank has all experts.
         name: of the layer, for errors.
-        requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible. On CPUs it means
-            hierarchical where that is possible. "hierarchical" is for groups that span nodes of the same size; others
-            take what None gives.
+        requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible, then hierarchical
+            between at most MOST_NODES nodes, then collective. "hierarchical" is for groups that span nodes of the same
+            size; others take what None gives.
         sms, overlap: for NVLink. In the config, `sms` is `nvlink_sms`.
         capacity_factor, on_overflow: for NVLink and for two hops.
         node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.

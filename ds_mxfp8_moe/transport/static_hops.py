@@ -171,7 +171,8 @@ def places(local_RK: torch.Tensor, source_R: torch.Tensor, ranks: int, experts: 
     """Sorts received choices by (expert, rank, token, choice), and drops those that do not fit into P rows.
 
     Args:
-        local_RK: local experts of received rows. -1: none. Rows of a rank are in ascending token.
+        local_RK: for each received row, the experts of this rank that it goes to; -1 is no expert. The rows of a
+            sender are in the ascending order of their tokens.
         source_R: the rank that each row came from.
         ranks, experts, num_rows: W, E and P.
 

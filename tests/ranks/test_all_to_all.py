@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AllToAll on ranks without GPUs, over the emulator of CUDA; the cases are those of the GPU tests."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,16 +12,13 @@ import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
 from test_nvlink import Refusing
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.all_to_all import AllToAll
-from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
 SMS = 3  # blocks, of which the emulator may run one at a time
-DEADLINE = timedelta(seconds=4)
 
 needs_nvcc = pytest.mark.skipif(emulator.obstacle() is not None,
                                 reason=f"the emulator needs nvcc: {emulator.obstacle()}")
@@ -106,19 +102,7 @@ def test_torch_compile_traces_the_ops(ranks2, name):
 
 
 def failing(which: str) -> str | None:
-    """What this rank raises where rank 1 does not come, or is of other sizes."""
-    group, rank, text = torch.distributed.new_group(), dist.get_rank(), None
-    c10d._set_pg_timeout(DEADLINE, group)
-    case = Case(max_tokens=7 + rank) if which == "sizes" else Case()
-    a2a, call = make(case, group=group), Call(case, CPU)
-    call.bring(0)
-    if which == "sizes" or rank != 1:
-        with pytest.raises(PeerFailure) as caught:
-            call.dispatch(a2a)
-            a2a.check()
-        text = str(caught.value)
-    dist.barrier()
-    return text
+    return cases.failing(which, lambda case, group: make(case, group=group), CPU)
 
 
 @needs_nvcc

@@ -3,7 +3,6 @@
 different times, and signals come late, also those of an exchange after those of the next one."""
 
 import shutil
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,16 +17,13 @@ import torch.distributed
 from all_to_all_cases import CASES, Call, Case
 from rank_pool import KEPT_GROUPS, RankFailure, RankPool
 from test_nvshmem import FAILURES, Library, machine
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport import nvshmem, peer_memory
-from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 CPU = torch.device("cpu")
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
-DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
 REASON = emulator.obstacle()
 needs_nvcc = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
 
@@ -46,8 +42,8 @@ def built():
         emulator.build_nvshmem()
 
 
-def new_memory(module: ModuleType) -> PeerMemory:
-    group = torch.distributed.new_group()
+def new_memory(module: ModuleType, group=None) -> PeerMemory:
+    group = group or torch.distributed.new_group()
     KEPT_GROUPS.add(group)
     with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
         return PeerMemory(group, module, FIRST_EPOCH, emulator.Heap(module))
@@ -123,8 +119,8 @@ def test_call_after_call(ranks4):
 
 
 def over_other_sources(csrc: Path, suffix: str) -> list[str]:
-    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
-    memory = new_memory(emulator.load(dist.get_rank(), lambda: emulator.build_nvshmem(csrc, suffix)))
+    module = emulator.load(dist.get_rank(), lambda: emulator.build_nvshmem(csrc, suffix))
+    memory = new_memory(module, cases.impatient_group())
     return run(REPEATED, turns=20, memory=memory)
 
 
@@ -151,19 +147,8 @@ def test_kernels_that_share_flags_or_put_nothing_are_noticed(ranks4, tmp_path, s
 
 
 def failing(which: str) -> str | None:
-    """What this rank raises where rank 1 does not come, or is of other sizes."""
-    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
-    case, text = Case(max_tokens=7 + dist.get_rank()) if which == "sizes" else Case(), None
-    memory = new_memory(emulator.load(dist.get_rank(), emulator.build_nvshmem))
-    a2a, call = cases.make(case, memory), Call(case, CPU)
-    call.bring(0)
-    if which == "sizes" or dist.get_rank() != 1:
-        with pytest.raises(PeerFailure) as caught:
-            call.dispatch(a2a)
-            a2a.check()
-        text = str(caught.value)
-    dist.barrier()
-    return text
+    module = emulator.load(dist.get_rank(), emulator.build_nvshmem)
+    return cases.failing(which, lambda case, group: cases.make(case, new_memory(module, group)), CPU)
 
 
 @needs_nvcc

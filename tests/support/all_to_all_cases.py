@@ -3,15 +3,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import deepspeed.comm as dist
+import pytest
 import torch
+import torch.distributed
+from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe import mx
 from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 POISON = 77
+DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
 
 
 @dataclass(frozen=True)
@@ -239,6 +245,31 @@ def check(call: Call, a2a: AllToAll, turn: int, between: Callable = _nothing) ->
 def make(case: Case, memory) -> AllToAll:
     return AllToAll(memory, case.max_tokens, case.local_experts * dist.get_world_size(), case.top_k, case.hidden,
                     case.hidden * (case.dtype.itemsize if case.rows == "plain" else 1), case.scale_bytes)
+
+
+def impatient_group():
+    """All ranks, with a short deadline."""
+    group = torch.distributed.new_group()
+    c10d._set_pg_timeout(DEADLINE, group)
+    return group
+
+
+def failing(which: str, make_a2a: Callable, device: torch.device) -> str | None:
+    """What this rank raises where rank 1 does not come ("late") or is of other sizes ("sizes").
+
+    make_a2a: makes the exchange of a case over a group.
+    """
+    rank, text = dist.get_rank(), None
+    case = Case(max_tokens=7 + rank) if which == "sizes" else Case()
+    a2a, call = make_a2a(case, impatient_group()), Call(case, device)
+    call.bring(0)
+    if which == "sizes" or rank != 1:
+        with pytest.raises(PeerFailure) as caught:
+            call.dispatch(a2a)
+            a2a.check()
+        text = str(caught.value)
+    dist.barrier()
+    return text
 
 
 def bad_calls(a2a: AllToAll, device: torch.device) -> tuple[Callable, ...]:
