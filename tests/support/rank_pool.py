@@ -103,6 +103,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from torch.distributed import distributed_c10d as c10d
     gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
     linear = torch.nn.functional.linear
@@ -125,6 +126,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
             reset_hugging_face()
             if accelerator == "cpu":
                 destroy_groups()
+                c10d._set_pg_timeout(c10d.default_pg_timeout, c10d._get_default_group())  # some cases shorten it
             torch.manual_seed(1234)
             torch.nn.functional.linear = linear  # ZeRO-3 replaces it, and rounds bf16 otherwise
             conn.send_bytes(_dump((True, fn(*args, **kwargs))))
