@@ -34,7 +34,7 @@ class Sends(NamedTuple):
     Attributes:
         row_S: int64 [S], the row of N in each row sent, ascending by (rank, row).
         rank_S: int64 [S], the rank that it goes to.
-        slot_WN: int64 [W, N], the row sent in which row n goes to rank w. S where it does not.
+        slot_WN: int64 [W, N], contiguous: the row sent in which row n goes to rank w. S where it does not.
     """
 
     row_S: torch.Tensor

@@ -131,7 +131,7 @@ def sends_with_room(wanted_NW: torch.Tensor, room: int) -> Sends:
     S is W * room. `Sends.row_S` of a place without a row is any row, or 0.
     """
     N, W = wanted_NW.shape
-    wanted_WN = wanted_NW.t()
+    wanted_WN = wanted_NW.t().contiguous()  # so that slot_WN is, as kernels read it
     rank_W1 = torch.arange(W, device=wanted_NW.device).unsqueeze(1)
     slot_WN = torch.where(wanted_WN, rank_W1 * room + wanted_WN.cumsum(1) - 1, W * room)
     row_N = torch.arange(N, device=wanted_NW.device)
