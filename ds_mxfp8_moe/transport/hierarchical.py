@@ -37,11 +37,11 @@ from .rows import (
     expand,
     experts_there,
     numbered,
-    pack,
     pack_all,
     padded_rows,
     padding,
     partial_sums,
+    pass_on,
     sends,
     sort_by_expert,
     sums,
@@ -100,15 +100,15 @@ class Hierarchical(Transport):
     def world_size(self) -> int:
         return self.hops.num_nodes * self.hops.node_size
 
-    def _between(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int,
-                 phase: str) -> torch.Tensor:
+    def _between(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int, phase: str,
+                 row_C: torch.Tensor | None = None) -> torch.Tensor:
         where = f"{self._where(phase)}, hop between nodes"
-        return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
+        return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts", row_C)
 
-    def _inside(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int,
-                phase: str) -> torch.Tensor:
+    def _inside(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int, phase: str,
+                row_S: torch.Tensor | None = None) -> torch.Tensor:
         where = f"{self._where(phase)}, hop inside the node"
-        return self.hops.inside.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
+        return self.hops.inside.exchange(x, send_splits, recv_splits, where, most, phase != "counts", row_S)
 
     def _tell(self, told_W: torch.Tensor) -> torch.Tensor:
         """Sends row w of `told_W` to rank w, by both hops. Returns a row from each rank."""
@@ -173,11 +173,10 @@ class Hierarchical(Transport):
 
     def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
-        message_C = pack(x_TH, wire, weight_TK, plan.between.row_S, plan.between.slot_WN, plan.top_k)
-        message_L = self._between(message_C, plan.between_send_splits, plan.between_recv_splits,
-                                  plan.between_most, phase)
-        message_R = self._inside(message_L.index_select(0, plan.inside.row_S), plan.inside_send_splits,
-                                 plan.inside_recv_splits, plan.inside_most, phase)
+        message_L = self._between(pack_all(x_TH, wire, weight_TK), plan.between_send_splits,
+                                  plan.between_recv_splits, plan.between_most, phase, plan.between.row_S)
+        message_R = self._inside(message_L, plan.inside_send_splits, plan.inside_recv_splits, plan.inside_most, phase,
+                                 plan.inside.row_S)
         return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)
 
     def combine(self, plan: HierarchicalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
@@ -186,8 +185,7 @@ class Hierarchical(Transport):
         message_R = partial_sums(y_PH, PLAIN, torch.float32, weight_P, plan.slot_RK)
         message_S = self._inside(message_R, plan.inside_recv_splits, plan.inside_send_splits, plan.inside_most,
                                  phase)
-        sum_LH, weight_LK = sums(message_S, H, PLAIN, torch.float32, weights, plan.inside.slot_WN, K)
-        message_L = pack_all(sum_LH if wire.mxfp8 else sum_LH.to(dtype), wire, weight_LK if weights else None)
+        message_L = pass_on(message_S, H, wire, dtype, weights, plan.inside.slot_WN, K)
         message_C = self._between(message_L, plan.between_recv_splits, plan.between_send_splits,
                                   plan.between_most, phase)
         y_TH, weight_TK = sums(message_C, H, wire, dtype, weights, plan.between.slot_WN, K)

@@ -76,7 +76,7 @@ class NVSHMEMWire(PeerWire):
         return puts_of(self.memory)
 
     def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
-                 compared: bool = True) -> torch.Tensor:
+                 compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         if self.host is None:
             try:
                 self.memory.reserve(self._half_bytes(x, most), where)
@@ -87,8 +87,8 @@ class NVSHMEMWire(PeerWire):
         if self.host is not None:
             if not isinstance(send_splits, torch.Tensor):
                 self.count(x, send_splits)
-            return self.host.exchange(x, send_splits, recv_splits, where, most, compared)
-        return super().exchange(x, send_splits, recv_splits, where, most, compared)
+            return self.host.exchange(x, send_splits, recv_splits, where, most, compared, row_S)
+        return super().exchange(x, send_splits, recv_splits, where, most, compared, row_S)
 
     def _launch(self, args: Any) -> None:
         ext = self.memory.extension

@@ -218,6 +218,21 @@ def partial_sums(y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype, weight_P: t
     return _joined(partial_RH if wire.mxfp8 else partial_RH.to(dtype), wire, weight_RK)
 
 
+def pass_on(message_S: torch.Tensor, hidden: int, wire: Wire, dtype: torch.dtype, weights: int,
+            slot_WN: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The message of sums that go on: of float32 rows as `sums` adds them, rounded once to the wire's format.
+
+    Args:
+        wire, dtype: of the result.
+    """
+    if runs_kernels(message_S.device, hidden):
+        from ..ops.triton_kernels import unpermute
+        return unpermute.pass_on_rows(message_S, slot_WN, hidden, weights, top_k, dtype,
+                                      wire.block_size if wire.mxfp8 else 0, wire.scaling_mode)
+    sum_NH, weight_NK = sums(message_S, hidden, PLAIN, torch.float32, weights, slot_WN, top_k)
+    return _joined(sum_NH if wire.mxfp8 else sum_NH.to(dtype), wire, weight_NK if weights else None)
+
+
 def sums(message_S: torch.Tensor, hidden: int, wire: Wire, dtype: torch.dtype, weights: int,
          slot_WN: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds up what came back for each of the N rows that were sent: in float32, in ascending rank, rounded once.

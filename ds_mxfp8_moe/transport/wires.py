@@ -40,13 +40,14 @@ class RowWire(ABC):
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
-                 compared: bool = True) -> torch.Tensor:
+                 compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         """Sends `send_splits[i]` rows of x to rank i of the hop. Returns the rows that arrive, in rank order.
 
-        Splits are tuples, or int32 tensors on the device, which the host does not read. With tensors, x and the result
-        have room for `most` rows of each rank. Its rows come first there, and anything may follow them.
+        Splits are tuples, or int32 tensors on the device, which the host does not read. With tensors, what is sent and
+        the result have room for `most` rows of each rank. Its rows come first there, and anything may follow them.
 
         Args:
+            row_S: int64 [S], which rows of x are sent, in rank order. None: all of them, in their order.
             where: the exchange, the layer and the hop, for errors. Equal on all ranks.
             most: no rank sends more rows to another one than this. Equal on all ranks of the group.
             compared: whether a wire that can do so compares `where` between ranks. The counts of a plan do it
@@ -73,8 +74,8 @@ class Alone(RowWire):
         self.ranks = ranks
 
     def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
-                 compared: bool = True) -> torch.Tensor:
-        return x
+                 compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
+        return x if row_S is None else x.index_select(0, row_S)
 
 
 class HostWire(RowWire):
@@ -96,10 +97,11 @@ class HostWire(RowWire):
         self.group, self.ranks, self.node_of = group, ranks, node_of
 
     def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
-                 compared: bool = True) -> torch.Tensor:
+                 compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(send_splits, torch.Tensor):
             send_splits = recv_splits = (most, ) * len(self.ranks)
         self.count(x, send_splits)
+        x = x if row_S is None else x.index_select(0, row_S)
         out = x.new_empty((sum(recv_splits), x.shape[1]))
         all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self.group, where, self.node_of)
         return out
@@ -147,28 +149,29 @@ class PeerWire(RowWire):
         self.memory.extension.row_exchange(args, self.sms, self.memory.stream())
 
     def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
-                 compared: bool = True) -> torch.Tensor:
+                 compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         memory, ext, width = self.memory, self.memory.extension, x.shape[1] * x.element_size()
         memory.check()
         row, tables = self._row(x), {}
         if isinstance(send_splits, torch.Tensor):
-            tables = {"send_rows": send_splits.data_ptr(), "recv_rows": recv_splits.data_ptr(), "row": row}
+            tables = {"send_rows": send_splits.data_ptr(), "recv_rows": recv_splits.data_ptr()}
             send_splits = recv_splits = (most, ) * len(self.ranks)
             memory.unchecked = True
         else:
             self.count(x, send_splits)
-        rows = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
+        sent = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
         # A flag announces a chunk. There are at most MAX_CHUNKS of them between two ranks.
         chunk = max(CHUNK_BYTES, -(-most * row // ext.MAX_CHUNKS // BYTES) * BYTES)
         memory.reserve(self._half_bytes(x, most), where)
         out = torch.empty((sum(recv_splits), row), dtype=torch.uint8, device=x.device)
         group = memory.begin(signature("rows", row, most, where if compared else ""), where)
         other = self.other.memory.state.data_ptr() if isinstance(self.other, PeerWire) else 0
-        self._launch(ext.RowExchange(group=group, x=rows.data_ptr(), out=out.data_ptr(), other_state=other,
+        rows = 0 if row_S is None else row_S.data_ptr()
+        self._launch(ext.RowExchange(group=group, x=sent.data_ptr(), rows=rows, out=out.data_ptr(), other_state=other,
                                      send_at=_beginnings(send_splits, row, ext.MAX_RANKS),
                                      recv_at=_beginnings(recv_splits, row, ext.MAX_RANKS),
-                                     region=self._region(x, most), chunk=chunk, chunks=-(-most * row // chunk),
-                                     **tables))
+                                     row=row, region=self._region(x, most), chunk=chunk,
+                                     chunks=-(-most * row // chunk), **tables))
         if x.device.type == "cpu":  # the kernel has ended
             memory.check()
         return out[:, :width].contiguous().view(-1).view(x.dtype).view(-1, x.shape[1])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves rows from experts back to tokens: what the collective transport does in combine before and after the exchange.
+"""Moves rows from experts back to tokens: what the transports do in combine before, between and after exchanges.
 
     combine_rows    sums the experts' outputs of a row and rounds the sum to the wire format     P rows -> R rows
+    pass_on_rows    sums the rows that come back for a token and rounds to the wire format       S rows -> T rows
     sum_rows        sums the rows that come back for a token                                     S rows -> T tokens
 
 Oracle, letters, tables and sizes are those of permute.py. Here too each byte is read once and written once.
@@ -112,11 +113,12 @@ def _sum_kernel(
         data_ptr,  # [S, STRIDE] in the wire's dtype. For MXFP8 uint8, with the scales from H on
         weight_ptr,  # [S, WEIGHT_STRIDE] float32, at its weights
         sent_slot_ptr,  # [W, T] int64
-        y_ptr,  # [T, H]
-        out_weight_ptr,  # [T, K] float32
+        out_ptr,  # [T, OUT_STRIDE]. For MXFP8 uint8, with the scales from H on
+        out_weight_ptr,  # [T, OUT_WEIGHT_STRIDE] float32
         T, S, STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, H: tl.constexpr, SCALES: tl.constexpr,
-        K: tl.constexpr, WEIGHT_LANES: tl.constexpr, W: tl.constexpr, RANK_LANES: tl.constexpr, ROWS: tl.constexpr,
-        B: tl.constexpr, BLOCK: tl.constexpr):
+        OUT_STRIDE: tl.constexpr, OUT_WEIGHT_STRIDE: tl.constexpr, OUT_SCALES: tl.constexpr, K: tl.constexpr,
+        WEIGHT_LANES: tl.constexpr, W: tl.constexpr, RANK_LANES: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr,
+        OUT_B: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
     """Sums the rows that came back for each token. Grid (T, )."""
     t = tl.program_id(0).to(tl.int64)
     rows = rows_of_token(sent_slot_ptr, t, T, S, W, RANK_LANES, ROWS)
@@ -132,13 +134,19 @@ def _sum_kernel(
                 total += tl.reshape(values(tl.reshape(data, [BLOCK // B, B]), byte), [BLOCK])
             else:
                 total += data.to(tl.float32)
-        tl.store(y_ptr + t * H + column, total.to(y_ptr.dtype.element_ty), mask=column < H)
+        if OUT_B:
+            data, byte = rounded(total, OUT_B, FLOOR)
+            tl.store(out_ptr + t * OUT_STRIDE + column, tl.reshape(data, [BLOCK]), mask=column < H)
+            block = first // OUT_B + tl.arange(0, BLOCK // OUT_B)
+            tl.store(out_ptr + (t * OUT_STRIDE + H) + block, byte, mask=block < OUT_SCALES)
+        else:
+            tl.store(out_ptr + t * OUT_STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if K:
         k = tl.arange(0, WEIGHT_LANES)
         weight = tl.zeros([WEIGHT_LANES], tl.float32)
         for i in tl.static_range(ROWS):
             weight += tl.load(weight_ptr + rows[i] * WEIGHT_STRIDE + k, mask=(k < K) & (rows[i] < S), other=0.0)
-        tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
+        tl.store(out_weight_ptr + t * OUT_WEIGHT_STRIDE + k, weight, mask=k < K)
 
 
 def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
@@ -186,17 +194,42 @@ def sum_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, wei
     Returns:
         The sums [T, hidden] in `dtype`, and the sums of the weights [T, weights] in float32.
     """
-    (S, _), (ranks, T) = message.shape, sent_slot_WT.shape
-    wire, data_bytes, scales = _wire(hidden, dtype, block_size)
+    T = sent_slot_WT.shape[1]
     y_TH = message.new_empty((T, hidden), dtype=dtype)
     weight_TK = message.new_empty((T, weights), dtype=torch.float32)
-    if T == 0:
-        return y_TH, weight_TK
-    where = layout(data_bytes, scales, weights)
-    data, _, weight = fields_of(message, where, wire)
-    tile = sum_tile(hidden, block_size)
-    # No fused multiply-add: a product beyond float32's range has to become Inf before it is added.
-    _sum_kernel[(T, )](data, weight, sent_slot_WT, y_TH, weight_TK, T, S, where.width // wire.itemsize,
-                       where.width // 4, hidden, scales, weights, lanes_for(weights), ranks, lanes_for(ranks),
-                       min(ranks, top_k), block_size, tile.block, num_warps=tile.warps, enable_fp_fusion=False)
+    _sum(message, sent_slot_WT, hidden, weights, top_k, (dtype, block_size), y_TH, weight_TK)
     return y_TH, weight_TK
+
+
+def pass_on_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, weights: int, top_k: int,
+                 dtype: torch.dtype, block_size: int, scaling_mode: str) -> torch.Tensor:
+    """As `sum_rows` of float32 rows, but the sums and their weights become message rows, uint8 [T, width].
+
+    Args:
+        dtype, block_size, scaling_mode: the wire format of the result, as for `combine_rows`.
+    """
+    wire, data_bytes, scales = _wire(hidden, dtype, block_size)
+    where = layout(data_bytes, scales, weights)
+    out = message.new_empty((sent_slot_WT.shape[1], where.width))
+    data, _, weight = fields_of(out, where, wire)
+    _sum(message, sent_slot_WT, hidden, weights, top_k, (torch.float32, 0), data, weight, (block_size, scales),
+         scaling_mode)
+    return out
+
+
+def _sum(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int, weights: int, top_k: int, wire: tuple,
+         out: torch.Tensor, out_weight: torch.Tensor, out_blocks: tuple = (0, 0), scaling_mode: str = "rceil") -> None:
+    """Writes the sums into `out` and `out_weight`. `wire`: (dtype, block_size) of the message. `out_blocks`:
+    (block_size, number of scales) of the result."""
+    (S, _), (ranks, T), (out_block, out_scales) = message.shape, sent_slot_WT.shape, out_blocks
+    if T == 0:
+        return
+    dtype, data_bytes, scales = _wire(hidden, *wire)
+    where = layout(data_bytes, scales, weights)
+    data, _, weight = fields_of(message, where, dtype)
+    tile = sum_tile(hidden, wire[1] or out_block)
+    # No fused multiply-add: a product beyond float32's range has to become Inf before it is added.
+    _sum_kernel[(T, )](data, weight, sent_slot_WT, out, out_weight, T, S, where.width // dtype.itemsize,
+                       where.width // 4, hidden, scales, out.stride(0), out_weight.stride(0), out_scales, weights,
+                       lanes_for(weights), ranks, lanes_for(ranks), min(ranks, top_k), wire[1], out_block,
+                       scaling_mode == "floor", tile.block, num_warps=tile.warps, enable_fp_fusion=False)

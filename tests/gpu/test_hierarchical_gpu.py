@@ -136,12 +136,16 @@ def stressed(repetitions: int, hops: Hops | None = None) -> None:
         for wire in (hops.between, hops.inside):
             sent, wanted = ([rows_between(*pair, width, seed) for pair in pairs] for pairs in (
                 [(me, rank) for rank in wire.ranks], [(rank, me) for rank in wire.ranks]))
-            cases.append((wire, torch.cat(sent).cuda(), torch.cat(wanted).cuda(), tuple(map(len, sent)),
-                          tuple(map(len, wanted)), f"rows of {width}"))
+            x, row_S = torch.cat(sent).cuda(), None
+            if seed % 2:  # taken from another order
+                row_S = torch.randperm(len(x), device="cuda")
+                x = torch.empty_like(x).index_copy_(0, row_S, x)
+            cases.append((wire, x, tuple(map(len, sent)), tuple(map(len, wanted)), f"rows of {width}", row_S,
+                          torch.cat(wanted).cuda()))
     for _ in range(repetitions):
-        wire, rows, wanted, send_splits, recv_splits, where = order.choice(cases)
+        wire, x, send_splits, recv_splits, where, row_S, wanted = order.choice(cases)
         torch.cuda._sleep(int(delays.choice((0, 0.1, 1, 3)) * delays.random() * CYCLES_PER_MS))
-        wrong += (wire.exchange(rows, send_splits, recv_splits, where, 400) != wanted).sum()
+        wrong += (wire.exchange(x, send_splits, recv_splits, where, 400, row_S=row_S) != wanted).sum()
     assert wrong.item() == 0
     hops.check()
 

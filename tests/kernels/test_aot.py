@@ -107,6 +107,8 @@ def exchanges():
         permute.expand_rows(*received, slot, source)
         answers = unpermute.combine_rows(y, weight_P, slot, BF16, block, "rceil")
         unpermute.sum_rows(answers, sent, H, K, K, BF16, block)
+        sums = unpermute.combine_rows(y, weight_P, slot, F32, 0, "rceil")
+        unpermute.pass_on_rows(sums, sent, H, K, K, BF16, block, "rceil")
         local.dispatch_rows(x, weight, slot.int(), source.int(), block, "rceil")
         local.combine_rows(y, weight_P, slot.int(), BF16, block, "rceil")
     local.plan_rows(slot, E, P)

@@ -180,8 +180,9 @@ def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
 class Adversary(HostWire):
     """Sends rows in small pieces, in an order of its own and late. Each rank has its own order."""
 
-    def exchange(self, x, send_splits, recv_splits, where, *keys):
+    def exchange(self, x, send_splits, recv_splits, where, most, compared=True, row_S=None):
         self.count(x, send_splits)
+        x = x if row_S is None else x.index_select(0, row_S)
         me, out = dist.get_rank(), x.new_empty((sum(recv_splits), x.shape[1]))
         x, mine = x.contiguous(), self.ranks.index(me)
         sent, received = x.split(list(send_splits)), out.split(list(recv_splits))

@@ -92,7 +92,8 @@ class Hop(RowWire):
     def __init__(self, rank: int, ranks: range, peers: Peers):
         self.rank, self.ranks, self.peers = rank, ranks, peers
 
-    def exchange(self, x, send_splits, recv_splits, where, most, *keys):
+    def exchange(self, x, send_splits, recv_splits, where, most, compared=True, row_S=None):
+        x = x if row_S is None else x.index_select(0, row_S)
         if isinstance(send_splits, torch.Tensor):  # all the room travels
             send_splits = recv_splits = [most] * len(self.ranks)
         parts = dict(zip(self.ranks, x.split(list(send_splits)), strict=True))

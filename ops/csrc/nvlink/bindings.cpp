@@ -78,7 +78,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
          FIELD(Combine, out_weight_TK), FIELD(Combine, dtype), FIELD(Combine, out_dtype)});
   expose_low_latency(m);
   expose<RowExchange>(m, "RowExchange",
-        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
+        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, rows), FIELD(RowExchange, out),
+         FIELD(RowExchange, other_state),
          FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, send_rows),
          FIELD(RowExchange, recv_rows), FIELD(RowExchange, row), FIELD(RowExchange, region),
          FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});

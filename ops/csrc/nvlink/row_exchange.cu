@@ -14,20 +14,21 @@ constexpr int TEAMS = 3;
 static_assert(TEAMS <= MAX_TEAMS);
 constexpr int UNROLLED = 4; // loads of a thread that are on their way at the same time
 
-__device__ void copy(char *to, const char *from, int64_t bytes) {
+// `from`: gives the place of a byte.
+template <class From> __device__ void copy(char *to, const From &from, int64_t bytes) {
   constexpr int64_t STEP = 16 * TEAM_THREADS;
   int64_t i = 16 * int64_t(threadIdx.x);
   for (; i + (UNROLLED - 1) * STEP < bytes; i += UNROLLED * STEP) {
     int4 v[UNROLLED];
 #pragma unroll
     for (int u = 0; u < UNROLLED; u++)
-      v[u] = load16(from + i + u * STEP);
+      v[u] = load16(from(i + u * STEP));
 #pragma unroll
     for (int u = 0; u < UNROLLED; u++)
       store16(to + i + u * STEP, v[u]);
   }
   for (; i < bytes; i += STEP)
-    store16(to + i, load16(from + i));
+    store16(to + i, load16(from(i)));
 }
 
 struct RowExchangeWork {
@@ -51,7 +52,7 @@ struct RowExchangeWork {
   __device__ void await(int i) const { x.await(items.source(i), items.chunk(i)); }
   __device__ void receive(int i) const {
     const int w = items.source(i);
-    copy(items.received(i, w), staged(i, items.rank(), w), items.to_receive(i));
+    copy(items.received(i, w), Dense{staged(i, items.rank(), w)}, items.to_receive(i));
   }
 };
 

@@ -55,7 +55,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {FIELD(Group, peer), FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
          FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)});
   expose<RowExchange>(m, "RowExchange",
-        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, out), FIELD(RowExchange, other_state),
+        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, rows), FIELD(RowExchange, out),
+         FIELD(RowExchange, other_state),
          FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, send_rows),
          FIELD(RowExchange, recv_rows), FIELD(RowExchange, row), FIELD(RowExchange, region),
          FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});

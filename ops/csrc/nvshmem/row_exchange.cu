@@ -13,9 +13,10 @@ namespace {
 
 constexpr int THREADS = 512;
 
-__device__ void copy(char *to, const char *from, int64_t bytes) {
+// `from`: gives the place of a byte.
+template <class From> __device__ void copy(char *to, const From &from, int64_t bytes) {
   for (int64_t i = 16 * int64_t(threadIdx.x); i < bytes; i += 16 * THREADS)
-    store16(to + i, load16(from + i));
+    store16(to + i, load16(from(i)));
 }
 
 struct Work {
@@ -43,7 +44,7 @@ struct Work {
   // All threads of a block call it.
   __device__ void receive(int i) const {
     const int w = items.source(i);
-    copy(items.received(i, w), at<char>(x.half(), w * items.a.region + items.begin(i)), items.to_receive(i));
+    copy(items.received(i, w), Dense{at<char>(x.half(), w * items.a.region + items.begin(i))}, items.to_receive(i));
   }
 };
 

@@ -57,14 +57,6 @@ Sends sends(const Numbers &id_NK, int K, int64_t experts_per_rank, int ranks) {
   return made;
 }
 
-// The rows to send, out of N rows of `row_bytes` each.
-Bytes picked(const Bytes &rows, const Sends &sends, int64_t row_bytes) {
-  Bytes all;
-  for (int64_t n : sends.row_S)
-    all.insert(all.end(), rows.begin() + n * row_bytes, rows.begin() + (n + 1) * row_bytes);
-  return all;
-}
-
 // The choices beside each row sent, as rows of int32: ids of experts of its rank. -1: others serve them.
 Bytes ids_there(const Numbers &id_NK, int K, int64_t experts_per_rank, const Sends &sends, int64_t row_bytes) {
   Bytes all(sends.row_S.size() * row_bytes);
@@ -124,8 +116,8 @@ Hops::Hops(const Ranks &all, int node_size, int64_t half_bytes)
 int64_t row_bytes_of(const Wire &wire, int weights) { return message_of(wire, weights).row(); }
 
 RowsOfHop::RowsOfHop(const Ranks &hop, const Ranks &other, const Bytes &rows, int64_t row_bytes, const Numbers &send,
-                     const Numbers &receive, int64_t most)
-    : hop(hop), x(rows) {
+                     const Numbers &receive, int64_t most, const Numbers &row_S)
+    : hop(hop), x(rows), sent(row_S) {
   for (int w = 0; w < hop.world; w++) {
     args.send_at[w + 1] = args.send_at[w] + send[w] * row_bytes;
     args.recv_at[w + 1] = args.recv_at[w] + receive[w] * row_bytes;
@@ -133,6 +125,8 @@ RowsOfHop::RowsOfHop(const Ranks &hop, const Ranks &other, const Bytes &rows, in
   out = device::Array<uint8_t>(args.recv_at[hop.world] + BEHIND);
   out.fill(UNWRITTEN);
   args.x = x.address();
+  args.rows = sent.address();
+  args.row = row_bytes;
   args.out = out.address();
   args.other_state = other.state_address();
   args.region = up_to(most * row_bytes, ALIGNED);
@@ -158,15 +152,15 @@ Bytes RowsOfHop::arrived() const {
 }
 
 Bytes TwoHops::between(const Bytes &rows, int64_t row_bytes, const Numbers &send, const Numbers &receive,
-                       int64_t most) const {
-  const RowsOfHop exchange(hops.between, hops.inside, rows, row_bytes, send, receive, most);
+                       int64_t most, const Numbers &row_S) const {
+  const RowsOfHop exchange(hops.between, hops.inside, rows, row_bytes, send, receive, most, row_S);
   exchange.launch(sms);
   return exchange.arrived();
 }
 
 Bytes TwoHops::inside(const Bytes &rows, int64_t row_bytes, const Numbers &send, const Numbers &receive,
-                      int64_t most) const {
-  const RowsOfHop exchange(hops.inside, hops.between, rows, row_bytes, send, receive, most);
+                      int64_t most, const Numbers &row_S) const {
+  const RowsOfHop exchange(hops.inside, hops.between, rows, row_bytes, send, receive, most, row_S);
   exchange.launch(sms);
   return exchange.arrived();
 }
@@ -285,10 +279,10 @@ void TwoHops::dispatch(const TwoHopPlan &plan, const Wire &wire, const device::A
     if (weights)
       std::memcpy(row + m.weights_at(), &weight[t * K], m.weights);
   }
-  const Bytes row_L = between(picked(row_T, plan.between, m.row()), m.row(), plan.between.send_W,
-                              plan.between.receive_W, plan.between.most);
-  const Bytes row_R = inside(picked(row_L, plan.inside, m.row()), m.row(), plan.inside.send_W, plan.inside.receive_W,
-                             plan.inside.most);
+  const Bytes row_L = between(row_T, m.row(), plan.between.send_W, plan.between.receive_W, plan.between.most,
+                              plan.between.row_S);
+  const Bytes row_R = inside(row_L, m.row(), plan.inside.send_W, plan.inside.receive_W, plan.inside.most,
+                             plan.inside.row_S);
 
   Bytes data_PH(plan.P * m.data), scale_P(plan.P * m.scales);
   std::vector<float> weight_P(plan.P);

@@ -40,10 +40,11 @@ struct TwoHopPlan {
 // has failed, it does nothing.
 class RowsOfHop {
 public:
-  // `rows`: row_bytes each, a multiple of 16, in rank order. `send` and `receive`: how many go to and come from each
-  // rank of the hop. `most`: no rank sends more of them to another one.
+  // `rows`: row_bytes each, a multiple of 16. `send` and `receive`: how many go to and come from each rank of the hop.
+  // `most`: no rank sends more of them to another one. `row_S`: which rows are sent, in rank order. Empty: all.
   RowsOfHop(const Ranks &hop, const Ranks &other, const std::vector<uint8_t> &rows, int64_t row_bytes,
-            const std::vector<int64_t> &send, const std::vector<int64_t> &receive, int64_t most);
+            const std::vector<int64_t> &send, const std::vector<int64_t> &receive, int64_t most,
+            const std::vector<int64_t> &row_S = {});
   void launch(int sms) const;
   // Waits. The rows that arrived, in rank order. What was not written is UNWRITTEN.
   std::vector<uint8_t> arrived() const;
@@ -54,6 +55,7 @@ private:
   const Ranks &hop;
   nvlink::RowExchange args;
   device::Array<uint8_t> x, out;
+  device::Array<int64_t> sent;
 };
 
 // As Transport, without a capacity. The host waits for each exchange.
@@ -72,9 +74,11 @@ public:
 
 private:
   std::vector<uint8_t> between(const std::vector<uint8_t> &rows, int64_t row_bytes, const std::vector<int64_t> &send,
-                               const std::vector<int64_t> &receive, int64_t most) const;
+                               const std::vector<int64_t> &receive, int64_t most,
+                               const std::vector<int64_t> &row_S = {}) const;
   std::vector<uint8_t> inside(const std::vector<uint8_t> &rows, int64_t row_bytes, const std::vector<int64_t> &send,
-                              const std::vector<int64_t> &receive, int64_t most) const;
+                              const std::vector<int64_t> &receive, int64_t most,
+                              const std::vector<int64_t> &row_S = {}) const;
 
   const Hops &hops;
   int sms;
