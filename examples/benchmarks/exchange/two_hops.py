@@ -153,16 +153,18 @@ def mps(folder: Path) -> Iterator[dict]:
     pipe.mkdir()
     log.mkdir()
     clients = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
+    # The daemon sees all GPUs. It would number those of its own variable anew, and the ranks select by the same one.
+    daemon = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | clients
     said = folder / "start"
     with said.open("w") as out:  # no pipe, since the daemon may keep it open
-        failed = subprocess.run([MPS, "-d"], env=os.environ | clients, stdin=subprocess.DEVNULL, stdout=out,
+        failed = subprocess.run([MPS, "-d"], env=daemon, stdin=subprocess.DEVNULL, stdout=out,
                                 stderr=subprocess.STDOUT).returncode
     if failed:
         sys.exit(f"{MPS} -d failed: {said.read_text().strip()}")
     try:
         yield clients
     finally:
-        subprocess.run([MPS], input="quit\n", env=os.environ | clients, text=True, timeout=60, check=True)
+        subprocess.run([MPS], input="quit\n", env=daemon, text=True, timeout=60, check=True)
 
 
 def environment(rank: int, ranks: int, port: int) -> dict:
