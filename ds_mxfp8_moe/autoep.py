@@ -90,7 +90,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
                 self.tokens_per_expert.add_(counts_E)
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         if self.mxfp8_samples == []:
-            transport = watch(self, x_TH, routes, transport)
+            transport = watch(self, x_TH, routes, transport, counts_E)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
                         kept=self.mxfp8_kept if self.training else None, training=self.training)

@@ -284,6 +284,8 @@ def _problem(item: dict) -> str:
         return f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
     if item["type"] == "value_error":
         return f'"{key}" {item["ctx"]["error"]}'
+    if item["type"] == "model_type":
+        return f'"{key}" is {given}, expected {{"every": N}}'
     return f'"{key}" is {given}. {item["msg"]}'
 
 

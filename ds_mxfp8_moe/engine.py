@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import deepspeed
@@ -27,6 +28,12 @@ from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .saving import save_whole_models
 from .transport.deadline import answers_of_all, tell_peers_on_error
+
+# Whether `initialize` or `enable` reads the config of the engine that is being made.
+_READ = ContextVar("read", default=False)
+UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this is '
+          "plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library calls that "
+          "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -50,12 +57,16 @@ def initialize(*args, **kwargs) -> tuple:
 @contextmanager
 def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
     """What an engine is made in, so that AutoEP converts more models, and ZeRO takes more optimizers."""
-    with explaining_transformers(config):
-        if not config.enabled:
-            yield
-            return
-        with added_preset(model), adapted_experts(model), any_groups_allowed():
-            yield
+    before = _READ.set(True)
+    try:
+        with explaining_transformers(config):
+            if not config.enabled:
+                yield
+                return
+            with added_preset(model), adapted_experts(model), any_groups_allowed():
+                yield
+    finally:
+        _READ.reset(before)
 
 
 initialize.__signature__ = inspect.signature(deepspeed.initialize)
@@ -76,8 +87,7 @@ def _reading_the_section(plain_init):
     @functools.wraps(plain_init)
     def init(self, *args, **kwargs):
         given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
-        raw = given["config"] if given.get("config") is not None else given["config_class"]._param_dict
-        config = parse(raw)
+        config = parse(_config_of(given))
         with _preparing(config, given["model"]):
             plain_init(self, *args, **kwargs)
         _convert_engine(self, config)
@@ -87,24 +97,30 @@ def _reading_the_section(plain_init):
 
 
 def _reminding(plain_init):
-    """The engine's plain start. Then `convert` finds the engine of its model, and the first forward warns if nobody
-    has read the section."""
+    """The engine's plain start. Then `convert` finds the engine of its model. If nobody has read the section, the
+    first forward warns, or the start's own error comes with the warning."""
 
     @functools.wraps(plain_init)
     def init(self, *args, **kwargs):
-        plain_init(self, *args, **kwargs)
+        try:
+            plain_init(self, *args, **kwargs)
+        except Exception:
+            given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
+            if not _READ.get() and switched_on(_config_of(given)):
+                print_on_rank_0(UNREAD)
+            raise
         remember_engine(self)
-        section = self._config._param_dict.get(SECTION)
-        if isinstance(section, dict) and section.get("enabled", True) is not False:
+        if switched_on(self._config._param_dict):
             self._mxfp8_moe_reminder = self.module.register_forward_pre_hook(lambda module, inputs: remind(self))
+
+    def switched_on(config: Any) -> bool:
+        section = config.get(SECTION) if isinstance(config, dict) else None
+        return isinstance(section, dict) and section.get("enabled", True) is not False
 
     def remind(engine: DeepSpeedEngine) -> None:
         _stop_reminder(engine)
         if not converted_layers(engine.module):  # by `convert`
-            print_on_rank_0(
-                f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this '
-                "is plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library "
-                "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+            print_on_rank_0(UNREAD)
 
     init.mxfp8_moe_reminder = True
     return init
@@ -113,6 +129,11 @@ def _reminding(plain_init):
 def _stop_reminder(engine: DeepSpeedEngine) -> None:
     if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
         hook.remove()
+
+
+def _config_of(given: dict) -> Any:
+    """The config among the arguments of an engine."""
+    return given["config_class"]._param_dict if given.get("config_class") is not None else given.get("config")
 
 
 def _given_config(given: dict) -> Any:

@@ -163,7 +163,7 @@ class MXFP8MOELayer(MOELayer):
         settings = self.mxfp8_settings
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
         if self.mxfp8_samples == []:
-            transport = watch(self, x_TH, routes, transport)
+            transport = watch(self, x_TH, routes, transport, self.exp_counts)
         ffn = ExpertFFN(settings.formula.halved(), settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
                         self._timed_exchange if self.wall_clock_breakdown else None,

@@ -34,8 +34,9 @@ def name_broken_files(engine: DeepSpeedEngine) -> None:
             if not os.path.isfile(path):
                 raise
             size = os.path.getsize(path)
+            why = str(error).rstrip(".")
             raise RuntimeError(f"the checkpoint file {path} ({size} bytes) cannot be read: {type(error).__name__}: "
-                               f"{error}. It was probably cut short while it was saved or copied: load an earlier "
+                               f"{why}. It was probably cut short while it was saved or copied: load an earlier "
                                "checkpoint (tag= of load_checkpoint), or copy it again") from error
 
     load.mxfp8_moe = True

@@ -43,33 +43,34 @@ PREFIX = "Train/MoE"
 
 
 @torch.compiler.disable
-def watch(layer: Any, x_TH: torch.Tensor, routes: Routes, transport: Transport) -> Transport:
+def watch(layer: Any, x_TH: torch.Tensor, routes: Routes, transport: Transport, chosen_E: torch.Tensor) -> Transport:
     """Takes a layer's sample. Returns the transport for this forward, which takes the times of its exchanges.
 
-    Call it if the layer's `mxfp8_samples` is an empty list.
+    Call it if the layer's `mxfp8_samples` is an empty list. `chosen_E`: choices of each expert, also those that the
+    layer's capacity dropped.
     """
     timed = Timed(transport) if layer.ep_size > 1 else None
-    layer.mxfp8_samples.append((*sample(x_TH, routes, layer.mxfp8_settings.recipe), timed))
+    layer.mxfp8_samples.append((*sample(x_TH, routes, chosen_E, layer.mxfp8_settings.recipe), timed))
     return timed or transport
 
 
-def sample(x_TH: torch.Tensor, routes: Routes, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor,
+           recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's sample, on the device.
 
     Returns:
-        float32 [E + 7], to be summed over ranks: choices of each expert; dropped ones; tokens in the sample; blocks;
-        blocks of zeros; saturated blocks; the sums of squares of the tokens and of their quantisation error. And
-        float32 [1], of which the largest counts: the largest absolute value.
+        float32 [E + 7], to be summed over ranks: `chosen_E`; how many of them were dropped; tokens in the sample;
+        blocks; blocks of zeros; saturated blocks; the sums of squares of the tokens and of their quantisation error.
+        And float32 [1], of which the largest counts: the largest absolute value.
     """
     with torch.no_grad():
-        counts_E = routes.counts_E()
-        dropped = routes.expert_TK.numel() - counts_E.sum()
+        dropped = chosen_E.sum() - routes.counts_E().sum()
         tokens_SH = x_TH[:SAMPLED].detach().float()
         amax = tokens_SH.abs().amax() if tokens_SH.numel() else tokens_SH.new_zeros(())
         figures = [dropped, amax.new_full((), len(tokens_SH)), *(amax.new_zeros(()) for _ in range(5))]
         if recipe.quantize_gemm and len(tokens_SH):
             figures[2:] = _of_cast(tokens_SH, recipe)
-        return torch.cat([counts_E.float(), torch.stack([x.float() for x in figures])]), amax.view(1)
+        return torch.cat([chosen_E.float(), torch.stack([x.float() for x in figures])]), amax.view(1)
 
 
 def _of_cast(x_SH: torch.Tensor, recipe: Recipe) -> list[torch.Tensor]:
@@ -101,10 +102,10 @@ def figures_of(sums: Sequence[float], largest: Sequence[float], ep_size: int) ->
         sums: over ranks: of their samples, of their wait_ms and exchange_ms, and of 1 for each rank with times.
         largest: over ranks: the largest absolute value, and the longest wait_ms.
     """
-    *counts_E, dropped, tokens, blocks, zeros, saturated, signal, noise, wait_ms, exchange_ms, timed = sums
+    *chosen_E, dropped, tokens, blocks, zeros, saturated, signal, noise, wait_ms, exchange_ms, timed = sums
     amax, longest_wait_ms = largest
-    found = load_figures(counts_E, ep_size)
-    if total := sum(counts_E) + dropped:
+    found = load_figures(chosen_E, ep_size)
+    if total := sum(chosen_E):
         found["dropped"] = dropped / total
     if tokens:
         found["amax"] = amax

@@ -174,8 +174,8 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
     chosen["wire"] = config.wire or "host"
 
     lines = []
-    for key in type(config).model_fields:
-        value = chosen.get(key, getattr(config, key))
+    for key, written in config.model_dump().items():
+        value = chosen.get(key, written)
         origin = _origin(config, key)
         if origin == "given" and not set(READERS.get(key, usable)) & set(usable):
             origin += f"; has no effect here: read by {' and '.join(READERS[key])} alone"

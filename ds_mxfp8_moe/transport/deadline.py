@@ -59,14 +59,14 @@ class PeerFailure(RuntimeError):
 
 @contextmanager
 def naming_evaluation() -> Iterator[None]:
-    """Adds to a PeerFailure at the deadline what leaves ranks waiting for each other in generation and evaluation.
+    """Adds to a PeerFailure for want of a peer what leaves ranks waiting for each other in generation and evaluation.
 
     For calls of a layer in evaluation mode.
     """
     try:
         yield
     except PeerFailure as failure:
-        if failure.at_deadline:
+        if failure.at_deadline or failure.ranks:
             failure.args = (f"{failure}\n{IN_EVALUATION}", )
         raise
 

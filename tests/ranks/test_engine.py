@@ -7,7 +7,7 @@ import inspect
 import io
 import json
 import re
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from unittest import mock
 
@@ -199,6 +199,23 @@ def unread(section, convert):
         train(engine, range(2))
     said = [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe: WARNING")]
     return said, hooks + [our_hooks(engine)], converted(engine)
+
+
+def unread_at_an_error(start) -> str:
+    """What is said when DeepSpeed refuses an optimizer whose parameter groups nobody has split."""
+    net, out = model(), io.StringIO()
+    config = ds_config(MXFP8, 2)
+    del config["optimizer"]
+    with redirect_stdout(out), pytest.raises(AssertionError, match="None of the param groups are marked as MoE"):
+        with mock.patch("ds_mxfp8_moe.engine.any_groups_allowed", nullcontext):
+            start(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
+    return out.getvalue()
+
+
+def test_a_section_that_nothing_reads_is_said_beside_deepspeeds_error(ranks2):
+    said, said_by_1 = ranks2.run(unread_at_an_error, deepspeed.initialize)
+    assert said.count("but nothing read it") == 1 and not said_by_1
+    assert "nothing read it" not in "".join(ranks2.run(unread_at_an_error, ds_mxfp8_moe.initialize))
 
 
 def test_a_section_that_nothing_reads_is_said_once(ranks2):

@@ -128,6 +128,7 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
         ("min_tokens_per_expert", -1, "is -1. Input should be greater than or equal to 0"),
         ("min_tokens_per_expert", True, "is true. Input should be a valid integer"),
         ("nvlink_sms", 0, "is 0. Input should be greater than or equal to 1"),
+        ("metrics", 2, 'is 2, expected {"every": N}'),
         ("capacity_factor", 0.5, "is 0.5. Input should be greater than or equal to 1"),
         ("capacity_factor", float("inf"), "is Infinity. Input should be a finite number"),
         ("on_overflow", "wait", "is \"wait\". Input should be 'error' or 'drop'"),

@@ -20,8 +20,9 @@ def routes(experts: list, num_experts: int) -> Routes:
     return Routes(expert_TK=expert_TK, weight_TK=torch.ones(expert_TK.shape), num_experts=num_experts)
 
 
-def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, ep_size: int = 1) -> dict:
-    sums, amax = sample(x_TH, some_routes, some_recipe)
+def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, ep_size: int = 1,
+            chosen_E: torch.Tensor | None = None) -> dict:
+    sums, amax = sample(x_TH, some_routes, some_routes.counts_E() if chosen_E is None else chosen_E, some_recipe)
     return figures_of([*sums.tolist(), 0, 0, 0], [amax.item(), 0], ep_size)
 
 
@@ -36,8 +37,10 @@ def test_load_of_experts_and_ranks():
 
 
 def test_dropped_choices_and_tokens():
-    found = figures(torch.tensor([[3.0] * 32, [-7.0] * 32]), routes([[0, -1], [1, -1]], 2), recipe())
-    assert found["dropped"] == 0.5 and found["amax"] == 7 and found["load_most"] == 1
+    found = figures(torch.tensor([[3.0] * 32, [-7.0] * 32]), routes([[0, -1], [1, -1]], 2), recipe(),
+                    chosen_E=torch.tensor([3, 1]))
+    assert found["dropped"] == 0.5 and found["amax"] == 7
+    assert found["load_most"] == 1.5  # dropped choices count
 
 
 def test_blocks_of_zeros_and_saturated_ones():

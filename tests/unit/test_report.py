@@ -7,9 +7,12 @@ import sys
 
 import pytest
 import torch
+from test_config import ALL_KEYS, OF_TWO_HOPS
 
 from ds_mxfp8_moe import report
 from ds_mxfp8_moe.config import MXFP8MoEConfig
+
+WITHOUT_TRANSPORT = {key: value for key, value in ALL_KEYS.items() if key != "transport"}  # nvlink, which needs GPUs
 
 
 class Extension:
@@ -89,14 +92,14 @@ def test_runs_as_a_module_without_optional_packages_and_without_distributed():
     assert "what this machine would use" in done.stdout and "versions" in done.stdout
 
 
-def test_two_hops_in_a_config(tmp_path, capsys):
+@pytest.mark.parametrize("section", [WITHOUT_TRANSPORT, OF_TWO_HOPS], ids=["all keys", "two hops"])
+def test_every_key_of_a_config(tmp_path, capsys, section):
     path = tmp_path / "ds_config.json"
-    section = {"enabled": True, "transport": "hierarchical", "node_size": 8, "wire": "host"}
     path.write_text(json.dumps({"mxfp8_moe": section}))
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
-    assert 'transport ................ "hierarchical" (given)' in text
-    assert "node_size ................ 8 (given)" in text and 'wire ..................... "host" (given)' in text
+    for key, value in section.items():
+        assert f"{key} {'.' * (25 - len(key))} {json.dumps(value)} (given" in text
 
 
 def test_config_file_is_resolved(tmp_path, capsys):
