@@ -7,7 +7,7 @@ error that names the call that is:
 
     engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
     trainer.save_model and the Trainer's checkpoints, which call accelerator.get_state_dict
-    save_pretrained and push_to_hub of the model itself
+    save_pretrained and push_to_hub of the model itself, and of a PeftModel
     engine.save_checkpoint in ZeRO-3 with frozen experts, which DeepSpeed refuses
 """
 
@@ -50,6 +50,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     if accelerate := sys.modules.get("accelerate"):
         _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
+        _replace(accelerate.Accelerator, "save_model", _save_model)
     if transformers := sys.modules.get("transformers"):
         _replace(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
         for module in engine.module.modules():
@@ -89,6 +90,7 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
 
 def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
                       save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+    _refuse_adapters(engine, "save_16bit_model")
     # What it writes in ZeRO-0 to 2. In ZeRO-3 it asks for _zero3_consolidated_16bit_state_dict.
     engine.module_state_dict = functools.partial(_state_dict, engine)
     try:
@@ -104,6 +106,18 @@ def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *
         raise RuntimeError(f"this {type(model).__name__} holds one rank's experts: pass the model that "
                            "accelerator.prepare returned, on every rank, to get those of all ranks")
     return plain(accelerator, model, *args, **kwargs)
+
+
+def _save_model(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> None:
+    if isinstance(model, DeepSpeedEngine) and MARK in vars(model):
+        _refuse_adapters(model, "accelerator.save_model")
+    return plain(accelerator, model, *args, **kwargs)
+
+
+def _refuse_adapters(engine: DeepSpeedEngine, method: str) -> None:
+    """Weights beside adapters are a file that neither transformers nor PEFT loads."""
+    if is_peft(engine.module) or getattr(engine.module, "_hf_peft_config_loaded", False):
+        raise RuntimeError(f"{method} does not write adapters as PEFT loads them. {USE_INSTEAD}")
 
 
 def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:

@@ -43,14 +43,14 @@ def write_config(directory: Path, text: str | None) -> None:
 
 
 @enabled(times=0)  # the blocks call `enable` themselves
-def run(page: Path, directory: Path, **given) -> dict:
-    """Runs all Python of a page in `directory`, one block after the other. Returns its names."""
+def run(page: Path, directory: Path, most: int | None = None, **given) -> dict:
+    """Runs all Python of a page in `directory`, or its first `most` blocks, one after the other. Returns its names."""
     names = {"model": model(), "dataset": Sentences(16)} | given
     before = os.getcwd()
     write_config(directory, config_of(page))
     os.chdir(directory)
     try:
-        for block in blocks(page, "python"):
+        for block in blocks(page, "python")[:most]:
             exec(compile(block, str(page), "exec"), names)
     finally:
         os.chdir(before)
@@ -117,13 +117,17 @@ def test_accelerate(ranks2, tmp_path):
 
 
 def lora(directory: Path) -> int:
-    return len(converted_layers(run(GUIDES / "peft.md", directory)["engine"].module))
+    return len(converted_layers(run(GUIDES / "peft.md", directory, 1)["engine"].module))
 
 
-def test_peft(ranks2, tmp_path):
+def test_peft(ranks2, tmp_path, monkeypatch):
     assert ranks2.run(lora, tmp_path) == [2, 2]
     adapters = peft.PeftModel.from_pretrained(model(), tmp_path / "run/adapters")
     assert any(bool(p.any()) for name, p in adapters.named_parameters() if "lora_B" in name)
+    model().save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    exec(blocks(GUIDES / "peft.md", "python")[1], {})
+    assert loads(tmp_path / "run/merged")
 
 
 def saving(directory: Path) -> None:

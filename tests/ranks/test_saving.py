@@ -173,6 +173,10 @@ def adapters(directory, stage):
     state = engine._zero3_consolidated_16bit_state_dict()  # what accelerator.get_state_dict returns
     with pytest.raises(RuntimeError, match="cannot save itself"):
         net.get_base_model().save_pretrained(directory / "base")
+    with pytest.raises(RuntimeError, match="save_16bit_model does not write adapters.*ds_mxfp8_moe.save_pretrained"):
+        engine.save_16bit_model(directory / "16bit")
+    with pytest.raises(RuntimeError, match="save_model does not write adapters.*ds_mxfp8_moe.save_pretrained"):
+        accelerate.Accelerator.save_model(None, engine, directory / "model")
     if stage == 3:
         with pytest.raises(RuntimeError, match="partitioned the adapters.*ds_mxfp8_moe.save_pretrained"):
             net.save_pretrained(directory / "own")
