@@ -398,8 +398,8 @@ def unnoticed(phase: str, byte: int) -> None:
 @needs_the_emulator
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("byte", [0x7F, 0xFF])
-@pytest.mark.parametrize("phase", ["counts", "expert ids", "dispatch", "combine"])
+@pytest.mark.parametrize("phase, byte", [("counts", 0x7F), ("counts", 0xFF), ("expert ids", 0x7F), ("dispatch", 0xFF),
+                                         ("combine", 0x7F)])
 def test_what_a_failed_exchange_leaves_breaks_nothing_before_the_host_looks(ranks4, phase, byte):
     """On a GPU, an index out of range would end the process, and hide why."""
     ranks4.run(unnoticed, phase, byte)
