@@ -37,7 +37,7 @@ from .rows import (
     expand,
     experts_there,
     numbered,
-    pack_all,
+    pack,
     padded_rows,
     padding,
     partial_sums,
@@ -100,10 +100,10 @@ class Hierarchical(Transport):
     def world_size(self) -> int:
         return self.hops.num_nodes * self.hops.node_size
 
-    def _between(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int, phase: str,
-                 row_C: torch.Tensor | None = None) -> torch.Tensor:
+    def _between(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int,
+                 phase: str) -> torch.Tensor:
         where = f"{self._where(phase)}, hop between nodes"
-        return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts", row_C)
+        return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
 
     def _inside(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int, phase: str,
                 row_S: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,8 +173,9 @@ class Hierarchical(Transport):
 
     def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
-        message_L = self._between(pack_all(x_TH, wire, weight_TK), plan.between_send_splits,
-                                  plan.between_recv_splits, plan.between_most, phase, plan.between.row_S)
+        message_C = pack(x_TH, wire, weight_TK, plan.between.row_S, plan.between.slot_WN, plan.top_k)
+        message_L = self._between(message_C, plan.between_send_splits, plan.between_recv_splits,
+                                  plan.between_most, phase)
         message_R = self._inside(message_L, plan.inside_send_splits, plan.inside_recv_splits, plan.inside_most, phase,
                                  plan.inside.row_S)
         return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)

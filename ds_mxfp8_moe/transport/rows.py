@@ -153,14 +153,6 @@ def pack(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None, row_S: 
     return _joined(x_NH, wire, weight_NK).index_select(0, row_S)
 
 
-def pack_all(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None) -> torch.Tensor:
-    """The message of all rows, each once, in their order."""
-    if runs_kernels(x_NH.device, x_NH.shape[1]):
-        all_N = torch.arange(x_NH.shape[0], device=x_NH.device)
-        return pack(x_NH, wire, weight_NK, all_N, all_N.view(1, -1), 1)
-    return _joined(x_NH, wire, weight_NK)
-
-
 def _fields(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None) -> tuple:
     """Data, scales and weights of rows as they travel. None: they have none."""
     weight_NK = None if weight_NK is None else weight_NK.float()
