@@ -35,6 +35,11 @@ def room_of(capacity_factor: float, tokens: int, top_k: int, ranks: int, experts
     return padded(min(share, ranks * tokens * top_k) + experts * (ROW_ALIGNMENT - 1))
 
 
+def with_room(where: str, room: int) -> str:
+    """An exchange's name in the error that not all rows fit."""
+    return f"{where}, with room for {room} rows"
+
+
 def padded_sizes(sizes: torch.Tensor) -> torch.Tensor:
     return (sizes + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
@@ -136,6 +141,7 @@ class Findings:
         self._words = self._host.numpy()
         self._device = torch.zeros((MOST_DROPPING, 5), dtype=torch.int64, device=device)
         self._ranks, self._unchecked, self._captured = ranks_of(group), False, False
+        self._rooms: dict = {}
         self.dropped = Dropped(self._host[:, self.DROPPED])
 
     @staticmethod
@@ -145,8 +151,10 @@ class Findings:
             _OF_GROUP[group] = Findings(group)
         return _OF_GROUP[group]
 
-    def fail(self, name: str, failure: torch.Tensor) -> None:
-        """`failure`: int64 [4], the first words of a layer. The host learns it when the device has come so far."""
+    def fail(self, name: str, failure: torch.Tensor, rooms: tuple[int, int]) -> None:
+        """`failure`: int64 [4], the first words of a layer. The host learns it when the device has come so far.
+        `rooms`: how many rows fit into a rank, and between two ranks of a node."""
+        self._rooms[name] = rooms
         words = self._device[self.dropped.index(name), :self.DROPPED]
         words.copy_(torch.where(words[:2].any(), words, failure))
         self._tell(name)
@@ -176,6 +184,7 @@ class Findings:
                                   f"{SAME_CALLS}, and with a capacity equally many tokens", (rank, ))
             if full:
                 through = "through one rank of its node, " if through_one else ""
+                where = with_room(where, self._rooms[name][through_one])
                 raise PeerFailure(f"{where}: rank {self._ranks[full - 1]} would get {rows} rows, {through}more than "
                                   f"its capacity. {RAISE}")
 

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
 from . import Pending, Transport, Wire, overlap, room_for
-from .capacity import padded, room_of
+from .capacity import padded, room_of, with_room
 from .peer_memory import KINDS, PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
@@ -213,13 +213,13 @@ class NVLink(Transport):
         memory, ext, W = self.memory, self.memory.extension, self.world_size
         static, where = self.capacity_factor is not None, self._where("counts")
         memory.reserve(4 * W * (2 + W + W * E), where)
+        room = room_of(self.capacity_factor, T, K, W, E) if static else 0
         group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0,
-                                       self.on_overflow), where)
+                                       self.on_overflow), with_room(where, room) if static else where)
         if not static:
             ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(),
                                   host=memory.host.data_ptr(), **known), memory.stream())
             return None
-        room = room_of(self.capacity_factor, T, K, W, E)
         memory.unchecked = True
         dropped = memory.dropped.address(self.name) if self.on_overflow == "drop" else 0
         ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),

@@ -122,7 +122,7 @@ class StaticHierarchical(Hierarchical):
             full, full_through = most > room, most_through > inside_room
             found = [another, torch.where(full, rank + 1, torch.where(full_through, rank_through + 1, 0)),
                      torch.where(full, most, most_through), (~full).long()]
-        self._findings.fail(self.name, torch.stack(found))
+        self._findings.fail(self.name, torch.stack(found), (room, inside_room))
 
 
 def sends_with_room(wanted_NW: torch.Tensor, room: int) -> Sends:

@@ -335,12 +335,13 @@ HOPS = [new_host_hops, pytest.param(new_peer_hops, marks=needs_the_emulator)]
 
 @pytest.mark.parametrize("hops_of", HOPS)
 @pytest.mark.parametrize("problem, rows", [
-    (HOT, "1280 rows, "), (THROUGH_ONE, "320 rows, through one rank of its node, ")], ids=["expert", "pair"])
+    (HOT, "512 rows: rank 3 would get 1280 rows, "),
+    (THROUGH_ONE, "128 rows: rank 3 would get 320 rows, through one rank of its node, ")], ids=["expert", "pair"])
 def test_too_many_rows_for_a_capacity(ranks4, hops_of, problem, rows):
     if hops_of is new_peer_hops:
         emulator.build()
     for rank, text in enumerate(ranks4.run(overflowing, hops_of, problem)):
-        assert text == (f"rank {rank}: 'counts' of block.3.moe: rank 3 would get {rows}more than its capacity. "
+        assert text == (f"rank {rank}: 'counts' of block.3.moe, with room for {rows}more than its capacity. "
                         'Raise "capacity_factor", or leave it out, or write "on_overflow": "drop"')
 
 
