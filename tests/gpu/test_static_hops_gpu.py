@@ -2,6 +2,8 @@
 """Two hops with a capacity between four ranks, over peer memory and over NVSHMEM: the checks of
 tests/ranks/test_static_hops.py on GPUs, no wait of the host, and CUDA graphs that are replayed with other routes."""
 
+import re
+
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -143,8 +145,8 @@ def overflow_in_a_replay(kind: str) -> str:
 def test_what_does_not_fit_in_a_replay_raises_before_the_step(four_by_wire):
     ranks, kind = four_by_wire
     for rank, text in enumerate(ranks.run(overflow_in_a_replay, kind, seconds=SECONDS)):
-        assert f"rank {rank}: 'counts' of overflows, with room for " in text
-        assert " rows: rank 0 would get 4864 rows, more than its capacity" in text
+        assert re.search(f"rank {rank}: 'counts' of overflows, with room for [0-9]+ rows: rank 0 would get 4864 rows, "
+                         "more than its capacity", text), text
 
 
 def layer_replayed(kind: str, recipe) -> None:

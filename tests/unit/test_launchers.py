@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tiny training with MXFP8 on two gloo ranks, started by two launchers: the losses agree to the bit. torchrun
-starts the same training in tests/examples/test_two_nodes.py."""
+"""One tiny training with MXFP8 on two gloo ranks, started by each launcher: the losses agree to the bit."""
 
 import functools
 import json
@@ -23,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 LAUNCHERS = {
     "deepspeed": lambda: [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
+    "torchrun": lambda: [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+                         str(free_port())],
     # Nothing but MPI tells the ranks who they are: DeepSpeed asks mpi4py.
     "mpirun": lambda: ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable],
 }
@@ -60,5 +61,6 @@ def test_deepspeed(train):
     assert summary["moe_layers"] == summary["layers_converted"] == 2
 
 
-def test_mpirun_trains_alike(train):
-    assert train("mpirun")[0] == train("deepspeed")[0]
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_the_other_launchers_train_alike(train, launcher):
+    assert train(launcher)[0] == train("deepspeed")[0]
