@@ -158,6 +158,15 @@ def _wire(H: int, dtype: torch.dtype, block_size: int) -> tuple:
     return wire, H * wire.itemsize, cdiv(H, block_size) if block_size else 0
 
 
+def _new_message(like: torch.Tensor, rows: int, H: int, weights: int, dtype: torch.dtype, block_size: int) -> tuple:
+    """Message rows without values, the views of their data and of their weights, and the number of scales."""
+    wire, data_bytes, scales = _wire(H, dtype, block_size)
+    where = layout(data_bytes, scales, weights)
+    message = like.new_empty((rows, where.width), dtype=torch.uint8)
+    data, _, weight = fields_of(message, where, wire)
+    return message, data, weight, scales
+
+
 def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: torch.Tensor, dtype: torch.dtype,
                  block_size: int, scaling_mode: str) -> torch.Tensor:
     """Message rows, uint8 [R, width]: the float32 sum of a row's choices, rounded once, and K weights beside it.
@@ -168,15 +177,13 @@ def combine_rows(y_PH: torch.Tensor, weight_P: torch.Tensor | None, slot_RK: tor
         block_size, scaling_mode: the sums travel as MXFP8 with these. With block_size 0 they travel in `dtype`.
     """
     (P, H), (R, K) = y_PH.shape, slot_RK.shape
-    wire, data_bytes, scales = _wire(H, dtype, block_size)
-    where = layout(data_bytes, scales, 0 if weight_P is None else K)
-    out = y_PH.new_empty((R, where.width), dtype=torch.uint8)
+    weights = 0 if weight_P is None else K
+    out, out_data, out_weight, scales = _new_message(y_PH, R, H, weights, dtype, block_size)
     if R == 0:
         return out
-    out_data, _, out_weight = fields_of(out, where, wire)
     tile = combine_tile(H, block_size)
     _combine_kernel[(R, )](y_PH.contiguous(), contiguous_or(weight_P, out), slot_RK, out_data, out_weight, P,
-                           where.width // wire.itemsize, where.width // 4, H, scales, K, lanes_for(K),
+                           out_data.stride(0), out_weight.stride(0), H, scales, K, lanes_for(K),
                            weight_P is not None, block_size, scaling_mode == "floor", tile.block,
                            num_warps=tile.warps)
     return out
@@ -208,10 +215,7 @@ def pass_on_rows(message: torch.Tensor, sent_slot_WT: torch.Tensor, hidden: int,
     Args:
         dtype, block_size, scaling_mode: the wire format of the result, as for `combine_rows`.
     """
-    wire, data_bytes, scales = _wire(hidden, dtype, block_size)
-    where = layout(data_bytes, scales, weights)
-    out = message.new_empty((sent_slot_WT.shape[1], where.width))
-    data, _, weight = fields_of(out, where, wire)
+    out, data, weight, scales = _new_message(message, sent_slot_WT.shape[1], hidden, weights, dtype, block_size)
     _sum(message, sent_slot_WT, hidden, weights, top_k, (torch.float32, 0), data, weight, (block_size, scales),
          scaling_mode)
     return out
