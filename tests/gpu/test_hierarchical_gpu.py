@@ -245,11 +245,11 @@ def stressed_over_nvshmem(repetitions: int) -> tuple:
     hops, wanted = over_nvshmem(2), []
     exchange = NVSHMEMWire.exchange
 
-    def counted(wire, x, send_splits, recv_splits, where, most):
+    def counted(wire, x, send_splits, recv_splits, where, most, row_S=None):
         row, me = -(-x.shape[1] // 16) * 16, wire.memory.rank
         chunk = max(CHUNK_BYTES, -(-most * row // MAX_CHUNKS // 16) * 16)
         wanted.extend(-(-rows * row // chunk) for rank, rows in enumerate(send_splits) if rank != me)
-        return exchange(wire, x, send_splits, recv_splits, where, most)
+        return exchange(wire, x, send_splits, recv_splits, where, most, row_S=row_S)
 
     before = hops.between.puts
     with mock.patch.object(NVSHMEMWire, "exchange", counted):

@@ -211,8 +211,8 @@ def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -
     return plan, (x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH)
 
 
-def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | None,
-             capacity_factor: float | None) -> list:
+def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | None = None,
+             capacity_factor: float | None = None) -> list:
     """What `moved` returns beside the plan, of each rank. `node_size`, `capacity_factor`: of the transport in two
     hops."""
     inputs, peers = problem.inputs(), Peers(len(problem.tokens))
