@@ -55,14 +55,16 @@ def train_command(config: Path, save_dir: Path, *arguments: str) -> Iterator[tup
     """The command that runs train.py on all ranks, and its environment. Run it inside the `with` block."""
     programs = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}  # ninja is beside python
+    count: list[str] = []  # all GPUs: with a number, the launcher would pass over CUDA_VISIBLE_DEVICES
     if get_accelerator().device_name() == "cpu":
         threads = max(1, (os.cpu_count() or 1) // ranks())
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+        count = ["--num_gpus", str(ranks())]
     port = free_port()
     # The launcher as a module: a DeepSpeed that a virtual environment takes from outside has no script inside of it.
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks()), "--master_port",
-               str(port), "--log_level", "warning", str(HERE / "train.py"), "--deepspeed_config", str(config),
-               "--save_dir", str(save_dir), *arguments]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *count, "--master_port", str(port), "--log_level",
+               "warning", str(HERE / "train.py"), "--deepspeed_config", str(config), "--save_dir", str(save_dir),
+               *arguments]
     try:
         yield command, environment
     finally:

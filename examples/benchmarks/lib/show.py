@@ -17,6 +17,7 @@ from tabulate import tabulate
 
 from . import results_file
 from .colors import color_of, colors, tint
+from .paired import interval
 from .results_file import Group, groups
 
 BARS = Path(__file__).with_name("bars.yaml")
@@ -227,21 +228,36 @@ def _misses(value: float, goal: float, better: str) -> bool:
 
 
 def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 2,
-          of_panels: dict[str, dict] | None = None, **settings) -> None:
+          of_panels: dict[str, dict] | None = None, spans: dict[str, dict[str, list]] | None = None,
+          **settings) -> None:
     """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
 
     Series of one color in a panel, which are a contender's, have lines of different styles.
 
     Args:
         panels: a point may be (x, y, low, high): the area between low and high is shaded.
-        settings: of each axis. `of_panels`: further ones by the panel's title.
+        settings: of each axis. `of_panels`: instead of them, by the panel's title.
+        spans: panels before these, of values: {title: {contender: [value, ...]}}. Each contender has a row, with its
+            values as dots, and their mean with its 95 % interval.
     """
-    names = dict.fromkeys(name for series in panels.values() for name in series)
+    spans = spans or {}
+    names = dict.fromkeys(name for series in (*spans.values(), *panels.values()) for name in series)
     of = colors(names)
     style = {name: STYLES[[other for other in names if of[other] == of[name]].index(name) % len(STYLES)]
              for name in names}
-    axes = _axes(pyplot, len(panels), columns, 2.7)
-    for axis, (title, series) in zip(axes, panels.items(), strict=True):
+    axes = _axes(pyplot, len(spans) + len(panels), columns, 2.7)
+    for axis, (title, rows) in zip(axes, spans.items(), strict=False):
+        for name, values in rows.items():
+            mean = interval(values)
+            axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
+            axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
+            if mean.low is not None:
+                axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        axis.margins(y=0.15)
+        axis.invert_yaxis()
+        axis.set(title=title, **(of_panels or {}).get(title, {}))
+    for axis, (title, series) in zip(axes[len(spans):], panels.items(), strict=True):
         for name, points in series.items():
             if points:
                 x, y, *band = zip(*sorted(points), strict=True)
@@ -249,7 +265,7 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
                 axis.plot(x, y, ".", color=of[name], markersize=5)
                 if band:
                     axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings, **(of_panels or {}).get(title, {}))
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 
 

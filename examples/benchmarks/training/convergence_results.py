@@ -20,6 +20,7 @@ SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
 CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage")
 TRAINING = {"loss": "training loss", "grad_norm": "gradient norm", "busiest_expert": "share of the busiest expert"}
 MOST_DB = 60  # that a plot shows: re-scaling is nearly exact
+SHOWN_PERCENT = 2.5  # of differences to bf16, in plots: classic layers' are wider
 
 
 def row(folder: Path) -> dict:
@@ -182,11 +183,10 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
 
 # ---- how results are shown ------------------------------------------------------------------------------------------
 
-QUANTIZED = (*(name for name, recipe in RECIPES.items() if recipe.quantizes), OWN)
 MEASURES = [
-    Measure("held-out loss, mean of paired differences to bf16", QUANTIZED, figure="difference", better=show.SMALLER,
-            form="{:+.2%}", main=True),
-    Measure("upper end of its 95 % interval", QUANTIZED, figure="high", better=show.SMALLER, form="{:+.2%}",
+    Measure("held-out loss, mean of paired differences to bf16", (*JUDGED, OWN), figure="difference",
+            better=show.SMALLER, form="{:+.2%}", main=True),
+    Measure("upper end of its 95 % interval", (*JUDGED, OWN), figure="high", better=show.SMALLER, form="{:+.2%}",
             main=True),
     Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
             figure="beyond", better=show.SMALLER, form="{:.2%}")]
@@ -206,24 +206,33 @@ def sentences(prepared: dict) -> list[str]:
 
 
 def plot(result: dict, pyplot) -> None:
+    spans: dict = {}
     panels: dict = {}
+    shown: dict = {}  # of a panel's axis
+    for one in result["rows"]:
+        if "difference" in one:
+            size, name = one["case"]["size"], one["contender"]
+            title = f"{size}: held-out loss over bf16's, %"
+            spans.setdefault(title, {})[name] = [100 * value for value in one["by_seed"].values()]
+            shown[title] = {"xlim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
+            if name in (*JUDGED, YARDSTICK, OWN):
+                title = f"{size}: the same over training, %"
+                panels.setdefault(title, {})[name] = [
+                    (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
+                    for step, of in one["over_steps"].items()]
+                shown[title] = {"ylim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
     for one in result["rows"]:
         size, name = one["case"]["size"], one["contender"]
-        if "difference" in one:
-            panels.setdefault(f"{size}: held-out loss over bf16's, mean and 95 % interval, %", {})[name] = [
-                (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
-                for step, of in one["over_steps"].items()]
-            panels.setdefault(f"{size}: the same at the end by seed, %", {})[name] = [
-                (seed, 100 * value) for seed, value in one["by_seed"].items()]
         for curve, title in ({"heldout_loss": "held-out loss"} | TRAINING).items():
-            panels.setdefault(f"{size}: {title}", {})[name] = list(one["curves"][curve].items())
+            title = f"{size}: {title}"
+            panels.setdefault(title, {})[name] = list(one["curves"][curve].items())
+            shown[title] = {"yscale": "log"}
         for curve, title in (("sqnr_db", "SQNR, dB"), ("shrinkage", "shrinkage")) if name in (*JUDGED, OWN) else ():
             for step, of in one["curves"].get(curve, {}).items():
                 for rounding, value in of.items():
                     panels.setdefault(f"{size}, {name}: {title}", {}).setdefault(rounding, []).append(
                         (step, min(value, MOST_DB)))
-    log = {title: {"yscale": "log"} for title in panels if title.endswith((": held-out loss", *TRAINING.values()))}
-    show.lines(pyplot, panels, "step, or seed", "", of_panels=log)
+    show.lines(pyplot, panels, "step", "", of_panels=shown, spans=spans)
 
 
 SHOWN = show.Shown("convergence", MEASURES, [

@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from statistics import mean
 
-from deepspeed.accelerator import get_accelerator
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib import run, show
@@ -47,10 +45,9 @@ def launch(model: str, contender: str, seed: int, args, folder: Path) -> subproc
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(get_accelerator().device_count()),
-               "--master_port", str(port), str(TRAIN), *arguments, "--deepspeed_config",
-               str(folder / "ds_config.json"), "--steps", str(args.steps), "--warmup_steps", "50", "--log_every", "1",
-               "--seed", str(seed), "--save_dir", str(folder)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port), str(TRAIN), *arguments,
+               "--deepspeed_config", str(folder / "ds_config.json"), "--steps", str(args.steps), "--warmup_steps",
+               "50", "--log_every", "1", "--seed", str(seed), "--save_dir", str(folder)]
     print("==", *command, flush=True)
     with (folder / "output.txt").open("w") as output:
         return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
