@@ -178,7 +178,7 @@ def test_the_most_important_runs_come_first(tmp_path):
     names = [run.name for run in convergence.plan(arguments(tmp_path))]
     assert names[:6] == ["50M-bf16-0", "50M-default_128-0", "50M-reordered-0", "50M-mxfp8_128-0", "50M-bf16-1",
                          "50M-default_128-1"]
-    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 4 * 12
+    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 4 * 10
     assert names[64:68] == ["50M-default_32-0", "50M-wires_128-0", "50M-classic_bf16-0", "50M-classic_default_128-0"]
     assert names[76:78] == ["300M-bf16-0", "300M-default_128-0"]
     few = convergence.plan(arguments(tmp_path, "--recipes", "bf16", "default_128-h", "--seeds", "2", "--sizes",

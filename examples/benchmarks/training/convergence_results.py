@@ -162,7 +162,8 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
         return {}
     difference = paired.interval(list(by_seed.values()))
     out = {"pairs": difference.pairs, "difference": difference.mean, "spread": difference.spread,
-           "low": difference.low, "high": difference.high, "by_seed": by_seed}
+           "low": difference.low, "high": difference.high, "by_seed": by_seed,
+           "nats": fmean(found[seed]["heldout_loss"] - bases[seed]["heldout_loss"] for seed in by_seed)}
     in_bf16 = differences(found, bases, name="heldout_loss_bf16")
     if in_bf16:
         out["in_bf16"] = fmean(in_bf16.values())
@@ -201,7 +202,8 @@ def sentences(prepared: dict) -> list[str]:
             less = "" if one.get("less_low") is None else (
                 f"; less the yardstick {one['less']:+.2%} [{one['less_low']:+.2%}, {one['less_high']:+.2%}]")
             found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}{interval} of the "
-                         f"held-out loss; seeds: {one['pairs']}{less}. {one.get('verdict', 'The yardstick')}.")
+                         f"held-out loss, {one['nats']:+.4f} nats a token; seeds: {one['pairs']}{less}. "
+                         f"{one.get('verdict', 'The yardstick')}.")
     return found
 
 
