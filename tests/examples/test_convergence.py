@@ -414,6 +414,8 @@ def test_the_study_of_a_tiny_model(tmp_path):
                                   "--out", tmp_path / "second.json")
     assert status == 0 and "2 of 2 runs are finished" in told and "tiny-bf16" not in told, told
     assert "tiny, default_128:" in shown and "seeds: 1" in shown
+    of = {one["contender"]: one["curves"] for one in results_file.read(tmp_path / "second.json")["rows"]}
+    assert not of["bf16"]["gradient_sqnr_db"] and min(of["default_128"]["gradient_sqnr_db"].values()) > 20
 
 
 def test_an_ab_of_ones_own_model(tmp_path):

@@ -17,7 +17,8 @@ from .convergence_run import BF16, OWN, RECIPES, YARDSTICK, Recipe
 LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
 JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
 SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
-CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage")
+CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage",
+          "gradient_sqnr_db", "gradient_shrinkage")
 TRAINING = {"loss": "training loss", "grad_norm": "gradient norm", "busiest_expert": "share of the busiest expert"}
 MOST_DB = 60  # that a plot shows: re-scaling is nearly exact
 SHOWN_PERCENT = 2.5  # of differences to bf16, in plots: classic layers' are wider
@@ -136,7 +137,8 @@ def means(found: dict[int, dict]) -> dict:
     """Means over the seeds of a recipe; of training figures, the median of the last tenth."""
     rows = list(found.values())
     curves = {name: {int(step): _mean(one["curves"][name][step] for one in rows if step in one["curves"].get(name, {}))
-                     for step in rows[0]["curves"].get(name, ())} for name in CURVES}
+                     for step in dict.fromkeys(step for one in rows for step in one["curves"].get(name, ()))}
+              for name in CURVES}
     out = {"heldout_loss": fmean(one["heldout_loss"] for one in rows), "curves": curves,
            "roundings": ", ".join(sorted({rounding for one in rows for rounding in one.get("roundings") or ()}))}
     for name in TRAINING:
@@ -144,6 +146,9 @@ def means(found: dict[int, dict]) -> dict:
         out[name] = median(values[-max(1, len(values) // 10):])
     if curves["sqnr_db"]:
         out["sqnr_db"] = min(curves["sqnr_db"][max(curves["sqnr_db"])].values())
+    for name in ("gradient_sqnr_db", "gradient_shrinkage"):
+        if curves[name]:
+            out[name] = fmean(curves[name].values())
     return out
 
 
@@ -243,5 +248,7 @@ SHOWN = show.Shown("convergence", MEASURES, [
     ("less the yardstick", "less", "{:+.2%}"), ("95 % from", "less_low", "{:+.2%}"), ("to", "less_high", "{:+.2%}"),
     ("to bf16, its weights used in bf16", "in_bf16", "{:+.2%}"), ("training loss", "loss", "{:.4f}"),
     ("gradient norm", "grad_norm", "{:.3f}"), ("busiest expert", "busiest_expert", "{:.1%}"),
-    ("lowest SQNR, dB", "sqnr_db", "{:.1f}"), ("roundings that acted", "roundings", "{}")], plot, wide=False,
+    ("lowest SQNR, dB", "sqnr_db", "{:.1f}"),
+    ("gradient's SQNR, dB", "gradient_sqnr_db", "{:.1f}"),
+    ("its shrinkage", "gradient_shrinkage", "{:+.2%}"), ("roundings that acted", "roundings", "{}")], plot, wide=False,
     prepare=prepare, sentences=sentences)

@@ -270,26 +270,37 @@ def in_bf16(layers: list) -> Iterator[None]:
             layer.mxfp8_settings = own
 
 
-def measured_roundings(engine, tokens_BS: torch.Tensor, settings: argparse.Namespace, off: tuple) -> dict:
-    """How each rounding changes its tensors in one forward and backward of this batch. The engine keeps no gradient.
-
-    Every rank calls it. The result is of this rank's tensors.
-    """
-    module, measured, embedded = engine.module, Measured(), []
+def input_gradient(engine, tokens_BS: torch.Tensor, settings: argparse.Namespace) -> torch.Tensor:
+    """The gradient of the embedded tokens, [B, S, H], by a forward and backward of which the engine keeps nothing."""
+    module, embedded = engine.module, []
     embedding = module.embedding if isinstance(module, train.models.GPT) else module.get_input_embeddings()
 
     def keep(_, inputs, output):
         embedded.append(output if output.requires_grad else output.requires_grad_())
 
     hook = embedding.register_forward_hook(keep)
+    torch.manual_seed(0)  # the same draws in each recipe
     try:
-        with simulated(off, measured):
-            cross_entropy, aux_loss = train.losses(_Module(engine), tokens_BS)
-            # Asked for by autograd.grad, gradients reach no parameter, whose hooks belong to ZeRO.
-            torch.autograd.grad(cross_entropy + settings.moe_loss_coeff * aux_loss, embedded)
+        cross_entropy, aux_loss = train.losses(_Module(engine), tokens_BS)
+        # Asked for by autograd.grad, gradients reach no parameter, whose hooks belong to ZeRO.
+        return torch.autograd.grad(cross_entropy + settings.moe_loss_coeff * aux_loss, embedded)[0]
     finally:
         hook.remove()
-    return measured.read()
+
+
+def measured_roundings(engine, layers: list, tokens_BS: torch.Tensor, settings: argparse.Namespace,
+                       off: tuple) -> dict:
+    """How each rounding changes its tensors, and how all of them change the gradient that arrives at the embedding.
+
+    Every rank calls it. The result is of this rank's tensors and tokens.
+    """
+    roundings, gradient = Measured(), Measured()
+    with simulated(off, roundings):
+        input_gradient(engine, tokens_BS, settings)
+    with in_bf16(layers):
+        exact_BSH = input_gradient(engine, tokens_BS, settings)
+    gradient.add("gradient", exact_BSH, input_gradient(engine, tokens_BS, settings))
+    return roundings.read() | {f"gradient_{name}": found["gradient"] for name, found in gradient.read().items()}
 
 
 class _Module:
@@ -349,7 +360,7 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
             with in_bf16(quantized):
                 row["heldout_loss_bf16"] = train.heldout_loss(engine, heldout, settings)
             if measurable:
-                row |= measured_roundings(engine, sample_BS, settings, recipe.off or ())
+                row |= measured_roundings(engine, quantized, sample_BS, settings, recipe.off or ())
                 roundings.update(row["sqnr_db"])
         return row
 
