@@ -128,20 +128,20 @@ class Findings:
     """What the device finds out in plans whose counts the host does not read, for the layers of one group.
 
     The words of a layer: 1 + the rank that is in another call, or 0; 1 + the rank that gets more rows than fit, or 0;
-    how many rows that are; whether they are those through one rank of its node; the choices that were dropped for this
-    rank's experts. The first failure stays.
+    how many rows that are; for how many there is room; whether they are those through one rank of its node; the
+    choices that were dropped for this rank's experts. The first failure stays.
     """
 
-    DROPPED = 4  # the last word
+    DROPPED = 5  # the last word
 
     def __init__(self, group: Any):
         device = torch.device(get_accelerator().current_device_name())
         # device="cpu", since torch.set_default_device may name another.
-        self._host = torch.zeros((MOST_DROPPING, 5), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        size = MOST_DROPPING, self.DROPPED + 1
+        self._host = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._words = self._host.numpy()
-        self._device = torch.zeros((MOST_DROPPING, 5), dtype=torch.int64, device=device)
+        self._device = torch.zeros(size, dtype=torch.int64, device=device)
         self._ranks, self._unchecked, self._captured = ranks_of(group), False, False
-        self._rooms: dict = {}
         self.dropped = Dropped(self._host[:, self.DROPPED])
 
     @staticmethod
@@ -151,10 +151,8 @@ class Findings:
             _OF_GROUP[group] = Findings(group)
         return _OF_GROUP[group]
 
-    def fail(self, name: str, failure: torch.Tensor, rooms: tuple[int, int]) -> None:
-        """`failure`: int64 [4], the first words of a layer. The host learns it when the device has come so far.
-        `rooms`: how many rows fit into a rank, and between two ranks of a node."""
-        self._rooms[name] = rooms
+    def fail(self, name: str, failure: torch.Tensor) -> None:
+        """`failure`: int64 [5], the first words of a layer. The host learns it when the device has come so far."""
         words = self._device[self.dropped.index(name), :self.DROPPED]
         words.copy_(torch.where(words[:2].any(), words, failure))
         self._tell(name)
@@ -176,7 +174,7 @@ class Findings:
         if not self._words[:len(names), :2].any():
             return
         me = torch.distributed.get_rank()
-        for name, (other, full, rows, through_one, _) in zip(names, self._words.tolist(), strict=False):
+        for name, (other, full, rows, room, through_one, _) in zip(names, self._words.tolist(), strict=False):
             where = f"rank {me}: 'counts' of {name}"
             if other:
                 rank = self._ranks[other - 1]
@@ -184,9 +182,8 @@ class Findings:
                                   f"{SAME_CALLS}, and with a capacity equally many tokens", (rank, ))
             if full:
                 through = "through one rank of its node, " if through_one else ""
-                where = with_room(where, self._rooms[name][through_one])
-                raise PeerFailure(f"{where}: rank {self._ranks[full - 1]} would get {rows} rows, {through}more than "
-                                  f"its capacity. {RAISE}")
+                raise PeerFailure(f"{with_room(where, room)}: rank {self._ranks[full - 1]} would get {rows} rows, "
+                                  f"{through}more than its capacity. {RAISE}")
 
     @staticmethod
     def wait_and_check_all() -> None:

@@ -61,9 +61,9 @@ def numbered(wanted_NW: torch.Tensor) -> Numbered:
 
 
 def sends(pairs: Numbered, num_rows: int, ranks: int) -> Sends:
-    """The rows to send. `num_rows`: S, how many pairs are wanted."""
+    """The rows to send. `num_rows`: S, how many pairs are wanted. What a failed exchange left may want more."""
     S, N = num_rows, pairs.wanted.shape[0] // ranks
-    slot = torch.where(pairs.wanted, pairs.place, S)
+    slot = torch.where(pairs.wanted, pairs.place, S).clamp(max=S)
     pair_S = slot.new_empty(S + 1).scatter_(0, slot, pairs.pair)[:S]
     return Sends(pair_S % max(N, 1), pair_S.div(max(N, 1), rounding_mode="floor"), slot.view(ranks, N))
 
@@ -93,7 +93,8 @@ def sort_by_expert(local_RK: torch.Tensor, choices: int, shift_E: torch.Tensor, 
     """Sorts received choices by expert, in a stable order. Each group is padded to whole tiles.
 
     Args:
-        local_RK: local experts of received rows, -1 for none.
+        local_RK: local experts of received rows, -1 for none. Others that do not exist, of a failed exchange, do no
+            harm.
         choices: how many of them are not -1.
         shift_E: of `padding`.
         num_rows: P.
@@ -104,8 +105,8 @@ def sort_by_expert(local_RK: torch.Tensor, choices: int, shift_E: torch.Tensor, 
     """
     (R, K), E, P = local_RK.shape, shift_E.shape[0], num_rows
     flat = (local_RK if order_R is None else local_RK.index_select(0, order_R)).reshape(-1)
-    order = torch.where(flat < 0, E, flat).argsort(stable=True)[:choices]
-    place = torch.arange(choices, device=flat.device) + shift_E.index_select(0, flat.index_select(0, order).int())
+    expert, order = (of_all[:choices] for of_all in torch.where(flat < 0, E, flat).sort(stable=True))
+    place = torch.arange(choices, device=flat.device) + shift_E.index_select(0, expert.clamp(max=E - 1).int())
     if order_R is not None:
         order = order_R.index_select(0, order.div(K, rounding_mode="floor")) * K + order % K
     slot_RK = order.new_full((R * K, ), P).scatter_(0, order, place).view(R, K)

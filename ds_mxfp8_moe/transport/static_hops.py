@@ -116,13 +116,13 @@ class StaticHierarchical(Hierarchical):
             through_one_W: the most rows that each rank would get through one rank of its node.
         """
         another = torch.where(another_W.any(), another_W.int().argmax() + 1, 0)
-        found = [another, *(torch.zeros_like(another), ) * 3]
+        found = [another, *(torch.zeros_like(another), ) * 4]
         if self.on_overflow == "error":
             (most, rank), (most_through, rank_through) = rows_W.max(0), through_one_W.max(0)
             full, full_through = most > room, most_through > inside_room
             found = [another, torch.where(full, rank + 1, torch.where(full_through, rank_through + 1, 0)),
-                     torch.where(full, most, most_through), (~full).long()]
-        self._findings.fail(self.name, torch.stack(found), (room, inside_room))
+                     torch.where(full, most, most_through), torch.where(full, room, inside_room), (~full).long()]
+        self._findings.fail(self.name, torch.stack(found))
 
 
 def sends_with_room(wanted_NW: torch.Tensor, room: int) -> Sends:

@@ -145,6 +145,27 @@ def test_a_rank_that_dies_in_a_hop_is_named_by_all_others(ranks4, phase, hop):
     assert f"lost its connection to rank 3 of node 1 in {place(phase, hop)}" in errors[peer]
 
 
+class Garbled(HostWire):
+    """Expert ids arrive as bytes of one value, as a failed exchange may leave them on a GPU."""
+
+    byte = 0
+
+    def exchange(self, x, send_splits, recv_splits, where, *keys):
+        arrived = super().exchange(x, send_splits, recv_splits, where, *keys)
+        return arrived.fill_(self.byte) if "expert ids" in where else arrived
+
+
+def exchange_garbled(byte: int) -> None:
+    with mock.patch.object(Garbled, "byte", byte):
+        exchange_twice(Hierarchical(leaving_hops(dist.new_group([0, 1, 2, 3]), Garbled), "block.3.moe"))
+
+
+@pytest.mark.parametrize("byte", [0, 1, 0x3c, 0x7f, 0xff])
+def test_expert_ids_of_a_failed_exchange_index_nothing_that_is_not_there(ranks4, byte):
+    """On a GPU that would be an assert, which hides the error that the deadline raises."""
+    ranks4.run(exchange_garbled, byte)
+
+
 class Never:
 
     @staticmethod
