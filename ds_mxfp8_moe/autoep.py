@@ -89,7 +89,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts_E)
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
-        if self.mxfp8_samples == []:
+        if self.mxfp8_samples == [] and self.training:
             transport = watch(self, x_TH, routes, transport, counts_E)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,

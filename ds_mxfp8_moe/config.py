@@ -277,6 +277,9 @@ def _problem(item: dict) -> str:
     given, key = _text(item["input"]), str(key)
     if item["type"] == "extra_forbidden":
         valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
+        if key in ("expert_parallel", "autoep_size", "ep_size"):
+            return (f'"{key}" (given {given}) is no key of this section: AutoEP\'s stand in "expert_parallel" at the '
+                    "top level of the config, and a classic layer has MoE(ep_size=...)")
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
         meant = f"did you mean {_text(near[0])}? " if near else ""
         return f"unknown key {_text(key)} (given {given}); {meant}Valid: {', '.join(map(_text, valid_keys))}"
@@ -284,8 +287,8 @@ def _problem(item: dict) -> str:
         return f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
     if item["type"] == "value_error":
         return f'"{key}" {item["ctx"]["error"]}'
-    if item["type"] == "model_type":
-        return f'"{key}" is {given}, expected {{"every": N}}'
+    if item["type"] in ("model_type", "missing"):  # of "every" in it
+        return f'"{[*inside, key][0]}" is {given}, expected {{"every": N}}'
     return f'"{key}" is {given}. {item["msg"]}'
 
 

@@ -162,7 +162,7 @@ class MXFP8MOELayer(MOELayer):
     def _compute(self, x_TH: torch.Tensor, routes: Routes, branch: Branch | None) -> torch.Tensor:
         settings = self.mxfp8_settings
         transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
-        if self.mxfp8_samples == []:
+        if self.mxfp8_samples == [] and self.training:
             transport = watch(self, x_TH, routes, transport, self.exp_counts)
         ffn = ExpertFFN(settings.formula.halved(), settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,

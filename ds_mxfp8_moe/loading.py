@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine does beside DeepSpeed when it loads a checkpoint, and when it saves one without frozen experts.
 
-Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-2 gives every rank its own
-frozen experts: DeepSpeed would give rank 0's to all. ZeRO-3 saves what is trained beside frozen experts, as with LoRA:
+Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-1 and 2 give every rank its own
+frozen experts: DeepSpeed would give rank 0's to all. They read what was trained before and is frozen now: DeepSpeed
+would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as with LoRA:
 DeepSpeed would refuse.
 """
 
@@ -21,6 +22,8 @@ from .transport.deadline import tell_peers_on_error
 
 def name_broken_files(engine: DeepSpeedEngine) -> None:
     """Makes the engine say which file of a checkpoint it cannot read. A second call changes nothing."""
+    if engine.checkpoint_engine is None:  # ZeRO-3 without an optimizer, for evaluation
+        return
     plain = engine.checkpoint_engine.load
     if hasattr(plain, "mxfp8_moe"):
         return
@@ -44,9 +47,10 @@ def name_broken_files(engine: DeepSpeedEngine) -> None:
 
 
 def keep_own_frozen_experts(engine: DeepSpeedEngine) -> None:
-    """Makes the engine load frozen experts from their own files. A second call changes nothing.
+    """Makes the engine load frozen parameters from where they were saved. A second call changes nothing.
 
-    In ZeRO-2, DeepSpeed first loads experts from these files, and then all frozen parameters as rank 0 saved them.
+    DeepSpeed first loads all parameters, experts from their own files. Then it takes all frozen ones from what rank 0
+    saved as frozen.
     """
     plain = engine.load_module_state_dict
     if hasattr(plain, "mxfp8_moe") or engine.zero_optimization_partition_weights():
@@ -54,9 +58,10 @@ def keep_own_frozen_experts(engine: DeepSpeedEngine) -> None:
 
     @functools.wraps(plain)
     def load(checkpoint: dict, *args, **kwargs) -> None:
-        if fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS):
-            own = {name: checkpoint["module"].get(name, tensor) for name, tensor in fragments.items()}
-            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: own}
+        if (fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS)) is not None:
+            frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
+            own = {name: checkpoint["module"][name] for name in frozen if name in checkpoint["module"]}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
         plain(checkpoint, *args, **kwargs)
 
     load.mxfp8_moe = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people watch while a MoE model trains: the load of its experts, and what MXFP8 does to its tokens.
 
-In one step of `every`, each converted layer takes a sample of its first micro-batch. The samples stay on the device
-until the step's end. Their sums over all ranks then go to DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), as
-Train/MoE/<layer>/<name>:
+In one step of `every`, each converted layer takes a sample of its first micro-batch. Evaluations are not sampled. The
+samples stay on the device until the step's end. Their sums over all ranks then go to DeepSpeed's monitors
+(TensorBoard, W&B, CSV, Comet), as Train/MoE/<layer>/<name>:
 
     load_most, load_fewest      the most and the least loaded expert's choices, over the mean
     load_entropy                of the choices' distribution over experts: 1 if even, 0 if all go to one expert
@@ -130,8 +130,8 @@ class Metrics:
     """Asks the layers of an engine for samples, and writes their figures. Every rank has one.
 
     Args:
-        layers: this rank's converted layers. Each takes a sample in its next forward while its `mxfp8_samples` is an
-            empty list. The stages of a pipeline have different ones, or none.
+        layers: this rank's converted layers. Each takes a sample in its next forward of training while its
+            `mxfp8_samples` is an empty list. The stages of a pipeline have different ones, or none.
     """
 
     def __init__(self, engine: DeepSpeedEngine, layers: Sequence[Any], every: int):

@@ -120,7 +120,7 @@ def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     base = model.get_base_model() if is_peft(model) else model
     if not isinstance(base, PreTrainedModel):
         raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one: it is a "
-                        f"{type(base).__name__}. Use engine.save_checkpoint")
+                        f"{type(base).__name__}. Its weights are written by engine.save_16bit_model")
     return base, next(name for name, module in model.named_modules() if module is base)
 
 
@@ -203,7 +203,7 @@ def _tensors(model, skeleton, prefix: str, specs: dict[str, MoELayerSpec], wante
     seen = {}
     for name, value in entries.items():
         if id(value) not in seen:  # tied weights once
-            seen[id(value)] = _kept(_whole(value), keep)
+            seen[id(value)] = on_host(_whole(value), keep)
         if keep:
             yield name, seen[id(value)]
 
@@ -219,11 +219,11 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
     for key, value in own.items():
         for prefix, name in renamed.items():
             if key.startswith(prefix):
-                tensor = _kept(_whole(value), keep)
+                tensor = on_host(_whole(value), keep)
                 if tensor is not None:
                     original = name + key.removeprefix(prefix)
                     yield original, tensor.reshape(shapes.get(original, tensor.shape))
-    biases = {role: _kept(_whole(own[key]), keep) for role in ("gate", "up", "down")
+    biases = {role: on_host(_whole(own[key]), keep) for role in ("gate", "up", "down")
               if (key := f"expert_biases.{role}") in own}
     start = f"{spec.experts_name}.{base_prefix(layer)}"
     if keep and "up" in biases:
@@ -233,7 +233,7 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
         yield f"{start}{spec.expert_w2_name}_bias", biases["down"]
     if "experts.w1" not in own:  # not wanted
         return
-    weights = [_all_experts(layer, own[f"experts.{key}"], keep) for key in ("w1", "w2", "w3")]
+    weights = [all_experts(layer, own[f"experts.{key}"], keep) for key in ("w1", "w2", "w3")]
     if keep:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
             yield start + key, tensor
@@ -268,16 +268,17 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
         return value.detach().clone()
 
 
-def _kept(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
+def on_host(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
     """A copy in host memory, or None. Devices keep no gathered tensors."""
     return tensor.to("cpu", copy=True) if keep else None
 
 
-def _all_experts(layer: AutoEPMoELayer, weight: torch.Tensor, keep: bool) -> torch.Tensor | None:
-    """[E, ...] of all ranks' experts in host memory on rank 0, None elsewhere. Collective."""
+def all_experts(layer: Any, weight: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    """[E, ...] of all ranks' experts in host memory on rank 0, None elsewhere. Collective. `layer`: AutoEP's, or the
+    inner one of a classic layer."""
     local = _whole(weight).contiguous()
     if layer.ep_size == 1:
-        return _kept(local, keep)
+        return on_host(local, keep)
     if 0 not in ranks_of(layer.ep_group):  # these experts are copies of others
         return None
     parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if keep else None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the ways of saving that people already use write AutoEP models whole, as `save_pretrained` does.
+"""Makes the ways of saving that people already use write whole models, with the experts of all ranks.
 
-DeepSpeed, Accelerate and transformers would save one rank's experts under AutoEP's names, without a word, and
-transformers would load them as a model with new experts. With the section enabled, these calls are right or raise an
+DeepSpeed, Accelerate and transformers would save one rank's experts, without a word. Of AutoEP's layers, transformers
+would load them as a model with new experts. They get Hugging Face's names here, as by `save_pretrained`. Classic
+layers get the names that one process has with `ep_size=1`. With the section enabled, these calls are right or raise an
 error that names the call that is:
 
     engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
@@ -14,19 +15,24 @@ error that names the call that is:
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from .lora import is_peft, with_pefts_names
 from .pretrained import (
+    all_experts,
     autoep_layers,
     is_partitioned,
     needs_peers,
+    on_host,
     refuse_tensor_parallelism,
     whole_state_dict,
 )
@@ -34,23 +40,31 @@ from .transport.deadline import tell_peers_on_error
 
 # On an engine: True. On its model: DeepSpeed's section "expert_parallel". On parts that hold MoE layers: None.
 MARK = "_mxfp8_saves_whole"
+CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")
 
 
 def save_whole_models(engine: DeepSpeedEngine) -> None:
-    """Applies the above to an engine with AutoEP layers. A second call changes nothing."""
-    if MARK in vars(engine) or not autoep_layers(engine.module):
+    """Applies the above to an engine with MoE layers. A second call changes nothing.
+
+    One stage of a pipeline is no model: its engine refuses to save one.
+    """
+    autoep = bool(autoep_layers(engine.module))
+    classic = bool(classic_layers(engine.module)) and not isinstance(engine, PipelineEngine)
+    if MARK in vars(engine) or not (autoep or classic):
         return
     setattr(engine, MARK, True)
-    # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
-    engine.zero_gather_16bit_weights_on_model_save = lambda: True
-    engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
-    engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
     _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     if accelerate := sys.modules.get("accelerate"):
         _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
         _replace(accelerate.Accelerator, "save_model", _save_model)
+    if not autoep:
+        return
+    # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
+    engine.zero_gather_16bit_weights_on_model_save = lambda: True
+    engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
+    engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
     if transformers := sys.modules.get("transformers"):
         _replace(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
         for module in engine.module.modules():
@@ -83,9 +97,36 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
     """The whole model on rank 0, None elsewhere. Collective."""
     refuse_tensor_parallelism(engine)
     buffers = {name for name, _ in engine.module.named_buffers()}
-    return whole_state_dict(
-        engine.module, engine._config.expert_parallel_config,
-        lambda name, value: value.requires_grad or not exclude_frozen_parameters or name in buffers)
+
+    def wanted(name: str, value: torch.Tensor) -> bool:
+        return value.requires_grad or not exclude_frozen_parameters or name in buffers
+
+    if autoep_layers(engine.module):
+        return whole_state_dict(engine.module, engine._config.expert_parallel_config, wanted)
+    return _whole_classic_state_dict(engine.module, wanted)
+
+
+def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
+    """The inner layers of `deepspeed.moe.layer.MoE` by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
+
+
+def _whole_classic_state_dict(model: torch.nn.Module, wanted: Callable[[str, torch.Tensor], bool]) -> dict | None:
+    """The state dict of a model with classic layers, as it is with `ep_size=1`. Collective. None off rank 0."""
+    layers, state, keep = classic_layers(model), {}, dist.get_rank() == 0
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not wanted(name, value):
+            continue
+        found = CLASSIC_EXPERT.fullmatch(name)
+        layer = layers.get(found["layer"]) if found else None
+        if layer is None:
+            state[name] = on_host(value.detach(), keep)
+            continue
+        of_ranks = all_experts(layer, value.unsqueeze(0), keep)
+        for rank, tensor in enumerate(of_ranks if keep else ()):
+            index = rank * layer.num_local_experts + int(found["index"])
+            state[f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}"] = tensor.clone()
+    return state if keep else None
 
 
 def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,

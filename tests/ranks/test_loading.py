@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint with a file that was cut short: the rank that reads the file names it, its peers quote the error."""
+"""What an engine loads. The rank that reads a file that was cut short names it, and its peers quote the error."""
 
+import re
+from dataclasses import replace
 from datetime import timedelta
 
 import deepspeed.comm as dist
 import pytest
-from autoep_models import engine, train_engine
+import torch
+from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
+from models import Layout, make_engine, train_steps
 from torch.distributed import distributed_c10d as c10d
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 
@@ -39,6 +44,45 @@ def test_the_file_is_named_on_the_rank_that_reads_it_and_on_its_peers(ranks2, tm
         assert f"the checkpoint file {name} (" in error
         if rank == reader or reader is None:
             assert "cannot be read: " in error and "load an earlier checkpoint" in error
+
+
+FROZEN_LATER = r"blocks\.0\..*experts.*|last\..*"
+
+
+def frozen_later(directory, stage):
+    """Parameters that differ from those that the run before has saved, when some of them are frozen from now on."""
+    layout = Layout(zero=stage, dtype="bf16")
+    first = make_engine(layout, {"enabled": True})
+    train_steps(first, layout)
+    first.save_checkpoint(directory)
+    layout = replace(layout, frozen=FROZEN_LATER, seed=99)
+    second = make_engine(layout, {"enabled": True})
+    second.load_checkpoint(directory, load_optimizer_states=False)
+    wanted = {name: p.detach().clone() for name, p in first.module.named_parameters()}
+    differing = [name for name, p in second.module.named_parameters() if not torch.equal(p, wanted[name])]
+    train_steps(second, layout)
+    moved = {name for name, p in second.module.named_parameters() if not torch.equal(p, wanted[name])}
+    return differing, [name for name in moved if re.fullmatch(FROZEN_LATER, name)], len(moved) > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_experts_may_be_frozen_when_a_run_goes_on(ranks2, tmp_path, stage):
+    assert ranks2.run(frozen_later, str(tmp_path), stage) == [([], [], True)] * 2
+
+
+def evaluated_in_zero_3() -> float:
+    """Without an optimizer, an engine has nothing that reads checkpoints."""
+    config = ds_config({"enabled": True}, 3)
+    del config["optimizer"]
+    net = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    assert net.checkpoint_engine is None and len(autoep_layers(net.module)) == 2
+    net.eval()
+    with torch.no_grad():
+        return net(input_ids=batch(0)).logits.isfinite().all().item()
+
+
+def test_an_engine_without_an_optimizer_evaluates_in_zero_3(ranks2):
+    assert ranks2.run(evaluated_in_zero_3) == [True, True]
 
 
 def missing(directory):

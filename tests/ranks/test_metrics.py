@@ -101,9 +101,18 @@ def train_classic(folder: str, every: int | None) -> tuple[list[float], int, lis
     """The losses; how many samples each layer took; the torch ops of each step."""
     layout = Layout(zero=1, config=monitor(folder), moe={"capacity_factor": 0.5})
     net = make_engine(layout, section(every) if every else {"enabled": True})
-    losses, launches = [], []
-    with mock.patch.object(layer, "watch", wraps=layer.watch) as sampled:
+    losses, launches, plain = [], [], layer.watch
+
+    def watch(of_layer, *args):
+        assert of_layer.training
+        return plain(of_layer, *args)
+
+    with mock.patch.object(layer, "watch", side_effect=watch) as sampled:
         for step in range(4):
+            net.eval()  # an evaluation between steps is not sampled
+            with torch.no_grad():
+                net(*batch(99, layout, dist.get_rank()))
+            net.train()
             torch.manual_seed(step)
             given = batch(step, layout, dist.get_rank())
             with Launches() as ops:

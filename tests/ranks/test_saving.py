@@ -7,8 +7,10 @@ import deepspeed
 import deepspeed.comm as dist
 import peft
 import pytest
+import torch
 import transformers
 from autoep_models import ds_config, model, train_engine
+from models import Layout, Net, make_engine, train_steps
 from rank_pool import reset_hugging_face
 from slow import slow_except
 from test_engine import enabled
@@ -88,6 +90,29 @@ def converted_by_hand(directory):
 
 def test_an_engine_converted_by_hand_saves_whole_too(ranks2, tmp_path):
     assert same_loss(ranks2.run(converted_by_hand, tmp_path), tmp_path)
+
+
+def saved_classic(directory, layout):
+    """What of this rank is not in the file, by its name there, and whether a model without peers takes the file."""
+    net = make_engine(layout, {"enabled": True})
+    train_steps(net, layout)
+    assert net.save_16bit_model(directory)
+    dist.barrier()
+    state, wrong = torch.load(directory / "pytorch_model.bin"), []
+    for name, value in net.module.state_dict().items():
+        before, mine, after = name.partition(".deepspeed_experts.")
+        if mine:
+            layer = net.module.get_submodule(before.removesuffix(".experts"))
+            index, _, rest = after.partition(".")
+            name = f"{before}{mine}{int(index) + layer.num_local_experts * dist.get_rank(layer.ep_group)}.{rest}"
+        wrong += [] if torch.equal(state[name], value) else [name]
+    return wrong, not any(Net(1, **layout.moe).to(torch.bfloat16).load_state_dict(state))
+
+
+@pytest.mark.parametrize("layout", [Layout(zero=2, dtype="bf16"), Layout(ep_size=(1, 2), dtype="bf16"),
+                                    Layout(zero=1, dtype="bf16", moe={"use_residual": True}, frozen=r"last\..*")])
+def test_classic_layers_save_the_experts_of_all_ranks(ranks2, tmp_path, layout):
+    assert ranks2.run(saved_classic, tmp_path, layout) == [([], True)] * 2
 
 
 def without_the_flag():

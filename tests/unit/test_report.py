@@ -122,6 +122,7 @@ def test_config_file_is_resolved(tmp_path, capsys):
     ({"mxfp8_moe": {"enabled": True, "recipe": "bf16", "scaling_mode": "floor"}},
      '[WARN] "scaling_mode" has no effect: the recipe "bf16" quantises nothing'),
     ({"mxfp8_moe": {"recipe": "mxfp8"}}, '[WARN] the section lacks "enabled": true'),
+    ({"mxfp8_moe_config": {"enabled": True}}, '[WARN] there is no section "mxfp8_moe" in it'),
     ({"mxfp8_moe": {"enabled": True}, "expert_parallel": {"enabled": True, "autoep_size": 2}}, None)])
 def test_what_training_would_warn_of_at_start_up(tmp_path, capsys, config, line):
     path = tmp_path / "ds_config.json"
