@@ -193,12 +193,12 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
         by_rank = {rank: layers[name] for rank, layers in enumerate(held) if name in layers}
         first.append(next(iter(by_rank.values())))
         # Reasons for layers that are not converted may differ, as they may name one rank's experts.
-        paths = {rank: layer.detail if layer.converted else "not converted" for rank, layer in by_rank.items()}
-        if len(set(paths.values())) > 1:
-            raise ConfigError(f"{name} is treated differently on different ranks, which would hang: "
-                              + "; ".join(f"rank {rank}: {path}" for rank, path in paths.items())
-                              + ". Look for hooks, adapters or devices that only some ranks have, or leave the layer "
-                              "out with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
+        if len({layer.detail if layer.converted else "not converted" for layer in by_rank.values()}) > 1:
+            told = "; ".join(f"rank {rank}: {'' if layer.converted else 'not converted: '}{layer.detail}"
+                             for rank, layer in by_rank.items())
+            raise ConfigError(f"{name} is treated differently on different ranks, which would hang: {told}. Look for "
+                              "sizes, hooks, adapters or devices that only some ranks have, or leave the layer out "
+                              "with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
 
 

@@ -22,6 +22,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
+from models import SwiGLU
 from torch.distributed import distributed_c10d as c10d
 from transformers.utils import output_capturing
 
@@ -459,3 +460,17 @@ def hybrid():
 
 def test_enable_reaches_the_hybrid_engine(ranks2):
     assert ranks2.run(hybrid) == [("DeepSpeedHybridEngine", 2, 2)] * 2
+
+
+def of_other_sizes() -> str:
+    net = MoE(32, SwiGLU(32, 48 if dist.get_rank() else 64), 2, ep_size=2)
+    with pytest.raises(ConfigError) as error:
+        ds_mxfp8_moe.initialize(model=torch.nn.Sequential(net), config={"train_micro_batch_size_per_gpu": 1,
+                                                                         "mxfp8_moe": MXFP8})
+    return str(error.value)
+
+
+def test_a_layer_that_one_rank_alone_converts_is_an_error_with_the_reason(ranks2):
+    for message in ranks2.run(of_other_sizes):
+        assert message.startswith("0 is treated differently on different ranks, which would hang: rank 0: 2 experts")
+        assert "; rank 1: not converted: FFN size 48 is no multiple of 32" in message
