@@ -181,7 +181,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return report
     mine = config.model_dump_json(), report.layers
-    answers = answers_of_all(dist.get_world_group(), mine, "the engine's start")
+    answers = answers_of_all(dist.get_world_group(), mine, "the engine's start (all ranks enable ds_mxfp8_moe)")
     sections = [section for section, _ in answers]
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]
