@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the notes of others
 STORE_SECONDS = 5.0  # how long the store has to answer
 LOOK_SECONDS = 1.0  # how often a wait for the device looks whether a peer gave up
+QUIET_SECONDS = 60.0  # after which a wait for the device says what it waits for
 SAME_CALLS = ("All ranks of the group must make the same calls in the same order, with rows of the same width and "
               "dtype and as many choices a token")
 DEADLINE = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
@@ -169,15 +170,21 @@ def tell_peers_on_error(function: Callable) -> Callable:
 def wait_for_device(event: Any, group: Any, where: str, seconds: float, node_of: dict | None = None) -> None:
     """Waits on the host until `event` has passed, as a stream's synchronize would. `node_of`: as for `deadline_for`.
 
+    A long wait prints a line once.
+
     Raises:
         PeerFailure: shortly before `seconds` have passed, or soon after a peer gave up waiting in this group.
     """
     seconds = before_watchdog(seconds)
     start = time.monotonic()
-    look = start + LOOK_SECONDS
+    look, tell = start + LOOK_SECONDS, start + QUIET_SECONDS
     while not event.query():
         now = time.monotonic()
         time.sleep(0 if now < start + LOOK_SECONDS else 1e-3)
+        if now > tell:
+            tell = float("inf")
+            print(f"mxfp8_moe: rank {torch.distributed.get_rank()} has waited for {now - start:.0f} s in {where}, for "
+                  f"one of ranks {ranks_of(group)}. The deadline is at {seconds:.0f} s", flush=True)
         if now > look:
             if now > start + seconds or _ask(lambda store: _a_peer_gave_up(store, group)):
                 raise peer_failure(group, where, start, seconds, node_of)

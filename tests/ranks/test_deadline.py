@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that go wrong over gloo: who is late, elsewhere, dead or in another call is named, in time."""
 
+import io
 import os
 import re
 import signal
 import time
+from contextlib import redirect_stdout
 from datetime import timedelta
 from unittest import mock
 
@@ -17,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, _raised_key, set_deadline, wait_for_device
 
@@ -228,12 +230,16 @@ def wait_for_a_device():
     if rank == 1:
         return None
     time.sleep(rank / 2)
-    return ends_in_time(wait_for_device, Never, group, "'counts' of moe", 2 if rank == 0 else 600).missing
+    with redirect_stdout(io.StringIO()) as said, mock.patch.object(deadline, "QUIET_SECONDS", 0.5):
+        failure = ends_in_time(wait_for_device, Never, group, "'counts' of moe", 2 if rank == 0 else 600)
+    return failure.missing, re.sub(r"waited for [01] s", "waited for 0 s", said.getvalue())
 
 
 @pytest.mark.slow
 def test_the_wait_for_the_device_ends_for_all_when_it_ends_for_one(ranks3):
-    assert ranks3.run(wait_for_a_device) == [(1, ), None, (1, )]
+    said = ("mxfp8_moe: rank {} has waited for 0 s in 'counts' of moe, for one of ranks [0, 1, 2]. The deadline is at "
+            "{} s\n")
+    assert ranks3.run(wait_for_a_device) == [((1, ), said.format(0, 2)), None, ((1, ), said.format(2, 590))]
 
 
 def wait_elsewhere():
