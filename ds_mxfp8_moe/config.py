@@ -276,10 +276,10 @@ def _problem(item: dict) -> str:
     *inside, key = item["loc"]  # inside of "metrics", or of nothing
     given, key = _text(item["input"]), str(key)
     if item["type"] == "extra_forbidden":
-        valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
         if key in ("expert_parallel", "autoep_size", "ep_size"):
             return (f'"{key}" (given {given}) is no key of this section: AutoEP\'s stand in "expert_parallel" at the '
                     "top level of the config, and a classic layer has MoE(ep_size=...)")
+        valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
         meant = f"did you mean {_text(near[0])}? " if near else ""
         return f"unknown key {_text(key)} (given {given}); {meant}Valid: {', '.join(map(_text, valid_keys))}"

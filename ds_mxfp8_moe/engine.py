@@ -22,7 +22,7 @@ from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, convert_layers, print_report
 from .engine_hooks import converted_layers, hook_engine, print_on_rank_0, remember_engine
 from .expert_groups import any_groups_allowed
-from .loading import keep_own_frozen_experts, leave_frozen_experts_out, name_broken_files
+from .loading import leave_frozen_experts_out, load_frozen_as_saved, name_broken_files
 from .lora import adapted_experts
 from .ops.device import has_kernels
 from .ops.op_builder import replay
@@ -164,7 +164,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         build_executor(engine.module)
         save_whole_models(engine)
         name_broken_files(engine)
-        keep_own_frozen_experts(engine)
+        load_frozen_as_saved(engine)
         leave_frozen_experts_out(engine)
     else:
         for line in about_enabled(config):

@@ -3,8 +3,7 @@
 
 Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-1 and 2 give every rank its own
 frozen experts: DeepSpeed would give rank 0's to all. They read what was trained before and is frozen now: DeepSpeed
-would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as with LoRA:
-DeepSpeed would refuse.
+would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as with LoRA: DeepSpeed would refuse.
 """
 
 import functools
@@ -46,7 +45,7 @@ def name_broken_files(engine: DeepSpeedEngine) -> None:
     engine.checkpoint_engine.load = load
 
 
-def keep_own_frozen_experts(engine: DeepSpeedEngine) -> None:
+def load_frozen_as_saved(engine: DeepSpeedEngine) -> None:
     """Makes the engine load frozen parameters from where they were saved. A second call changes nothing.
 
     DeepSpeed first loads all parameters, experts from their own files. Then it takes all frozen ones from what rank 0

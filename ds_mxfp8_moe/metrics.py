@@ -46,8 +46,8 @@ PREFIX = "Train/MoE"
 def watch(layer: Any, x_TH: torch.Tensor, routes: Routes, transport: Transport, chosen_E: torch.Tensor) -> Transport:
     """Takes a layer's sample. Returns the transport for this forward, which takes the times of its exchanges.
 
-    Call it if the layer's `mxfp8_samples` is an empty list. `chosen_E`: choices of each expert, also those that the
-    layer's capacity dropped.
+    Call it in training, if the layer's `mxfp8_samples` is an empty list. `chosen_E`: choices of each expert, also
+    those that the layer's capacity dropped.
     """
     timed = Timed(transport) if layer.ep_size > 1 else None
     layer.mxfp8_samples.append((*sample(x_TH, routes, chosen_E, layer.mxfp8_settings.recipe), timed))

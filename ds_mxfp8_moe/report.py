@@ -19,17 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from .advice import about_enabled, about_expert_parallel, about_keys
-from .config import (
-    READERS,
-    SECTION,
-    WIRE_KEYS,
-    ConfigError,
-    MXFP8MoEConfig,
-    current_device,
-    load_ds_config,
-    parse,
-    resolve,
-)
+from .config import READERS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
@@ -201,7 +191,7 @@ def advice(path: str, config: MXFP8MoEConfig) -> list[str]:
         config: its section, which is enabled or not.
     """
     if not config.model_fields_set:
-        return [f'there is no section "{SECTION}" in it, or an empty one: all layers stay DeepSpeed\'s']
+        return ['there is no section "mxfp8_moe" in it, or an empty one: all layers stay DeepSpeed\'s']
     if not config.enabled:
         return about_enabled(config)
     ranks = max(2, get_accelerator().device_count())  # how many will train is not known here

@@ -159,8 +159,10 @@ class Hierarchical(Transport):
         ids_CK = experts_there(expert_TK, G * E, between)
         ids_LK = self._between(as_bytes(ids_CK), to_node, from_node, most_between,
                                "expert ids").view(ids_CK.dtype).long()
-        ids_LK = torch.where(ids_LK < G * E, ids_LK, -1)  # a failed exchange leaves anything
-        inside = sends(numbered(wanted_by(ids_LK, E, G)), sum(to_rank), G)
+        # A failed exchange leaves anything. It must index nothing that is not there.
+        ids_LK = torch.where(ids_LK < G * E, ids_LK, -1)
+        pairs = numbered(wanted_by(ids_LK, E, G))
+        inside = sends(pairs._replace(place=pairs.place.clamp(max=sum(to_rank))), sum(to_rank), G)
         local_SK = experts_there(ids_LK, E, inside)
         local_RK = self._inside(as_bytes(local_SK), to_rank, from_rank, most_inside,
                                 "expert ids").view(local_SK.dtype)

@@ -154,8 +154,8 @@ class PeerMemory:
     def wait_and_check(self) -> None:
         """Raises the errors of exchanges so far. Waits for those with a capacity and for replays of CUDA graphs.
 
-        For all others the host has waited in their layer's next forward. Called once in each step of the optimizer.
-        Warns about dropped choices.
+        In all other layers the host has waited for the counts. Errors of what came after them show there the next
+        time. Called once in each step of the optimizer. Warns about dropped choices.
         """
         if (self.unchecked or self.captured) and self.device.type == "cuda":  # replays pass no host
             self.unchecked = False

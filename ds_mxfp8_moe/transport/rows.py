@@ -61,9 +61,9 @@ def numbered(wanted_NW: torch.Tensor) -> Numbered:
 
 
 def sends(pairs: Numbered, num_rows: int, ranks: int) -> Sends:
-    """The rows to send. `num_rows`: S, how many pairs are wanted. What a failed exchange left may want more."""
+    """The rows to send. `num_rows`: S, how many pairs are wanted."""
     S, N = num_rows, pairs.wanted.shape[0] // ranks
-    slot = torch.where(pairs.wanted, pairs.place, S).clamp(max=S)
+    slot = torch.where(pairs.wanted, pairs.place, S)
     pair_S = slot.new_empty(S + 1).scatter_(0, slot, pairs.pair)[:S]
     return Sends(pair_S % max(N, 1), pair_S.div(max(N, 1), rounding_mode="floor"), slot.view(ranks, N))
 

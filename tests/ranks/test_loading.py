@@ -70,7 +70,7 @@ def test_experts_may_be_frozen_when_a_run_goes_on(ranks2, tmp_path, stage):
     assert ranks2.run(frozen_later, str(tmp_path), stage) == [([], [], True)] * 2
 
 
-def evaluated_in_zero_3() -> float:
+def evaluated_in_zero_3() -> bool:
     """Without an optimizer, an engine has nothing that reads checkpoints."""
     config = ds_config({"enabled": True}, 3)
     del config["optimizer"]

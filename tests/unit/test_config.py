@@ -111,6 +111,13 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
         assert f'did you mean "{nearest}"?' in problems(**{key: 1})[0]
 
 
+@pytest.mark.parametrize("key", ["expert_parallel", "autoep_size", "ep_size"])
+def test_keys_of_deepspeeds_own_section_are_sent_there(key):
+    (line,) = problems(enabled=True, **{key: 2})
+    assert line.startswith(f'"{key}" (given 2) is no key of this section: ')
+    assert 'AutoEP\'s stand in "expert_parallel" at the top level' in line
+
+
 @pytest.mark.parametrize(
     "key, value, expected",
     [
@@ -129,6 +136,7 @@ def test_unknown_key_names_the_nearest_and_all_valid_ones():
         ("min_tokens_per_expert", True, "is true. Input should be a valid integer"),
         ("nvlink_sms", 0, "is 0. Input should be greater than or equal to 1"),
         ("metrics", 2, 'is 2, expected {"every": N}'),
+        ("metrics", {}, 'is {}, expected {"every": N}'),
         ("capacity_factor", 0.5, "is 0.5. Input should be greater than or equal to 1"),
         ("capacity_factor", float("inf"), "is Infinity. Input should be a finite number"),
         ("on_overflow", "wait", "is \"wait\". Input should be 'error' or 'drop'"),

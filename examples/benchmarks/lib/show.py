@@ -237,26 +237,17 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
     Args:
         panels: a point may be (x, y, low, high): the area between low and high is shaded.
         settings: of each axis. `of_panels`: instead of them, by the panel's title.
-        spans: panels before these, of values: {title: {contender: [value, ...]}}. Each contender has a row, with its
-            values as dots, and their mean with its 95 % interval.
+        spans: panels before these, as for `_intervals`: {title: {contender: [value, ...]}}.
     """
-    spans = spans or {}
+    spans, of_panels = spans or {}, of_panels or {}
     names = dict.fromkeys(name for series in (*spans.values(), *panels.values()) for name in series)
     of = colors(names)
     style = {name: STYLES[[other for other in names if of[other] == of[name]].index(name) % len(STYLES)]
              for name in names}
     axes = _axes(pyplot, len(spans) + len(panels), columns, 2.7)
     for axis, (title, rows) in zip(axes, spans.items(), strict=False):
-        for name, values in rows.items():
-            mean = interval(values)
-            axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
-            axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
-            if mean.low is not None:
-                axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
-        axis.axvline(0, color=GRAY, linewidth=0.8)
-        axis.margins(y=0.15)
-        axis.invert_yaxis()
-        axis.set(title=title, **(of_panels or {}).get(title, {}))
+        _intervals(axis, rows, of)
+        axis.set(title=title, **of_panels.get(title, {}))
     for axis, (title, series) in zip(axes[len(spans):], panels.items(), strict=True):
         for name, points in series.items():
             if points:
@@ -265,8 +256,21 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
                 axis.plot(x, y, ".", color=of[name], markersize=5)
                 if band:
                     axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | of_panels.get(title, {}))
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
+
+
+def _intervals(axis, rows: dict[str, list[float]], of: dict[str, str]) -> None:
+    """A row for each contender: its values as ticks, and their mean with its 95 % interval. `of`: their colors."""
+    for name, values in rows.items():
+        mean = interval(values)
+        axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
+        axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
+        if mean.low is not None:
+            axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
+    axis.axvline(0, color=GRAY, linewidth=0.8)
+    axis.margins(y=0.15)
+    axis.invert_yaxis()
 
 
 def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, columns: int = 2) -> None:

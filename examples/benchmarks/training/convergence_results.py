@@ -214,22 +214,21 @@ def sentences(prepared: dict) -> list[str]:
 
 def plot(result: dict, pyplot) -> None:
     spans: dict = {}
+    differences: dict = {}
     panels: dict = {}
     shown: dict = {}  # of a panel's axis
     for one in result["rows"]:
+        size, name = one["case"]["size"], one["contender"]
         if "difference" in one:
-            size, name = one["case"]["size"], one["contender"]
             title = f"{size}: held-out loss over bf16's, %"
             spans.setdefault(title, {})[name] = [100 * value for value in one["by_seed"].values()]
             shown[title] = {"xlim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
             if name in (*JUDGED, YARDSTICK, OWN):
                 title = f"{size}: the same over training, %"
-                panels.setdefault(title, {})[name] = [
+                differences.setdefault(title, {})[name] = [
                     (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
                     for step, of in one["over_steps"].items()]
                 shown[title] = {"ylim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
-    for one in result["rows"]:
-        size, name = one["case"]["size"], one["contender"]
         for curve, title in ({"heldout_loss": "held-out loss"} | TRAINING).items():
             title = f"{size}: {title}"
             panels.setdefault(title, {})[name] = list(one["curves"][curve].items())
@@ -239,7 +238,7 @@ def plot(result: dict, pyplot) -> None:
                 for rounding, value in of.items():
                     panels.setdefault(f"{size}, {name}: {title}", {}).setdefault(rounding, []).append(
                         (step, min(value, MOST_DB)))
-    show.lines(pyplot, panels, "step", "", of_panels=shown, spans=spans)
+    show.lines(pyplot, differences | panels, "step", "", of_panels=shown, spans=spans)
 
 
 SHOWN = show.Shown("convergence", MEASURES, [
