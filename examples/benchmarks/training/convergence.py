@@ -59,6 +59,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                         "lists all")
     parser.add_argument("--seeds", type=one_or_more, help="of each recipe (default: as many as the study has)")
     parser.add_argument("--steps", type=one_or_more, default=1000)
+    parser.add_argument("--stop_after", type=one_or_more, metavar="STEPS", help="end each run after so many of its "
+                        "--steps: where a rounding does harm, the training loss shows it early")
     parser.add_argument("--log_every", type=one_or_more, default=10, help="steps")
     parser.add_argument("--heldout_every", type=one_or_more, default=100, help="steps")
     parser.add_argument("--heldout_windows", type=one_or_more, default=128)
@@ -177,7 +179,7 @@ def finished(run: Run, args: argparse.Namespace) -> bool:
     if not path.exists():
         return False
     summary = json.loads(path.read_text())
-    return (asked(args).items() <= summary["case"].items()
+    return (asked(args).items() <= summary["case"].items() and summary["case"].get("stopped_after") == args.stop_after
             and summary["section"] == convergence_run.recipe_of(run, args).section)
 
 
@@ -192,11 +194,13 @@ def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], str | None]:
     result = results_file.read(args.known, "convergence")
     found = {Run(one["case"]["size"], one["contender"], one["case"]["seed"]): one for one in result["rows"]}
     planned = set(plan(args))
-    for one, known in found.items():
+    for one, known in list(found.items()):
         given = {key: known["case"].get(key) for key in asked(args)}
         if given != asked(args):
             sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked(args)}: leave it out")
-        if one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
+        if one in planned and known["case"].get("stopped_after") != args.stop_after:
+            del found[one]  # the run that is planned takes its place
+        elif one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
             sys.exit(f"--known {args.known} has {one.name} with the section {known.get('section')}, and it is "
                      f"{section} now: leave it out")
     return found, result["commit"]

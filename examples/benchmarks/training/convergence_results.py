@@ -16,6 +16,7 @@ from .convergence_run import BF16, OWN, RECIPES, YARDSTICK, Recipe
 
 LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
 JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
+BEGUN = 0.2  # of the steps: from there on, the training loss falls slowly enough to be compared
 SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
 CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage",
           "gradient_sqnr_db", "gradient_shrinkage")
@@ -62,6 +63,25 @@ def _short(value: float | dict) -> float | dict:
 # ---- differences in pairs -------------------------------------------------------------------------------------------
 
 
+def end(one: dict) -> str:
+    """The last step of a run, as its curves have it."""
+    return str(one["case"].get("stopped_after") or one["case"]["steps"])
+
+
+def training_differences(found: dict[int, dict], bases: dict[int, dict]) -> dict[int, float]:
+    """(recipe - bf16) / bf16 of the mean training loss from BEGUN of the steps to the recipe's end, by seed.
+
+    It has far less noise than the held-out loss of one step.
+    """
+    result = {}
+    for seed, one in found.items():
+        mine, other = one["curves"]["loss"], bases.get(seed, one)["curves"]["loss"]
+        steps = [step for step in mine if int(step) > BEGUN * one["case"]["steps"] and step in other]
+        if seed in bases and steps:
+            result[seed] = fmean(mine[step] for step in steps) / fmean(other[step] for step in steps) - 1
+    return result
+
+
 def base_of(contender: str) -> str:
     return RECIPES.get(contender, Recipe()).base
 
@@ -71,15 +91,15 @@ def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None
     """(recipe - bf16) / bf16 of a held-out loss, by seed.
 
     Args:
-        step: None is the end.
+        step: None is the recipe's end.
         name: the recipe's curve. bf16's is always "heldout_loss".
     """
 
-    def loss(one: dict, name: str) -> float | None:
-        return one["curves"].get(name, {}).get(step or str(one["case"]["steps"]))
+    def loss(one: dict, name: str, step: str) -> float | None:
+        return one["curves"].get(name, {}).get(step)
 
-    pairs = {seed: (loss(one, name), loss(bases[seed], "heldout_loss")) for seed, one in found.items()
-             if seed in bases}
+    pairs = {seed: (loss(one, name, step or end(one)), loss(bases[seed], "heldout_loss", step or end(one)))
+             for seed, one in found.items() if seed in bases}
     return {seed: value / base - 1 for seed, (value, base) in pairs.items() if value is not None and base is not None}
 
 
@@ -117,15 +137,20 @@ def prepare(result: dict) -> list[dict]:
     the last tenth."""
     cases: dict = {}
     for one in result["rows"]:
-        case = {key: one["case"].get(key) for key in ("size", "steps", "tokens_per_step", "expert_parallel")}
+        case = {key: one["case"].get(key) for key in ("size", "steps", "tokens_per_step", "expert_parallel",
+                                                      "stopped_after") if key in one["case"]}
         cases.setdefault(json.dumps(case), {}).setdefault(one["contender"], {})[one["case"]["seed"]] = one
     rows = []
-    for case, recipes in cases.items():
-        right = {name: {seed: one for seed, one in found.items() if one["correct"]} for name, found in recipes.items()}
+    for key, recipes in cases.items():
+        case = json.loads(key)
+        whole = cases.get(json.dumps({name: value for name, value in case.items() if name != "stopped_after"}), {})
+        # Runs that were stopped are compared with the first steps of whole ones.
+        right = {name: {seed: one for seed, one in found.items() if one["correct"]}
+                 for name, found in (whole | recipes).items()}
         for name, found in recipes.items():
             bases = right.get(base_of(name), {})
             apart = [seed for seed, one in right[name].items() if seed in bases and starts_apart(one, bases[seed])]
-            one = {"case": json.loads(case), "contender": name, "seeds": len(found), **means(found),
+            one = {"case": case, "contender": name, "seeds": len(found), **means(found),
                    "correct": all(one["correct"] for one in found.values()), **comparison(name, right)}
             if apart:
                 one |= {"correct": False, "failure": f"seeds {apart} do not start with the loss of {base_of(name)}"}
@@ -144,7 +169,7 @@ def means(found: dict[int, dict]) -> dict:
     for name in TRAINING:
         values = list(curves[name].values())
         out[name] = median(values[-max(1, len(values) // 10):])
-    if curves["sqnr_db"]:
+    if out["roundings"]:
         out["sqnr_db"] = min(curves["sqnr_db"][max(curves["sqnr_db"])].values())
     for name in ("gradient_sqnr_db", "gradient_shrinkage"):
         if curves[name]:
@@ -168,16 +193,21 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
     difference = paired.interval(list(by_seed.values()))
     out = {"pairs": difference.pairs, "difference": difference.mean, "spread": difference.spread,
            "low": difference.low, "high": difference.high, "by_seed": by_seed,
-           "nats": fmean(found[seed]["heldout_loss"] - bases[seed]["heldout_loss"] for seed in by_seed)}
+           "nats": fmean(found[seed]["heldout_loss"] * (1 - 1 / (1 + value)) for seed, value in by_seed.items())}
     in_bf16 = differences(found, bases, name="heldout_loss_bf16")
     if in_bf16:
         out["in_bf16"] = fmean(in_bf16.values())
+    training = training_differences(found, bases)
+    if training:
+        training = paired.interval(list(training.values()))
+        out |= {"training": training.mean, "training_low": training.low, "training_high": training.high}
     steps = [step for step in next(iter(found.values()))["curves"]["heldout_loss"] if step != "0"]
     out["over_steps"] = {int(step): paired.interval(list(values.values())) for step in steps
                          if (values := differences(found, bases, step))}
     if name == YARDSTICK:
         return out
-    yardstick = differences(recipes.get(YARDSTICK, {}), bases) if base_of(name) == BF16 else {}
+    last = end(next(iter(found.values())))
+    yardstick = differences(recipes.get(YARDSTICK, {}), bases, last) if base_of(name) == BF16 else {}
     both = [by_seed[seed] - yardstick[seed] for seed in by_seed.keys() & yardstick.keys()]
     less = paired.interval(both) if both else None
     if less:
@@ -246,6 +276,8 @@ SHOWN = show.Shown("convergence", MEASURES, [
     ("95 % from", "low", "{:+.2%}"), ("to", "high", "{:+.2%}"), ("spread of a pair", "spread", "{:.2%}"),
     ("less the yardstick", "less", "{:+.2%}"), ("95 % from", "less_low", "{:+.2%}"), ("to", "less_high", "{:+.2%}"),
     ("to bf16, its weights used in bf16", "in_bf16", "{:+.2%}"), ("training loss", "loss", "{:.4f}"),
+    ("to bf16 after a fifth of the steps", "training", "{:+.2%}"), ("95 % from", "training_low", "{:+.2%}"),
+    ("to", "training_high", "{:+.2%}"),
     ("gradient norm", "grad_norm", "{:.3f}"), ("busiest expert", "busiest_expert", "{:.1%}"),
     ("lowest SQNR, dB", "sqnr_db", "{:.1f}"),
     ("gradient's SQNR, dB", "gradient_sqnr_db", "{:.1f}"),

@@ -84,21 +84,39 @@ class Recipe:
 
     @property
     def quantizes(self) -> bool:
-        return self.section is not None and self.section.get("recipe") != BF16
+        return (self.section is not None and self.section.get("recipe") != BF16
+                and not set(NAMES) <= set(self.off or ()))
+
+
+# Roundings that are left out together: (keys of the section, names of roundings.py)
+PARTS = {"pre": ({"preactivation_dtype": "bf16"}, ()),
+         "x": ({"dispatch_fwd_dtype": "bf16"}, ("x", "x_wgrad")),
+         "h": ({}, ("h", "h_wgrad")),
+         "weights": ({}, ("weights_fwd", "weights_bwd")),
+         "weights_fwd": ({}, ("weights_fwd", )), "weights_bwd": ({}, ("weights_bwd", )),
+         "g": ({"combine_bwd_dtype": "bf16"}, ("g", "g_wgrad")),
+         "dpre": ({}, ("dpre", "dpre_wgrad"))}
+TOGETHER = {"forward": ("pre", "x", "h", "weights_fwd"), "backward": ("g", "dpre", "weights_bwd"),
+            "all": ("pre", "x", "h", "weights", "g", "dpre")}
+
+
+def _without(keys: dict, *parts: str) -> Recipe:
+    """A recipe whose roundings of these parts are left out, simulated."""
+    section, off = dict(keys), []
+    for part in parts:
+        section |= PARTS[part][0]
+        off += PARTS[part][1]
+    return Recipe(section, off=tuple(off))
 
 
 def _switches() -> dict[str, Recipe]:
-    """The default recipe and all MXFP8 with one rounding changed: "default_128-h" leaves out that of h."""
+    """The default recipe and all MXFP8 with some roundings changed: "default_128-h" leaves out that of h."""
     found = {}
     for name, keys in (("default_128", {}), ("mxfp8_128", {"recipe": "mxfp8"})):
         keys = {"scale_block_size": 128, **keys}
-        found |= {f"{name}-pre": Recipe(keys | {"preactivation_dtype": "bf16"}),
-                  f"{name}-x": Recipe(keys | {"dispatch_fwd_dtype": "bf16"}, off=("x", "x_wgrad")),
-                  f"{name}-h": Recipe(keys, off=("h", "h_wgrad")),
-                  f"{name}-weights": Recipe(keys, off=("weights_fwd", "weights_bwd")),
-                  f"{name}-g": Recipe(keys | {"combine_bwd_dtype": "bf16"}, off=("g", "g_wgrad")),
-                  f"{name}-dpre": Recipe(keys, off=("dpre", "dpre_wgrad")),
-                  f"{name}-fp8_sums": Recipe(keys, off=()),  # all roundings, products in bf16
+        found |= {f"{name}-{part}": _without(keys, part) for part in PARTS}
+        found |= {f"{name}-{part}": _without(keys, *parts) for part, parts in TOGETHER.items()}
+        found |= {f"{name}-fp8_sums": _without(keys),  # all roundings, products in bf16
                   f"{name}+floor": Recipe(keys | {"scaling_mode": "floor"}),
                   f"{name}+combine_fwd": Recipe(keys | {"combine_fwd_dtype": "mxfp8"}),
                   f"{name}+dispatch_bwd": Recipe(keys | {"dispatch_bwd_dtype": "mxfp8"})}
@@ -249,6 +267,8 @@ def case_of(run: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
             "dtype": str(next(engine.module.parameters()).dtype).removeprefix("torch."), "data": Path(args.data).name,
             "data_sha256": tokens["sha256"][:16], "training_tokens": tokens["training_tokens"],
             "heldout_windows": args.heldout_windows, "seed": run.seed}
+    if args.stop_after:
+        case["stopped_after"] = args.stop_after
     epochs = per_step * args.steps / case["training_tokens"]
     if epochs > EPOCHS_AT_MOST:
         raise ValueError(f"{run.name}: {args.steps} steps of {per_step} tokens are {epochs:.1f} epochs "
@@ -372,7 +392,8 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
         write({"step": 0, **evaluated()})
         load = train.ExpertLoad(layers)
         totals, norms = torch.zeros(2, device=engine.device), []
-        for done in range(1, args.steps + 1):
+        last = min(args.stop_after or args.steps, args.steps)
+        for done in range(1, last + 1):
             # What a step draws at random depends on seed, step and rank alone, so that runs of a seed draw the same.
             torch.manual_seed((run.seed * 1_000_003 + done) * case["ranks"] + dist.get_rank())
             batches = batches_of_step(windows, engine, run, done - 1, recipe.reordered)
@@ -382,7 +403,7 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
                 engine.step()
                 totals += torch.stack((cross_entropy, aux_loss)).detach() / len(batches)
             norms.append(engine.get_global_grad_norm())
-            if done % args.log_every and done != args.steps:
+            if done % args.log_every and done != last:
                 continue
             loss, aux = train.mean_over_ranks((totals / len(norms)).tolist(), engine.device)
             row = {"step": done, "seconds": time.time() - begin, "loss": loss, "aux_loss": aux,
@@ -390,7 +411,7 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
                    "busiest_expert": load.read() / layers[0].num_experts}
             totals.zero_()
             norms.clear()
-            if done % args.heldout_every == 0 or done == args.steps:
+            if done % args.heldout_every == 0 or done == last:
                 row |= evaluated()
                 load = train.ExpertLoad(layers)  # whose counts leave out what was evaluated
             write(row)
