@@ -44,6 +44,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
         hook_steps(engine)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine)
+    dither_weights(engine)
     balance_loads(engine)
     write_metrics(engine, config)
 
@@ -62,7 +63,8 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     """Gives the engine work around each step of its optimizer. A second call changes nothing.
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
-    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
+    moves the rounding of weights and the biases of experts, and writes metrics, as the latest `dither_weights`,
+    `balance_loads` and `write_metrics` decided.
     """
     if "_mxfp8_steps_hooked" in vars(engine):
         return
@@ -74,6 +76,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
         PeerMemory.wait_and_check_all()
         Findings.wait_and_check_all()
         result = plain(*args, **kwargs)
+        _tell_step(engine)
         if engine._mxfp8_balancer is not None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
@@ -81,6 +84,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
         return result
 
     engine._take_model_step = step
+    _do_around(engine, "load_checkpoint", functools.partial(_tell_step, engine))
 
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
@@ -129,6 +133,23 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
                           (engine.optimizer, "load_state_dict")):
         _do_around(owner, method, functools.partial(clear, frozen=True))
     _do_around(engine, "destroy", stop)
+
+
+def dither_weights(engine: DeepSpeedEngine) -> None:
+    """Lets the engine tell its layers the step by which they dither weights, if their config asks for it."""
+    engine._mxfp8_step = {}  # by device
+    for layer in converted_layers(engine.module):
+        if layer.mxfp8_settings.config.weight_rounding == "dithered" and layer.mxfp8_settings.recipe.quantize_gemm:
+            device = next(layer.parameters()).device
+            layer.mxfp8_step = engine._mxfp8_step.setdefault(device, torch.zeros((), dtype=torch.int32, device=device))
+        else:
+            vars(layer).pop("mxfp8_step", None)
+    _tell_step(engine)
+
+
+def _tell_step(engine: DeepSpeedEngine) -> None:
+    for step in engine._mxfp8_step.values():
+        step.fill_(engine.global_steps)
 
 
 def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:

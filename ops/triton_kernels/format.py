@@ -13,6 +13,11 @@ byte 255, and 0x7F for each of its values.
 import triton
 import triton.language as tl
 
+from ..mx_format import DITHER_BELOW, DITHER_FACTOR
+
+_FACTOR = tl.constexpr(DITHER_FACTOR - 2**32)  # as int32
+_BELOW = tl.constexpr(DITHER_BELOW)
+
 
 @triton.jit
 def larger(x, y):
@@ -55,6 +60,15 @@ def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
     blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
     data = to_e4m3(blocks, inverse[:, :, None])
     return tl.reshape(data, x.shape), byte
+
+
+@triton.jit
+def dithered(x, step):
+    """mx.dithered of float32 x. `step`: int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    u = ((bits + step) * _FACTOR).to(tl.uint32, bitcast=True) >> 12
+    rounded = (bits + u.to(tl.int32, bitcast=True)) & -0x100000
+    return tl.where((bits & 0x7FFFFFFF) < _BELOW, rounded, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -72,6 +72,7 @@ def casts():
         scattered = [stack[e * e] for e in range(E)]
         for transposed in (False, True):
             cast.quantize_weights([scattered, scattered], block, "rceil", transposed)
+            cast.quantize_weights([scattered, scattered], block, "rceil", transposed, torch.empty((), dtype=torch.int32))
     cast.dequantize(mx(E, F, H, block=128, tiled=True), F32)
     cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True)
 

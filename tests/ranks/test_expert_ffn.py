@@ -255,9 +255,9 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
             steps.append("there")
             return plan
 
-    def quantize(stacks, block_size, scaling_mode, transposed=False):
+    def quantize(stacks, block_size, scaling_mode, transposed=False, step=None):
         steps.append("dgrad" if transposed else "forward")
-        return quantize_weights(stacks, block_size, scaling_mode, transposed)
+        return quantize_weights(stacks, block_size, scaling_mode, transposed, step)
 
     def run(transport, least=0):
         ffn = ExpertFFN(formula(name), recipe(scale_block_size=block), transport, len(experts), least)

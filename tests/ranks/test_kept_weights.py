@@ -44,9 +44,9 @@ def counted():
     """Counts the casts of weights, by whether they are transposed."""
     counts, plain = Counter(), casts.quantize_weights
 
-    def quantize_weights(stacks, block_size, scaling_mode, transposed=False):
+    def quantize_weights(stacks, block_size, scaling_mode, transposed=False, step=None):
         counts[transposed] += 1
-        return plain(stacks, block_size, scaling_mode, transposed)
+        return plain(stacks, block_size, scaling_mode, transposed, step)
 
     with mock.patch.object(casts, "quantize_weights", quantize_weights):
         yield counts
