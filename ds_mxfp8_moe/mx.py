@@ -314,14 +314,14 @@ def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
 def dithered(w: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
     """Weights rounded to e4m3's three bits behind the leading one, as float32: up or down by turns as steps pass.
 
-    Rounded to nearest, a weight keeps its error as long as it hardly changes, for dozens of steps, and training suffers
-    (examples/guides/quality.md). Here the error changes with every step, and its mean over steps goes to zero. The cast
-    of the result rounds no more, unless a value becomes subnormal in e4m3.
+    Rounded to nearest, a weight keeps its error as long as it hardly changes, which is for dozens of steps. Here the
+    error changes with every step, and its mean over n steps falls like 1 / n (examples/guides/quality.md). The cast of
+    the result rounds no more, unless a value becomes subnormal in e4m3.
 
-    A value u in [0, 1) is added to what lies behind the third bit, which is then cut off. u depends on the weight's own
-    bits and on the step: (bits + step) * DITHER_FACTOR, modulo 2^32. So it takes no state, the same step gives the same
-    bits on every rank and in every layout, and forward and backward of a step agree. For one weight, u runs through a
-    Weyl sequence: any 16 steps in a row spread it nearly evenly over [0, 1).
+    A number u in [0, 1) is added to what lies behind the third bit, and the sum's fraction is cut off. u depends on
+    the weight's own bits and on the step: (bits + step) * DITHER_FACTOR, modulo 2^32. So there is no state, the same
+    step gives the same bits on every rank and in every layout, and forward and backward of a step agree. Step by step,
+    the u of one weight is a Weyl sequence, which fills [0, 1) more evenly than random numbers do.
 
     Args:
         w: bf16, fp16 or fp32. NaN, Inf, and values from 2^127 stay as they are.

@@ -71,8 +71,8 @@ def casts():
         stack = torch.empty(E * E, P, H, dtype=BF16)
         scattered = [stack[e * e] for e in range(E)]
         for transposed in (False, True):
-            cast.quantize_weights([scattered, scattered], block, "rceil", transposed)
-            cast.quantize_weights([scattered, scattered], block, "rceil", transposed, torch.empty((), dtype=torch.int32))
+            for step in (None, torch.empty((), dtype=torch.int32)):
+                cast.quantize_weights([scattered, scattered], block, "rceil", transposed, step)
     cast.dequantize(mx(E, F, H, block=128, tiled=True), F32)
     cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True)
 

@@ -136,7 +136,8 @@ def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: t
                 expected_columns = MXTensor(expected_rows.qdata.transpose(1, 2).contiguous(),
                                             expected_rows.scale.transpose(1, 2), 128, dtype, tiled=True)
             else:
-                expected_rows, expected_columns = mx.quantize(w, block, mode), mx.quantize(w.transpose(1, 2), block, mode)
+                expected_rows = mx.quantize(w, block, mode)
+                expected_columns = mx.quantize(w.transpose(1, 2), block, mode)
             for transposed, expected in ((False, expected_rows), (True, expected_columns)):
                 actual = kernels.quantize_weights(there, block, mode, transposed,
                                                   None if step is None else of_step.to(device))
