@@ -11,11 +11,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import safe_get_full_fp32_param
 from rounding_cases import DEFAULT, OF_WGRAD
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
+from ds_mxfp8_moe import mx
 from lib import paired, results_file, show
 from training import convergence, convergence_results, convergence_run
 from training.convergence import STUDY
@@ -115,6 +119,39 @@ def test_each_row_says_which_roundings_acted(ranks2, state, recipe, expected):
         "no rounding acted" if expected else "a rounding acted")
 
 
+def _nudged(state):
+    args = convergence.parse_args(["--out", "unused", "--state", str(state), "--ranks", "2"])
+    size = convergence_run.Size(str(state / "autoep.yaml"), str(state / "classic.yaml"), 1e-2, 8, 32)
+    found = []
+    with mock.patch.dict(convergence_run.SIZES, {"tiny": size}):
+        for recipe in ("nudged", "classic_bf16"):
+            engine, *_ = convergence_run.build(Run("tiny", recipe, 0), args)
+            experts = {name: p for name, p in engine.module.named_parameters() if is_moe_param(p) and p.dim() > 1}
+            before = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+            convergence_run.nudge(engine)
+            for name, p in engine.module.named_parameters():
+                wanted = mx.dithered(before[name], 0) if name in experts else before[name]
+                found.append(torch.equal(p.detach().float(), wanted)
+                             and torch.equal(safe_get_full_fp32_param(p).float(), wanted))
+            found.append(len(experts) > 0 and any(not torch.equal(before[name], p.detach().float())
+                                                  for name, p in experts.items()))
+            engine.destroy()
+    return found
+
+
+def test_a_nudge_rounds_the_weights_of_experts_and_of_their_optimizer(ranks2, state):
+    for found in ranks2.run(_nudged, state):
+        assert all(found) and len(found) > 10
+
+
+def test_a_run_that_is_stopped_is_the_beginning_of_a_whole_one(ranks2, state):
+    whole, _ = trained(ranks2, state, "default_128", 0)
+    begun, summary = trained(ranks2, state, "default_128", 0, "--stop_after", "4")
+    assert [row["step"] for row in begun] == [0, 2, 4] and summary["case"]["stopped_after"] == 4
+    assert summary["case"]["steps"] == 6 and curve(begun, "loss") == {
+        step: loss for step, loss in curve(whole, "loss").items() if step <= 4}
+
+
 def test_more_than_two_epochs_are_refused(ranks2, state):
     with pytest.raises(AssertionError, match="epochs of --data"):
         ranks2.run(_train, state, BF16, 0, "--steps", "10000")
@@ -141,7 +178,9 @@ def test_switches_change_one_thing():
             if name.startswith(base) and name != base:
                 changed = {key: value for key, value in recipe.section.items() if key not in RECIPES[base].section}
                 assert len(changed) + len(recipe.off or ()) > 0 or recipe.off == ()
-                assert RECIPES[base].section.items() <= recipe.section.items() and len(changed) <= 1
+                assert RECIPES[base].section.items() <= recipe.section.items()
+                together = "nearest" in name or any(name.endswith(part) for part in convergence_run.TOGETHER)
+                assert len(changed) <= 1 or together
 
 
 def test_copies_of_a_text_are_left_out_and_none_is_on_both_sides(tmp_path):
@@ -178,7 +217,7 @@ def test_the_most_important_runs_come_first(tmp_path):
     names = [run.name for run in convergence.plan(arguments(tmp_path))]
     assert names[:6] == ["50M-bf16-0", "50M-default_128-0", "50M-reordered-0", "50M-mxfp8_128-0", "50M-bf16-1",
                          "50M-default_128-1"]
-    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 4 * 10
+    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 6 * 8
     assert names[64:68] == ["50M-default_32-0", "50M-wires_128-0", "50M-classic_bf16-0", "50M-classic_default_128-0"]
     assert names[76:78] == ["300M-bf16-0", "300M-default_128-0"]
     few = convergence.plan(arguments(tmp_path, "--recipes", "bf16", "default_128-h", "--seeds", "2", "--sizes",
@@ -319,6 +358,22 @@ def test_differences_are_paired_by_seed():
     assert of["less"] == pytest.approx(0.002) and of["roundings"] == "h, pre" and of["sqnr_db"] == 31.2
     assert "difference" not in found[BF16, 200] and "difference" not in found["default_128", 200]
     assert "verdict" not in found[YARDSTICK, 200] and found[YARDSTICK, 200]["difference"] == pytest.approx(0)
+
+
+def test_runs_that_were_stopped_are_compared_with_the_beginning_of_whole_ones():
+    rows = [row(BF16, seed, 1.0 + seed) for seed in range(3)]
+    for seed, cost in enumerate((0.01, 0.02, 0.03)):
+        one = row("default_128-h", seed, 2 * (1 + cost), steps=100)
+        one["case"] |= {"steps": 200, "stopped_after": 100}
+        one["curves"]["loss"] = {"100": 1.9 * (1 + 2 * cost)}
+        rows.append(one)
+    found = convergence_results.prepare({"rows": rows})
+    stopped = next(one for one in found if one["case"].get("stopped_after"))
+    assert stopped["difference"] == pytest.approx(0.02) and stopped["training"] == pytest.approx(0.04)
+    assert stopped["pairs"] == 3 and "verdict" not in stopped
+    told = convergence_results.sentences({"rows": found})
+    assert told == [f"- tiny, stopped after 100 steps, default_128-h: +4.00% [{stopped['training_low']:+.2%}, "
+                    f"{stopped['training_high']:+.2%}] of the training loss after a fifth of the steps; seeds: 3."]
 
 
 def test_runs_that_do_not_start_alike_are_no_pair():

@@ -12,10 +12,11 @@ from lib import paired, show
 from lib.paired import Interval
 from lib.show import Measure
 
-from .convergence_run import BF16, OWN, RECIPES, YARDSTICK, Recipe
+from .convergence_run import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Recipe
 
 LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
 JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
+NOT_JUDGED = {YARDSTICK: "The yardstick", NUDGED: "A change of MXFP8's size that costs nothing"}
 BEGUN = 0.2  # of the steps: from there on, the training loss falls slowly enough to be compared
 SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
 CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage",
@@ -199,15 +200,15 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
         out["in_bf16"] = fmean(in_bf16.values())
     training = training_differences(found, bases)
     if training:
-        training = paired.interval(list(training.values()))
-        out |= {"training": training.mean, "training_low": training.low, "training_high": training.high}
+        mean = paired.interval(list(training.values()))
+        out |= {"training": mean.mean, "training_low": mean.low, "training_high": mean.high,
+                "training_by_seed": training}
     steps = [step for step in next(iter(found.values()))["curves"]["heldout_loss"] if step != "0"]
     out["over_steps"] = {int(step): paired.interval(list(values.values())) for step in steps
                          if (values := differences(found, bases, step))}
-    if name == YARDSTICK:
+    if name in (YARDSTICK, NUDGED) or "stopped_after" in next(iter(found.values()))["case"]:
         return out
-    last = end(next(iter(found.values())))
-    yardstick = differences(recipes.get(YARDSTICK, {}), bases, last) if base_of(name) == BF16 else {}
+    yardstick = differences(recipes.get(YARDSTICK, {}), bases) if base_of(name) == BF16 else {}
     both = [by_seed[seed] - yardstick[seed] for seed in by_seed.keys() & yardstick.keys()]
     less = paired.interval(both) if both else None
     if less:
@@ -232,13 +233,22 @@ def sentences(prepared: dict) -> list[str]:
     """One sentence for each recipe that is compared with bf16."""
     found = []
     for one in prepared["rows"]:
-        if "difference" in one:
+        stopped = one["case"].get("stopped_after")
+        if stopped:
+            if "training" not in one:
+                continue
+            interval = "" if one["training_high"] is None else (
+                f" [{one['training_low']:+.2%}, {one['training_high']:+.2%}]")
+            found.append(f"- {one['case']['size']}, stopped after {stopped} steps, {one['contender']}: "
+                         f"{one['training']:+.2%}{interval} of the training loss after a fifth of the steps; seeds: "
+                         f"{one['seeds']}.")
+        elif "difference" in one:
             interval = "" if one["high"] is None else f" [{one['low']:+.2%}, {one['high']:+.2%}]"
             less = "" if one.get("less_low") is None else (
                 f"; less the yardstick {one['less']:+.2%} [{one['less_low']:+.2%}, {one['less_high']:+.2%}]")
             found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}{interval} of the "
                          f"held-out loss, {one['nats']:+.4f} nats a token; seeds: {one['pairs']}{less}. "
-                         f"{one.get('verdict', 'The yardstick')}.")
+                         f"{one.get('verdict', NOT_JUDGED.get(one['contender']))}.")
     return found
 
 
@@ -249,6 +259,12 @@ def plot(result: dict, pyplot) -> None:
     shown: dict = {}  # of a panel's axis
     for one in result["rows"]:
         size, name = one["case"]["size"], one["contender"]
+        if stopped := one["case"].get("stopped_after"):
+            if "training" in one:
+                title = f"{size}, {stopped} steps: training loss over bf16's, %"
+                spans.setdefault(title, {})[name] = [100 * value for value in one["training_by_seed"].values()]
+                shown[title] = {"xlim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
+            continue
         if "difference" in one:
             title = f"{size}: held-out loss over bf16's, %"
             spans.setdefault(title, {})[name] = [100 * value for value in one["by_seed"].values()]

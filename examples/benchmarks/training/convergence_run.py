@@ -24,13 +24,15 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import safe_set_full_fp32_param
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
 import data
 import train
-from ds_mxfp8_moe import MXFP8MoEConfig
+from ds_mxfp8_moe import MXFP8MoEConfig, mx
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
 from lib import results_file
 
@@ -43,6 +45,7 @@ TIMEOUT = timedelta(minutes=5)
 OWN = "own"  # the size, and the recipe, of a user's model and config
 BF16 = "bf16"
 YARDSTICK = "reordered"
+NUDGED = "nudged"
 
 
 class Size(NamedTuple):
@@ -69,12 +72,15 @@ class Recipe:
         classic: trains the GPT with classic layers. Else the Qwen3-MoE with AutoEP's.
         reordered: each rank takes its sequences of a step in the reverse order. Every token gets the same result, and
             only the sums over tokens have another order: those of weight gradients and of the loss.
+        nudged: before the first step, the experts' weights are rounded once as MXFP8 rounds them. Training then goes
+            on in bf16: a change of MXFP8's size, which costs nothing.
         off: roundings that are left out (roundings.py). The others are simulated. None: the layer as it is.
     """
 
     section: dict | None = field(default_factory=dict)
     classic: bool = False
     reordered: bool = False
+    nudged: bool = False
     off: tuple[str, ...] | None = None
 
     @property
@@ -111,7 +117,7 @@ def _without(keys: dict, *parts: str) -> Recipe:
 
 NEAREST = {"weight_rounding": "nearest"}
 RECIPES = {BF16: Recipe({"recipe": BF16}), "default_128": Recipe({"scale_block_size": 128}),
-           YARDSTICK: Recipe({"recipe": BF16}, reordered=True),
+           YARDSTICK: Recipe({"recipe": BF16}, reordered=True), NUDGED: Recipe({"recipe": BF16}, nudged=True),
            "mxfp8_128": Recipe({"scale_block_size": 128, "recipe": "mxfp8"}),
            "default_32": Recipe({"scale_block_size": 32}),
            "wires_128": Recipe({"scale_block_size": 128} | {f"{wire}_dtype": "mxfp8" for wire in WIRES}),
@@ -280,6 +286,15 @@ def case_of(run: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
     return case
 
 
+def nudge(engine) -> None:
+    """Rounds the experts' weights to e4m3's bits, those that the optimizer keeps too. Not in ZeRO-3."""
+    for p in engine.module.parameters():
+        if is_moe_param(p) and p.dim() > 1:
+            rounded = mx.dithered(p, 0)
+            p.data.copy_(rounded)
+            safe_set_full_fp32_param(p, rounded)
+
+
 @contextmanager
 def in_bf16(layers: list) -> Iterator[None]:
     """Computes converted layers in the bf16 recipe within, with the weights that they have."""
@@ -363,6 +378,8 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
     engine, seq_len, settings = build(run, args)
     case = case_of(run, engine, seq_len, args)
     windows, heldout = (stored(args.state, name, seq_len) for name in ("training", "heldout"))
+    if recipe.nudged:
+        nudge(engine)
     layers = train.moe_layers(engine)
     converted = [inner for layer in layers if hasattr(inner := getattr(layer, "deepspeed_moe", layer),
                                                       "mxfp8_settings")]
