@@ -52,7 +52,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         scaling_mode: how a block's scale is rounded, "rceil" or "floor".
         weight_rounding: how an engine's trained weights are rounded in training mode. "dithered": up or down by turns
             from step to step, so that rounding errors do not add up (mx.dithered). "nearest": to the nearest value, as
-            in evaluation, for frozen weights, and without an engine.
+            in evaluation, in layers whose experts are all frozen, and without an engine.
         dispatch_fwd_dtype: the format of tokens on their way to the experts. "mxfp8" quantises them. "bf16" sends them
             in the tokens' own dtype. The next three keys have the same values.
         combine_fwd_dtype: the format of results on their way back.

@@ -114,8 +114,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         if report.converted:
             save_whole_models(engine)
     elif report.converted:
-        for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
-            if getattr(section, key):
+        for key in ("weight_rounding", "keep_quantized_weights", "load_balance_coeff", "metrics"):
+            if key in section.model_fields_set and getattr(section, key) not in (None, False, "nearest"):
                 print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 

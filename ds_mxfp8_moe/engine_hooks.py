@@ -60,7 +60,7 @@ def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEP
 
 
 def hook_steps(engine: DeepSpeedEngine) -> None:
-    """Gives the engine work around each step of its optimizer. A second call changes nothing.
+    """Gives the engine work around each step of its optimizer, loads and its end. A second call changes nothing.
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
     moves the rounding of weights and the biases of experts, and writes metrics, as the latest `dither_weights`,
@@ -85,6 +85,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
 
     engine._take_model_step = step
     _do_around(engine, "load_checkpoint", functools.partial(_tell_step, engine))
+    _do_around(engine, "destroy", functools.partial(_forget_step, engine))
 
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
@@ -137,19 +138,20 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
 
 def dither_weights(engine: DeepSpeedEngine) -> None:
     """Lets the engine tell its layers the step by which they dither weights, if their config asks for it."""
-    engine._mxfp8_step = {}  # by device
+    engine._mxfp8_step = torch.tensor(engine.global_steps, dtype=torch.int32, device=engine.device)
     for layer in converted_layers(engine.module):
         if layer.mxfp8_settings.config.weight_rounding == "dithered" and layer.mxfp8_settings.recipe.quantize_gemm:
-            device = next(layer.parameters()).device
-            layer.mxfp8_step = engine._mxfp8_step.setdefault(device, torch.zeros((), dtype=torch.int32, device=device))
-        else:
-            vars(layer).pop("mxfp8_step", None)
-    _tell_step(engine)
+            layer.mxfp8_step = engine._mxfp8_step
 
 
 def _tell_step(engine: DeepSpeedEngine) -> None:
-    for step in engine._mxfp8_step.values():
-        step.fill_(engine.global_steps)
+    engine._mxfp8_step.fill_(engine.global_steps)
+
+
+def _forget_step(engine: DeepSpeedEngine) -> None:
+    """Without the engine, nobody counts the steps, and weights are rounded to nearest."""
+    for layer in converted_layers(engine.module):
+        vars(layer).pop("mxfp8_step", None)
 
 
 def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:

@@ -316,21 +316,23 @@ def dithered(w: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
 
     Rounded to nearest, a weight keeps its error as long as it hardly changes, which is for dozens of steps. Here the
     error changes with every step, and its mean over n steps falls like 1 / n (examples/guides/quality.md). The cast of
-    the result rounds no more, unless a value becomes subnormal in e4m3.
+    the result rounds no more, unless a value becomes subnormal in e4m3, or saturates in the mode "floor".
 
     A number u in [0, 1) is added to what lies behind the third bit, and the sum's fraction is cut off. u depends on
     the weight's own bits and on the step: (bits + step) * DITHER_FACTOR, modulo 2^32. So there is no state, the same
     step gives the same bits on every rank and in every layout, and forward and backward of a step agree. Step by step,
-    the u of one weight is a Weyl sequence, which fills [0, 1) more evenly than random numbers do.
+    the u of one weight is a Weyl sequence, which fills [0, 1) more evenly than random numbers do. Weights with the
+    same bits are rounded alike. So in a single step, a bf16 tensor may shrink or grow by up to 1e-3, as much as
+    rounding to nearest shrinks it in every step.
 
     Args:
         w: bf16, fp16 or fp32. NaN, Inf, and values from 2^127 stay as they are.
         step: the optimizer's step. int32, one value.
     """
-    bits = w.detach().float().contiguous().view(torch.int32).long()  # as long, products do not overflow
-    u = (((bits & 0xFFFFFFFF) + step) * DITHER_FACTOR & 0xFFFFFFFF) >> 12
-    rounded = ((bits + u) & ~0xFFFFF).int()
-    return torch.where((bits & 0x7FFFFFFF) < DITHER_BELOW, rounded, bits.int()).view(torch.float32)
+    bits = w.detach().float().contiguous().view(torch.int32)
+    u = (bits + step) * (DITHER_FACTOR - 2**32) >> 12 & 0xFFFFF  # int32 wraps
+    rounded = bits + u & ~0xFFFFF
+    return torch.where((bits & 0x7FFFFFFF) < DITHER_BELOW, rounded, bits).view(torch.float32)
 
 
 def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -66,8 +66,9 @@ def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
 def dithered(x, step):
     """mx.dithered of float32 x. `step`: int32."""
     bits = x.to(tl.int32, bitcast=True)
-    u = ((bits + step) * _FACTOR).to(tl.uint32, bitcast=True) >> 12
-    rounded = (bits + u.to(tl.int32, bitcast=True)) & -0x100000
+    # int32 wraps here, which TRITON_DEBUG would take for an error.
+    u = tl.mul(tl.add(bits, step, sanitize_overflow=False), _FACTOR, sanitize_overflow=False)
+    rounded = tl.add(bits, u >> 12 & 0xFFFFF, sanitize_overflow=False) & -0x100000
     return tl.where((bits & 0x7FFFFFFF) < _BELOW, rounded, bits).to(tl.float32, bitcast=True)
 
 

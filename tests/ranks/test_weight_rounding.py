@@ -20,6 +20,7 @@ from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.local import Local
 
 NEAREST = {**DEFAULT, "weight_rounding": "nearest"}
+FROZEN = r"blocks\.0\..*experts.*"
 
 
 def outcome(weights, recipe, name, step, device="cpu"):
@@ -65,9 +66,12 @@ def test_a_call_computes_with_the_weights_of_its_step(recipe, name):
 def counting(section, folder):
     """What the casts of weights were given: in steps of two micro-batches, in evaluation, after a checkpoint."""
     reset_deepspeed_groups()
-    layout = Layout(zero=1, dtype="bf16", steps=1, frozen=r"blocks\.0\..*experts.*",
-                    config={"gradient_accumulation_steps": 2})
+    layout = Layout(zero=1, dtype="bf16", steps=1, frozen=FROZEN, config={"gradient_accumulation_steps": 2})
     engine, given, plain = make_engine(layout, section), [], casts.quantize_weights
+    states = []
+
+    def note_states():
+        states.append([vars(layer).get("mxfp8_step") is None for layer in converted_layers(engine.module)])
 
     def quantize_weights(*args):
         given[-1].add(None if args[4] is None else args[4].item())
@@ -95,8 +99,11 @@ def counting(section, folder):
         training(4)
         ds_mxfp8_moe.convert(engine, NEAREST)
         training(5)
-    states = [vars(layer).get("mxfp8_step") for layer in converted_layers(engine.module)]
+        note_states()
+        ds_mxfp8_moe.convert(engine, section)
+        note_states()
     engine.destroy()
+    note_states()
     return given, states
 
 
@@ -105,7 +112,37 @@ def test_an_engine_counts_the_steps(ranks2, tmp_path, section):
     """Frozen experts, of one of the two layers, and an evaluation round to nearest."""
     for given, states in ranks2.run(counting, section, str(tmp_path)):
         steps = [{None, 0}, {None, 1}, {None, 2}, {None}, {None, 3}, {None, 3}, {None}]
-        assert given == (steps if section is DEFAULT else [{None}] * 7) and states == [None, None]
+        assert given == (steps if section is DEFAULT else [{None}] * 7)
+        assert states == [[True, True], [section is NEAREST] * 2, [True, True]]
+
+
+def unfrozen():
+    """What the casts were given, by whether they are transposed, in the step in which the experts are trained at last,
+    after a forward with frozen ones. Quantised weights are kept."""
+    reset_deepspeed_groups()
+    layout = Layout(zero=1, dtype="bf16", steps=1)
+    engine = make_engine(layout, {**DEFAULT, "keep_quantized_weights": True})
+    experts = [p for layer in converted_layers(engine.module) for p in layer.experts.parameters()]
+    for p in experts:
+        p.requires_grad = False
+    x, target = torch.randn(2, 4, 16, 64).to(torch.bfloat16)
+    engine(x, target)
+    given, plain = set(), casts.quantize_weights
+
+    def quantize_weights(stacks, block_size, scaling_mode, transposed, step):
+        given.add((transposed, None if step is None else step.item()))
+        return plain(stacks, block_size, scaling_mode, transposed, step)
+
+    for p in experts:
+        p.requires_grad = True
+    with mock.patch.object(casts, "quantize_weights", quantize_weights):
+        train_steps(engine, layout)
+    engine.destroy()
+    return given
+
+
+def test_forward_and_backward_agree_when_experts_are_trained_at_last(ranks2):
+    assert ranks2.run(unfrozen) == [{(False, 0), (True, 0)}] * 2
 
 
 def trained(steps, folder, load=None):
