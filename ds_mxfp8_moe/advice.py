@@ -22,7 +22,7 @@ from .config import READERS, ConfigError, MXFP8MoEConfig
 TRANSFORMERS = SpecifierSet(">=5.17,<5.23")
 
 SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
-MXFP8_KEYS = ("scale_block_size", "scaling_mode", "weight_rounding", "min_tokens_per_expert", "keep_quantized_weights")
+MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")
 
 
 def about_expert_parallel(config: dict, ranks: int) -> list[str]:

@@ -69,7 +69,6 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
 
     mxfp8_settings: LayerSettings
     mxfp8_kept: KeptWeights | None = None
-    mxfp8_step: torch.Tensor | None = None  # engine_hooks.dither_weights
     mxfp8_samples: list | None = None  # metrics.py
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -94,8 +93,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             transport = watch(self, x_TH, routes, transport, counts_E)
         ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
-                        kept=self.mxfp8_kept if self.training else None, training=self.training,
-                        step=self.mxfp8_step if self.training else None)
+                        kept=self.mxfp8_kept if self.training else None, training=self.training)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())

@@ -64,31 +64,27 @@ def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantize_weights(stacks: Sequence[Stack], block_size: int, scaling_mode: str,
-                     transposed: bool = False, step: torch.Tensor | None = None) -> MXTensor:
+                     transposed: bool = False) -> MXTensor:
     """Experts' weights as a GEMM's right operand, [E, N, K], contraction along K.
 
     Args:
         stacks: see the top of this file.
         transposed: the GEMM contracts over N instead: returns [E, K, N].
-        step: the optimizer's step, by which mx.dithered rounds. int32, one value. None: rounds to nearest.
 
     With blocks of 128 one scale serves a 128x128 tile, so both orders round alike. With 32 each rounds for itself.
     """
     like = sample(stacks[0])
     mx.check_quantizable(like, block_size, scaling_mode)
     if runs_triton(like):
-        return MXTensor.of(_kernels().quantize_weights(stacks, block_size, scaling_mode, transposed, step), like.dtype)
+        return MXTensor.of(_kernels().quantize_weights(stacks, block_size, scaling_mode, transposed), like.dtype)
     w_ENK = joined(stacks)
-    if step is not None:
-        w_ENK = mx.dithered(w_ENK, step)
     if block_size != TILE:
-        found = mx.quantize(w_ENK.transpose(1, 2) if transposed else w_ENK, block_size, scaling_mode)
-    else:
-        found = mx.quantize_tiles(w_ENK, scaling_mode)
-        if transposed:
-            data = found.qdata.view(torch.uint8).transpose(1, 2).contiguous()
-            found = found.with_parts(data.view(torch.float8_e4m3fn), found.scale_bytes.transpose(1, 2))
-    return MXTensor.of(found.parts, like.dtype)
+        return mx.quantize(w_ENK.transpose(1, 2) if transposed else w_ENK, block_size, scaling_mode)
+    tiles = mx.quantize_tiles(w_ENK, scaling_mode)
+    if not transposed:
+        return tiles
+    return tiles.with_parts(tiles.qdata.view(torch.uint8).transpose(1, 2).contiguous().view(torch.float8_e4m3fn),
+                            tiles.scale_bytes.transpose(1, 2))
 
 
 def sample(stack: Stack) -> torch.Tensor:

@@ -50,9 +50,6 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             ranks.
         scale_block_size: how many values share one scale, 32 or 128. Default: 128 on sm_90, 32 elsewhere.
         scaling_mode: how a block's scale is rounded, "rceil" or "floor".
-        weight_rounding: how an engine's trained weights are rounded in training mode. "dithered": up or down by turns
-            from step to step, so that rounding errors do not add up (mx.dithered). "nearest": to the nearest value, as
-            in evaluation, in layers whose experts are all frozen, and without an engine.
         dispatch_fwd_dtype: the format of tokens on their way to the experts. "mxfp8" quantises them. "bf16" sends them
             in the tokens' own dtype. The next three keys have the same values.
         combine_fwd_dtype: the format of results on their way back.
@@ -108,7 +105,6 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     recipe: Literal["mxfp8_wgrad_with_hp", "mxfp8", "bf16"] = "mxfp8_wgrad_with_hp"
     scale_block_size: Literal[32, 128] | None = None
     scaling_mode: Literal["rceil", "floor"] = "rceil"
-    weight_rounding: Literal["dithered", "nearest"] = "dithered"
     dispatch_fwd_dtype: Dtype = "mxfp8"
     combine_fwd_dtype: Dtype = "bf16"
     dispatch_bwd_dtype: Dtype = "bf16"

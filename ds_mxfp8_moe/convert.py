@@ -114,8 +114,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         if report.converted:
             save_whole_models(engine)
     elif report.converted:
-        for key in ("weight_rounding", "keep_quantized_weights", "load_balance_coeff", "metrics"):
-            if key in section.model_fields_set and getattr(section, key) not in (None, False, "nearest"):
+        for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
+            if getattr(section, key):
                 print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 
@@ -203,7 +203,7 @@ def _restore_layer(module: torch.nn.Module) -> None:
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
-            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_step", "mxfp8_samples"):
+            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples"):
                 vars(part).pop(ours, None)
 
 

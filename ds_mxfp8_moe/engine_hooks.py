@@ -44,7 +44,6 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
         hook_steps(engine)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine)
-    dither_weights(engine)
     balance_loads(engine)
     write_metrics(engine, config)
 
@@ -60,11 +59,10 @@ def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEP
 
 
 def hook_steps(engine: DeepSpeedEngine) -> None:
-    """Gives the engine work around each step of its optimizer, loads and its end. A second call changes nothing.
+    """Gives the engine work around each step of its optimizer. A second call changes nothing.
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
-    moves the rounding of weights and the biases of experts, and writes metrics, as the latest `dither_weights`,
-    `balance_loads` and `write_metrics` decided.
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
     """
     if "_mxfp8_steps_hooked" in vars(engine):
         return
@@ -76,7 +74,6 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
         PeerMemory.wait_and_check_all()
         Findings.wait_and_check_all()
         result = plain(*args, **kwargs)
-        _tell_step(engine)
         if engine._mxfp8_balancer is not None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
@@ -84,8 +81,6 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
         return result
 
     engine._take_model_step = step
-    _do_around(engine, "load_checkpoint", functools.partial(_tell_step, engine))
-    _do_around(engine, "destroy", functools.partial(_forget_step, engine))
 
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
@@ -134,24 +129,6 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
                           (engine.optimizer, "load_state_dict")):
         _do_around(owner, method, functools.partial(clear, frozen=True))
     _do_around(engine, "destroy", stop)
-
-
-def dither_weights(engine: DeepSpeedEngine) -> None:
-    """Lets the engine tell its layers the step by which they dither weights, if their config asks for it."""
-    engine._mxfp8_step = torch.tensor(engine.global_steps, dtype=torch.int32, device=engine.device)
-    for layer in converted_layers(engine.module):
-        if layer.mxfp8_settings.config.weight_rounding == "dithered" and layer.mxfp8_settings.recipe.quantize_gemm:
-            layer.mxfp8_step = engine._mxfp8_step
-
-
-def _tell_step(engine: DeepSpeedEngine) -> None:
-    engine._mxfp8_step.fill_(engine.global_steps)
-
-
-def _forget_step(engine: DeepSpeedEngine) -> None:
-    """Without the engine, nobody counts the steps, and weights are rounded to nearest."""
-    for layer in converted_layers(engine.module):
-        vars(layer).pop("mxfp8_step", None)
 
 
 def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:

@@ -83,8 +83,6 @@ class ExpertFFN:
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
         training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
-        step: the optimizer's step, by which weights that are trained are dithered (mx.dithered). int32, one value on
-            the device. Forward and backward of a call find the same. None: weights are rounded to nearest.
     """
 
     formula: ExpertFormula
@@ -96,7 +94,6 @@ class ExpertFFN:
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
     training: bool = True
-    step: torch.Tensor | None = None
 
     @property
     def key(self) -> tuple:
@@ -174,9 +171,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
         factors, weights = tensors[:2 * len(adapted)], tensors[2 * len(adapted):]
-        if not any(ctx.needs_input_grad[-len(weights):]):
-            ffn = replace(ffn, step=None)
-        inputs = expert_TK, ffn.step, x_TH, weight_TK, *factors
+        inputs = expert_TK, x_TH, weight_TK, *factors
         few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
         (y_TH, *kept), call = run(partial(_forward, ffn, branch, layout, adapted, backward), inputs, weights, layout,
                                   key=(*ffn.key, backward, adapted), kept=ffn.kept, transposed=False,
@@ -196,7 +191,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
         layout, adapted, call, saved = ctx.layout, ctx.adapted, ctx.call, ctx.saved_tensors
         _, _, _, _, _, _, *needs = ctx.needs_input_grad
         ffn, count = call.ffn, length(layout)
-        inputs, weights = (g_TH, ffn.step, *saved[:-count]), saved[-count:]
+        inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
         with _without_autocast(g_TH.device.type):
             grads, _ = run(partial(_backward, call, layout, adapted, needs), inputs, weights, layout,
                            key=(*ffn.key, call.recipe, adapted, tuple(needs)), kept=ffn.kept, transposed=True,
@@ -238,8 +233,8 @@ def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[
 
 
 def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tuple[str, ...], backward: bool,
-             given: tuple | None, expert_TK: torch.Tensor, step: torch.Tensor | None, x_TH: torch.Tensor,
-             weight_TK: torch.Tensor, *tensors: torch.Tensor) -> tuple[list, tuple]:
+             given: tuple | None, expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor,
+             *tensors: torch.Tensor) -> tuple[list, tuple]:
     """Returns tensors (the output, what backward needs, the quantised weights to keep), and a pair: the call, and the
     names and kinds of these weights."""
     recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
@@ -247,7 +242,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
     adapters = _adapters_of(adapted, weights)
     kept_weights = take_given(given, weights)
     experts = ExpertMath(ffn.formula, recipe, None, unflattened(layout, weights), dtype, kept_weights, adapters,
-                         _executor_of_steps(ffn, x_TH.device), step)
+                         _executor_of_steps(ffn, x_TH.device))
 
     def meanwhile():
         """While the host waits for the counts, the device computes the branch and quantises weights."""
@@ -282,7 +277,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
 
 
 def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Sequence[bool], given: tuple | None,
-              g_TH: torch.Tensor, step: torch.Tensor | None, *saved: torch.Tensor) -> tuple[list, tuple]:
+              g_TH: torch.Tensor, *saved: torch.Tensor) -> tuple[list, tuple]:
     """Returns tensors (the gradients of x, of the routing weights, of the adapters' factors and of the experts'
     weights; the quantised weights to keep), and a pair: None, and the names and kinds of these weights. A gradient is
     None if `needs` is false for it."""
@@ -294,7 +289,7 @@ def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Seque
     adapters = _adapters_of(adapted, saved)
     kept_weights = take_given(given, saved)
     experts = ExpertMath(ffn.formula, recipe, plan, unflattened(layout, saved), dtype, kept_weights, adapters,
-                         _executor_of_steps(ffn, g_TH.device), step)
+                         _executor_of_steps(ffn, g_TH.device))
     roles = unflattened(layout, needs[2 + 2 * len(adapted):])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this

@@ -59,8 +59,7 @@ class ExpertMath:
         stacks: the weights of each GEMM, by its name: "up", which includes the gate, and "down".
         adapters: the low-rank updates by the name of their GEMM, in the tokens' dtype.
         adapter_grads: their gradients, after `backward`.
-        executor: records steps of a call and replays them. None: the host launches all kernels from Python.
-        step: the optimizer's step, by which weights are dithered. None: they are rounded to nearest.
+        executor: records steps and replays them. None: the host launches all kernels from Python.
         quantized_weights: the weights that are quantised already, by the name of their GEMM.
         keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
             needs the weights transposed.
@@ -68,7 +67,7 @@ class ExpertMath:
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype,
                  kept: dict[str, MXTensor] | None = None, adapters: dict[str, LowRank] | None = None,
-                 executor: ModuleType | None = None, step: torch.Tensor | None = None):
+                 executor: ModuleType | None = None):
         """Arguments:
             weights: for each role of the formula, one tensor [E, ...] or a list of E.
             dtype: of the tokens.
@@ -76,7 +75,7 @@ class ExpertMath:
             adapters: None: there are none.
         """
         self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
-        self.keep, self.adapters, self.executor, self.step = kept is not None, adapters or {}, executor, step
+        self.keep, self.adapters, self.executor = kept is not None, adapters or {}, executor
         self.adapter_grads: dict[str, LowRank] = {}
         self.quantized_weights = kept if self.keep else {}
         self.up_roles = [role for role in ("gate", "up") if role in weights]
@@ -372,8 +371,7 @@ class ExpertMath:
             g_PN.device, self.recipe.block_size)
 
     def _quantize_weights(self, name: str, transposed: bool) -> MXTensor:
-        return casts.quantize_weights(self.stacks[name], self.recipe.block_size, self.recipe.scaling_mode, transposed,
-                                      self.step)
+        return casts.quantize_weights(self.stacks[name], self.recipe.block_size, self.recipe.scaling_mode, transposed)
 
     # ---- products and sums ------------------------------------------------------------------------------------------
 

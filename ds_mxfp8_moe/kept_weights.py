@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from .mx import MXTensor
 
-_VERSION, _TRAINED = attrgetter("_version"), attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
 
 
 class KeptWeights:
@@ -20,8 +20,7 @@ class KeptWeights:
 
     Whoever changes the parameters calls `clear`. engine_hooks.py makes the engine do so. DeepSpeed's optimizer changes
     values without a trace in the parameters. Other changes show in their addresses or versions, as those by
-    load_state_dict do, and this class notices them. It does not notice a write into `parameter.data`. It also notices
-    when weights are frozen or not any more, which changes how they are rounded.
+    load_state_dict do, and this class notices them. It does not notice a write into `parameter.data`.
     """
 
     def __init__(self):
@@ -51,7 +50,7 @@ class KeptWeights:
             return None
         # Another stream does not wait for the kernels that made them.
         stream = get_accelerator().current_stream(weights[0].device.index)
-        state = [stream, *map(torch.Tensor.data_ptr, weights), *map(_VERSION, weights), *map(_TRAINED, weights)]
+        state = [stream, *map(torch.Tensor.data_ptr, weights), *map(_VERSION, weights)]
         if state != self._state:
             if not all(isinstance(w, torch.nn.Parameter) for w in weights):
                 return None

@@ -97,7 +97,6 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_settings: LayerSettings
     mxfp8_experts: ExpertsAtConversion
     mxfp8_kept: KeptWeights | None = None
-    mxfp8_step: torch.Tensor | None = None  # engine_hooks.dither_weights
     mxfp8_samples: list | None = None  # metrics.py
 
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
@@ -168,8 +167,7 @@ class MXFP8MOELayer(MOELayer):
         ffn = ExpertFFN(settings.formula.halved(), settings.recipe, transport, self.num_local_experts,
                         settings.min_tokens_per_expert, settings.name,
                         self._timed_exchange if self.wall_clock_breakdown else None,
-                        self.mxfp8_kept if self.training else None, self.training,
-                        self.mxfp8_step if self.training else None)
+                        self.mxfp8_kept if self.training else None, self.training)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:

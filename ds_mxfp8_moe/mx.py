@@ -21,16 +21,7 @@ from enum import Enum
 import torch
 from torch.utils._pytree import tree_map
 
-from .ops.mx_format import (
-    BLOCK_SIZES,
-    DITHER_BELOW,
-    DITHER_FACTOR,
-    E4M3_MAX,
-    NAN_DATA_BYTE,
-    NAN_SCALE_BYTE,
-    TILE,
-    MXParts,
-)
+from .ops.mx_format import BLOCK_SIZES, E4M3_MAX, NAN_DATA_BYTE, NAN_SCALE_BYTE, TILE, MXParts
 
 aten = torch.ops.aten
 
@@ -309,30 +300,6 @@ def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
     data = data.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous()
     scale = scale.squeeze(-1).squeeze(-2)
     return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), TILE, w.dtype, tiled=True)
-
-
-def dithered(w: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-    """Weights rounded to e4m3's three bits behind the leading one, as float32: up or down by turns as steps pass.
-
-    Rounded to nearest, a weight keeps its error as long as it hardly changes, which is for dozens of steps. Here the
-    error changes with every step, and its mean over n steps falls like 1 / n (examples/guides/quality.md). The cast of
-    the result rounds no more, unless a value becomes subnormal in e4m3, or saturates in the mode "floor".
-
-    A number u in [0, 1) is added to what lies behind the third bit, and the sum's fraction is cut off. u depends on
-    the weight's own bits and on the step: (bits + step) * DITHER_FACTOR, modulo 2^32. So there is no state, the same
-    step gives the same bits on every rank and in every layout, and forward and backward of a step agree. Step by step,
-    the u of one weight is a Weyl sequence, which fills [0, 1) more evenly than random numbers do. Weights with the
-    same bits are rounded alike. So in a single step, a bf16 tensor may shrink or grow by up to 1e-3, as much as
-    rounding to nearest shrinks it in every step.
-
-    Args:
-        w: bf16, fp16 or fp32. NaN, Inf, and values from 2^127 stay as they are.
-        step: the optimizer's step. int32, one value.
-    """
-    bits = w.detach().float().contiguous().view(torch.int32)
-    u = (bits + step) * (DITHER_FACTOR - 2**32) >> 12 & 0xFFFFF  # int32 wraps
-    rounded = bits + u & ~0xFFFFF
-    return torch.where((bits & 0x7FFFFFFF) < DITHER_BELOW, rounded, bits).view(torch.float32)
 
 
 def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.Tensor:

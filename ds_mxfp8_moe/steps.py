@@ -36,7 +36,6 @@ def run_step(experts: Any, name: str, function: Callable[[list], dict], rows: li
         for gemm in quantized:
             del known[gemm]
     others = [None if experts.plan is None else experts.plan.group_ends_E, experts.up_bias_EG, experts.down_bias_EH,
-              experts.step,
               *(factor for low_rank in experts.adapters.values() for factor in low_rank)]
     key = (name, how, experts.formula, experts.recipe, experts.dtype, experts.keep, tuple(experts.weights),
            tuple(experts.adapters), tuple(quantized), kinds, tuple(map(len, stacks)),

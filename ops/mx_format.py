@@ -10,8 +10,6 @@ NAN_SCALE_BYTE = 255
 NAN_DATA_BYTE = 0x7F
 TILE = 128  # rows and columns of a weight that share one scale, and the larger of the block sizes
 BLOCK_SIZES = (32, 128)
-DITHER_FACTOR = 0x9E3779B1  # odd, 2^32 divided by the golden ratio: mx.dithered
-DITHER_BELOW = 0x7F000000  # the bits of 2^127 in float32
 
 
 class MXParts(NamedTuple):

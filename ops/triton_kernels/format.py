@@ -13,11 +13,6 @@ byte 255, and 0x7F for each of its values.
 import triton
 import triton.language as tl
 
-from ..mx_format import DITHER_BELOW, DITHER_FACTOR
-
-_FACTOR = tl.constexpr(DITHER_FACTOR - 2**32)  # as int32
-_BELOW = tl.constexpr(DITHER_BELOW)
-
 
 @triton.jit
 def larger(x, y):
@@ -60,16 +55,6 @@ def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
     blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
     data = to_e4m3(blocks, inverse[:, :, None])
     return tl.reshape(data, x.shape), byte
-
-
-@triton.jit
-def dithered(x, step):
-    """mx.dithered of float32 x. `step`: int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    # int32 wraps here, which TRITON_DEBUG would take for an error.
-    u = tl.mul(tl.add(bits, step, sanitize_overflow=False), _FACTOR, sanitize_overflow=False)
-    rounded = tl.add(bits, u >> 12 & 0xFFFFF, sanitize_overflow=False) & -0x100000
-    return tl.where((bits & 0x7FFFFFFF) < _BELOW, rounded, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

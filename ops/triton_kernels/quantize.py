@@ -28,7 +28,7 @@ import triton.language as tl
 from triton import knobs
 
 from ..mx_format import TILE, MXParts
-from .format import dithered, from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
+from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
 from .library import cdiv, even_distance, weights_of
 from .rescale_tiles import rescale_tiles_kernel
@@ -128,7 +128,7 @@ def _matrix(first, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
 @triton.jit
 def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_table, second_table, rows_ptr,
                             rows_scale_ptr, rows_scale_stride_m, rows_scale_stride_n, columns_ptr, columns_scale_ptr,
-                            step_ptr, M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                            M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
                             TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, STACKS: tl.constexpr,
                             ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
                             VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
@@ -136,8 +136,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
 
     The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from `first`, the others from
     `second`. With TILED the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
-    The scales of tiles are stored to `rows_scale_ptr`, for either form. `step_ptr`: None, or the step by which values
-    are dithered.
+    The scales of tiles are stored to `rows_scale_ptr`, for either form.
     """
     LANES: tl.constexpr = 32 * VECTOR // BN
     expert = tl.program_id(1)
@@ -156,8 +155,6 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
         x = tl.load(tl.where(m < M_FIRST - m0, pointer, lower)[:, None] + offset, mask, other=0.0).to(tl.float32)
     else:
         x = tl.load(pointer + offset, mask, other=0.0).to(tl.float32)
-    if step_ptr is not None:
-        x = dithered(x, tl.load(step_ptr))
 
     expert = expert.to(tl.int64)
     rows_ptr += expert * M * N + m0 * N + n0
@@ -266,8 +263,7 @@ def _tables(stacks: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
 
 
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
-                       rows: bool, columns: bool, scale_k_major: bool,
-                       step: torch.Tensor | None = None) -> list[torch.Tensor]:
+                       rows: bool, columns: bool, scale_k_major: bool) -> list[torch.Tensor]:
     """Quantises each expert's matrix [M, N], where M = sum of M_i.
 
     Args:
@@ -311,7 +307,7 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     tables, alignment = ([None] * len(stacks), 1) if even else _tables(stacks)
     _quantize_matrix_kernel[(tile.programs(m, n), experts)](
         stacks[0][0], stacks[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
-        rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, step, heights[0], m, row_stride, n,
+        rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,
         block_size, scaling_mode == "floor", tiled, rows, columns, len(stacks), alignment, tile.rows, tile.columns,
         tile.strip, vector, tile.warps, tile.divides(m, n), num_warps=tile.warps, maxnreg=registers)
     return out
@@ -359,14 +355,13 @@ def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode:
 
 
 def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
-                     transposed: bool, step: torch.Tensor | None = None) -> MXParts:
+                     transposed: bool) -> MXParts:
     """Quantises experts' weights, straight from their parameters.
 
     Args:
         stacks: one stack of weights, or two that lie one above the other along N (gate and up). A stack is one tensor
             [E, N_i, K] or E matrices [N_i, K] with dense rows. All have one dtype. K is a multiple of 32, and so is
             the sum N of N_i with block size 32.
-        step: int32, one value: quantises mx.dithered(weights, step) instead. None: the weights.
 
     Returns:
         [E, N, K], for GEMMs that contract over K. With `transposed` [E, K, N], for GEMMs that contract over N. With
@@ -379,7 +374,7 @@ def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], bl
     if any(w.stride()[-2:] != steps for w in weights):
         weights = [w.contiguous() for w in weights]
     data, scale = _quantize_matrices(weights, len(stacks[0]), block_size, scaling_mode, tiled, not transposed,
-                                     transposed, False, step)
+                                     transposed, False)
     return MXParts(data, scale.transpose(1, 2) if transposed and not tiled else scale, block_size, tiled)
 
 

@@ -255,9 +255,9 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
             steps.append("there")
             return plan
 
-    def quantize(stacks, block_size, scaling_mode, transposed=False, step=None):
+    def quantize(stacks, block_size, scaling_mode, transposed=False):
         steps.append("dgrad" if transposed else "forward")
-        return quantize_weights(stacks, block_size, scaling_mode, transposed, step)
+        return quantize_weights(stacks, block_size, scaling_mode, transposed)
 
     def run(transport, least=0):
         ffn = ExpertFFN(formula(name), recipe(scale_block_size=block), transport, len(experts), least)

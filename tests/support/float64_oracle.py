@@ -52,22 +52,6 @@ def cast(x: torch.Tensor, block: tuple[int, int], mode: str) -> Bytes:
     return Bytes(data.flatten(2).flatten(0, 1)[:rows, :columns], scale)
 
 
-def dithered(w: torch.Tensor, step: int) -> torch.Tensor:
-    """Finite w at three bits behind the leading one: down if the rest and a number u in [0, 1) stay below 1, else up.
-
-    u: the upper 20 bits of (bits of w as float32 + step) * 0x9E3779B1, modulo 2^32.
-    """
-    bits = w.float().view(torch.int32).double()
-    bits += 2.0**32 * (bits < 0)
-    halves = (bits + step) % 2**16, torch.floor((bits + step) / 2**16) % 2**16  # exact in float64
-    product = halves[0] * 0x9E3779B1 + (halves[1] * 0x79B1 % 2**16) * 2**16
-    u = torch.floor(product % 2**32 / 2**12) / 2**20
-    size = w.double().abs()
-    exponent = (torch.frexp(size).exponent - 1).clamp_min(-126)  # float32's subnormals have one binade
-    grid = torch.exp2((exponent - 3).double())
-    return torch.floor(size / grid + u) * grid * torch.where(torch.signbit(w), -1.0, 1.0)
-
-
 def values(cast_bytes: Bytes, block: tuple[int, int]) -> torch.Tensor:
     """The float64 values that the bytes stand for."""
     data, scale = cast_bytes

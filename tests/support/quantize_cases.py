@@ -127,22 +127,18 @@ def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: t
                               for matrix, gap in zip(part, gaps, strict=True)])
             starts = [sum(gaps[:e]) + e * part[0].numel() for e in range(experts)]
             there[i] = [flat[start:start + part[0].numel()].view(part[0].shape) for start in starts]
+    if block == 128:
+        expected_rows = mx.quantize_tiles(stack, mode)
+        expected_columns = MXTensor(expected_rows.qdata.transpose(1, 2).contiguous(),
+                                    expected_rows.scale.transpose(1, 2), 128, dtype, tiled=True)
+    else:
+        expected_rows = mx.quantize(stack, block, mode)
+        expected_columns = mx.quantize(stack.transpose(1, 2), block, mode)
     with poisoned(), mock.patch.object(kernels, "MAX_POINTERS", pointers):
-        for step in (None, 0, 12345):
-            of_step = None if step is None else torch.tensor(step, dtype=torch.int32)
-            w = stack if step is None else mx.dithered(stack, of_step)
-            if block == 128:
-                expected_rows = mx.quantize_tiles(w, mode)
-                expected_columns = MXTensor(expected_rows.qdata.transpose(1, 2).contiguous(),
-                                            expected_rows.scale.transpose(1, 2), 128, dtype, tiled=True)
-            else:
-                expected_rows = mx.quantize(w, block, mode)
-                expected_columns = mx.quantize(w.transpose(1, 2), block, mode)
-            for transposed, expected in ((False, expected_rows), (True, expected_columns)):
-                actual = kernels.quantize_weights(there, block, mode, transposed,
-                                                  None if step is None else of_step.to(device))
-                same(actual, expected)
-                assert block == 32 or actual.scale_bytes.is_contiguous()
+        for transposed, expected in ((False, expected_rows), (True, expected_columns)):
+            actual = kernels.quantize_weights(there, block, mode, transposed)
+            same(actual, expected)
+            assert block == 32 or actual.scale_bytes.is_contiguous()
         same_values(kernels.dequantize(actual, dtype), mx.dequantize(expected, dtype))
 
 

@@ -26,7 +26,6 @@ ALL_KEYS = {
     "recipe": "mxfp8",
     "scale_block_size": 128,
     "scaling_mode": "floor",
-    "weight_rounding": "nearest",
     "dispatch_fwd_dtype": "bf16",
     "combine_fwd_dtype": "mxfp8",
     "dispatch_bwd_dtype": "mxfp8",

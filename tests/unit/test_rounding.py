@@ -7,7 +7,7 @@ A biased cast shifts trainings. Rounding to nearest is not free of bias along th
 
 import pytest
 import torch
-from float64_oracle import Bytes, cast, dithered, shrinkage, values
+from float64_oracle import Bytes, cast, shrinkage, values
 
 from ds_mxfp8_moe import casts, mx
 from ds_mxfp8_moe.activation import activate, activate_backward
@@ -54,11 +54,6 @@ def test_casts_equal_the_oracle(block, mode, dtype, data):
         expected = cast(x.t() if transposed else x, of_weight, mode)
         same(found[0] if block == 32 else mx.MXTensor(found.qdata[0], found.scale[0], 128, dtype, tiled=True),
              expected)
-        again = casts.quantize_weights([x.unsqueeze(0)], block, mode, transposed, torch.tensor(7, dtype=torch.int32))
-        given = dithered(x, 7)
-        expected = cast(given.t() if transposed else given, of_weight, mode)
-        same(again[0] if block == 32 else mx.MXTensor(again.qdata[0], again.scale[0], 128, dtype, tiled=True),
-             expected)
     # The cast on the way to a weight gradient starts from rounded values, not from x.
     again = casts.rescale_columns(casts.quantize(x, block, mode), mode)
     same(again, cast(values(cast(x, (1, block), mode), (1, block)).t(), (1, block), mode))
@@ -101,60 +96,3 @@ def test_the_oracle_rounds_ties_to_even_and_saturates():
     x = torch.tensor([448.0, 17.0, 19.0, -17.0, -19.0, 15.5, 432.0, 3 * 2.0**-10, 2.0**-10, -0.0, 460.0])
     data = [0x7E, 0x58, 0x5A, 0xD8, 0xDA, 0x58, 0x7E, 0x02, 0x00, 0x80, 0x7E]
     assert cast(torch.nn.functional.pad(x, (0, 21)).unsqueeze(0), (1, 32), "floor").data[0, :11].tolist() == data
-
-
-# ---- dithered weights -----------------------------------------------------------------------------------------------
-
-STEPS = (0, 1, 1000, 2**31 - 1)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-def test_dithered_weights_equal_the_oracle(dtype):
-    hard = torch.tensor([0.0, -0.0, 1.0, -1.0, 448.0, 1e-40, -1e-45, 6e-8, 65504.0, 2.0**-126, 1.9999999])
-    for w in (normal(dtype), long_tailed(dtype), hard.to(dtype)):
-        for step in STEPS:
-            found = mx.dithered(w, torch.tensor(step, dtype=torch.int32))
-            assert found.dtype == torch.float32 and torch.equal(found.double(), dithered(w, step))
-            assert torch.equal(torch.signbit(found), torch.signbit(w))
-            assert torch.equal(mx.dithered(w.t() if w.dim() == 2 else w.flip(0), step),
-                               found.t() if w.dim() == 2 else found.flip(0))  # whatever its layout
-            # What e4m3 holds stays, so forward and backward, which cast anew, agree.
-            assert torch.equal(mx.dithered(found, step + 1 if step < 2**30 else 0), found)
-
-
-def test_what_is_not_finite_or_huge_is_not_dithered():
-    w = torch.tensor([float("nan"), float("inf"), float("-inf"), 2.0**127, -3.4e38])
-    assert torch.equal(mx.dithered(w, 3).view(torch.int32), w.view(torch.int32))
-    nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # the largest payloads
-    assert mx.dithered(nan, 3).isnan().all()
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_dithering_has_no_bias(dtype):
-    """10^7 samples: the mean error is within 4 standard errors of zero; so is the sum of errors along the weights."""
-    w = normal(dtype, rows=800).double()  # 409600 values
-    errors = torch.stack([mx.dithered(w.to(dtype), step).double() - w for step in range(25)])
-    assert errors.numel() > 10**7
-    for samples in (errors / w.abs(), errors * w):
-        assert abs(samples.mean()) <= 4 * samples.std() / samples.numel()**0.5
-
-
-def test_how_much_a_tensor_shrinks_or_grows_in_one_step():
-    """float32 weights hardly have equal bits, so their errors are independent. Those of bf16 are not, in one step."""
-    shares = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        w = normal(dtype, rows=800).double()
-        shares[dtype] = torch.stack([((mx.dithered(w.to(dtype), step) - w) * w).sum() / (w * w).sum()
-                                     for step in range(40)])
-    assert shares[torch.float32].abs().max() < 4e-4
-    assert shares[torch.bfloat16].abs().max() < 1.5e-3 and abs(shares[torch.bfloat16].mean()) < 1e-4
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_the_error_of_a_weight_averages_out_over_steps(dtype):
-    """Independent errors would gain 3 dB whenever the steps double. These gain nearly 6."""
-    w = normal(dtype)
-    nearest = mx.sqnr_db(w, mx.quantize_tiles(w).dequantize(torch.float32))
-    gain = {steps: mx.sqnr_db(w, sum(mx.dithered(w, 100 + step) for step in range(steps)) / steps) - nearest
-            for steps in (1, 16, 256)}
-    assert gain[1] == pytest.approx(-3, abs=0.5) and gain[16] > 17 and gain[256] > 38

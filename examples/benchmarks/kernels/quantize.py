@@ -113,9 +113,9 @@ def of_weights(E: int, N: int, K: int, block: int, dtype: torch.dtype) -> Iterat
     in_order, shuffled = list(range(E)), torch.randperm(E).tolist()
     scattered = [[w_ENK[e, :N // 2] for e in shuffled], [w_ENK[e, N // 2:] for e in shuffled]]
 
-    def right(out, order, transposed, step):
+    def right(out, order, transposed):
         for at in (0, E - 1):
-            w = w_ENK[order[at]] if step is None else mx.dithered(w_ENK[order[at]], step)
+            w = w_ENK[order[at]]
             if block == mx.TILE:
                 expected = mx.quantize_tiles(w, MODE)
                 if transposed:
@@ -126,16 +126,13 @@ def of_weights(E: int, N: int, K: int, block: int, dtype: torch.dtype) -> Iterat
                 return False
         return True
 
-    dithers = torch.tensor(7, dtype=torch.int32, device=device())
-    for name, parts, order, transposed, step in (("weights", [w_ENK], in_order, False, None),
-                                                 ("weights, dithered", [w_ENK], in_order, False, dithers),
-                                                 ("weights, transposed", [w_ENK], in_order, True, None),
-                                                 ("weights, dithered, transposed", [w_ENK], in_order, True, dithers),
-                                                 ("weights, scattered", scattered, shuffled, False, None),
-                                                 ("weights, scattered, transposed", scattered, shuffled, True, None)):
+    for name, parts, order, transposed in (("weights", [w_ENK], in_order, False),
+                                           ("weights, transposed", [w_ENK], in_order, True),
+                                           ("weights, scattered", scattered, shuffled, False),
+                                           ("weights, scattered, transposed", scattered, shuffled, True)):
         case = {"kernel": name, "shape": f"{E}x{N}x{K}", "block_size": block, "dtype": str(dtype)[6:]}
-        yield Kernel(case, partial(casts.quantize_weights, parts, block, MODE, transposed, step),
-                     lambda out: [w_ENK, out], partial(right, order=order, transposed=transposed, step=step))
+        yield Kernel(case, partial(casts.quantize_weights, parts, block, MODE, transposed),
+                     lambda out: [w_ENK, out], partial(right, order=order, transposed=transposed))
 
 
 def nearly_same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

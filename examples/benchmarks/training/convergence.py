@@ -39,10 +39,9 @@ from training.convergence_run import BF16, NUDGED, OWN, RECIPES, ROOT, SIZES, YA
 
 MAIN = (BF16, "default_128", YARDSTICK, "mxfp8_128")
 FURTHER = ("default_32", "wires_128", "classic_bf16", "classic_default_128")
-OF_300M = (*MAIN, NUDGED, "default_128+nearest")
 # Seeds of each recipe. A pair's spread is 0.5 to 0.8 % at 50M, and 0.1 to 0.4 % at 300M. With 8 of 50M, chance alone
 # moves a mean by 0.2 %.
-STUDY = {"50M": dict.fromkeys(MAIN, 16) | dict.fromkeys(FURTHER, 3), "300M": dict.fromkeys(OF_300M, 8),
+STUDY = {"50M": dict.fromkeys(MAIN, 16) | dict.fromkeys(FURTHER, 3), "300M": dict.fromkeys((*MAIN, NUDGED), 10),
          "tiny": dict.fromkeys(MAIN, 2), OWN: dict.fromkeys((BF16, OWN, YARDSTICK), 3)}
 ENDING_S = 20  # of the budget, for tables and plots
 SHORTEST_S = 60  # a run is not started for less, before the time of one is known

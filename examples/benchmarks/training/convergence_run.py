@@ -115,7 +115,20 @@ def _without(keys: dict, *parts: str) -> Recipe:
     return Recipe(section, off=tuple(off))
 
 
-NEAREST = {"weight_rounding": "nearest"}
+def _switches() -> dict[str, Recipe]:
+    """The default recipe and all MXFP8 with some roundings changed: "default_128-h" leaves out that of h."""
+    found = {}
+    for name, keys in (("default_128", {}), ("mxfp8_128", {"recipe": "mxfp8"})):
+        keys = {"scale_block_size": 128, **keys}
+        found |= {f"{name}-{part}": _without(keys, part) for part in PARTS}
+        found |= {f"{name}-{part}": _without(keys, *parts) for part, parts in TOGETHER.items()}
+        found |= {f"{name}-fp8_sums": _without(keys),  # all roundings, products in bf16
+                  f"{name}+floor": Recipe(keys | {"scaling_mode": "floor"}),
+                  f"{name}+combine_fwd": Recipe(keys | {"combine_fwd_dtype": "mxfp8"}),
+                  f"{name}+dispatch_bwd": Recipe(keys | {"dispatch_bwd_dtype": "mxfp8"})}
+    return found
+
+
 RECIPES = {BF16: Recipe({"recipe": BF16}), "default_128": Recipe({"scale_block_size": 128}),
            YARDSTICK: Recipe({"recipe": BF16}, reordered=True), NUDGED: Recipe({"recipe": BF16}, nudged=True),
            "mxfp8_128": Recipe({"scale_block_size": 128, "recipe": "mxfp8"}),
@@ -123,24 +136,7 @@ RECIPES = {BF16: Recipe({"recipe": BF16}), "default_128": Recipe({"scale_block_s
            "wires_128": Recipe({"scale_block_size": 128} | {f"{wire}_dtype": "mxfp8" for wire in WIRES}),
            "classic_bf16": Recipe({"recipe": BF16}, classic=True),
            "classic_default_128": Recipe({"scale_block_size": 128}, classic=True),
-           "plain": Recipe(None), "mxfp8_32": Recipe({"scale_block_size": 32, "recipe": "mxfp8"})}
-RECIPES |= {f"{name}+nearest": replace(recipe, section=recipe.section | NEAREST) for name, recipe in RECIPES.items()
-            if recipe.quantizes}
-
-
-def _switches(name: str) -> dict[str, Recipe]:
-    """A recipe with some roundings changed: "default_128-h" leaves out that of h."""
-    keys = RECIPES[name].section
-    found = {f"{name}-{part}": _without(keys, part) for part in PARTS}
-    found |= {f"{name}-{part}": _without(keys, *parts) for part, parts in TOGETHER.items()}
-    return found | {f"{name}-fp8_sums": _without(keys),  # all roundings, products in bf16
-                    f"{name}+floor": Recipe(keys | {"scaling_mode": "floor"}),
-                    f"{name}+combine_fwd": Recipe(keys | {"combine_fwd_dtype": "mxfp8"}),
-                    f"{name}+dispatch_bwd": Recipe(keys | {"dispatch_bwd_dtype": "mxfp8"})}
-
-
-for _name in ("default_128", "mxfp8_128", "default_128+nearest", "mxfp8_128+nearest"):
-    RECIPES |= _switches(_name)
+           "plain": Recipe(None), "mxfp8_32": Recipe({"scale_block_size": 32, "recipe": "mxfp8"}), **_switches()}
 
 
 class Run(NamedTuple):
@@ -287,10 +283,10 @@ def case_of(run: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
 
 
 def nudge(engine) -> None:
-    """Rounds the experts' weights to e4m3's bits, those that the optimizer keeps too. Not in ZeRO-3."""
+    """Rounds the experts' weights to MXFP8, those that the optimizer keeps too. Not in ZeRO-3."""
     for p in engine.module.parameters():
         if is_moe_param(p) and p.dim() > 1:
-            rounded = mx.dithered(p, 0)
+            rounded = mx.quantize_tiles(p).dequantize(torch.float32)
             p.data.copy_(rounded)
             safe_set_full_fp32_param(p, rounded)
 
