@@ -55,7 +55,8 @@ def test_contenders_train_alike(ranks2):
     assert [row["losses"] for row in others] == [row["losses"] for row in rows]  # the mean over ranks
     for row in rows:
         count = row["case"]["accumulation"]
-        assert row["tokens_per_s"] == pytest.approx(2 * 128 * count / row["median_ms"] * 1e3, rel=1e-3)
+        # Whole tokens a second, of which a slow machine has few.
+        assert row["tokens_per_s"] == pytest.approx(2 * 128 * count / row["median_ms"] * 1e3, rel=1e-3, abs=0.5)
         # Each stage's and the step's are the slowest rank's.
         assert row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"] > 0.999 * row["median_ms"]
         assert row["case"]["tokens_per_expert"] == 64 and len(row["losses"]) == 1 + 1

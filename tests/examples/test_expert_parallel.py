@@ -17,7 +17,7 @@ def run_example(ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks,
                EXAMPLE / "compare.py", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow

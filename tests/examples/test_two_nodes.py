@@ -97,6 +97,7 @@ def test_the_guide_gives_commands_that_the_script_takes():
         assert args.node_rank in (0, 1) and args.master
 
 
+@pytest.mark.timeout(600)
 def test_two_launchers_on_one_machine(tmp_path):
     (tmp_path / "model.yaml").write_text(MODEL)
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
@@ -111,7 +112,7 @@ def test_two_launchers_on_one_machine(tmp_path):
          str(tmp_path / f"node{node}.json")], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True) for node in range(2)]
     try:
-        said = [node.communicate(timeout=280)[0] for node in nodes]
+        said = [node.communicate(timeout=580)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
