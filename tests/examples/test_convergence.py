@@ -226,6 +226,7 @@ def test_the_most_important_runs_come_first(tmp_path):
 
 @pytest.mark.parametrize("given, told", [
     (["--recipes", "flor"], "unknown flor; expected some of bf16, default_128"),
+    (["--stop_after", "1001"], "--stop_after 1001: expected at most the 1000 --steps"),
     (["--heldout_every", "15"], "--heldout_every must be a multiple of --log_every"),
     (["--ranks", "3"], "--ranks 3: expected a divisor of the 16 sequences of a step of 50M"),
     (["--hf_model", "x"], "--hf_model and --model need --ds_config"),
@@ -416,7 +417,8 @@ def test_result_files_of_before_are_shown():
 def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys):
     """All but one of two; that one finishes at once."""
     known, out, state = tmp_path / "known.json", tmp_path / "out.json", tmp_path / "state"
-    results_file.write("convergence", [row(BF16, 0, 1.5)], known, of_commit="older")
+    stopped = row(BF16, 1, 3.5, stopped_after=100)  # stands for no whole run, and stays in the file
+    results_file.write("convergence", [row(BF16, 0, 1.5), stopped], known, of_commit="older")
     state.mkdir()
     (state / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
     asked = []
@@ -439,7 +441,7 @@ def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys)
     assert not ended.value.code and asked == ["tiny-bf16-1"]
     assert "2 of 2 runs are finished" in capsys.readouterr().err
     result = results_file.read(out)
-    assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5] and result["commit"] == "older"
+    assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5, 3.5] and result["commit"] == "older"
     monkeypatch.setitem(RECIPES, BF16, Recipe({"recipe": BF16, "overlap": False}))
     with pytest.raises(SystemExit, match="has tiny-bf16-0 with the section {'recipe': 'bf16'}, and it is .* now"):
         convergence.main()

@@ -59,8 +59,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                         "lists all")
     parser.add_argument("--seeds", type=one_or_more, help="of each recipe (default: as many as the study has)")
     parser.add_argument("--steps", type=one_or_more, default=1000)
-    parser.add_argument("--stop_after", type=one_or_more, metavar="STEPS", help="end each run after so many of its "
-                        "--steps: where a rounding does harm, the training loss shows it early")
+    parser.add_argument("--stop_after", type=one_or_more, metavar="STEPS", help="end each run after this many of its "
+                        "steps. The training loss shows early where a rounding does harm")
     parser.add_argument("--log_every", type=one_or_more, default=10, help="steps")
     parser.add_argument("--heldout_every", type=one_or_more, default=100, help="steps")
     parser.add_argument("--heldout_windows", type=one_or_more, default=128)
@@ -83,6 +83,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         return args
     if ROOT in (args.state.resolve(), *args.state.resolve().parents):
         parser.error("--state: name a folder outside of the repository")
+    if args.stop_after and args.stop_after > args.steps:
+        parser.error(f"--stop_after {args.stop_after}: expected at most the {args.steps} --steps")
     if args.heldout_every % args.log_every:
         parser.error("--heldout_every must be a multiple of --log_every")
     if args.ds_config:
@@ -169,8 +171,14 @@ def launch(run: Run, place: str | None, args: argparse.Namespace) -> Ranks:
 
 def asked(args: argparse.Namespace) -> dict:
     """What a case must agree in with the arguments."""
-    return {"steps": args.steps, "ranks": args.ranks, "heldout_windows": args.heldout_windows,
+    return {"steps": args.steps, "stopped_after": args.stop_after, "ranks": args.ranks,
+            "heldout_windows": args.heldout_windows,
             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
+
+
+def given(case: dict, args: argparse.Namespace) -> dict:
+    """What a case has in the place of `asked`."""
+    return {key: case.get(key) for key in asked(args)}
 
 
 def finished(run: Run, args: argparse.Namespace) -> bool:
@@ -179,7 +187,7 @@ def finished(run: Run, args: argparse.Namespace) -> bool:
     if not path.exists():
         return False
     summary = json.loads(path.read_text())
-    return (asked(args).items() <= summary["case"].items() and summary["case"].get("stopped_after") == args.stop_after
+    return (given(summary["case"], args) == asked(args)
             and summary["section"] == convergence_run.recipe_of(run, args).section)
 
 
@@ -187,23 +195,29 @@ def say(line: str) -> None:
     print(f"{time.time() - STARTED:5.0f} s  {line}", file=sys.stderr, flush=True)
 
 
-def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], str | None]:
-    """The rows of --known by their runs, and its commit. Exits if they are of other runs than asked for."""
+def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], list[dict], str | None]:
+    """The rows of --known by their runs, those of runs that were stopped elsewhere, and its commit.
+
+    Exits if they are of other runs than asked for.
+    """
     if args.known is None:
-        return {}, None
+        return {}, [], None
     result = results_file.read(args.known, "convergence")
-    found = {Run(one["case"]["size"], one["contender"], one["case"]["seed"]): one for one in result["rows"]}
+    found, elsewhere = {}, []
+    for one in result["rows"]:
+        if one["case"].get("stopped_after") == args.stop_after:
+            found[Run(one["case"]["size"], one["contender"], one["case"]["seed"])] = one
+        else:
+            elsewhere.append(one)
     planned = set(plan(args))
-    for one, known in list(found.items()):
-        given = {key: known["case"].get(key) for key in asked(args)}
-        if given != asked(args):
-            sys.exit(f"--known {args.known} has runs of {given}, and these are of {asked(args)}: leave it out")
-        if one in planned and known["case"].get("stopped_after") != args.stop_after:
-            del found[one]  # the run that is planned takes its place
-        elif one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
+    for one, known in found.items():
+        of = given(known["case"], args)
+        if of != asked(args):
+            sys.exit(f"--known {args.known} has runs of {of}, and these are of {asked(args)}: leave it out")
+        if one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
             sys.exit(f"--known {args.known} has {one.name} with the section {known.get('section')}, and it is "
                      f"{section} now: leave it out")
-    return found, result["commit"]
+    return found, elsewhere, result["commit"]
 
 
 def work(runs: Iterable[Run], args: argparse.Namespace, store: Callable[[], None]) -> bool:
@@ -264,7 +278,7 @@ def main() -> None:
     if args.show:
         sys.exit(show.show(SHOWN, args.show, args.check) or None)
     convergence_run.store_tokens(args.data, args.state, args.hf_model)
-    known, known_commit = known_rows(args)
+    known, elsewhere, known_commit = known_rows(args)
     runs = plan(args)
     path = args.out or results_file.RESULTS / "convergence.json"
     commit = known_commit or args.commit or results_file.commit()
@@ -273,7 +287,7 @@ def main() -> None:
         """Writes what is finished; how many runs of this study that is."""
         rows = known | {one: row(args.state / one.name) for one in runs if one not in known and finished(one, args)}
         if rows:
-            results_file.write("convergence", list(rows.values()), path, commit)
+            results_file.write("convergence", [*rows.values(), *elsewhere], path, commit)
         return len(rows.keys() & set(runs))
 
     good = work([one for one in runs if one not in known], args, store)

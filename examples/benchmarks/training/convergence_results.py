@@ -75,10 +75,10 @@ def training_differences(found: dict[int, dict], bases: dict[int, dict]) -> dict
     It has far less noise than the held-out loss of one step.
     """
     result = {}
-    for seed, one in found.items():
-        mine, other = one["curves"]["loss"], bases.get(seed, one)["curves"]["loss"]
-        steps = [step for step in mine if int(step) > BEGUN * one["case"]["steps"] and step in other]
-        if seed in bases and steps:
+    for seed in (seed for seed in found if seed in bases):
+        mine, other = found[seed]["curves"]["loss"], bases[seed]["curves"]["loss"]
+        steps = [step for step in mine if int(step) > BEGUN * found[seed]["case"]["steps"] and step in other]
+        if steps:
             result[seed] = fmean(mine[step] for step in steps) / fmean(other[step] for step in steps) - 1
     return result
 
@@ -95,13 +95,14 @@ def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None
         step: None is the recipe's end.
         name: the recipe's curve. bf16's is always "heldout_loss".
     """
-
-    def loss(one: dict, name: str, step: str) -> float | None:
-        return one["curves"].get(name, {}).get(step)
-
-    pairs = {seed: (loss(one, name, step or end(one)), loss(bases[seed], "heldout_loss", step or end(one)))
-             for seed, one in found.items() if seed in bases}
-    return {seed: value / base - 1 for seed, (value, base) in pairs.items() if value is not None and base is not None}
+    result = {}
+    for seed in (seed for seed in found if seed in bases):
+        at = step or end(found[seed])
+        value = found[seed]["curves"].get(name, {}).get(at)
+        base = bases[seed]["curves"]["heldout_loss"].get(at)
+        if value is not None and base is not None:
+            result[seed] = value / base - 1
+    return result
 
 
 def starts_apart(one: dict, base: dict) -> bool:
@@ -138,8 +139,8 @@ def prepare(result: dict) -> list[dict]:
     the last tenth."""
     cases: dict = {}
     for one in result["rows"]:
-        case = {key: one["case"].get(key) for key in ("size", "steps", "tokens_per_step", "expert_parallel",
-                                                      "stopped_after") if key in one["case"]}
+        case = {key: one["case"][key] for key in ("size", "steps", "tokens_per_step", "expert_parallel",
+                                                  "stopped_after") if key in one["case"]}
         cases.setdefault(json.dumps(case), {}).setdefault(one["contender"], {})[one["case"]["seed"]] = one
     rows = []
     for key, recipes in cases.items():
@@ -194,7 +195,8 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
     difference = paired.interval(list(by_seed.values()))
     out = {"pairs": difference.pairs, "difference": difference.mean, "spread": difference.spread,
            "low": difference.low, "high": difference.high, "by_seed": by_seed,
-           "nats": fmean(found[seed]["heldout_loss"] * (1 - 1 / (1 + value)) for seed, value in by_seed.items())}
+           "nats": fmean(found[seed]["heldout_loss"] - bases[seed]["curves"]["heldout_loss"][end(found[seed])]
+                         for seed in by_seed)}
     in_bf16 = differences(found, bases, name="heldout_loss_bf16")
     if in_bf16:
         out["in_bf16"] = fmean(in_bf16.values())
@@ -234,22 +236,23 @@ def sentences(prepared: dict) -> list[str]:
     found = []
     for one in prepared["rows"]:
         stopped = one["case"].get("stopped_after")
-        if stopped:
-            if "training" not in one:
-                continue
-            interval = "" if one["training_high"] is None else (
-                f" [{one['training_low']:+.2%}, {one['training_high']:+.2%}]")
+        if stopped and "training" in one:
+            interval = _between(one["training_low"], one["training_high"])
             found.append(f"- {one['case']['size']}, stopped after {stopped} steps, {one['contender']}: "
                          f"{one['training']:+.2%}{interval} of the training loss after a fifth of the steps; seeds: "
                          f"{one['seeds']}.")
-        elif "difference" in one:
-            interval = "" if one["high"] is None else f" [{one['low']:+.2%}, {one['high']:+.2%}]"
+        elif not stopped and "difference" in one:
             less = "" if one.get("less_low") is None else (
-                f"; less the yardstick {one['less']:+.2%} [{one['less_low']:+.2%}, {one['less_high']:+.2%}]")
-            found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}{interval} of the "
-                         f"held-out loss, {one['nats']:+.4f} nats a token; seeds: {one['pairs']}{less}. "
-                         f"{one.get('verdict', NOT_JUDGED.get(one['contender']))}.")
+                f"; less the yardstick {one['less']:+.2%}{_between(one['less_low'], one['less_high'])}")
+            found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}"
+                         f"{_between(one['low'], one['high'])} of the held-out loss, {one['nats']:+.4f} nats a token; "
+                         f"seeds: {one['pairs']}{less}. {one.get('verdict') or NOT_JUDGED[one['contender']]}.")
     return found
+
+
+def _between(low: float | None, high: float | None) -> str:
+    """An interval behind its mean. Nothing for a single value, which has none."""
+    return "" if high is None else f" [{low:+.2%}, {high:+.2%}]"
 
 
 def plot(result: dict, pyplot) -> None:

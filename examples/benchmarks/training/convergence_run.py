@@ -409,7 +409,7 @@ def train_run(run: Run, args: argparse.Namespace) -> None:
         write({"step": 0, **evaluated()})
         load = train.ExpertLoad(layers)
         totals, norms = torch.zeros(2, device=engine.device), []
-        last = min(args.stop_after or args.steps, args.steps)
+        last = args.stop_after or args.steps
         for done in range(1, last + 1):
             # What a step draws at random depends on seed, step and rank alone, so that runs of a seed draw the same.
             torch.manual_seed((run.seed * 1_000_003 + done) * case["ranks"] + dist.get_rank())
