@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the result files say: one page for each benchmark beside them, with their plots, and the README's plot
-and table between their marks.
+"""Writes what the result files say: one page for each benchmark beside them, with their plots, and between their marks
+the README's plot and table and the answer of the guide to quality.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; checks the files against lib/bars.yaml
@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 from lib import results_file, show
-from training import train
+from training import convergence, convergence_results, train
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+QUALITY = ROOT / "examples" / "guides" / "quality.md"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.train", "training.convergence", "training.parity", "training.metrics_cost",
               "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
@@ -99,6 +100,13 @@ def gain_text(found: Found) -> str:
             f"[{path.name}](examples/benchmarks/results/{path.name}).")
 
 
+def answer_text(found: Found) -> str:
+    """The answer of the study to its question."""
+    path, result = found[0]
+    return compact(f"{convergence_results.answer(convergence.SHOWN.prepared(result))}\n\n{show.origin(result)}: from "
+                   f"[{path.name}](../benchmarks/results/{path.name}).")
+
+
 def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
@@ -121,13 +129,14 @@ def compact(text: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """Every page that `make report` writes, and the README."""
+    """Every page that `make report` writes, the README, and the guide to quality."""
     modules = [importlib.import_module(name) for name in BENCHMARKS]
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
                for module, found in pages.items()}
     text = replaced(README.read_text(), "measured", measured_table(pages))
-    return written | {README: replaced(text, "gain", gain_text(pages[train]))}
+    return written | {README: replaced(text, "gain", gain_text(pages[train])),
+                      QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence]))}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -216,7 +216,7 @@ def test_the_most_important_runs_come_first(tmp_path):
     names = [run.name for run in convergence.plan(arguments(tmp_path))]
     assert names[:6] == ["50M-bf16-0", "50M-default_128-0", "50M-reordered-0", "50M-mxfp8_128-0", "50M-bf16-1",
                          "50M-default_128-1"]
-    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 5 * 10
+    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 5 * 16
     assert names[64:68] == ["50M-default_32-0", "50M-wires_128-0", "50M-classic_bf16-0", "50M-classic_default_128-0"]
     assert names[76:78] == ["300M-bf16-0", "300M-default_128-0"]
     few = convergence.plan(arguments(tmp_path, "--recipes", "bf16", "default_128-h", "--seeds", "2", "--sizes",
@@ -380,13 +380,15 @@ def test_runs_that_do_not_start_alike_are_no_pair():
     rows = [row(BF16, 0, 1.0), row(BF16, 1, 1.0), row("mxfp8_128", 0, 1.0), row("mxfp8_128", 1, 1.0, start=5.7)]
     of = prepared(rows)["mxfp8_128", 200]
     assert not of["correct"] and of["failure"] == "seeds [1] do not start with the loss of bf16"
+    nudged = prepared([row(BF16, 0, 1.0), row("nudged", 0, 1.0, start=5.7)])["nudged", 200]
+    assert nudged["correct"] and nudged["pairs"] == 1  # its weights are others before the first step
 
 
 @pytest.mark.parametrize("costs, yardstick, said, beyond", [
     ([0.001, 0.0012, 0.0011], [0.0, 0.001, -0.001], "costs at most 0.25%", True),
-    ([0.01, 0.0101, 0.0102], [0.0, 0.001, -0.001], "costs quality: its interval lies above zero. At a spread", False),
-    ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "no worse than another order of sums, to within", True),
-    ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: its interval contains zero. At a spread", False),
+    ([0.01, 0.0101, 0.0102], [0.0, 0.001, -0.001], "costs quality: its interval lies above zero. At", False),
+    ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "cannot be told from another order of sums, to within", True),
+    ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: its interval contains zero. At its spread", False),
     ([0.01], [0.0], "one pair says nothing about the spread", None)])
 def test_verdicts(costs, yardstick, said, beyond, tmp_path, capsys):
     rows = [one for seed, (cost, other) in enumerate(zip(costs, yardstick, strict=True))
@@ -400,12 +402,15 @@ def test_verdicts(costs, yardstick, said, beyond, tmp_path, capsys):
     assert said in capsys.readouterr().out and path.with_suffix(".png").stat().st_size > 5000
 
 
-def test_the_seeds_needed_follow_from_the_yardstick():
-    yardstick = [0.01, -0.01, 0.0, 0.002]
-    spread = paired.interval(yardstick).spread
-    needed = paired.pairs_needed(spread, 0.0025)
-    said, _ = convergence_results.verdict(paired.interval([0.02, 0.001, 0.002, 0.01]), None, spread)
-    assert f"At a spread of {spread:.2%}, a recipe that costs nothing needs {needed} seeds" in said
+def test_a_verdict_says_how_many_seeds_would_decide():
+    found = paired.interval([0.005, -0.004, 0.002, 0.001])
+    needed = [paired.pairs_needed(found.spread, room) for room in (0.0025, 0.0015)]
+    assert found.mean == pytest.approx(0.001) and 4 < needed[0] < needed[1]
+    said, _ = convergence_results.verdict(found, None)
+    assert said.endswith(f"At its spread of {found.spread:.2%}, it takes {needed[0]} seeds to show a cost below 0.25% "
+                         f"if there is none, and {needed[1]} if it is 0.10%")
+    dearer, _ = convergence_results.verdict(paired.interval([0.02, 0.001, 0.002, 0.01]), None)
+    assert dearer.endswith("if there is none")
 
 
 def test_result_files_of_before_are_shown():

@@ -112,26 +112,31 @@ def starts_apart(one: dict, base: dict) -> bool:
     return "0" in own and "0" in other and abs(own["0"] / other["0"] - 1) > SAME_START
 
 
-def verdict(difference: Interval, less: Interval | None, spread: float | None) -> tuple[str, float | None]:
+def verdict(difference: Interval, less: Interval | None) -> tuple[str, float | None]:
     """What the intervals say, and by how much they miss LIMIT.
 
     Args:
         difference: of the recipe from bf16.
         less: of the same less the yardstick, paired by seed.
-        spread: of one pair of the yardstick.
     """
     if difference.high is None:
         return "one pair says nothing about the spread", None
     if difference.high <= LIMIT:
         return f"costs at most {LIMIT:.2%}", 0.0
-    spread = spread or difference.spread
-    pairs = paired.pairs_needed(spread, LIMIT) or f"more than {paired.MOST_PAIRS}"
-    takes = f"At a spread of {spread:.2%}, a recipe that costs nothing needs {pairs} seeds to show it"
+    takes = (f"At its spread of {difference.spread:.2%}, it takes {_seeds(difference.spread)} seeds to show a cost "
+             f"below {LIMIT:.2%} if there is none")
+    if 0 < difference.mean < LIMIT:
+        takes += f", and {_seeds(difference.spread, difference.mean)} if it is {difference.mean:.2%}"
     above = "its interval lies above zero" if difference.low > 0 else "its interval contains zero"
     if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
         half = (less.high - less.low) / 2
-        return f"no worse than another order of sums, to within {half:.2%}; {above}. {takes}", 0.0
+        return f"cannot be told from another order of sums, to within {half:.2%}; {above}. {takes}", 0.0
     return f"{'costs quality' if difference.low > 0 else 'open'}: {above}. {takes}", difference.high - LIMIT
+
+
+def _seeds(spread: float, cost: float = 0.0) -> int | str:
+    """How many bring the upper end of an interval down to LIMIT."""
+    return paired.pairs_needed(spread, LIMIT - cost) or f"more than {paired.MOST_PAIRS}"
 
 
 def prepare(result: dict) -> list[dict]:
@@ -151,7 +156,8 @@ def prepare(result: dict) -> list[dict]:
                  for name, found in (whole | recipes).items()}
         for name, found in recipes.items():
             bases = right.get(base_of(name), {})
-            apart = [seed for seed, one in right[name].items() if seed in bases and starts_apart(one, bases[seed])]
+            apart = [seed for seed, one in right[name].items()
+                     if name != NUDGED and seed in bases and starts_apart(one, bases[seed])]
             one = {"case": case, "contender": name, "seeds": len(found), **means(found),
                    "correct": all(one["correct"] for one in found.values()), **comparison(name, right)}
             if apart:
@@ -215,8 +221,7 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
     less = paired.interval(both) if both else None
     if less:
         out |= {"less": less.mean, "less_low": less.low, "less_high": less.high}
-    spread = paired.interval(list(yardstick.values())).spread if yardstick else None
-    out["verdict"], beyond = verdict(difference, less, spread)
+    out["verdict"], beyond = verdict(difference, less)
     return out | ({} if beyond is None else {"beyond": beyond})
 
 
@@ -229,6 +234,17 @@ MEASURES = [
             main=True),
     Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
             figure="beyond", better=show.SMALLER, form="{:.2%}")]
+
+
+def answer(prepared: dict) -> str:
+    """A Markdown table: what the judged recipes, and the changes that cost nothing, do to whole runs."""
+    lines = [[one["case"]["size"], one["contender"], str(one["pairs"]),
+              f"{one['difference']:+.2%}{_between(one['low'], one['high'])}",
+              f"{one['less']:+.2%}{_between(one['less_low'], one['less_high'])}" if "less" in one else ""]
+             for one in prepared["rows"] if one["contender"] in (*JUDGED, *NOT_JUDGED)
+             and "difference" in one and "stopped_after" not in one["case"]]
+    return show.markdown(lines, ["size", "contender", "seeds", "held-out loss over bf16's, with a 95 % interval",
+                                 "less the yardstick"])
 
 
 def sentences(prepared: dict) -> list[str]:
