@@ -103,7 +103,7 @@ def gain_text(found: Found) -> str:
 def answer_text(found: Found) -> str:
     """The answer of the study to its question."""
     path, result = found[0]
-    return compact(f"{convergence_results.answer(convergence.SHOWN.prepared(result))}\n\n{show.origin(result)}: from "
+    return compact(f"{convergence_results.answer(convergence.SHOWN.prepared(result))}\n\nFrom "
                    f"[{path.name}](../benchmarks/results/{path.name}).")
 
 
@@ -119,7 +119,9 @@ def between(text: str, name: str) -> str:
 
 def replaced(text: str, name: str, new: str) -> str:
     begin, end = marks(name)
-    before, _, rest = text.partition(begin)
+    before, found, rest = text.partition(begin)
+    if not found:
+        sys.exit(f"the mark {begin} is missing")
     return f"{before}{begin}\n{new}\n{end}{rest.partition(end)[2]}"
 
 

@@ -362,9 +362,9 @@ def draw(plot: Callable[[dict, Any], None], path: Path, result: dict) -> None:
 
 
 def origin(result: dict) -> str:
-    """Machine, date and commit. A "+" behind the commit: tracked files differed from it."""
-    commit = result["commit"] or "unknown"
-    return f"{result['machine']}, {result['date'][:10]}, commit {commit[:10]}{'+' * commit.endswith('+')}"
+    """Machine, date and commit, or those of a file filled in pieces. A "+" behind one: tracked files differed."""
+    commits = [f"{one[:10]}{'+' * one.endswith('+')}" for one in (result["commit"] or "unknown").split(", ")]
+    return f"{result['machine']}, {result['date'][:10]}, commit {', '.join(commits)}"
 
 
 def show(shown: Shown, path: Path, check: bool = False) -> str:

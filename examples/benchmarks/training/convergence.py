@@ -39,7 +39,7 @@ from training.convergence_run import BF16, NUDGED, OWN, RECIPES, ROOT, SIZES, YA
 
 MAIN = (BF16, "default_128", YARDSTICK, "mxfp8_128")
 FURTHER = ("default_32", "wires_128", "classic_bf16", "classic_default_128")
-# Seeds of each recipe. With 16, chance alone moves a mean by 0.2 % at 50M, and by 0.1 % at 300M.
+# Seeds of each recipe. With 16, the standard error of a mean difference is 0.2 % at 50M, and 0.1 % at 300M.
 STUDY = {"50M": dict.fromkeys(MAIN, 16) | dict.fromkeys(FURTHER, 3), "300M": dict.fromkeys((*MAIN, NUDGED), 16),
          "tiny": dict.fromkeys(MAIN, 2), OWN: dict.fromkeys((BF16, OWN, YARDSTICK), 3)}
 ENDING_S = 20  # of the budget, for tables and plots

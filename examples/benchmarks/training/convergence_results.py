@@ -87,22 +87,23 @@ def base_of(contender: str) -> str:
     return RECIPES.get(contender, Recipe()).base
 
 
-def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None = None,
-                name: str = "heldout_loss") -> dict[int, float]:
-    """(recipe - bf16) / bf16 of a held-out loss, by seed.
-
-    Args:
-        step: None is the recipe's end.
-        name: the recipe's curve. bf16's is always "heldout_loss".
-    """
+def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None = None) -> dict[int, float]:
+    """(recipe - bf16) / bf16 of the held-out loss of a step, by seed. None: the recipe's end."""
     result = {}
     for seed in (seed for seed in found if seed in bases):
         at = step or end(found[seed])
-        value = found[seed]["curves"].get(name, {}).get(at)
+        value = found[seed]["curves"]["heldout_loss"].get(at)
         base = bases[seed]["curves"]["heldout_loss"].get(at)
         if value is not None and base is not None:
             result[seed] = value / base - 1
     return result
+
+
+def in_use(found: dict[int, dict]) -> Interval | None:
+    """What MXFP8 does to the held-out loss of trained weights, over the same weights in bf16. None: not measured."""
+    values = [one["heldout_loss"] / one["curves"]["heldout_loss_bf16"][end(one)] - 1 for one in found.values()
+              if one["curves"]["heldout_loss_bf16"]]
+    return paired.interval(values) if values else None
 
 
 def starts_apart(one: dict, base: dict) -> bool:
@@ -123,20 +124,15 @@ def verdict(difference: Interval, less: Interval | None) -> tuple[str, float | N
         return "one pair says nothing about the spread", None
     if difference.high <= LIMIT:
         return f"costs at most {LIMIT:.2%}", 0.0
-    takes = (f"At its spread of {difference.spread:.2%}, it takes {_seeds(difference.spread)} seeds to show a cost "
-             f"below {LIMIT:.2%} if there is none")
-    if 0 < difference.mean < LIMIT:
-        takes += f", and {_seeds(difference.spread, difference.mean)} if it is {difference.mean:.2%}"
     above = "its interval lies above zero" if difference.low > 0 else "its interval contains zero"
+    cost = max(difference.mean, 0.0)
+    half = paired.pairs_needed(difference.spread, LIMIT - cost)  # the upper end is then as often above as below LIMIT
+    takes = "" if half is None else (
+        f". If it costs {f'{cost:.2%}' if cost else 'nothing'}, about {2 * half} seeds would show it to be below "
+        f"{LIMIT:.2%}, in four cases of five")
     if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
-        half = (less.high - less.low) / 2
-        return f"cannot be told from another order of sums, to within {half:.2%}; {above}. {takes}", 0.0
-    return f"{'costs quality' if difference.low > 0 else 'open'}: {above}. {takes}", difference.high - LIMIT
-
-
-def _seeds(spread: float, cost: float = 0.0) -> int | str:
-    """How many bring the upper end of an interval down to LIMIT."""
-    return paired.pairs_needed(spread, LIMIT - cost) or f"more than {paired.MOST_PAIRS}"
+        return f"not told apart from another order of sums; at most {less.high:.2%} worse; {above}{takes}", 0.0
+    return f"{'costs quality' if difference.low > 0 else 'open'}: {above}{takes}", difference.high - LIMIT
 
 
 def prepare(result: dict) -> list[dict]:
@@ -203,9 +199,9 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
            "low": difference.low, "high": difference.high, "by_seed": by_seed,
            "nats": fmean(found[seed]["heldout_loss"] - bases[seed]["curves"]["heldout_loss"][end(found[seed])]
                          for seed in by_seed)}
-    in_bf16 = differences(found, bases, name="heldout_loss_bf16")
-    if in_bf16:
-        out["in_bf16"] = fmean(in_bf16.values())
+    use = in_use(found)
+    if use:
+        out |= {"in_use": use.mean, "in_use_low": use.low, "in_use_high": use.high}
     training = training_differences(found, bases)
     if training:
         mean = paired.interval(list(training.values()))
@@ -237,14 +233,17 @@ MEASURES = [
 
 
 def answer(prepared: dict) -> str:
-    """A Markdown table: what the judged recipes, and the changes that cost nothing, do to whole runs."""
+    """A Markdown table of whole runs by the judged recipes and by the changes that cost nothing, and the verdicts."""
+    rows = [one for one in prepared["rows"] if one["contender"] in (*JUDGED, *NOT_JUDGED) and "difference" in one
+            and "stopped_after" not in one["case"]]
     lines = [[one["case"]["size"], one["contender"], str(one["pairs"]),
               f"{one['difference']:+.2%}{_between(one['low'], one['high'])}",
-              f"{one['less']:+.2%}{_between(one['less_low'], one['less_high'])}" if "less" in one else ""]
-             for one in prepared["rows"] if one["contender"] in (*JUDGED, *NOT_JUDGED)
-             and "difference" in one and "stopped_after" not in one["case"]]
-    return show.markdown(lines, ["size", "contender", "seeds", "held-out loss over bf16's, with a 95 % interval",
-                                 "less the yardstick"])
+              f"{one['less']:+.2%}{_between(one['less_low'], one['less_high'])}" if "less" in one else "",
+              f"{one['in_use']:+.3%}" if "in_use" in one else ""] for one in rows]
+    table = show.markdown(lines, ["size", "recipe", "seeds", "change of held-out loss to bf16, with a 95 % interval",
+                                  "the same, less that of reordered", "its weights in MXFP8 to them in bf16"])
+    said = [f"- {one['case']['size']}, {one['contender']}: {one['verdict']}." for one in rows if "verdict" in one]
+    return "\n\n".join([table, "\n".join(said)])
 
 
 def sentences(prepared: dict) -> list[str]:
@@ -310,7 +309,7 @@ SHOWN = show.Shown("convergence", MEASURES, [
     ("seeds", "seeds", "{}"), ("held-out loss", "heldout_loss", "{:.4f}"), ("to bf16", "difference", "{:+.2%}"),
     ("95 % from", "low", "{:+.2%}"), ("to", "high", "{:+.2%}"), ("spread of a pair", "spread", "{:.2%}"),
     ("less the yardstick", "less", "{:+.2%}"), ("95 % from", "less_low", "{:+.2%}"), ("to", "less_high", "{:+.2%}"),
-    ("to bf16, its weights used in bf16", "in_bf16", "{:+.2%}"), ("training loss", "loss", "{:.4f}"),
+    ("its weights in MXFP8 to them in bf16", "in_use", "{:+.3%}"), ("training loss", "loss", "{:.4f}"),
     ("to bf16 after a fifth of the steps", "training", "{:+.2%}"), ("95 % from", "training_low", "{:+.2%}"),
     ("to", "training_high", "{:+.2%}"),
     ("gradient norm", "grad_norm", "{:.3f}"), ("busiest expert", "busiest_expert", "{:.1%}"),
