@@ -16,7 +16,7 @@ from .convergence_run import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Recipe
 
 LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
 JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
-NOT_JUDGED = {YARDSTICK: "The yardstick", NUDGED: "A change of MXFP8's size that costs nothing"}
+NOT_JUDGED = {YARDSTICK: "The yardstick.", NUDGED: "A change of MXFP8's size that costs nothing."}
 BEGUN = 0.2  # of the steps: from there on, the training loss falls slowly enough to be compared
 SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
 CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16", "sqnr_db", "shrinkage",
@@ -121,18 +121,14 @@ def verdict(difference: Interval, less: Interval | None) -> tuple[str, float | N
         less: of the same less the yardstick, paired by seed.
     """
     if difference.high is None:
-        return "one pair says nothing about the spread", None
+        return "one pair says nothing about the spread.", None
+    above = f"at most {max(difference.high, 0):.3%} above bf16"
     if difference.high <= LIMIT:
-        return f"costs at most {LIMIT:.2%}", 0.0
-    above = "its interval lies above zero" if difference.low > 0 else "its interval contains zero"
-    cost = max(difference.mean, 0.0)
-    half = paired.pairs_needed(difference.spread, LIMIT - cost)  # the upper end is then as often above as below LIMIT
-    takes = "" if half is None else (
-        f". If it costs {f'{cost:.2%}' if cost else 'nothing'}, about {2 * half} seeds would show it to be below "
-        f"{LIMIT:.2%}, in four cases of five")
+        return f"{above}.", 0.0
+    takes = f"{above}. {paired.takes(difference, LIMIT)}".rstrip()
     if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
-        return f"not told apart from another order of sums; at most {less.high:.2%} worse; {above}{takes}", 0.0
-    return f"{'costs quality' if difference.low > 0 else 'open'}: {above}{takes}", difference.high - LIMIT
+        return f"not told apart from reordered bf16, at most {less.high:.3%} above that; {takes}", 0.0
+    return f"{'costs quality' if difference.low > 0 else 'open'}: {takes}", difference.high - LIMIT
 
 
 def prepare(result: dict) -> list[dict]:
@@ -242,7 +238,7 @@ def answer(prepared: dict) -> str:
               f"{one['in_use']:+.3%}" if "in_use" in one else ""] for one in rows]
     table = show.markdown(lines, ["size", "recipe", "seeds", "change of held-out loss to bf16, with a 95 % interval",
                                   "the same, less that of reordered", "its weights in MXFP8 to them in bf16"])
-    said = [f"- {one['case']['size']}, {one['contender']}: {one['verdict']}." for one in rows if "verdict" in one]
+    said = [f"- {one['case']['size']}, {one['contender']}: {one['verdict']}" for one in rows if "verdict" in one]
     return "\n\n".join([table, "\n".join(said)])
 
 
@@ -261,7 +257,7 @@ def sentences(prepared: dict) -> list[str]:
                 f"; less the yardstick {one['less']:+.2%}{_between(one['less_low'], one['less_high'])}")
             found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}"
                          f"{_between(one['low'], one['high'])} of the held-out loss, {one['nats']:+.4f} nats a token; "
-                         f"seeds: {one['pairs']}{less}. {one.get('verdict') or NOT_JUDGED[one['contender']]}.")
+                         f"seeds: {one['pairs']}{less}. {one.get('verdict') or NOT_JUDGED[one['contender']]}")
     return found
 
 
