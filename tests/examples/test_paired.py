@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from lib.paired import interval, main, pairs_needed, t_quantile, takes
+from lib.paired import FOUR_OF_FIVE, interval, main, pairs_needed, t_quantile, takes
 
 # 97.5 % quantiles, as tables print them.
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
@@ -45,7 +45,10 @@ def test_19_of_20_intervals_contain_the_truth():
 @pytest.mark.parametrize("cost", (0.0, 0.001))
 def test_the_pairs_needed_are_the_fewest_that_suffice(cost):
     for spread in (0.001, 0.005, 0.02):
-        needed = pairs_needed(spread, 0.0025 - cost)
+        room = 0.0025 - cost
+        needed = pairs_needed(spread, room)
+        assert (t_quantile(needed - 1) + FOUR_OF_FIVE) * spread / math.sqrt(needed) <= room
+        assert needed == 2 or (t_quantile(needed - 2) + FOUR_OF_FIVE) * spread / math.sqrt(needed - 1) > room
         draws = cost + spread * torch.randn(4000, needed, generator=torch.Generator().manual_seed(0))
         shown = [interval(one).high <= 0.0025 for one in draws.tolist()]
         assert 0.77 < sum(shown) / len(shown) < (0.83 if needed > 8 else 0.95)
@@ -56,9 +59,9 @@ def test_the_pairs_needed_are_the_fewest_that_suffice(cost):
 def test_what_would_decide():
     found = interval([0.005, -0.004, 0.002, 0.001])
     needed = pairs_needed(found.spread, 0.0015)
-    said = f"If it costs 0.10%, about {needed} seeds would show that it is below 0.25%, in four cases of five."
-    assert takes(found, 0.0025) == said and takes(found, 0.001) == ""
-    assert takes(interval([-0.01, 0.005]), 0.0025).startswith("If it costs nothing, about ")
+    said = f" If it costs 0.10%, about {needed} seeds would show that it is below 0.25%, in four cases of five."
+    assert takes(found, 0.0025) == said and takes(found, 0.001) == takes(found, 0.02) == ""
+    assert takes(interval([-0.01, 0.005]), 0.0025).startswith(" If it costs nothing, about ")
 
 
 def test_losses_on_the_command_line(capsys):

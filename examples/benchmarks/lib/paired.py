@@ -85,11 +85,16 @@ def pairs_needed(spread: float, room: float) -> int | None:
 
 
 def takes(found: Interval, limit: float) -> str:
-    """How many pairs would show a cost below `limit`, if it is what was found. Empty: no number of them would."""
+    """A sentence to follow another: how many pairs would show a cost below `limit`, if it is what was found.
+
+    Empty: these have shown it, or no number of them would.
+    """
     cost = max(found.mean, 0.0)
     pairs = pairs_needed(found.spread, limit - cost)
-    return "" if pairs is None else (f"If it costs {f'{cost:.2%}' if cost else 'nothing'}, about {pairs} seeds would "
-                                     f"show that it is below {limit:.2%}, in four cases of five.")
+    if found.high <= limit or pairs is None:
+        return ""
+    return (f" If it costs {f'{cost:.2%}' if cost else 'nothing'}, about {pairs} seeds would show that it is below "
+            f"{limit:.2%}, in four cases of five.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,8 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{len(args.bf16)} losses of bf16 and {len(args.mxfp8)} of MXFP8 were given; expected one of "
                      "each for every seed, and two seeds or more")
     found = interval([own / base - 1 for own, base in zip(args.mxfp8, args.bf16, strict=True)])
-    print(f"MXFP8 costs {found.mean:+.2%} of the loss, 95 % interval {found.low:+.2%} to {found.high:+.2%}.",
-          "" if found.high <= args.limit else takes(found, args.limit))
+    print(f"MXFP8 costs {found.mean:+.2%} of the loss, 95 % interval {found.low:+.2%} to {found.high:+.2%}."
+          f"{takes(found, args.limit)}")
 
 
 if __name__ == "__main__":

@@ -175,9 +175,9 @@ def asked(args: argparse.Namespace) -> dict:
             "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
 
 
-def given(case: dict, args: argparse.Namespace) -> dict:
-    """What a case has in the place of `asked`."""
-    return {key: case.get(key) for key in asked(args)}
+def given(case: dict, wanted: dict) -> dict:
+    """What a case has where `asked` has what is wanted."""
+    return {key: case.get(key) for key in wanted}
 
 
 def finished(run: Run, args: argparse.Namespace) -> bool:
@@ -185,8 +185,8 @@ def finished(run: Run, args: argparse.Namespace) -> bool:
     path = args.state / run.name / "summary.json"
     if not path.exists():
         return False
-    summary = json.loads(path.read_text())
-    return (given(summary["case"], args) == asked(args)
+    summary, wanted = json.loads(path.read_text()), asked(args)
+    return (given(summary["case"], wanted) == wanted
             and summary["section"] == convergence_run.recipe_of(run, args).section)
 
 
@@ -208,11 +208,11 @@ def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], list[dict], s
             found[Run(one["case"]["size"], one["contender"], one["case"]["seed"])] = one
         else:
             elsewhere.append(one)
-    planned = set(plan(args))
+    planned, wanted = set(plan(args)), asked(args)
     for one, known in found.items():
-        of = given(known["case"], args)
-        if of != asked(args):
-            sys.exit(f"--known {args.known} has runs of {of}, and these are of {asked(args)}: leave it out")
+        of = given(known["case"], wanted)
+        if of != wanted:
+            sys.exit(f"--known {args.known} has runs of {of}, and these are of {wanted}: leave it out")
         if one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
             sys.exit(f"--known {args.known} has {one.name} with the section {known.get('section')}, and it is "
                      f"{section} now: leave it out")

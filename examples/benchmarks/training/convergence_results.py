@@ -122,13 +122,12 @@ def verdict(difference: Interval, less: Interval | None) -> tuple[str, float | N
     """
     if difference.high is None:
         return "one pair says nothing about the spread.", None
-    above = f"at most {max(difference.high, 0):.3%} above bf16"
+    above = f"at most {max(difference.high, 0):.3%} above bf16.{paired.takes(difference, LIMIT)}"
     if difference.high <= LIMIT:
-        return f"{above}.", 0.0
-    takes = f"{above}. {paired.takes(difference, LIMIT)}".rstrip()
+        return above, 0.0
     if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
-        return f"not told apart from reordered bf16, at most {less.high:.3%} above that; {takes}", 0.0
-    return f"{'costs quality' if difference.low > 0 else 'open'}: {takes}", difference.high - LIMIT
+        return f"not told apart from reordered bf16, at most {less.high:.3%} above that; {above}", 0.0
+    return f"{'costs quality' if difference.low > 0 else 'open'}: {above}", difference.high - LIMIT
 
 
 def prepare(result: dict) -> list[dict]:
@@ -206,7 +205,7 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
     steps = [step for step in next(iter(found.values()))["curves"]["heldout_loss"] if step != "0"]
     out["over_steps"] = {int(step): paired.interval(list(values.values())) for step in steps
                          if (values := differences(found, bases, step))}
-    if name in (YARDSTICK, NUDGED) or "stopped_after" in next(iter(found.values()))["case"]:
+    if name in NOT_JUDGED or "stopped_after" in next(iter(found.values()))["case"]:
         return out
     yardstick = differences(recipes.get(YARDSTICK, {}), bases) if base_of(name) == BF16 else {}
     both = [by_seed[seed] - yardstick[seed] for seed in by_seed.keys() & yardstick.keys()]
@@ -233,9 +232,10 @@ def answer(prepared: dict) -> str:
     rows = [one for one in prepared["rows"] if one["contender"] in (*JUDGED, *NOT_JUDGED) and "difference" in one
             and "stopped_after" not in one["case"]]
     lines = [[one["case"]["size"], one["contender"], str(one["pairs"]),
-              f"{one['difference']:+.2%}{_between(one['low'], one['high'])}",
-              f"{one['less']:+.2%}{_between(one['less_low'], one['less_high'])}" if "less" in one else "",
-              f"{one['in_use']:+.3%}" if "in_use" in one else ""] for one in rows]
+              _with_interval(one["difference"], one["low"], one["high"]),
+              _with_interval(one["less"], one["less_low"], one["less_high"]) if "less" in one else "",
+              _with_interval(one["in_use"], one["in_use_low"], one["in_use_high"], "+.3%") if "in_use" in one else ""]
+             for one in rows]
     table = show.markdown(lines, ["size", "recipe", "seeds", "change of held-out loss to bf16, with a 95 % interval",
                                   "the same, less that of reordered", "its weights in MXFP8 to them in bf16"])
     said = [f"- {one['case']['size']}, {one['contender']}: {one['verdict']}" for one in rows if "verdict" in one]
@@ -248,22 +248,22 @@ def sentences(prepared: dict) -> list[str]:
     for one in prepared["rows"]:
         stopped = one["case"].get("stopped_after")
         if stopped and "training" in one:
-            interval = _between(one["training_low"], one["training_high"])
-            found.append(f"- {one['case']['size']}, stopped after {stopped} steps, {one['contender']}: "
-                         f"{one['training']:+.2%}{interval} of the training loss after a fifth of the steps; seeds: "
-                         f"{one['seeds']}.")
+            of = _with_interval(one["training"], one["training_low"], one["training_high"])
+            found.append(f"- {one['case']['size']}, stopped after {stopped} steps, {one['contender']}: {of} of the "
+                         f"training loss after a fifth of the steps; seeds: {one['seeds']}.")
         elif not stopped and "difference" in one:
             less = "" if one.get("less_low") is None else (
-                f"; less the yardstick {one['less']:+.2%}{_between(one['less_low'], one['less_high'])}")
-            found.append(f"- {one['case']['size']}, {one['contender']}: {one['difference']:+.2%}"
-                         f"{_between(one['low'], one['high'])} of the held-out loss, {one['nats']:+.4f} nats a token; "
-                         f"seeds: {one['pairs']}{less}. {one.get('verdict') or NOT_JUDGED[one['contender']]}")
+                f"; less the yardstick {_with_interval(one['less'], one['less_low'], one['less_high'])}")
+            of = _with_interval(one["difference"], one["low"], one["high"])
+            found.append(f"- {one['case']['size']}, {one['contender']}: {of} of the held-out loss, "
+                         f"{one['nats']:+.4f} nats a token; seeds: {one['pairs']}{less}. "
+                         f"{one.get('verdict') or NOT_JUDGED[one['contender']]}")
     return found
 
 
-def _between(low: float | None, high: float | None) -> str:
-    """An interval behind its mean. Nothing for a single value, which has none."""
-    return "" if high is None else f" [{low:+.2%}, {high:+.2%}]"
+def _with_interval(mean: float, low: float | None, high: float | None, form: str = "+.2%") -> str:
+    """A mean and its interval, which a single value does not have."""
+    return f"{mean:{form}}" if high is None else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def plot(result: dict, pyplot) -> None:
