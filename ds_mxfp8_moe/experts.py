@@ -24,12 +24,22 @@ from torch import nn
 
 ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0
+
+
+def _at_most(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """x.clamp(max=limit), whose gradient is 1 at exactly the limit, as in the kernels.
+
+    Quantised values often lie there. The gradient of torch's clamp is 1 there until 2.14, and 0 from 2.15 on.
+    """
+    return torch.where(x > limit, limit, x)
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
-    "swiglu_oai": lambda x: (c := x.clamp(max=SWIGLU_OAI_LIMIT)) * torch.sigmoid(SWIGLU_OAI_ALPHA * c),
+    "swiglu_oai": lambda x: (c := _at_most(x, SWIGLU_OAI_LIMIT)) * torch.sigmoid(SWIGLU_OAI_ALPHA * c),
 }
 GATED_ONLY = ("swiglu_oai", )  # activations that only kind gated has
 IN_TURN = "_in_turn"
@@ -106,7 +116,7 @@ class LowRank(NamedTuple):
 
 def up_value(up: torch.Tensor, activation: str) -> torch.Tensor:
     """What a gated expert multiplies act(gate) by."""
-    return up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT) + 1 if activation == "swiglu_oai" else up
+    return -_at_most(-_at_most(up, SWIGLU_OAI_LIMIT), SWIGLU_OAI_LIMIT) + 1 if activation == "swiglu_oai" else up
 
 
 def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:

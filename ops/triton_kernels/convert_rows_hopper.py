@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .format import power_of_two
+from .gluon_names import async_load, async_store, barrier
 from .grouped_gemm_hopper import descriptor
 from .library import cdiv
 
@@ -47,7 +48,7 @@ def _count_tile(done, block, pending: gl.constexpr):
     """Adds 1 to `done[block]` once all stores but the last `pending` boxes are in memory. Nothing if block is -1."""
     gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
                               [], gl.int32, False, 1)
-    gl.thread_barrier()
+    barrier()
     gl.atomic_add(done + block, 1, block >= 0, sem="release")
 
 
@@ -118,8 +119,8 @@ def _load_tile(index, there, slot, g_desc, g, a_desc, a, smem, landed, B: gl.con
     mbarrier.expect(bar, 128 * 128, pred=there)
     for i in gl.static_range(4):
         at = [block * 128 + 32 * i, tile * 32]
-        tma.async_copy_global_to_shared(g_desc, at, bar, smem.index(slot * 4 + i), pred=there & of_g)
-        tma.async_copy_global_to_shared(a_desc, at, bar, smem.index(slot * 4 + i), pred=there & (not of_g))
+        async_load(g_desc, at, bar, smem.index(slot * 4 + i), pred=there & of_g)
+        async_load(a_desc, at, bar, smem.index(slot * 4 + i), pred=there & (not of_g))
     p = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
     k = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, layout)), 0)
     scale += (block * 128).to(gl.int64) * step_p + (tile * BLOCKS).to(gl.int64) * step_k
@@ -156,7 +157,7 @@ def _dequantised(word, power):
 def _wait_for_boxes(pending: gl.constexpr):
     """Waits until all stores but the last `pending` boxes have read their shared memory."""
     tma.store_wait(pending)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -165,9 +166,9 @@ def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_
     fence_async_shared()
     for i in gl.static_range(boxes):
         if of_g:
-            tma.async_copy_shared_to_global(g_out, [row, column + i * width], out_smem.index(first + i))
+            async_store(g_out, [row, column + i * width], out_smem.index(first + i))
         else:
-            tma.async_copy_shared_to_global(a_out, [row, column + i * width], out_smem.index(first + i))
+            async_store(a_out, [row, column + i * width], out_smem.index(first + i))
 
 
 @gluon.jit
@@ -180,7 +181,7 @@ def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, bloc
     by_block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, SIDE, 8 // SIDE], [2, 1, 1], [2, 1, 0])
     written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
     scale_smem.store(power_of_two(byte).to(gl.int32, bitcast=True))
-    gl.thread_barrier()
+    barrier()
     for i in gl.static_range(4):
         word = smem.index(slot * 4 + i).load(read)
         power = scale_smem.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)).to(gl.float32, bitcast=True)
@@ -275,7 +276,7 @@ def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_s
     gl.store(out_scale + block * gl.cdiv(words, 32) + tile, largest.to(gl.uint8))
     factor = ((127 - gl.minimum(largest - byte, 126)) << 23).to(gl.float32, bitcast=True).to(gl.float16)
     scale_smem.store(factor.to(gl.int16, bitcast=True).to(gl.int32) * 0x10001)
-    gl.thread_barrier()
+    barrier()
     for i in gl.static_range(4):
         rows = _rows_of_four(smem.index(slot * 4 + i).load(read), four)
         factors = _rows_of_four(scale_smem.slice(i * 32, 32).load(gl.BlockedLayout([4, 1], [8, 4], [1, 2], [1, 0])),

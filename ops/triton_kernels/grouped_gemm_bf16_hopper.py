@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..device import multiprocessors
 from .format import tile_of
+from .gluon_names import async_load, async_store, reinterpret
 from .grouped_gemm_hopper import barriers, descriptor, group_of
 from .launch import Launched
 from .library import cdiv, even_distance, next_power_of_2, weights_of
@@ -110,31 +111,40 @@ def _produce(a_desc, w_desc, a_smem, w_smem, full, empty, ends, places, spacings
                         at = (k + i) % stack_steps * 64
                         if TRANSPOSED:
                             place = gl.where(k + i < stack_steps, first, last)
-                            tma.async_copy_global_to_shared(w_desc, [place, at, (block + j) * 128],
-                                                            full.index(stage), w, pred=j < inside)
+                            async_load(w_desc, [place, at, (block + j) * 128], full.index(stage), w, pred=j < inside)
                         else:
                             column = (block + j) % stack_blocks * 128
-                            tma.async_copy_global_to_shared(w_desc, [first if j == 0 else second, column, at],
-                                                            full.index(stage), w, pred=j < inside)
+                            async_load(w_desc, [first if j == 0 else second, column, at],
+                                       full.index(stage), w, pred=j < inside)
                 for i in gl.static_range(AT_ONCE):
                     stage = (step + i) % STAGES
                     at = (k + i) % stack_steps * 64
                     for warpgroup in gl.static_range(2):
-                        tma.async_copy_global_to_shared(a_desc, [row + 64 * warpgroup, (k + i) // stack_steps, at],
-                                                        full.index(stage), a_smem.index(stage * 2 + warpgroup))
+                        async_load(a_desc, [row + 64 * warpgroup, (k + i) // stack_steps, at],
+                                   full.index(stage), a_smem.index(stage * 2 + warpgroup))
                 step += AT_ONCE
+
+
+@gluon.jit
+def _matrix(buffers, number, COUNT: gl.constexpr, shape: gl.constexpr):
+    """Matrix `number` if each COUNT neighbouring buffers of the ring are one matrix of `shape`.
+
+    Neighbours lie one after the other, in columns of 128 bytes each.
+    """
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, buffers.dtype)
+    rings: gl.constexpr = [buffers.shape[0] // COUNT, shape[0], shape[1]]
+    return reinterpret(buffers, buffers.dtype, rings, layout).index(number)
 
 
 @gluon.jit
 def _store(warpgroup: gl.constexpr, x, c_desc, c_smem, row, block, stack_blocks, BUFFERS: gl.constexpr):
     """Stores one or two blocks of columns of a warpgroup's 64 rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(x.shape, c_desc.dtype)
+    BLOCKS: gl.constexpr = x.shape[1] // 128
     tma.store_wait(0)
-    c_smem.index(warpgroup * BUFFERS)._reinterpret(c_desc.dtype, x.shape, layout).store(x.to(c_desc.dtype))
+    _matrix(c_smem, warpgroup * (BUFFERS // BLOCKS), BLOCKS, x.shape).store(x.to(c_desc.dtype))
     fence_async_shared()
-    for j in gl.static_range(x.shape[1] // 128):
-        tma.async_copy_shared_to_global(
-            c_desc, [row + warpgroup * 64, (block + j) // stack_blocks, (block + j) % stack_blocks * 128],
+    for j in gl.static_range(BLOCKS):
+        async_store(c_desc, [row + warpgroup * 64, (block + j) // stack_blocks, (block + j) % stack_blocks * 128],
             c_smem.index(warpgroup * BUFFERS + j))
 
 
@@ -146,15 +156,13 @@ def _multiply(warpgroup: gl.constexpr, c_desc, a_smem, w_smem, c_smem, full, emp
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
     shape: gl.constexpr = [64, WIDTH] if TRANSPOSED else [WIDTH, 64]
-    dtype: gl.constexpr = w_smem.dtype
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+    BLOCKS: gl.constexpr = WIDTH // 128
     acc = gl.zeros([64, WIDTH], gl.float32, layout)
     for k in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         a = a_smem.index(stage * 2 + warpgroup).reshape([64, 64])
-        # Both blocks of columns as one operand: they lie one after the other, each in columns of 128 bytes.
-        w = w_smem.index(stage * TILE_BLOCKS)._reinterpret(dtype, shape, w_layout)
+        w = _matrix(w_smem, stage * (TILE_BLOCKS // BLOCKS), BLOCKS, shape)
         acc = warpgroup_mma(a, w if TRANSPOSED else w.permute((1, 0)), acc, is_async=True)
         # The product before this one is done, so its operands may be overwritten.
         acc = warpgroup_mma_wait(1, [acc])

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import multiprocessors
 from ..mx_format import MXParts
 from .format import tile_of
+from .gluon_names import async_load, async_store
 from .launch import Launched
 from .library import cdiv, next_power_of_2
 
@@ -102,11 +103,10 @@ def _produce(a_desc, b_desc, a_smem, b_smem, s_smem, full, empty, a_scale, b_sca
                 mbarrier.expect(bar, (128 + TILE_BLOCKS * 128) * 128, pred=inside == TILE_BLOCKS)
                 mbarrier.expect(bar, (128 + 128) * 128, pred=inside < TILE_BLOCKS)
                 for warpgroup in gl.static_range(2):
-                    tma.async_copy_global_to_shared(a_desc, [row + 64 * warpgroup, k * 128], bar,
-                                                    a_smem.index(stage * 2 + warpgroup))
+                    async_load(a_desc, [row + 64 * warpgroup, k * 128], bar, a_smem.index(stage * 2 + warpgroup))
                 for block in gl.static_range(TILE_BLOCKS):
-                    tma.async_copy_global_to_shared(b_desc, [column + 128 * block, k * 128], bar,
-                                                    b_smem.index(stage * TILE_BLOCKS + block), pred=block < inside)
+                    async_load(b_desc, [column + 128 * block, k * 128], bar,
+                               b_smem.index(stage * TILE_BLOCKS + block), pred=block < inside)
                 s_smem.index(stage * TILE_BLOCKS).store(add_exponents(a_byte, b_byte))
                 if TILE_BLOCKS == 2:
                     s_smem.index(stage * TILE_BLOCKS + 1).store(add_exponents(a_byte, b1_byte))
@@ -181,7 +181,7 @@ def _consume(warpgroup: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, fu
             c_buffer = c_smem.index(warpgroup * BUFFERS + block % BUFFERS)
             c_buffer.store((acc0 if block == 0 else acc1).to(c_desc.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(c_desc, [row + warpgroup * 64, (n_block + block) * 128], c_buffer)
+            async_store(c_desc, [row + warpgroup * 64, (n_block + block) * 128], c_buffer)
     tma.store_wait(0)
 
 

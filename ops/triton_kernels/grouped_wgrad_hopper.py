@@ -40,6 +40,7 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .format import power_of_two, tile_of
+from .gluon_names import async_load, async_store
 from .grouped_gemm_hopper import barriers, descriptor, multiply
 from .launch import Launched
 from .library import cdiv
@@ -77,9 +78,9 @@ def _produce_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 3 * 128 * 128)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
+                async_load(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(a_desc, [k + 128 * half, row], bar, a_smem.index(stage * 2 + half))
+                async_load(a_desc, [k + 128 * half, row], bar, a_smem.index(stage * 2 + half))
             gs_smem.index(stage).store(power_of_two(g_byte))
             as_smem.index(stage).store(power_of_two(a_byte))
             mbarrier.arrive(bar)
@@ -136,7 +137,7 @@ def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E
         tma.store_wait(0)
         buffer.reshape([64, 128]).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [expert, n, k], buffer)
+        async_store(out_desc, [expert, n, k], buffer)
     else:
         n_64 = n + gl.arange(0, 64, gl.SliceLayout(1, layout))
         k_128 = k + gl.arange(0, 128, gl.SliceLayout(0, layout))
@@ -186,9 +187,8 @@ def _produce_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_til
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, (128 + 256) * 64 * 2)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(g_desc, [row, n_tile * 128 + 64 * half], bar,
-                                                g_smem.index(stage * 2 + half))
-            tma.async_copy_global_to_shared(a_desc, [row, k_tile * 256], bar, a_smem.index(stage))
+                async_load(g_desc, [row, n_tile * 128 + 64 * half], bar, g_smem.index(stage * 2 + half))
+            async_load(a_desc, [row, k_tile * 256], bar, a_smem.index(stage))
             step += 1
 
 

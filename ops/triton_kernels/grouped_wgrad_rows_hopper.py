@@ -26,6 +26,7 @@ from .convert_rows_hopper import (
     tiles_in_block,
     wait_for_rows,
 )
+from .gluon_names import async_load
 from .grouped_gemm_hopper import accumulate, add_exponents, barriers, descriptor
 from .grouped_wgrad_hopper import empty_gradient, expert_and_tile, out_descriptor, write
 from .launch import Launched
@@ -73,10 +74,10 @@ def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_ste
                 mbarrier.expect(bar, 3 * 128 * 128, pred=inside == 2)
                 mbarrier.expect(bar, 2 * 128 * 128, pred=inside < 2)
                 for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
+                    async_load(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
                 for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(a_desc, [(k_block + half) * 128, row], bar,
-                                                    a_smem.index(stage * 2 + half), pred=half < inside)
+                    async_load(a_desc, [(k_block + half) * 128, row], bar,
+                               a_smem.index(stage * 2 + half), pred=half < inside)
                 s_smem.index(stage * 2).store(add_exponents(a_byte, g_byte))
                 s_smem.index(stage * 2 + 1).store(add_exponents(a1_byte, g_byte))
                 mbarrier.arrive(bar)

@@ -12,23 +12,21 @@ whether integers and addresses are 1 or multiples of 16. `Launched` computes tha
 the kernel that Triton compiled for it, and the next time hands its launcher addresses and numbers, which spares a
 query of the driver for each tensor. The first launch of a specialization goes through Triton. So does every launch
 with an argument of a type unknown here, every launch while a profiler has set Triton's hooks, and every launch with
-another version of Triton. `Launched` does not check that a tensor is on the GPU. The caller must.
+a release of Triton whose launcher is not known (launcher.py). `Launched` does not check that a tensor is on the GPU.
+The caller must.
+
+Whether the compiler fuses a multiplication and an addition changes bits, and Triton's default moves: on until 3.9, off
+from 3.10. So it is chosen here. It is on unless a launch says `enable_fp_fusion=False`.
 """
 
 from functools import partial
 from typing import Any
 
 import torch
-import triton
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
-from .recording import Kernel, Recording, active
-
-# Whether this version of Triton has the launcher that _Bound calls.
-KNOWN = triton.__version__.startswith("3.6.")
+from . import launcher
+from .recording import active
 
 
 class _Unknown(Exception):
@@ -81,7 +79,7 @@ class Launched:
     The kernel's constants are its last parameters. They alone may be named in a call. No parameter has a default.
     """
 
-    remembers = KNOWN
+    remembers = launcher.KNOWN
 
     def __init__(self, jitted: Any):
         self.fn = jitted  # Triton's own wrappers use this name
@@ -101,16 +99,15 @@ class Launched:
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self._launch(grid, *args, **named)
-        if not self.remembers or not isinstance(self.fn, JITFunction) or knobs.runtime.launch_enter_hook.calls or (
-                knobs.runtime.launch_exit_hook.calls):
-            self.fn[grid](*args, **named)
+        if not self.remembers or not isinstance(self.fn, JITFunction) or launcher.is_watched():
+            self.fn[grid](*args, **{"enable_fp_fusion": True, **named})
             if (recording := active()) is not None:
                 recording.obstacle = f"a launch of {self.fn.__name__} is Triton's own"
             return None
         key = device, args[self._variable:], *named.items()
         bound = self._bound.get(key)
         if bound is None:
-            options = dict(named)
+            options = {"enable_fp_fusion": True, **named}
             constants = args[self._variable:]
             constants += tuple(options.pop(name) for name in self._constants[len(constants):])
             bound = self._bound[key] = _Bound(self.fn, device, constants, options)
@@ -134,25 +131,14 @@ class _Bound:
         found = self.compiled.get(key)
         if found is None:
             found = self.jitted[grid](*args, *self.constants, **self.options)
-            if key is not None and isinstance(found, CompiledKernel):
+            if key is not None and launcher.is_compiled(found):
                 self.compiled[key] = found
         else:
-            stream = driver.active.get_current_stream(self.device)
-            found.run(*grid, stream, found.function, found.packed_metadata, None, None, None, *values,
-                      *self.constants)
+            launcher.launch(found, grid, self.device, values + self.constants)
         recording = active()
         if recording is not None:
-            self._note(recording, found, grid, args)
-
-    def _note(self, recording: Recording, compiled: CompiledKernel, grid: tuple, args: tuple) -> None:
-        """Without scratch memory, which only Triton allocates."""
-        run = compiled.run
-        if getattr(run, "launch", None) is None or run.global_scratch_size or run.profile_scratch_size:
-            recording.obstacle = f"a launch of {self.jitted.__name__} is Triton's own"
-            return
-        warps, cluster, shared_bytes = compiled.packed_metadata
-        types = tuple(compiled.src.signature.values())[:len(args)]
-        recording.note_launch(
-            Kernel(self.jitted.__name__, compiled.function, 32 * warps, shared_bytes, cluster,
-                   bool(run.launch_cooperative_grid), bool(run.launch_pdl), types,
-                   tuple(compiled.metadata.tensordesc_meta or ())), grid, args)
+            kernel = launcher.described(self.jitted.__name__, found, len(args))
+            if kernel is None:
+                recording.obstacle = f"a launch of {self.jitted.__name__} is Triton's own"
+            else:
+                recording.note_launch(kernel, grid, args)

@@ -28,6 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import launcher
+from .launcher import Kernel
+
 MOST_KEYS, MOST_DISTANCES = 512, 16  # programs are kept for this many keys, and this many distances of one key
 _ACTIVE = threading.local()
 _PROGRAMS: dict[tuple, dict] = {}  # by key and distances; they hold no tensors
@@ -68,28 +71,6 @@ def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function:
         return outputs, other
     program, other = found or (None, None)
     return function(inputs) if program is None else (program(inputs), other)
-
-
-class Kernel(NamedTuple):
-    """Compiled code, and what a launch of it needs beside its grid and arguments.
-
-    Attributes:
-        function: address of the driver's function.
-        cluster: how many thread blocks a cluster has.
-        cooperative, dependent: Triton's launch_cooperative_grid and launch_pdl.
-        types: Triton's types of the arguments, tuples for tuples. "constexpr": compiled in.
-        maps: Triton's tensordesc_meta.
-    """
-
-    name: str
-    function: int
-    threads: int
-    shared_bytes: int
-    cluster: int
-    cooperative: bool
-    dependent: bool
-    types: tuple
-    maps: tuple
 
 
 class _Step(NamedTuple):
@@ -205,7 +186,7 @@ class Recording(TorchDispatchMode):
             elif kind == "constexpr":
                 continue
             elif kind.startswith("tensordesc"):
-                yield self._map(x, next(maps))
+                yield _Map(self._address(x.base), launcher.map_arguments(x, next(maps)))
                 yield from (*x.shape, *x.strides)
             elif isinstance(x, torch.Tensor):
                 yield self._address(x)
@@ -215,13 +196,6 @@ class Recording(TorchDispatchMode):
                 yield int(x)
             else:
                 self.obstacle = f"an argument of type {kind} of a kernel"
-
-    def _map(self, descriptor: Any, of: dict) -> _Map:
-        """What Triton's make_tensordesc_arg hands to the driver."""
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-        return _Map(self._address(descriptor.base), (
-            of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], list(of["block_size"]),
-            list(descriptor.shape), list(descriptor.strides), descriptor.padding == "nan"))
 
     # ---- numbers ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +244,7 @@ class Recording(TorchDispatchMode):
             if free:
                 program.free([slots[number] for number in free])
         program.set_outputs([-1 if number is None else slots[number] for number in returned])
-        device, stream = self._inputs[0].get_device(), _current_stream()
+        device, stream = self._inputs[0].get_device(), launcher.current_stream()
         return lambda inputs: program.run(inputs, stream(device))
 
 
@@ -333,8 +307,3 @@ def _tensors(x: Any) -> list[torch.Tensor]:
     elif not isinstance(x, (tuple, list)):
         return []
     return [tensor for part in x for tensor in _tensors(part)]
-
-
-def _current_stream() -> Callable:
-    from triton.runtime import driver
-    return driver.active.get_current_stream

@@ -274,9 +274,11 @@ def test_subnormals_are_not_flushed(launches):
 def test_no_spills(launches):
     """But for a few bytes where two warpgroups share all registers or Blackwell's are capped so that more warps fit,
     and Blackwell's GEMMs when tested on Hopper."""
+    spilled = []
     for launch in launches:
-        if launch.arch == HOPPER and "grouped_gemm_blackwell" in launch.kernel:
-            continue
         capped = "activation._backward" in launch.kernel and (launch.arch, launch.registers) == (100, 128)
         limit = 160 if "_hopper." in launch.kernel else 16 if capped else 0
-        assert launch.stack_bytes <= limit, (launch.kernel, launch.arch, launch.registers)
+        elsewhere = launch.arch == HOPPER and "grouped_gemm_blackwell" in launch.kernel
+        if launch.stack_bytes > limit and not elsewhere:
+            spilled.append((launch.kernel, launch.arch, launch.registers, launch.stack_bytes))
+    assert not spilled

@@ -8,13 +8,15 @@ import torch
 import triton
 from aot import _Driver
 from triton import language as tl
-from triton.backends.nvidia.driver import wrap_handle_tensordesc
+from triton.backends.nvidia import driver as nvidia
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ds_mxfp8_moe.ops.triton_kernels import launcher
+from ds_mxfp8_moe.ops.triton_kernels.gluon_names import async_store
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
-from ds_mxfp8_moe.ops.triton_kernels.launch import KNOWN, Launched
+from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 from ds_mxfp8_moe.ops.triton_kernels.recording import Recording
 
 STREAM = 7
@@ -36,7 +38,7 @@ def _kernel(x_ptr, other_ptr, pair, N, stride, SIZE: tl.constexpr, NAME: tl.cons
 @gluon.jit
 def _copy_kernel(desc, out_desc, rows):
     smem = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
-    tma.async_copy_shared_to_global(out_desc, [rows, 0], smem)
+    async_store(out_desc, [rows, 0], smem)
     tma.store_wait(0)
 
 
@@ -46,10 +48,15 @@ class _NotingDriver(_Driver):
     def __init__(self):
         super().__init__(90)
         self.launches = []
+
+        def fill(address, *rest):
+            return address, *map(str, rest)
+
         self.utils = SimpleNamespace(
             load_binary=lambda name, code, shared, device: (code, hash((code, shared)), 32, 0, 1024),
+            unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": 232448},
-            fill_tma_descriptor=lambda address, *rest: (address, *map(str, rest)))
+            fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
 
     def get_current_stream(self, device):
         return STREAM
@@ -58,9 +65,19 @@ class _NotingDriver(_Driver):
         def note(*args):
             self.launches.append(args)
 
-        launch = wrap_handle_tensordesc(note, dict(source.signature.items()), metadata.tensordesc_meta)
-        return lambda *args: launch(*args[:5], None, None, None, None, *args[5:])
+        def note_list(*args):
+            note(*args[:-1], *args[-1])
 
+        # Since 3.7, the kernel's arguments are one list.
+        one_list = hasattr(nvidia, "annotate_arguments")
+        launch = nvidia.wrap_handle_tensordesc(note_list if one_list else note, dict(source.signature.items()),
+                                               metadata.tensordesc_meta)
+
+        def call(*args):
+            base, of_kernel = (*args[:5], None, None, None, None, *args[5:9]), args[9:]
+            return launch(*base, of_kernel) if one_list else launch(*base, *of_kernel)
+
+        return call
 
     def launcher_with_launch(self, source, metadata):
         """As Triton's CudaLauncher: `launch`, and what a recording asks about."""
@@ -98,10 +115,6 @@ def _value(x):
     return x.data_ptr() if isinstance(x, torch.Tensor) else tuple(map(_value, x)) if isinstance(x, tuple) else x
 
 
-needs_known_triton = pytest.mark.skipif(not KNOWN, reason=f"Triton {triton.__version__}: launched by Triton itself")
-
-
-@needs_known_triton
 def test_remembered_launches_are_tritons_own(driver):
     """Of everything that Triton compiles apart: each case by it, then twice by ours."""
     memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
@@ -131,7 +144,6 @@ def test_remembered_launches_are_tritons_own(driver):
         _kernel.fn.run = tritons
 
 
-@needs_known_triton
 def test_descriptors_are_told_apart_by_dtype_and_box(driver):
     x = torch.zeros(256, 256, dtype=torch.bfloat16)
     forms = [(x, [64, 64]), (x, [128, 64]), (x.view(torch.int32), [64, 32]), (x[128:], [64, 64])]
@@ -146,7 +158,6 @@ def test_descriptors_are_told_apart_by_dtype_and_box(driver):
     assert [len(bound.compiled) for bound in _copy_kernel._bound.values()] == [3]
 
 
-@needs_known_triton
 def test_what_it_cannot_tell_is_tritons(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
     for _ in range(2):
@@ -162,7 +173,6 @@ def test_a_launch_by_triton_itself_ends_a_recording(driver, monkeypatch):
     assert noted.obstacle == "a launch of _kernel is Triton's own"
 
 
-@needs_known_triton
 def test_hooks_of_a_profiler_are_called(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
 
@@ -181,7 +191,6 @@ def test_hooks_of_a_profiler_are_called(driver):
     assert hook is triton.knobs.runtime.launch_enter_hook
 
 
-@needs_known_triton
 def test_a_recording_has_the_parameters_of_compiled_code(driver, monkeypatch):
     """Those that Triton's own launcher would hand to the driver: without constants, ones and None."""
     monkeypatch.setattr(driver, "launcher_cls", driver.launcher_with_launch)
@@ -201,6 +210,22 @@ def test_a_recording_has_the_parameters_of_compiled_code(driver, monkeypatch):
     recorder = Recording([memory])
     values = list(recorder._values(found[0][2], kernel.types, iter(kernel.maps)))
     assert values == [(0, 0), (0, 0), 5, 48]  # two addresses in the first input, two numbers
+
+
+def test_this_release_of_triton_has_a_known_launcher():
+    assert launcher.KNOWN and triton.__version__ in launcher.UNKNOWN
+
+
+@pytest.mark.parametrize("given", [{}, {"enable_fp_fusion": False}])
+@pytest.mark.parametrize("remembers", [True, False])
+def test_the_fusion_of_multiplication_and_addition_is_chosen_in_every_launch(driver, monkeypatch, given, remembers):
+    """Triton's default moves from on to off with 3.10."""
+    monkeypatch.setattr(_kernel, "remembers", remembers)
+    chosen = []
+    monkeypatch.setattr(_kernel.fn, "run", lambda *args, grid, warmup, **options: chosen.append(options))
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", **given)
+    assert chosen[0]["enable_fp_fusion"] is given.get("enable_fp_fusion", True)
 
 
 def test_arguments_that_are_missing_are_named(driver):

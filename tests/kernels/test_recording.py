@@ -71,7 +71,7 @@ def executor():
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch):
-    monkeypatch.setattr(recording, "_current_stream", lambda: lambda device: STREAM)
+    monkeypatch.setattr(recording.launcher, "current_stream", lambda: lambda device: STREAM)
 
 
 def scale_floats(source, out, count, factor):

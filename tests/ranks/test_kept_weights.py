@@ -459,7 +459,7 @@ def test_replayed_calls_take_and_return_kept_weights(monkeypatch, recipe, name):
     """Plain torch ops stand for the kernels here. Recordings of both are made by the same code."""
     executor = replay.ReplayBuilder().jit_load()
     monkeypatch.setattr(expert_ffn, "executor_for", lambda device: executor)
-    monkeypatch.setattr(recording, "_current_stream", lambda: lambda device: 0)
+    monkeypatch.setattr(recording.launcher, "current_stream", lambda: lambda device: 0)
     monkeypatch.setattr(recording, "_PROGRAMS", {})
     monkeypatch.setattr(grouped_gemm, "emulated", lambda device, dtype: True)  # which asks an op that has no tensors
     weights = parameters_of(problem(1, name, dtype=torch.bfloat16, bias=name == "gelu")[0])

@@ -31,7 +31,7 @@ def steps_are(recorded: bool):
     """Within it, steps are recorded and replayed on the CPU, or not."""
     executor = replay.ReplayBuilder().jit_load() if recorded else None
     with mock.patch.object(expert_ffn, "executor_for", lambda device: executor), \
-            mock.patch.object(recording, "_current_stream", lambda: lambda device: 0), \
+            mock.patch.object(recording.launcher, "current_stream", lambda: lambda device: 0), \
             mock.patch.object(recording, "_PROGRAMS", {}), \
             mock.patch.object(grouped_gemm, "emulated", lambda device, dtype: True):  # else an op without tensors
         yield

@@ -19,7 +19,7 @@ import torch
 
 
 def _round_as_gpus_do() -> None:
-    """Triton 3.6's interpreter cuts float32 to bfloat16 and rounds ties to e4m3 away from zero."""
+    """Triton's interpreter (3.6 to 3.9) cuts float32 to bfloat16 and rounds ties to e4m3 away from zero."""
     from triton.runtime import interpreter
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
 
@@ -34,9 +34,9 @@ def _round_as_gpus_do() -> None:
 
 
 def _patch_language_once() -> None:
-    """Triton 3.6 replaces its language's functions anew at every call of a function, and computes whether integers
-    overflow without looking at the answer (`debug` is off): half of the interpreter's time. Loops whose bounds are
-    computed count on an older NumPy."""
+    """Triton (3.6 to 3.9) replaces its language's functions anew at every call of a function, and computes whether
+    integers overflow without looking at the answer (`debug` is off): half of the interpreter's time. Loops whose
+    bounds are computed count on an older NumPy (3.6)."""
     from triton import language
     from triton.runtime import interpreter
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
@@ -45,10 +45,26 @@ def _patch_language_once() -> None:
     language.tensor.__index__ = lambda self: self.handle.data.item()
 
 
+def _compare_to_booleans() -> None:
+    """In Triton's interpreter a comparison has its operands' type. Spread out from a scalar, it becomes integers,
+    which 3.9 rejects as a mask."""
+    from triton import language
+    from triton.runtime import interpreter
+    builder = interpreter.InterpreterBuilder
+    plain = builder.binary_op
+
+    def binary_op(self, lhs, rhs, op):
+        out = plain(self, lhs, rhs, op)
+        return interpreter.TensorHandle(out.data, language.int1) if out.data.dtype == bool else out
+
+    builder.binary_op = binary_op
+
+
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     torch.set_num_threads(1)
     _round_as_gpus_do()
+    _compare_to_booleans()
     _patch_language_once()
 
 
