@@ -10,7 +10,7 @@ columns of the same rows, so that accesses at the same time lie together in memo
     _quantize_matrix_kernel    (row tiles x column tiles, experts)    2 + 1 for each layout written
     _rescale_kernel            row tiles x column tiles               1 + 1 (also rescale_tiles.py's kernel)
     _dequantize_kernel         (row tiles x column tiles, experts)    1 + 2
-    _pointers_kernel           1                                      writes a table of addresses, no values
+    _places_kernel             1                                      writes a table of distances, no values
 
 Numbers are float32 throughout, and subnormals are never flushed to zero. Scales are powers of two, so every product is
 exact, and only the last cast rounds. 1 / scale is a normal number for every scale. Triton's cast to e4m3 is
@@ -34,7 +34,7 @@ from .library import cdiv, even_distance, weights_of
 from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
-MAX_POINTERS = 64  # pointers that one launch writes into a table
+MOST_PLACES = 64  # places that one launch writes into a table
 
 
 class Tile(NamedTuple):
@@ -104,24 +104,31 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 
 @Launched
 @triton.jit
-def _pointers_kernel(odd, table_ptr):
-    """Writes pointers into a table, from which one launch of the cast reads matrices that lie anywhere in memory.
+def _places_kernel(odd, first, table_ptr):
+    """Writes how many values lie between `first` and each matrix. By such a table, one launch of the cast reads
+    matrices that lie anywhere in memory.
 
-    The pointers come as arguments, so that nothing is copied from the host. `odd`: 2 p + 1 for each pointer p. Triton
+    Addresses come as arguments, so that nothing is copied from the host. `odd`: 2 p + 1 for each address p. Triton
     compiles anew for each pattern of arguments that are multiples of 16, and these never are.
     """
     for i in tl.static_range(len(odd)):
-        tl.store(table_ptr + i, odd[i].to(tl.int64) >> 1)
+        tl.store(table_ptr + i, _distance(first, odd[i].to(tl.int64) >> 1))
 
 
 @triton.jit
-def _matrix(first, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
-    """The address of the expert's matrix: from the table, or `expert * stride` behind the first if there is none."""
+def _distance(first, address):
+    """How many values lie between `first` and an address."""
+    return (address - first.to(tl.int64)) // (first.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _matrix(place, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
+    """The distance of the expert's matrix: from the table, or `place + expert * stride` if there is none."""
     if table_ptr is None:
-        matrix = first + expert.to(tl.int64) * stride
+        distance = place + expert.to(tl.int64) * stride
     else:
-        matrix = tl.multiple_of(tl.load(table_ptr + expert).to(first.dtype), ALIGNMENT)
-    return matrix
+        distance = tl.multiple_of(tl.load(table_ptr + expert), ALIGNMENT)
+    return distance
 
 
 @Launched
@@ -134,8 +141,8 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
                             VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
     """Quantises one matrix [M, N] for each expert along its rows, its columns, or both.
 
-    The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from `first`, the others from
-    `second`. With TILED the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
+    The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from the stack that begins at
+    `first`, the others from that at `second`. ALIGNMENT divides the distances, in values, between all rows. With TILED the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
     The scales of tiles are stored to `rows_scale_ptr`, for either form.
     """
     LANES: tl.constexpr = 32 * VECTOR // BN
@@ -148,13 +155,15 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
     n = tl.max_contiguous(tl.arange(0, BN), VECTOR)
     mask = below(m, height, WHOLE)[:, None] & below(n, width, WHOLE)[None, :]
     offset = m[:, None] * row_stride + n[None, :]
-    pointer = _matrix(first, first_stride, first_table, expert, ALIGNMENT) + (m0 * row_stride + n0)
+    matrix = _matrix(0, first_stride, first_table, expert, ALIGNMENT)
     if STACKS == 2:
-        lower = _matrix(second, second_stride, second_table, expert, ALIGNMENT)
-        lower += (m0 - M_FIRST) * row_stride + n0
-        x = tl.load(tl.where(m < M_FIRST - m0, pointer, lower)[:, None] + offset, mask, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(pointer + offset, mask, other=0.0).to(tl.float32)
+        lower = _matrix(_distance(first, second.to(tl.int64)), second_stride, second_table, expert, ALIGNMENT)
+        lower -= M_FIRST.to(tl.int64) * row_stride
+        matrix = tl.multiple_of(tl.where(m < M_FIRST - m0, matrix, lower), ALIGNMENT)
+    pointer = first + matrix + (m0 * row_stride + n0)
+    if STACKS == 2:
+        pointer = pointer[:, None]
+    x = tl.load(pointer + offset, mask, other=0.0).to(tl.float32)
 
     expert = expert.to(tl.int64)
     rows_ptr += expert * M * N + m0 * N + n0
@@ -252,14 +261,14 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tables(stacks: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
-    """A table of pointers on the device for each stack, and their alignment: 16 bytes if all have it, else 1."""
-    pointers = [x.data_ptr() for stack in stacks for x in stack]
-    table = torch.empty(len(pointers), dtype=torch.int64, device=stacks[0][0].device)
-    for at in range(0, len(pointers), MAX_POINTERS):
-        _pointers_kernel[(1, )](tuple(2 * p + 1 for p in pointers[at:at + MAX_POINTERS]), table[at:], num_warps=1)
-    aligned = all(p % 16 == 0 for p in pointers)
-    return list(table.split(len(stacks[0]))), 16 if aligned else 1
+def _tables(stacks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The distances of each stack's matrices from the first matrix of all, on the device."""
+    places = [x.data_ptr() for stack in stacks for x in stack]
+    table = torch.empty(len(places), dtype=torch.int64, device=stacks[0][0].device)
+    for at in range(0, len(places), MOST_PLACES):
+        odd = tuple(2 * p + 1 for p in places[at:at + MOST_PLACES])
+        _places_kernel[(1, )](odd, stacks[0][0], table[at:], num_warps=1)
+    return list(table.split(len(stacks[0])))
 
 
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
@@ -273,10 +282,10 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     Returns:
         Data and scales of the rows, then of the columns, as far as they are asked for.
     """
-    n, row_stride = x[0].shape[-1], x[0].stride(-2)
+    n, row_stride, size = x[0].shape[-1], x[0].stride(-2), x[0].element_size()
     if x[0].dim() == 3:
         stacks = [[stack] for stack in x]
-        strides = [stack.stride(0) * stack.element_size() for stack in x]
+        strides = [stack.stride(0) * size for stack in x]
     else:
         stacks = [x[i:i + experts] for i in range(0, len(x), experts)]
         strides = [even_distance([w.data_ptr() for w in stack]) for stack in stacks]
@@ -294,17 +303,19 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
     # A form that is not asked for gets another one's tensors. The kernel does not write to them.
     rows_data, rows_scale, columns_data, columns_scale = *out[:2], *out[-2:]
     even = None not in strides
-    strides = [stride // x[0].element_size() if even else 0 for stride in strides]
+    starts = (row_stride * size, *(w.data_ptr() for w in x), *(strides if even else ()))
+    alignment = 16 // size if all(start % 16 == 0 for start in starts) else 1
+    strides = [stride // size if even else 0 for stride in strides]
     if tiled:
         scale_strides = (rows_scale.shape[2], 1) if rows else (1, rows_scale.shape[2])
     else:
         scale_strides = (1, m) if scale_k_major else (blocks_n, 1)
     tile = TILED_TILE if tiled else BOTH_TILES[block_size] if rows else COLUMNS_TILE
     # Triton gives all accesses of one shape the same layout. The widest are stores of bytes.
-    vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // x[0].element_size())
+    vector = tile.vector if rows or tile.rows == tile.columns else min(tile.vector, 16 // size)
     # float32 input in both layouts, each with its own scales, needs more registers than the limit.
-    registers = tile.registers if tiled or x[0].element_size() == 2 else None
-    tables, alignment = ([None] * len(stacks), 1) if even else _tables(stacks)
+    registers = tile.registers if tiled or size == 2 else None
+    tables = [None] * len(stacks) if even else _tables(stacks)
     _quantize_matrix_kernel[(tile.programs(m, n), experts)](
         stacks[0][0], stacks[-1][0], strides[0], strides[-1], tables[0], tables[-1], rows_data.view(torch.uint8),
         rows_scale, *scale_strides, columns_data.view(torch.uint8), columns_scale, heights[0], m, row_stride, n,

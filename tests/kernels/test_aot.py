@@ -248,7 +248,7 @@ def test_memory_is_moved_by_16_bytes(launches):
     out."""
     rooms = r"\.(quantize|rescale_tiles|activation|permute|unpermute|local)\."
     moving = [launch for launch in launches if re.search(rooms, launch.kernel)
-              and not launch.kernel.endswith(("_sum_shares_kernel", "_pointers_kernel", "_count_kernel",
+              and not launch.kernel.endswith(("_sum_shares_kernel", "_places_kernel", "_count_kernel",
                                               "_scan_kernel", "_place_kernel"))]
     assert moving
     narrow = [launch for launch in moving if not re.search(r"(ld|st)\.global[.\w]*\.(v4\.b32|v2\.b64)", launch.ptx)]

@@ -134,7 +134,7 @@ def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: t
     else:
         expected_rows = mx.quantize(stack, block, mode)
         expected_columns = mx.quantize(stack.transpose(1, 2), block, mode)
-    with poisoned(), mock.patch.object(kernels, "MAX_POINTERS", pointers):
+    with poisoned(), mock.patch.object(kernels, "MOST_PLACES", pointers):
         for transposed, expected in ((False, expected_rows), (True, expected_columns)):
             actual = kernels.quantize_weights(there, block, mode, transposed)
             same(actual, expected)
