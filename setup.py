@@ -19,8 +19,9 @@ PACKAGE_DIRS = {
     "ds_mxfp8_moe.ops.triton_kernels": "ops/triton_kernels",
 }
 
-# With which DeepSpeed 0.19.8's AutoEP starts. TRANSFORMERS in ds_mxfp8_moe/advice.py says what was tested.
-TRANSFORMERS = "transformers>=5.17,<5.23"
+# With which AutoEP of DeepSpeed 0.19.8 starts under this package. TRANSFORMERS in ds_mxfp8_moe/advice.py says what was
+# tested.
+TRANSFORMERS = "transformers>=5.17,<5.25"
 MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
 DOCS = ["pdoc"]  # the API reference, from the docstrings
 # What the scripts in examples/ import. It brings the transformers that AutoEP works with.

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8 expert parallelism for DeepSpeed: switched on by the section "mxfp8_moe" of the DeepSpeed config."""
 
-from .config import ConfigError, MXFP8MoEConfig
-from .convert import ConversionReport, convert
-from .engine import enable, initialize
-from .layer import MoE
-from .pretrained import save_pretrained
-from .recognise import register_expert
+from .ops.private_names import line_about, missing
+
+if missing("import") is None:
+    from .config import ConfigError, MXFP8MoEConfig
+    from .convert import ConversionReport, convert
+    from .engine import enable, initialize
+    from .layer import MoE
+    from .pretrained import save_pretrained
+    from .recognise import register_expert
+else:
+    from .plain import convert, enable, initialize
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "convert", "enable", "initialize",
            "register_expert", "save_pretrained"]
+
+
+def __getattr__(name: str):
+    if name in __all__:  # not imported above
+        raise ImportError(f"{line_about('import')}. So there is no ds_mxfp8_moe.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,9 +17,9 @@ from packaging.specifiers import SpecifierSet
 
 from .config import READERS, ConfigError, MXFP8MoEConfig
 
-# Tested: 5.17.0, 5.20.2, 5.21.1, 5.22.2. With 5.23.0 and 5.24.0, DeepSpeed 0.19.8 raises a TypeError in its presets
-# for Mixtral, Qwen and MiniMax-M3. setup.py has the same bounds.
-TRANSFORMERS = SpecifierSet(">=5.17,<5.23")
+# Tested: 5.17.0, 5.20.2, 5.21.1, 5.22.2, 5.23.0, 5.24.0. The last two need autoep_transformers.py. setup.py has the
+# same bounds.
+TRANSFORMERS = SpecifierSet(">=5.17,<5.25")
 
 SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
 MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")

@@ -83,8 +83,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             of `include` matches and none of `exclude` does.
         batch_gradients: true lets ZeRO-1 and 2 handle the gradients of many parameters in one call: copies, averages,
             checks for overflow, norms. Results stay the same bit for bit. It has no effect in three cases: with
-            offload; in ZeRO-1 with bf16 and fp32 accumulation; with a DeepSpeed other than those in `TESTED` of
-            zero.py. false leaves all to DeepSpeed, which makes these calls for each parameter.
+            offload; in ZeRO-1 with bf16 and fp32 accumulation; where DeepSpeed's functions are not those that zero.py
+            knows. false leaves all to DeepSpeed, which makes these calls for each parameter.
         keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
             recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. Those of
             frozen experts are quantised once for all steps, and their bytes stay. It has no effect without an engine,
@@ -94,6 +94,10 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.
         metrics: {"every": N} writes figures of each layer to DeepSpeed's monitors in one step of N. metrics.py lists
             them, and the command ds_mxfp8_plot_metrics draws those of the CSV monitor. By default nothing is written.
+        self_check: true runs each kernel that the layers will launch once on a small case, where a chip, a driver and
+            these releases meet for the first time, and compares it with plain torch. If one is broken, the layers run
+            in bf16, or DeepSpeed's own path, and a start-up line names it. The verdict is remembered beside Triton's
+            cache.
         force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
 
     Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
@@ -124,6 +128,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     keep_quantized_weights: bool = False
     load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     metrics: MetricsConfig | None = None
+    self_check: bool = True
     force_load_balance: bool = False
 
     def __init__(self, /, **data: Any):

@@ -26,6 +26,7 @@ from .engine_hooks import engine_of, hook_engine, print_on_rank_0
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
 from .extended_experts import ExtendedGroupedExperts
 from .layer import LayerSettings, MoE, MXFP8MOELayer
+from .ops.private_names import missing
 from .recognise import ExpertsAtConversion, foreign_code, recognise
 from .saving import save_whole_models
 
@@ -125,8 +126,8 @@ def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> 
     print_on_rank_0((why_no_layers(model_or_engine) if not report.layers else None) or report)
 
 
-def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> ConversionReport:
-    """`convert`, without printing the report."""
+def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
+    """`convert`, without printing the report. `broken`: why no layer may be converted."""
     model = getattr(model_or_engine, "module", model_or_engine)
     recipe = resolve(config, *current_device())
     shared = _shared_parameters(model)
@@ -141,6 +142,8 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig) -> 
             layers.append(LayerReport(label, kind, False, LEFT_OUT if config.enabled else SWITCHED_OFF))
             continue
         try:
+            if gone := broken or missing(f"{kind} layers"):
+                raise NotRecognised(gone)
             formula = (_classic_formula if classic else _autoep_formula)(module, shared)
         except NotRecognised as reason:
             layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))

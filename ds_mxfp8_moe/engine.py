@@ -7,26 +7,30 @@ Importing this module makes engines say so if their config has the section and n
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .advice import about_enabled, about_expert_parallel, about_keys, explaining_transformers
 from .autoep_presets import added_preset, announcement
+from .autoep_transformers import named_recorders
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, convert_layers, print_report
-from .engine_hooks import converted_layers, hook_engine, print_on_rank_0, remember_engine
+from .engine_hooks import converted_layers, hook_engine, print_on_rank_0, remember_engine, say_if_missing
+from .executor import unknown_launcher
 from .expert_groups import any_groups_allowed
 from .loading import leave_frozen_experts_out, load_frozen_as_saved, name_broken_files
 from .lora import adapted_experts
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .saving import save_whole_models
+from .self_check import check, kinds_of, line_about, worst
 from .transport.deadline import answers_of_all, tell_peers_on_error
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
@@ -63,7 +67,12 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
             if not config.enabled:
                 yield
                 return
-            with added_preset(model), adapted_experts(model), any_groups_allowed():
+            contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
+                        "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
+            with ExitStack() as stack:
+                for feature, context in contexts.items():
+                    if not say_if_missing(feature):
+                        stack.enter_context(context)
                 yield
     finally:
         _READ.reset(before)
@@ -151,7 +160,7 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         convert_layers(engine, MXFP8MoEConfig(enabled=False))
     report = ConversionReport(())
     if config.enabled:
-        report = tell_peers_on_error(convert_layers)(engine, config)
+        report = _checked(engine, config, tell_peers_on_error(convert_layers)(engine, config))
     report = _agree_across_ranks(config, report)
     if config.enabled:
         if added := announcement(engine.module):
@@ -163,13 +172,31 @@ def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         choose_transports(engine.module)
         build_executor(engine.module)
         save_whole_models(engine)
-        name_broken_files(engine)
-        load_frozen_as_saved(engine)
-        leave_frozen_experts_out(engine)
+        if not say_if_missing("loading"):
+            name_broken_files(engine)
+            load_frozen_as_saved(engine)
+            leave_frozen_experts_out(engine)
     else:
         for line in about_enabled(config):
             print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
     hook_engine(engine, config, report.converted)
+
+
+def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
+    """The report after the check of the kernels at their first use, by which ranks convert their layers again if one
+    of them found a broken kernel."""
+    device = torch.device(get_accelerator().current_device_name())
+    if not config.self_check or not has_kernels(device):
+        return report
+    verdict = worst(check(kind, device) for kind in kinds_of(converted_layers(engine.module)))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        verdict = worst(answers_of_all(dist.get_world_group(), verdict, "the check of the kernels"))
+    if verdict.runs == "all":
+        return report
+    print_on_rank_0(line_about(verdict, device))
+    if verdict.runs == "bf16":
+        return convert_layers(engine, config.model_copy(update={"recipe": "bf16"}))
+    return convert_layers(engine, config, broken="a kernel is broken here")
 
 
 def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
@@ -220,8 +247,8 @@ def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
     device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
     if device is not None and has_kernels(device):
-        executor, reason = replay.try_load()
-        if executor is None:
+        reason = unknown_launcher() or replay.try_load()[1]
+        if reason:
             print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
                             f"slower: {reason}")
 

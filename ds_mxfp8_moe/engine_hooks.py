@@ -10,12 +10,13 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from . import balance, zero
+from . import balance
 from .autoep import MXFP8AutoEPMoELayer
 from .config import MXFP8MoEConfig
 from .kept_weights import KeptWeights
 from .layer import MXFP8MOELayer
 from .metrics import Metrics
+from .ops.private_names import line_about, missing
 from .transport.capacity import Findings
 from .transport.peer_memory import PeerMemory
 
@@ -53,6 +54,14 @@ def print_on_rank_0(what: Any) -> None:
         print(what, flush=True)
 
 
+def say_if_missing(feature: str) -> bool:
+    """Whether another library lacks a name that a feature needs (ops/private_names.py). Rank 0 says so."""
+    if missing(feature) is None:
+        return False
+    print_on_rank_0(line_about(feature))
+    return True
+
+
 def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
     """The model's layers on the MXFP8 path."""
     return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
@@ -64,7 +73,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
     moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
     """
-    if "_mxfp8_steps_hooked" in vars(engine):
+    if "_mxfp8_steps_hooked" in vars(engine) or say_if_missing("steps"):
         return
     engine._mxfp8_steps_hooked = True
     plain = engine._take_model_step
@@ -85,6 +94,10 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
     """Applies the key of that name to an engine with converted layers, and takes it back from others."""
+    if say_if_missing("batch_gradients"):
+        return
+    from . import zero
+
     obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and converted > 0)
     if obstacle:
         print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
@@ -98,6 +111,8 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
     """
     layers = [layer for layer in converted_layers(engine.module)
               if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
+    if layers and say_if_missing("keep_quantized_weights"):
+        return
     obstacle = _obstacle_to_keeping(engine) if layers else None
     if obstacle:
         print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
@@ -162,6 +177,8 @@ def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     """
     layers = converted_layers(engine.module)
     asked = layers[0].mxfp8_settings.config.metrics if layers else config.metrics if config.enabled else None
+    if asked and say_if_missing("metrics"):
+        asked = None
     if asked and not engine.monitor.enabled:
         print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')

@@ -14,7 +14,13 @@ from .ops.op_builder import replay
 
 def executor_for(device: torch.device) -> ModuleType | None:
     """The executor, which is built at its first use. None: the host launches from Python on this device."""
-    return replay.try_load()[0] if has_kernels(device) else None
+    return None if not has_kernels(device) or unknown_launcher() else replay.try_load()[0]
+
+
+def unknown_launcher() -> str | None:
+    """Why launches with this release of Triton cannot be recorded. None: they can."""
+    from .ops.triton_kernels import launcher  # Triton exists on Linux alone
+    return None if launcher.KNOWN else launcher.UNKNOWN
 
 
 def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable[[list], tuple],

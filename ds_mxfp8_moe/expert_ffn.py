@@ -159,7 +159,8 @@ def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest:
     return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
-def _unquantized(recipe: Recipe) -> Recipe:
+def unquantized(recipe: Recipe) -> Recipe:
+    """The recipe without any quantisation."""
     return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
 
@@ -256,7 +257,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tupl
                               _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
-        experts.recipe = recipe = _unquantized(recipe)
+        experts.recipe = recipe = unquantized(recipe)
         experts.quantized_weights.clear()
     experts.plan = plan
     timed = ffn.timed or (lambda phase: nullcontext())

@@ -20,12 +20,15 @@ from deepspeed.accelerator import get_accelerator
 
 from .advice import about_enabled, about_expert_parallel, about_keys
 from .config import READERS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
+from .executor import unknown_launcher
 from .grouped_gemm import multiplies_mxfp8
 from .mx import BLOCK_SIZES
+from .ops.device import has_kernels
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
 from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
+from .self_check import line_about, remembered, worst
 
-PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "mpi4py")
+PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "peft", "accelerate", "mpi4py")
 
 # Where the values come from that are not simply defaults.
 _ORIGINS = {
@@ -67,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for transport in statuses:
         _line(f"transport {transport.name}", f"{'[OKAY]' if transport.available else '[NO]'} {transport.reason}")
     _line("launches on one rank", launches())
+    _line("check of the kernels", kernels_check())
 
     _heading(f'section "mxfp8_moe" of {path}' if path else 'a section {"enabled": true} would mean')
     try:
@@ -128,8 +132,24 @@ def launches() -> str:
     """How the host launches the kernels of a layer."""
     if get_accelerator().device_name() != "cuda":
         return "[NO] from Python: no CUDA device"
+    if why_not := unknown_launcher():
+        return f"[NO] each from Python, which is slower: {why_not}"
     usable, text = _extension(ReplayBuilder())
     return f"[OKAY] recorded and replayed; {text}" if usable else f"[NO] each from Python, which is slower: {text}"
+
+
+def kernels_check() -> str:
+    """What the check at first use found on this machine."""
+    device = torch.device(get_accelerator().current_device_name())
+    if not has_kernels(device):
+        return "[NO] there are no kernels for this device"
+    verdicts = remembered(device)
+    broken = worst(verdicts)
+    if broken.runs != "all":
+        return f"[FAIL] {line_about(broken, device).partition('WARNING: ')[2]}"
+    if not verdicts:
+        return "at the start of the first engine"
+    return f"[OKAY] {len(verdicts)} kinds of layers were checked with these releases"
 
 
 def _extension(builder: NvccBuilder) -> tuple[bool, str]:

@@ -24,6 +24,9 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor,
     The kernels choose the same experts, in descending order of their scores. The weights are the same up to rounding
     in float32.
     """
+    # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
+    if x_TH.dtype != router.gate.weight.dtype and not torch.is_autocast_enabled(x_TH.device.type):
+        x_TH = x_TH.to(router.gate.weight.dtype)
     if not _runs_kernels(router, x_TH):
         return router(x_TH, bias_E)
     gate = router.gate

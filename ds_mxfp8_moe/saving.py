@@ -26,6 +26,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from .engine_hooks import say_if_missing
 from .lora import is_peft, with_pefts_names
 from .pretrained import (
     all_experts,
@@ -52,14 +53,16 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     """
     autoep = bool(autoep_layers(engine.module))
     classic = bool(classic_layers(engine.module)) and not isinstance(engine, PipelineEngine)
-    if MARK in vars(engine) or not (autoep or classic):
+    if MARK in vars(engine) or not (autoep or classic) or say_if_missing("saving"):
         return
     setattr(engine, MARK, True)
     _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
-    if accelerate := sys.modules.get("accelerate"):
+    by_libraries = not say_if_missing("saving by Trainer and Accelerate")
+    accelerate = sys.modules.get("accelerate")
+    if accelerate and by_libraries:
         _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
         _replace(accelerate.Accelerator, "save_model", _save_model)
-    if not autoep:
+    if not autoep or not by_libraries:
         return
     # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
     engine.zero_gather_16bit_weights_on_model_save = lambda: True

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -29,7 +28,6 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch._utils import _unflatten_dense_tensors
 from torch.nn.utils import get_total_norm
 
-TESTED = ("0.19.8", )  # releases of DeepSpeed whose optimizer has these methods, and calls them so
 AT_ONCE = 2**26  # elements of one call. More need more memory. Fewer leave the device waiting for the host's next call
 
 
@@ -46,8 +44,6 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     vars(optimizer).pop("mxfp8_batching", None)
     if not on:
         return None
-    if deepspeed.__version__.split("+")[0] not in TESTED:
-        return f"this was tested with DeepSpeed {', '.join(TESTED)}, and {deepspeed.__version__} is installed"
     if optimizer.cpu_offload:
         return "with offload it checks them where it copies them"
     optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks

@@ -142,7 +142,8 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
     """Quantises one matrix [M, N] for each expert along its rows, its columns, or both.
 
     The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from the stack that begins at
-    `first`, the others from that at `second`. ALIGNMENT divides the distances, in values, between all rows. With TILED the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
+    `first`, the others from that at `second`. ALIGNMENT divides the distances, in values, between all rows. With TILED
+    the program's tile of 128 x 128 values has one scale, else blocks of B values have one each.
     The scales of tiles are stored to `rows_scale_ptr`, for either form.
     """
     LANES: tl.constexpr = 32 * VECTOR // BN

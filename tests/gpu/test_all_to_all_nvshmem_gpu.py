@@ -19,9 +19,9 @@ import test_all_to_all_gpu as peers
 import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
+from rank_pool import set_timeout
 from test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
 from test_hierarchical_gpu import NVSHMEM
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.ops.op_builder.builder import CSRC
@@ -37,7 +37,7 @@ DEADLINE = timedelta(seconds=12)
 def group():
     os.environ.update(NVSHMEM)
     group = torch.distributed.new_group()
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     return group
 
 

@@ -22,11 +22,11 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from models import PLAIN, Layout
+from rank_pool import set_timeout
 from test_expert_ffn import RECIPES
 from test_hierarchical import check_exchange, check_ffn, with_tokens
 from test_hierarchical_layers import FLAT, TWO_HOPS, classic
 from test_transport import MX, PROBLEMS, Problem
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.mx import MXTensor
@@ -156,7 +156,7 @@ def test_rows_over_peer_memory_with_delays(four_over_gloo):
 
 def stalled_over_peers(gone: int) -> tuple | None:
     group = torch.distributed.new_group()
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     return stalled(gone, Hops.of(group, 2, "moe", "peer_memory", "peer_memory"))
 
 
@@ -205,7 +205,7 @@ NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NVS
 def group_over_nvshmem():
     os.environ.update(NVSHMEM)
     group = torch.distributed.new_group()
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     reason = nvshmem.start(group, "the test")
     assert reason is None, reason
     return group
@@ -347,7 +347,7 @@ def test_classic_layers_train(four, recipe):
 
 def missed(gone: int) -> tuple | None:
     """What this rank raises when `gone` does not come to the second plan."""
-    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    set_timeout(DEADLINE)
     exchange = Hierarchical(Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), "moe")
     expert_TK = (torch.arange(24).view(6, 4) % 8).cuda()
     for step in range(2):

@@ -24,9 +24,9 @@ import torch
 import torch.distributed
 from capture import capture
 from nvlink_cases import BF16, FP32, MX32, MX128, NAME, PLAIN, Case, expected, layer, same, until
+from rank_pool import set_timeout
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
@@ -216,7 +216,7 @@ def test_exchanges_on_several_streams_come_one_after_the_other(pool):
 def with_deadline() -> NVLink:
     """Exchanges over a new group with DEADLINE."""
     group = torch.distributed.new_group()
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     return NVLink(new_memory(group), NAME)
 
 

@@ -97,6 +97,8 @@ RECORDED = ["flex_olmo", "granitemoe", "jamba", "minimax", "minimax_m2", "olmoe"
 
 @pytest.mark.parametrize("model_type", slow_except(RECORDED, "granitemoe", "olmoe"))
 def test_the_auxiliary_loss_sees_the_routers_logits(ranks2, model_type):
+    if "router_logits" not in model_of(model_type)._can_record_outputs:
+        pytest.skip("this transformers records none for it")  # 5.17, for granitemoe
     weight = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     (without, *_), (own, ours, *_) = (ranks2.run(beside_hugging_face, model_type, model_changes=changes)[0]
                                       for changes in ({}, weight))

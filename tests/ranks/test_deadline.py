@@ -13,7 +13,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from rank_pool import RankFailure
+from rank_pool import RankFailure, set_timeout
 from slow import slow_except
 from torch.distributed import distributed_c10d as c10d
 
@@ -74,7 +74,7 @@ EXPERT = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.
 
 def group_with_deadline():
     """As after deepspeed.init_distributed(timeout=DEADLINE): the default group has it, new ones have torch's own."""
-    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    set_timeout(DEADLINE)
     return dist.new_group([0, 1, 2])
 
 
@@ -109,7 +109,7 @@ def deadline_of_a_new_group():
     assert group._get_backend(device).options._timeout > DEADLINE
     seconds, touched = set_deadline(group, device), touches_the_store(group)
     shorter = dist.new_group([0, 1, 2])
-    c10d._set_pg_timeout(DEADLINE / 2, shorter)
+    set_timeout(DEADLINE / 2, shorter)
     return seconds, group._get_backend(device).options._timeout, touched, set_deadline(shorter, device)
 
 

@@ -12,7 +12,7 @@ import emulator
 import pytest
 import torch
 from peer_wires import peer_hops
-from rank_pool import RankFailure
+from rank_pool import RankFailure, set_timeout
 from slow import slow_except
 from torch.distributed import distributed_c10d as c10d
 
@@ -73,7 +73,7 @@ def leaving_hops(group, kind: type[Leaving]) -> Hops:
 
 def leave(rank: int, at: str, dies: bool, kind: type[Leaving] = HostLeaving) -> tuple | None:
     """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
-    c10d._set_pg_timeout(DEADLINES[kind], c10d._get_default_group())
+    set_timeout(DEADLINES[kind])
     # What a test before this one raised inside a layer, which the others would quote.
     c10d._get_default_store().delete_key(deadline._raised_key(dist.get_rank()))
     hops = leaving_hops(dist.new_group([0, 1, 2, 3]), kind)
@@ -175,7 +175,7 @@ class Never:
 
 def wait_for_a_device() -> tuple | None:
     """What the host does on NCCL, where it waits for both hops at once."""
-    c10d._set_pg_timeout(DEADLINE, c10d._get_default_group())
+    set_timeout(DEADLINE)
     group = dist.new_group([0, 1, 2, 3])
     if dist.get_rank() == 2:
         return None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
 from models import Layout, make_engine, train_steps
-from torch.distributed import distributed_c10d as c10d
+from rank_pool import set_timeout
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -25,7 +25,7 @@ def cut_short(directory, stage, pattern):
     if dist.get_rank() == 0:
         path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
     dist.barrier()
-    c10d._set_pg_timeout(timedelta(seconds=3), c10d._get_default_group())
+    set_timeout(timedelta(seconds=3))
     try:
         net.load_checkpoint(str(directory))
         train_engine(net, [1])

@@ -21,10 +21,9 @@ import pytest
 import torch
 import torch.distributed
 from nvlink_cases import MX32, MX128, NAME, PLAIN, Case, expected, layer, same
-from rank_pool import KEPT_GROUPS
+from rank_pool import KEPT_GROUPS, set_timeout
 from slow import slow_except
 from test_expert_ffn import RECIPES
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.kept_weights import KeptWeights
@@ -286,7 +285,7 @@ def test_exchanges_that_were_never_launched(ranks2):
 def new_memory() -> Watched:
     """Staging of a new group with DEADLINE."""
     group = torch.distributed.new_group()
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     return Watched(group)
 
 

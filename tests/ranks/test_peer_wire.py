@@ -14,11 +14,10 @@ import pytest
 import test_hierarchical
 import torch
 from peer_wires import FIRST_EPOCH, peer_hops
-from rank_pool import KEPT_GROUPS, RankFailure
+from rank_pool import KEPT_GROUPS, RankFailure, set_timeout
 from slow import slow_except
 from test_hierarchical import SOME, TOKENS_OF_6, check_ffn, with_tokens
 from test_transport import MX, PLAIN, PROBLEMS, Problem
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Transport, peer_memory
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -175,7 +174,7 @@ def test_a_layer_gives_the_bits_of_the_wire_through_the_host(ranks4, recipe_name
 def mixed_up(how: str) -> str:
     """Rank 1 sends another layer's gradients by a plan of equal shapes, or makes the plan of another layer."""
     group = dist.new_group([0, 1, 2, 3])
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     hops, me = peer_hops(group, 2), dist.get_rank()
     expert_TK = torch.arange(8).view(8, 1)
     layer, other = Hierarchical(hops, "a"), Hierarchical(hops, "ab"[me == 1])
@@ -210,7 +209,7 @@ def after_a_failure() -> tuple:
     """Rank 3 does not come to the hop between nodes. Rank 1, whose wait has failed, goes on to the hop inside its node
     before its host looks, as it would on a GPU. What each rank then has."""
     group = dist.new_group([0, 1, 2, 3])
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     hops, me = peer_hops(group, 2), dist.get_rank()
     rows = torch.full((2, 32), float(me))
     with mock.patch.object(PeerMemory, "check"):

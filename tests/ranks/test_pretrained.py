@@ -89,7 +89,9 @@ def test_the_files_hold_what_transformers_writes(ranks2, tmp_path, stage):
     assert len(correction) == 1
     for key, tensor in theirs.items():
         if key not in correction:
-            assert torch.equal(tensor, ours[key]) and tensor.dtype == ours[key].dtype, key
+            # From 5.24 on, transformers keeps this router in float32. DeepSpeed's engine trains all weights in bf16.
+            assert key.endswith("mlp.gate.weight") or tensor.dtype == torch.bfloat16, key
+            assert ours[key].dtype == torch.bfloat16 and torch.equal(tensor.bfloat16(), ours[key]), key
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from nvlink_cases import count_dropped, those_that_fit
 from peer_wires import peer_hops
+from rank_pool import set_timeout
 from slow import slow_except
 from test_expert_ffn import RECIPES
 from test_hierarchical import Adversary, over, two_hops
 from test_hierarchical_faults import Gone, PeerLeaving
 from test_peer_wire import hops_of_all_cases, over_nvshmem
 from test_transport import MX, Problem, bits, naive_combine, naive_dispatch, outputs_of, rows_of
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Transport, Wire, capacity
 from ds_mxfp8_moe.transport.capacity import Findings, cut, padded, room_of
@@ -374,7 +374,7 @@ def test_ranks_in_different_calls_raise_everywhere_before_a_row_travels(ranks4, 
 def unnoticed(phase: str, byte: int) -> None:
     """Rank 3 does not come to `phase`, and the hosts of the others go on, as they would on GPUs."""
     group = dist.new_group(list(range(4)))
-    c10d._set_pg_timeout(timedelta(seconds=2), group)
+    set_timeout(timedelta(seconds=2), group)
     hops, rank = peer_hops(group, 2, PeerLeaving), dist.get_rank()
     exchange, problem = static(hops, **DROPPING), CUT["skewed"]
     expert_TK, x_TH, weight_TK = problem.inputs(4)[rank]

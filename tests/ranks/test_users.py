@@ -12,13 +12,12 @@ import pytest
 import torch
 import transformers
 from autoep_models import batch, ds_config, model, train_engine
-from rank_pool import reset_hugging_face
+from rank_pool import reset_hugging_face, set_timeout
 from slow import slow_except
 from test_engine import enabled
 from test_pretrained import HELD_OUT, held_out_loss, loaded
 from test_saving import LORA, PATTERN
 from test_trainer import Sentences
-from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
@@ -166,7 +165,7 @@ def generated(synced: bool) -> str | int:
     engine = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, 0))[0]
     engine.eval()
     engine.module(input_ids=batch(0))  # the ranks choose a transport
-    c10d._set_pg_timeout(timedelta(seconds=3), c10d._get_default_group())
+    set_timeout(timedelta(seconds=3))
     more = 2 + 3 * dist.get_rank()
     try:
         return engine.module.generate(batch(0), max_new_tokens=more, min_new_tokens=more, synced_gpus=synced).shape[1]

@@ -366,15 +366,6 @@ def test_other_optimizers_keep_their_own_way(ranks2, layout, obstacle):
     assert found == [None, None] if obstacle is None else all(obstacle in text for text in found)
 
 
-def of_another_release():
-    with mock.patch.object(zero, "TESTED", ("0.0.1", )):
-        return reason(Layout(zero=1))
-
-
-def test_other_releases_of_deepspeed_keep_their_own_way(ranks2):
-    assert all("0.0.1" in text for text in ranks2.run(of_another_release))
-
-
 def checks_alone(layout):
     reset_deepspeed_groups()
     engine = make_engine(layout, DEFAULT)

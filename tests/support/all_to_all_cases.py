@@ -9,7 +9,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed
-from torch.distributed import distributed_c10d as c10d
+from rank_pool import set_timeout
 
 from ds_mxfp8_moe import mx
 from ds_mxfp8_moe.all_to_all import AllToAll
@@ -250,7 +250,7 @@ def make(case: Case, memory) -> AllToAll:
 def impatient_group():
     """All ranks, with a short deadline."""
     group = torch.distributed.new_group()
-    c10d._set_pg_timeout(DEADLINE, group)
+    set_timeout(DEADLINE, group)
     return group
 
 

@@ -25,6 +25,10 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.distributed import distributed_c10d as c10d
+
+# Of a group, or of the default group if none is given. From torch 2.15 on the function has a public name.
+set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
 # What ranks would import for themselves, each of every pool: three to four seconds of a processor. DeepSpeed's engine
 # imports inductor.
@@ -103,7 +107,8 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     torch.set_num_threads(1)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from torch.distributed import distributed_c10d as c10d
+
+    from ds_mxfp8_moe.autoep_transformers import named_recorders
     gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
     linear = torch.nn.functional.linear
@@ -126,10 +131,11 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
             reset_hugging_face()
             if accelerator == "cpu":
                 destroy_groups()
-                c10d._set_pg_timeout(c10d.default_pg_timeout, c10d._get_default_group())  # some cases shorten it
+                set_timeout(c10d.default_pg_timeout)  # some cases shorten it
             torch.manual_seed(1234)
             torch.nn.functional.linear = linear  # ZeRO-3 replaces it, and rounds bf16 otherwise
-            conn.send_bytes(_dump((True, fn(*args, **kwargs))))
+            with named_recorders():  # cases compare with plain DeepSpeed, whose AutoEP may not start by itself
+                conn.send_bytes(_dump((True, fn(*args, **kwargs))))
         except BaseException:  # every failure of a case is data for the parent, which raises it
             conn.send_bytes(_dump((False, traceback.format_exc())))
 

@@ -61,19 +61,19 @@ def raised(error, section, version, monkeypatch, file="deepspeed/module_inject/a
     return caught.value
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.23.0", "5.24.0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.25.0", "6.0.0"])
 def test_a_version_that_fails_is_named_with_those_that_work(monkeypatch, version):
     cause = TypeError("get() takes 2 positional arguments but 3 were given")
     error = raised(cause, {"enabled": True}, version, monkeypatch)
     assert isinstance(error, ConfigError) and error.__cause__ is cause
     assert f"transformers {version} (TypeError: get() takes 2" in str(error)
-    assert str(error).endswith("pip install 'transformers<5.23,>=5.17'")
+    assert str(error).endswith("pip install 'transformers<5.25,>=5.17'")
 
 
 @pytest.mark.parametrize("error, section, version, file", [
-    (TypeError(), {"enabled": True}, "5.22.2", "auto_ep.py"), (TypeError(), {}, "5.23.0", "auto_ep.py"),
-    (TypeError(), {"enabled": True}, "5.23.0", "train.py"),
-    (ValueError("autoep_size"), {"enabled": True}, "5.23.0", "auto_ep.py")])
+    (TypeError(), {"enabled": True}, "5.24.0", "auto_ep.py"), (TypeError(), {}, "5.25.0", "auto_ep.py"),
+    (TypeError(), {"enabled": True}, "5.25.0", "train.py"),
+    (ValueError("autoep_size"), {"enabled": True}, "5.25.0", "auto_ep.py")])
 def test_other_errors_stay_as_they_are(monkeypatch, error, section, version, file):
     assert raised(error, section, version, monkeypatch, file) is error
 

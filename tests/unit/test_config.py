@@ -43,6 +43,7 @@ ALL_KEYS = {
     "exclude": [".*3.*"],
     "load_balance_coeff": 0.001,
     "metrics": {"every": 100},
+    "self_check": False,
     "force_load_balance": True,
 }
 OF_TWO_HOPS = {"transport": "hierarchical", "node_size": 4, "wire": "host"}

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "ds_mxfp8_moe"
 # From low to high. A module imports modules of its own layer and of those below.
 LAYERS = [
-    ["ops", "ops.mx_format", "ops.device"],
+    ["ops", "ops.mx_format", "ops.device", "ops.private_names"],
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx", "executor"],
     ["casts"],
     ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups", "steps"],
     ["activation", "grouped_gemm"],
-    ["extended_experts", "biased_experts", "autoep_presets"],
+    ["extended_experts", "biased_experts", "autoep_presets", "autoep_transformers"],
     ["lora"],
     ["crossover"],
     ["transport*"],
@@ -32,9 +32,9 @@ LAYERS = [
     ["engine_hooks"],
     ["pretrained", "loading"],
     ["saving"],
-    ["convert", "advice"],
+    ["convert", "advice", "self_check"],
     ["engine"],
-    ["report", "plot_metrics", "__init__"],
+    ["report", "plot_metrics", "plain", "__init__"],
 ]
 
 

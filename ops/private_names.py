@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name of another library that this package reads, calls, overrides or patches although it is not promised.
+
+    missing("metrics")    # None: all names of this feature are there. Else what is not
+
+A release may take a name away or give a function other parameters. Then the package leaves the feature out, and one
+start-up line says so. The rest goes on. The names of the feature "import" are those without which no layer can be
+converted: then ds_mxfp8_moe.initialize is DeepSpeed's own.
+
+A row of NAMES has a feature, a place, and what is used there. The place is a module, or a module and a class. What is
+used is one string, with a space after each name:
+
+    name                an attribute
+    .name               an attribute that instances get
+    name(a, b)          a function with exactly these parameters, since the package overrides it or calls it by place
+    name(a, b, ...)     a function that has at least these parameters, in this order
+    name#0123abcd       a function whose source has a SHA-256 that begins so, since the package rewrites what it does
+
+The rows of Triton are the kernels' and the launcher's (gluon_names.py, launcher.py), which decide by themselves:
+a kernel that does not compile is left out by the check at first use, an unknown launcher by its release.
+"""
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+from functools import cache
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+# The oldest release of each library in which all of its names were seen. Newer ones that were tested: README.md.
+SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "triton": "3.6.0"}
+
+# What a user loses without a feature.
+FEATURES = {
+    "import": "this is plain DeepSpeed",
+    "classic layers": "classic MoE layers run DeepSpeed's own path",
+    "AutoEP layers": "AutoEP's layers run DeepSpeed's own path",
+    "added presets": "AutoEP converts only the model types that DeepSpeed itself knows",
+    "gpt-oss": "gpt-oss is not converted",
+    "phimoe": "phimoe is not converted",
+    "recorders": "AutoEP may not start with transformers 5.23 and later",
+    "LoRA on experts": "PEFT's adapters on experts are not taken over",
+    "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
+    "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
+    "steps": "errors of exchanges that the host did not wait for come one step late, and experts are not balanced",
+    "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
+    "metrics": "\"metrics\" has no effect",
+    "saving": "saved models hold one rank's experts: use checkpoints",
+    "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
+    "loading": "checkpoints load as DeepSpeed loads them",
+    "recordings": "the host launches each kernel from Python, which is slower",
+    "kernels": "MXFP8 layers run in bf16",
+}
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_PRESETS = "deepspeed.module_inject.auto_ep_presets"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2"
+
+
+class Row(NamedTuple):
+    """Names of one place, see above."""
+
+    feature: str
+    place: str
+    names: str
+
+    def each(self) -> list[str]:
+        """The names, one by one, with their parameters."""
+        return re.findall(r"\.?\w+(?:\([^)]*\)|#\w+)?", self.names)
+
+
+NAMES = tuple(Row(*row) for row in (
+    ("import", "deepspeed", "initialize"),
+    ("import", "deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS"),
+    ("import", "deepspeed.module_inject.auto_ep", "AutoEP"),
+    ("import", "deepspeed.module_inject.auto_ep_config", "AutoEPConfig MoELayerSpec"),
+    ("import", "deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer"),
+    ("import", f"{_PRESETS}.base",
+     "ForwardContract MoELayerSpec MoEModelPreset TransformersTopLevelRouterLogitsAdapter"),
+    ("import", f"{_PRESETS}.registry", "PRESET_MODELS"),
+    ("import", "deepspeed.moe.ep_count", "count_tokens_per_expert(selected_experts_indices, num_experts, ...)"),
+    ("import", "deepspeed.moe.ep_experts", "GroupedExperts apply_expert_activation(gate, up, activation, ...)"),
+    ("import", "deepspeed.moe.ep_router", "TokenChoiceTopKRouter"),
+    ("import", "deepspeed.moe.experts", "Experts"),
+    ("import", "deepspeed.moe.fused_expert_layout", "classify_fused_gate_up_layout(w1_shape, w2_shape, ...)"),
+    ("import", "deepspeed.moe.layer", "MoE"),
+    ("import", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
+    ("import", "deepspeed.moe.sharded_moe",
+     "FIRST_ALLTOALL_TIMER MOELayer MOE_TIMER SECOND_ALLTOALL_TIMER TopKGate"),
+    ("import", "deepspeed.moe.utils",
+     "is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"),
+    ("import", "deepspeed.ops.op_builder.builder", "CUDAOpBuilder"),
+    ("import", "deepspeed.runtime.config_utils", "DeepSpeedConfigModel"),
+    ("import", "deepspeed.runtime.engine", "DeepSpeedEngine"),
+    ("import", "deepspeed.runtime.pipe.engine", "PipelineEngine"),
+    ("import", "deepspeed.runtime.tensor_parallel.init_utils", "load_ds_config(config, ...)"),
+    ("import", "deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
+    ("import", "deepspeed.utils", "groups"),
+    ("import", "deepspeed.utils.bwc", "bwc_tensor_model_parallel_world_size"),
+    ("import", "deepspeed.utils.logging", "warning_once"),
+    ("import", _ENGINE, "__init__ ._config .module"),
+    ("import", "deepspeed.runtime.config:DeepSpeedConfig", "._param_dict"),
+
+    ("classic layers", "deepspeed.moe.layer:MoE",
+     "forward(self, hidden_states, used_token) .coefficient .deepspeed_moe .enable_expert_tensor_parallelism .ep_size "
+     ".mlp .num_experts .num_local_experts .use_residual"),
+    ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
+     "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts "
+     ".time_falltoall .time_moe .time_salltoall .timers .use_tutel .wall_clock_breakdown"),
+    ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
+     "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
+    ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
+    ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
+
+    ("AutoEP layers", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
+     "forward(self, hidden_states) _finalize_output(self, output, x, hidden_states, hdim) .comm_backend .ep_group "
+     ".ep_rank .ep_size .expert_bias .experts .folding_group_handles .model_family .moe_output_shape .num_experts "
+     ".num_local_experts .router .score_apply .shared_experts .shared_experts_gate .tokens_per_expert"),
+    ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:FoldingGroupHandles", ".spec"),
+    ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:ParallelFoldingSpec", ".tp_size"),
+    ("AutoEP layers", "deepspeed.moe.ep_experts:GroupedExperts",
+     "forward(self, x, num_tokens_per_expert) .activation .activation_alpha .activation_limit .w1 .w2 .w3"),
+    ("AutoEP layers", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
+     "forward(self, x, expert_bias) .e_score_correction_bias .gate .num_expert_groups .num_experts .route_norm "
+     ".route_scale .score_func .top_k"),
+
+    ("added presets", "deepspeed.module_inject.auto_ep:AutoEP",
+     "_replace_moe_layer_without_retarget(self, spec, ...) ep_parser(self) .model"),
+    ("added presets", "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", ".sources"),
+    ("added presets", f"{_PRESETS}.registry",
+     "_PRESET_ADAPTERS available_preset_names get_preset(preset_name) preset_name_for_hf_model_type(model_type)"),
+    ("added presets", f"{_PRESETS}.base:MoEModelPreset",
+     ".hf_model_types .min_transformers_version .moe_layer_pattern .num_experts_attr .preset_adapter .route_norm "
+     ".router_pattern .score_func .shared_experts_pattern .unsupported_hf_model_type_notes"),
+    ("added presets", f"{_PRESETS}.base:ForwardContract", ".capture_target .return_router_logits"),
+    ("added presets", f"{_PRESETS}.base:TransformersTopLevelRouterLogitsAdapter",
+     "adjust_forward_contract(self, contract) resolve_route_norm(self, config, preset, model_config)"),
+    ("added presets", f"{_PRESETS}.base:MoELayerSpec",
+     ".experts_name .model_family .moe_module_name .router_name"),
+    ("added presets", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".enabled .route_norm"),
+    ("gpt-oss", "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts", ".down_proj_bias .gate_up_proj_bias"),
+    ("phimoe", "transformers.models.phimoe.modeling_phimoe", "sparsemixer(scores, jitter_eps, training, top_k, ...)"),
+    ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeTopKRouter", ".router_jitter_noise"),
+    ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeSparseMoeBlock", ".input_jitter_noise"),
+    ("recorders", f"{_PRESETS}.base",
+     "_install_instance_transformers_output_recorders(model, registry_entries, output_capturing, "
+     "remove_output_capture_hooks)"),
+    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY maybe_install_capturing_hooks"),
+
+    ("LoRA on experts", "deepspeed.module_inject.auto_ep:AutoEP",
+     "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...)"),
+    ("LoRA on experts", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".moe_layer_pattern"),
+    ("LoRA on experts", "peft", "PeftModel"),
+    ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
+     "get_param ._did_swap_in_out_features .num_experts .parameter_name"),
+    ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
+    ("LoRA on experts", "peft.tuners.tuners_utils:BaseTunerLayer", "active_adapters disable_adapters"),
+    ("LoRA on experts", "peft.utils.other", "AuxiliaryTrainingWrapper"),
+
+    ("own optimizer", _ENGINE,
+     "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),
+
+    # What zero.py rewrites, and what calls it.
+    ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
+     "_build_compact_grad_partition_buffer#54c89687 _get_compact_grad_partition_buffer#56079ca1 "
+     "_model_parallel_all_reduce#ea2c37bd _update_model_bit16_weights#f6e3c0c5 "
+     "_use_compact_grad_partition_buffer#b4b53eb2 allreduce_and_scatter#40339309 allreduce_no_retain#b9fa439d "
+     "average_tensor#6fd000d7 create_gradient_handling_hooks#b84ceb8d get_all_grad_tensors#412137c5 "
+     "get_flat_partition#77f7f3da get_grad_norm_direct#72af0993 has_overflow#cadc27a1 "
+     "has_overflow_partitioned_grads_serial#03c4bba8 independent_gradient_partition_epilogue#26ceef6d "
+     "overlapping_partition_gradients_reduce_epilogue#7a5f8e79 process_gradients#a05fe9ca "
+     "reduce_gradients#385b8e94 reduce_independent_p_g_buckets_and_remove_grads#500839d3 "
+     "reduce_ipg_grads#a41525b6 reduce_ready_partitions_and_remove_grads#46ef5f92 scaled_global_norm#63c6a6fe "
+     "should_refresh_expected_hook_count#904c5b1d step#9520884f"),
+    ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
+     ".all_grad_tensors .autoep_folding_tp_group .averaged_gradients .bit16_groups .bit16_groups_flat "
+     ".communication_data_type .contiguous_gradients .cpu_offload .dp_process_group .dtype .expert_dp_process_group "
+     ".grad_partition_insertion_offset .grad_start_offset .gradient_accumulation_dtype .gradient_average "
+     ".ipg_buckets .model_parallel_rank .overlap_comm .param_dict .param_id .param_names .param_to_partition_ids "
+     ".params_already_reduced .partition_gradients .partition_size .real_dp_process_group .reduce_bucket_size "
+     ".reduce_scatter .reduction_stream .round_robin_bit16_groups .round_robin_bit16_meta .round_robin_bit16_offsets "
+     ".sequence_parallel_size .use_grad_accum_attribute .use_multi_rank_bucket_allreduce .zenflow"),
+    ("batch_gradients", f"{_ZERO}:IPGBucket", "clear .buffer .copy_streams .elements .grads .index .params"),
+    ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs .flat_partition"),
+    ("batch_gradients", "deepspeed.runtime.constants", "PIPE_REPLICATED"),
+    ("batch_gradients", "deepspeed.runtime.torch_autocast", "is_autocast_initialized"),
+    ("batch_gradients", "deepspeed.runtime.utils",
+     "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace(input, device, ...)"),
+    ("batch_gradients", "deepspeed.runtime.zero.utils", "get_norm_dtype"),
+
+    ("steps", _ENGINE, "_take_model_step .optimizer"),
+    ("keep_quantized_weights", _ENGINE,
+     "_take_model_step destroy load_checkpoint offload_states zero_optimization_partition_weights .zenflow"),
+    ("metrics", _ENGINE, ".device .global_samples .global_steps .monitor"),
+    ("metrics", "deepspeed.monitor.monitor:MonitorMaster", "write_events(self, event_list) .enabled"),
+
+    ("saving", _ENGINE,
+     "_raise_if_autoep_zero3_consolidated_export(self, operation) _zero3_consolidated_16bit_state_dict "
+     "autotp_size module_state_dict save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters) "
+     "zero_gather_16bit_weights_on_model_save(self)"),
+    ("saving", "deepspeed.runtime.config:DeepSpeedConfig", ".expert_parallel_config"),
+    ("saving", f"{_PRESETS}.base:MoELayerSpec",
+     ".e_score_correction_bias_path .expert_storage .expert_w1_name .expert_w2_name .expert_w3_name "
+     ".shared_experts_gate_name .shared_experts_name"),
+    ("saving", "deepspeed.moe.fused_expert_layout:FusedExpertLayout", ".needs_transpose"),
+    ("saving by Trainer and Accelerate", "accelerate:Accelerator",
+     "get_state_dict(self, model, ...) save_model(self, model, ...)"),
+    ("saving by Trainer and Accelerate", "transformers:PreTrainedModel",
+     "_hf_peft_config_loaded save_pretrained(self, save_directory, is_main_process, state_dict, ...)"),
+    ("saving by Trainer and Accelerate", "transformers.core_model_loading", "revert_weight_conversion"),
+    ("saving by Trainer and Accelerate", "transformers:Trainer", ".deepspeed"),
+    ("saving by Trainer and Accelerate", "peft:PeftModel",
+     "save_pretrained(self, save_directory, is_main_process, ...)"),
+    ("saving by Trainer and Accelerate", "peft", "get_peft_model_state_dict(model, ...)"),
+    ("saving by Trainer and Accelerate", "peft.peft_model", "get_peft_model_state_dict(model, ...)"),
+
+    ("loading", _ENGINE,
+     "load_checkpoint load_module_state_dict(self, checkpoint, ...) "
+     "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
+     "zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
+    ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
+
+    ("recordings", "triton", "JITFunction knobs"),
+    ("recordings", "triton.runtime", "driver"),
+    ("recordings", "triton.runtime.jit:JITFunction", ".params"),
+    ("recordings", "triton.runtime.jit:KernelParam", "is_constexpr name"),
+    ("recordings", "triton.compiler.compiler:CompiledKernel", "run .function .metadata .packed_metadata .src"),
+    ("recordings", "triton.compiler.compiler:ASTSource", ".signature"),
+    ("recordings", "triton.backends.nvidia.driver", "TMA_DTYPE_DEVICE_TO_HOST"),
+    ("recordings", "triton.backends.nvidia.driver:CudaLauncher",
+     ".global_scratch_size .launch .launch_cooperative_grid .launch_pdl .profile_scratch_size"),
+    ("recordings", "triton.knobs:runtime", "launch_enter_hook launch_exit_hook"),
+    ("kernels", "triton.experimental.gluon", "jit"),
+    ("kernels", "triton.experimental.gluon.language",
+     "BlockedLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout SwizzledSharedLayout "
+     "allocate_shared_memory convert_layout inline_asm_elementwise static_range warp_specialize"),
+    ("kernels", "triton.experimental.gluon.language.nvidia.hopper",
+     "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait"),
+    ("kernels", "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
+     ".base .block_shape .layout .padding .shape .strides"),
+))
+
+
+@cache
+def missing(feature: str) -> str | None:
+    """What another library lacks of a feature's names, with its release. None: all of them are there.
+
+    Names of a library that nobody has imported are taken to be there. DeepSpeed is imported.
+    """
+    for row in NAMES:
+        library = re.match(r"\w+", row.place)[0]
+        if row.feature == feature and (library == "deepspeed" or library in sys.modules):
+            gone = absent(row)
+            if gone:
+                return (f"{library} {importlib.metadata.version(library)} {gone} (the package was made for "
+                        f"{library} {SINCE[library]})")
+    return None
+
+
+def line_about(feature: str) -> str:
+    """The start-up line about a feature of which `missing` found something."""
+    return f"mxfp8_moe: WARNING: {FEATURES[feature]}: {missing(feature)}"
+
+
+def absent(row: Row) -> str | None:
+    """What of a row is not there, or has other parameters. None: all is there."""
+    module_name, _, class_name = row.place.partition(":")
+    try:
+        place: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        installed = error.name != module_name.partition(".")[0]
+        return f"has no {module_name}" if installed else None
+    for part in filter(None, class_name.split(".")):
+        place = getattr(place, part, None)
+        if place is None:
+            return f"has no {class_name} in {module_name}"
+    where = class_name or module_name
+    for name in row.each():
+        if name.startswith("."):
+            if not _instances_have(place, name[1:]):
+                return f"gives instances of {class_name} no {name[1:]}"
+            continue
+        name, _, parameters = name.partition("(")
+        name, _, digest = name.partition("#")
+        if not hasattr(place, name):
+            return f"has no {where}.{name}"
+        if digest and not _source_digest(getattr(place, name)).startswith(digest):
+            return f"has another {where}.{name}"
+        if parameters and not _takes(getattr(place, name), parameters.rstrip(")").split(", ")):
+            return f"has another signature of {where}.{name}: {inspect.signature(getattr(place, name))}"
+    return None
+
+
+def _instances_have(kind: type, name: str) -> bool:
+    """Whether a method of a class, or of one that it inherits from, sets the attribute; or it is a dataclass's field.
+    """
+    if hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", ()):
+        return True
+    pattern = re.compile(rf"\bself\.{name}\b|register_(?:buffer|parameter)\(\s*[\"']{name}[\"']")
+    return any(pattern.search(_source(base)) for base in kind.__mro__[:-1])
+
+
+@cache  # reading the source of a class takes a second in a large file
+def _source(of: Any) -> str:
+    try:
+        return inspect.getsource(of)
+    except (OSError, TypeError):
+        return ""  # compiled, or made while the program runs
+
+
+def _source_digest(function: Any) -> str:
+    return sha256(_source(function).encode()).hexdigest()
+
+
+def _takes(function: Any, names: list[str]) -> bool:
+    found = [name for name in inspect.signature(function).parameters]
+    if names[-1] != "...":
+        return found == names
+    rest = iter(found)
+    return all(name in rest for name in names[:-1])

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check at first use with real kernels: whole ones pass within seconds, broken ones are named and not used."""
+
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from test_self_check import AUTOEP, CASES, CLASSIC, FORMULAS
+
+from ds_mxfp8_moe import self_check
+from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
+from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_hopper, quantize
+from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
+from ds_mxfp8_moe.self_check import Verdict, kind_of
+
+GPU = torch.device("cuda")
+
+
+def kind(name="gated", recipe="mxfp8_wgrad_with_hp", dtype=torch.bfloat16, **keys):
+    recipe = resolve(MXFP8MoEConfig(recipe=recipe), "cuda", torch.cuda.get_device_capability())
+    return kind_of(FORMULAS[name], recipe, dtype, **keys)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_kernels_pass(case):
+    name, recipe, keys = CASES[case]
+    assert self_check._run(kind(name, recipe, **keys), GPU) == Verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_whole_kernels_pass_in_other_dtypes(dtype):
+    assert self_check._run(kind(dtype=dtype, **AUTOEP), GPU) == Verdict()
+
+
+def test_it_takes_three_seconds_beside_compilation():
+    """At most, for a recipe and its fallback. A remembered verdict takes none."""
+    self_check._run(kind(**AUTOEP), GPU)  # compiles
+    start = time.monotonic()
+    self_check._run(kind(**AUTOEP), GPU)
+    print(f"seconds of a check: {time.monotonic() - start:.2f}")
+    assert time.monotonic() - start < 3
+
+
+@Launched
+@triton.jit
+def _not_compiling(x_ptr, SIZE: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, SIZE), tl.no_such_function(SIZE))
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
+    def launch(a, b, *args, **kwargs):
+        _not_compiling[(1, )](torch.empty(32, device=GPU), SIZE=32)
+
+    monkeypatch.setattr(grouped_gemm_hopper, "grouped_mm_mxfp8", launch)
+    verdict = self_check._run(kind(**AUTOEP), GPU)
+    assert verdict.runs == "bf16" and verdict.found.startswith("kernel _not_compiling does not compile or start")
+
+
+def test_a_kernel_that_returns_wrong_numbers_is_named(monkeypatch):
+    plain = quantize.quantize_weights
+
+    def wrong(*args, **kwargs):
+        parts = plain(*args, **kwargs)
+        parts.qdata.view(torch.uint8)[0, 7] ^= 0x80
+        return parts
+
+    monkeypatch.setattr(quantize, "quantize_weights", wrong)
+    verdict = self_check._run(kind(**CLASSIC), GPU)
+    assert verdict.runs == "bf16" and verdict.found.startswith("quantize_weights: signal-to-noise ratio")

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of other libraries' private names, walked in the installed releases; and what the next ones may change."""
+
+import importlib.metadata
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+from packaging.version import Version
+from rank_pool import free_port
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.ops import private_names
+from ds_mxfp8_moe.ops.private_names import FEATURES, NAMES, SINCE, Row, absent
+
+
+@pytest.mark.parametrize("row", NAMES, ids=lambda row: f"{row.feature}: {row.place}")
+def test_the_installed_releases_have_every_name(row):
+    assert row.each() and row.feature in FEATURES
+    assert absent(row) is None
+
+
+def test_every_feature_has_names_of_libraries_that_are_installed():
+    assert {row.feature for row in NAMES} == set(FEATURES)
+    libraries = {re.match(r"\w+", row.place)[0] for row in NAMES}
+    assert libraries == set(SINCE)
+    for library, since in SINCE.items():
+        assert Version(importlib.metadata.version(library)) >= Version(since)
+
+
+class Engine:
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, loss, scale=1):
+        return loss
+
+
+DIGEST = private_names._source_digest(Engine.step)[:8]
+KNOWN = f"step(self, loss, scale) step(self, loss, ...) step#{DIGEST} .steps"
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library of one class, whose next release a test makes."""
+    module = SimpleNamespace(Engine=Engine)
+    monkeypatch.setitem(sys.modules, "some_library", module)
+    return module
+
+
+def test_names_that_are_there(library):
+    assert absent(Row("steps", "some_library:Engine", KNOWN)) is None
+    assert absent(Row("steps", "no_such_library:Engine", KNOWN)) is None  # not installed: nobody uses it
+
+
+class OtherSignature(Engine):
+    def step(self, loss, weight, scale=1):
+        return loss
+
+
+class OtherSource(Engine):
+    def step(self, loss, scale=1):
+        return loss * scale
+
+
+class OtherAttribute:
+    step = Engine.step
+
+    def __init__(self):
+        self.step_count = 0
+
+
+@pytest.mark.parametrize("kind, names, said", [
+    (OtherSignature, "step(self, loss, scale)", r"another signature of Engine.step: \(self, loss, weight, scale=1\)"),
+    (OtherSignature, "step(self, weight, loss, ...)", "another signature of Engine.step"),
+    (OtherSource, f"step#{DIGEST}", "another Engine.step"),
+    (OtherAttribute, ".steps", "gives instances of Engine no steps"),
+    (Engine, "backward", "has no Engine.backward"),
+    (None, "step", "has no Engine in some_library"),
+])
+def test_what_a_next_release_changes_is_found(library, kind, names, said):
+    library.Engine = kind
+    assert re.search(said, absent(Row("steps", "some_library:Engine", names)))
+
+
+def test_a_function_with_more_parameters_is_taken_where_the_row_says_so(library):
+    library.Engine = OtherSignature
+    assert absent(Row("steps", "some_library:Engine", "step(self, loss, scale, ...)")) is None
+
+
+def test_a_missing_module_of_an_installed_library_is_found():
+    assert absent(Row("steps", "deepspeed.no_such_module:Engine", "step")) == "has no deepspeed.no_such_module"
+
+
+def test_the_line_names_what_is_lost_and_the_release(monkeypatch):
+    monkeypatch.setattr(private_names, "NAMES", (Row("metrics", "deepspeed.runtime.engine", "gone"), ))
+    private_names.missing.cache_clear()
+    try:
+        line = private_names.line_about("metrics")
+    finally:
+        private_names.missing.cache_clear()
+    version = importlib.metadata.version("deepspeed")
+    assert line == (f'mxfp8_moe: WARNING: "metrics" has no effect: deepspeed {version} has '
+                    "no deepspeed.runtime.engine.gone (the package was made for deepspeed "
+                    f"{SINCE['deepspeed']})")
+
+
+def test_rows_for_the_import_name_what_the_package_imports_at_its_start():
+    """Else a release without a name ends the import in a traceback."""
+    program = """
+        import builtins, sys, deepspeed
+        seen, plain = set(), builtins.__import__
+        def noting(name, globals=None, locals=None, fromlist=(), level=0):
+            if level == 0 and name.startswith("deepspeed.") and (globals or {}).get("__name__", "").startswith("ds_m"):
+                seen.update((name, one) for one in fromlist or ())
+            return plain(name, globals, locals, fromlist, level)
+        builtins.__import__ = noting
+        import ds_mxfp8_moe
+        print(*sorted(f"{module}:{name}" for module, name in seen))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    imported = set(run.stdout.split())
+    promised = {"deepspeed.accelerator:get_accelerator", "deepspeed.moe:layer",
+                "deepspeed.module_inject.auto_ep_presets:registry", "deepspeed.module_inject.auto_ep_presets:base"}
+    listed = {f"{row.place}:{name.partition('(')[0]}" for row in NAMES if row.feature == "import"
+              for name in row.each()}
+    assert imported - promised <= listed
+
+
+def test_without_the_names_of_the_import_the_package_is_plain_deepspeed():
+    program = """
+        from deepspeed.moe import mappings
+        del mappings.drop_tokens  # as if renamed: DeepSpeed's own layers have theirs
+        import deepspeed, torch, ds_mxfp8_moe
+        ds_mxfp8_moe.enable()
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        model = torch.nn.Linear(4, 1)
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                  "mxfp8_moe": {"enabled": True}}
+        engine, *_ = ds_mxfp8_moe.initialize(model=model, model_parameters=model.parameters(), config=config)
+        for _ in range(2):
+            loss = engine(torch.ones(2, 4)).sum()
+            engine.backward(loss)
+            engine.step()
+        print("loss", loss.isfinite().item())
+        try:
+            ds_mxfp8_moe.save_pretrained
+        except ImportError as error:
+            print("told", "drop_tokens" in str(error))
+    """
+    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+                         env={**os.environ, **alone})
+    assert run.returncode == 0, run.stderr
+    assert "loss True" in run.stdout and "told True" in run.stdout
+    lines = set(re.findall("mxfp8_moe: WARNING: .*", run.stdout))
+    assert len(lines) == 1 and "this is plain DeepSpeed: deepspeed" in lines.pop()
+
+
+def test_plain_has_the_signatures_of_the_package(monkeypatch):
+    monkeypatch.setattr(private_names, "missing", lambda feature: "")
+    from ds_mxfp8_moe import plain
+    ours, its = inspect.signature(ds_mxfp8_moe.convert), inspect.signature(plain.convert)
+    assert list(ours.parameters) == list(its.parameters)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check at first use, on a CPU: each operation then runs twice in plain torch, and a broken one is put in place of
+the first. tests/gpu/test_self_check_gpu.py breaks kernels."""
+
+import json
+import re
+
+import pytest
+import torch
+from slow import slow_except
+
+from ds_mxfp8_moe import casts, expert_math, self_check
+from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
+from ds_mxfp8_moe.experts import ExpertFormula
+from ds_mxfp8_moe.self_check import Verdict, kind_of
+
+CPU = torch.device("cpu")
+BIASES = {"gate_bias": "x", "up_bias": "y", "down_bias": "z"}
+FORMULAS = {
+    "gated": ExpertFormula("gated", "silu", 1024, 512, gate="a", up="b", down="c"),
+    "gpt-oss": ExpertFormula("gated", "swiglu_oai", 1024, 512, gate="a", up="b", down="c", **BIASES),
+    "mlp": ExpertFormula("mlp", "gelu", 1024, 512, up="b", down="c", up_bias="y"),
+    "linear": ExpertFormula("linear", None, 1024, 1024, up="b"),
+    "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="gate_up_in_turn"),
+}
+AUTOEP = dict(stacked=True, rank=8, routed=("softmax", True, True))
+CLASSIC = dict(stacked=False, exchanges=True)
+
+
+def kind(name="gated", recipe="mxfp8_wgrad_with_hp", block=128, **keys):
+    block = {} if recipe == "bf16" else {"scale_block_size": block}
+    return kind_of(FORMULAS[name], resolve(MXFP8MoEConfig(recipe=recipe, **block), "cpu"), torch.bfloat16, **keys)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch, tmp_path):
+    """Operations on CPUs are compared too, on few tokens."""
+    monkeypatch.setattr(self_check, "_on_gpu", lambda x: any(True for _ in self_check._tensors(x)))
+    monkeypatch.setattr(self_check, "WIDE_COPIES", 2)
+    monkeypatch.setattr(self_check, "_folder", lambda: tmp_path / "verdicts")
+    monkeypatch.setattr(self_check, "releases", lambda device: {"chip": "none", "triton": "0"})
+
+
+RECIPES = "mxfp8", "mxfp8_wgrad_with_hp", "bf16"
+CASES = {f"{name}-{recipe}-classic": (name, recipe, CLASSIC) for name in FORMULAS for recipe in RECIPES} | {
+    f"{name}-{recipe}-autoep": (name, recipe, AUTOEP) for name in ("gated", "gpt-oss") for recipe in RECIPES}
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, "gated-mxfp8_wgrad_with_hp-autoep", "packed-mxfp8-classic"))
+def test_whole_kernels_pass(case):
+    name, recipe, keys = CASES[case]
+    assert self_check._run(kind(name, recipe, **keys), CPU) == Verdict()
+
+
+def broken_once(operation, change):
+    """An operation whose every second call is right: that in plain torch."""
+    calls = [0]
+
+    def broken(*args, **kwargs):
+        calls[0] += 1
+        found = operation(*args, **kwargs)
+        return change(found) if calls[0] % 2 else found
+
+    return broken
+
+
+def with_a_wrong_row(x):
+    x = x.clone()
+    x[3] *= 2
+    return x
+
+
+def raising(x):
+    raise RuntimeError("ptxas failed")
+
+
+@pytest.mark.parametrize("name, change, runs, found", [
+    ("grouped_mm", with_a_wrong_row, "bf16", r"grouped_mm: signal-to-noise ratio \d"),
+    ("grouped_mm", torch.zeros_like, "bf16", "grouped_mm: signal-to-noise ratio -?0"),
+    ("grouped_mm", lambda x: x * float("nan"), "bf16", "grouped_mm: signal-to-noise ratio -inf"),
+    ("grouped_mm", raising, "bf16", "RuntimeError: ptxas failed"),
+    ("grouped_mm_weights", with_a_wrong_row, "deepspeed", "grouped_mm_weights: signal"),
+    ("group_sums", with_a_wrong_row, "deepspeed", "group_sums: signal"),
+])
+def test_a_broken_operation_is_found(monkeypatch, name, change, runs, found):
+    monkeypatch.setattr(expert_math, name, broken_once(getattr(expert_math, name), change))
+    verdict = self_check._run(kind("gpt-oss" if name == "group_sums" else "gated"), CPU)
+    assert verdict.runs == runs
+    assert re.search(found, verdict.found)
+
+
+def test_a_broken_cast_is_found(monkeypatch):
+    def change(found):
+        data = found.qdata.view(torch.uint8).clone()
+        data[0, 5] ^= 0x80  # a row with another sign
+        return found.with_parts(data.view(torch.float8_e4m3fn), found.scale_bytes)
+
+    monkeypatch.setattr(casts, "quantize_weights", broken_once(casts.quantize_weights, change))
+    verdict = self_check._run(kind(**AUTOEP), CPU)
+    assert verdict.runs == "bf16" and verdict.found.startswith("quantize_weights: signal-to-noise")
+
+
+def test_the_check_leaves_no_trace():
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    operations = {(owner, name): getattr(owner, name) for owner, names in self_check.OPERATIONS.items()
+                  for name in names}
+    self_check._run(kind(recipe="bf16", **CLASSIC), CPU)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(getattr(owner, name) is plain for (owner, name), plain in operations.items())
+
+
+def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
+    runs = []
+    monkeypatch.setattr(self_check, "_run", lambda kind, device: runs.append(kind) or Verdict("bf16", "broken"))
+    one, other = kind(**AUTOEP), kind(**CLASSIC)
+    for asked in (one, other, one, other):
+        assert self_check.check(asked, CPU) == Verdict("bf16", "broken")
+    assert runs == [one, other]
+    assert self_check.remembered(CPU) == [Verdict("bf16", "broken")] * 2
+    monkeypatch.setattr(self_check, "releases", lambda device: {"chip": "none", "triton": "1"})
+    assert self_check.remembered(CPU) == []
+    self_check.check(one, CPU)
+    assert len(runs) == 3
+    for path in (tmp_path / "verdicts").iterdir():  # a file cut short is no verdict
+        path.write_text(json.dumps({"runs": "all"})[:5])
+    self_check.check(one, CPU)
+    assert len(runs) == 4
+
+
+def test_the_line_names_the_kernel_and_the_releases():
+    line = self_check.line_about(Verdict("bf16", "grouped_mm: wrong"), CPU)
+    assert line == ("mxfp8_moe: WARNING: MoE layers run in bf16, since a kernel is broken here: grouped_mm: wrong. "
+                    "Here: chip none, triton 0. Tested with Triton 3.6 to 3.9")
+
+
+def test_the_worst_verdict_counts():
+    good, bad = Verdict("bf16", "a"), Verdict("deepspeed", "b")
+    assert self_check.worst([Verdict(), bad, good]) == bad and self_check.worst([]) == Verdict()
