@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | test-slow | lint | finetune | report. Each sets up what it needs in $(VENV) first.
+# make setup | test | test-slow | test-releases | lint | finetune | report. Each sets up what it needs in $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
 #   VENV        the virtual environment that is made
-#   DEEPSPEED   the release to install
+#   TORCH       the release of torch to install, by default the newest that the package was tested with
+#   DEEPSPEED   the release of DeepSpeed to install
+#   PINS        more releases, as in PINS="triton==3.6.0 transformers==5.17.0"
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup test test-slow lint finetune report
+.PHONY: setup test test-slow test-releases lint finetune report
 
 PYTHON ?= python3
 # Its path is looked up here, before the new environment's python3 comes first on PATH.
 override PYTHON := $(or $(shell command -v $(PYTHON)),$(error there is no $(PYTHON): name an interpreter by PYTHON=))
 VENV ?= .venv
 DEEPSPEED ?= 0.19.8
-CPU_TORCH ?= 2.13.0
-TRITON ?= 3.6.0
+TORCH ?= 2.15.0
+PINS ?=
 RUN := $(VENV)/bin/python
 
 # DeepSpeed looks for ninja and mpirun on PATH.
@@ -38,9 +40,9 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  $(RUN) -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/constraints.txt
 	else
 	  $(PYTHON) -m venv --clear $(VENV)
-	  printf '%s\n' torch==$(CPU_TORCH) triton==$(TRITON) > $(VENV)/constraints.txt
+	  printf '%s\n' torch==$(TORCH) $(PINS) > $(VENV)/constraints.txt
 	  # A CPU build under that name where the package index has one; else the index's own build of that release.
-	  $(RUN) -m pip install -q torch==$(CPU_TORCH)+cpu 2>/dev/null || $(RUN) -m pip install -q torch==$(CPU_TORCH)
+	  $(RUN) -m pip install -q torch==$(TORCH)+cpu 2>/dev/null || $(RUN) -m pip install -q torch==$(TORCH)
 	fi
 	echo deepspeed==$(DEEPSPEED) >> $(VENV)/constraints.txt
 	if [ -e $(VENV)/lib/python3*/site-packages/kept.pth ] && compgen -G '.whl/*.whl' >/dev/null; then
@@ -65,6 +67,10 @@ test: $(VENV)/ready
 # Packaging, compilation ahead of time, launchers, benchmarks and long examples.
 test-slow: $(VENV)/ready
 	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m slow
+
+# The tests with the oldest and the newest releases, and ahead-of-time compilation with each Triton: tests/releases.py.
+test-releases:
+	@$(PYTHON) tests/releases.py
 
 report: $(VENV)/ready
 	@$(RUN) examples/benchmarks/report.py

@@ -16,7 +16,7 @@ Dequantised values are exact in bfloat16, since they are 4 significant bits time
 below 2^-133, bfloat16's smallest, and values that rounding lifts to 2^128, which is Inf in bfloat16 and in float32.
 """
 
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch.utils._pytree import tree_map
@@ -26,7 +26,7 @@ from .ops.mx_format import BLOCK_SIZES, E4M3_MAX, NAN_DATA_BYTE, NAN_SCALE_BYTE,
 aten = torch.ops.aten
 
 
-class ScaleCalculationMode(str, Enum):
+class ScaleCalculationMode(StrEnum):
     """torchao's names for the rounding of scales. A member equals its string, and callers may give either."""
 
     RCEIL = "rceil"

@@ -19,7 +19,7 @@ M: rows, K: columns of A, N: output columns, E: groups.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -32,7 +32,7 @@ from .transport import ROW_ALIGNMENT
 __all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"]
 
 
-class KernelPreference(str, Enum):
+class KernelPreference(StrEnum):
     """torchao's names. AUTO takes the device's MXFP8 kernel. EMULATED dequantises, then multiplies."""
 
     AUTO = "auto"

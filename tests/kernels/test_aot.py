@@ -271,13 +271,17 @@ def test_subnormals_are_not_flushed(launches):
                 if ".ftz" in re.sub(r"(ex2|rsqrt)\.approx\.ftz", "", launch.ptx)]
 
 
-def test_no_spills(launches):
-    """But for a few bytes where two warpgroups share all registers or Blackwell's are capped so that more warps fit,
-    and Blackwell's GEMMs when tested on Hopper."""
-    spilled = []
+# Most bytes of a thread's stack with Triton 3.6, and with later releases, whose LLVM and ptxas take more registers:
+# for gpt-oss' activation with blocks of 32, and for the cast to rows and columns at once. Hopper's GEMMs have two
+# warpgroups that share all registers.
+STACK_BYTES = {"_hopper.": (160, 160), "activation._backward_kernel": (16, 208), "quantize._quantize_matrix": (0, 48)}
+
+
+def test_few_spills(launches):
+    """Blackwell's GEMMs do not count on Hopper, where they are only tested."""
+    column, spilled = 0 if triton.__version__.startswith("3.6.") else 1, []
     for launch in launches:
-        capped = "activation._backward" in launch.kernel and (launch.arch, launch.registers) == (100, 128)
-        limit = 160 if "_hopper." in launch.kernel else 16 if capped else 0
+        limit = next((most[column] for kernel, most in STACK_BYTES.items() if kernel in launch.kernel), 0)
         elsewhere = launch.arch == HOPPER and "grouped_gemm_blackwell" in launch.kernel
         if launch.stack_bytes > limit and not elsewhere:
             spilled.append((launch.kernel, launch.arch, launch.registers, launch.stack_bytes))

@@ -120,7 +120,7 @@ def test_metadata(dist):
         scripts, = [archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt")]
         assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
     requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
-    assert set(requires["Python"].split(",")) == {">=3.10", "<3.14"}
+    assert set(requires["Python"].split(",")) == {">=3.11", "<3.15"}
     assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8", "<0.20"}
     assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "docs", "test"}
     assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata

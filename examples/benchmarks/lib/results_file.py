@@ -67,7 +67,7 @@ def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = 
         | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
         "commit": of_commit or commit(),
         "command": shlex.join(command),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(result, indent=1)[:-2]
