@@ -163,8 +163,8 @@ def building_blocks(directory: Path) -> float:
     parts = [(torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in zip(
         x_RD.split(names["rows_E"].tolist()), whole.w1, whole.w2, whole.w3, strict=True)]
     expected = torch.cat(parts).float()
-    noise = expected - names["y_RD"].detach().float()
-    return float(10 * torch.log10(expected.square().sum() / noise.square().sum()))
+    noise = expected - names["y_RD"].float()
+    return (10 * torch.log10(expected.square().sum() / noise.square().sum())).item()
 
 
 def test_building_blocks(ranks2, tmp_path):
