@@ -114,18 +114,17 @@ def add(row: dict) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """What was run with which releases, as a table of the README."""
-    lines = ["| run | with | result |", "|---|---|---|"]
+    """What was run with which releases, as a table of the README: a line for each kind of run."""
+    runs: dict[str, list[str]] = {}
     for row in rows:
         case, found = row["case"], row["case"]["versions"]
         what = case["what"] + (f" on an {case['device']}" if "device" in case else "")
-        names = ("python", "torch", "triton", "transformers") if "CPU" in what else ("triton", )
-        names = ("torch", "triton") if "GPU" in what else names
-        result = ", ".join(f"{row[word]} {word}" for word in ("passed", "failed", "skipped") if row.get(word))
+        names = {"CPU tests": ("python", "torch", "triton", "transformers"), "GPU tests": ("torch", "triton")}
+        with_what = ", ".join(f"{name} {found[name]}" for name in names.get(case["what"], ("triton", )))
         part = f" ({case['part']})" if "part" in case else ""
-        lines.append(f"| {what}{part} | {', '.join(f'{name} {found[name]}' for name in names)} | "
-                     f"{result}, {row['date']} |")
-    return "\n".join(lines)
+        failed = "" if row["correct"] else ", FAILED"
+        runs.setdefault(what, []).append(f"{with_what}{part}: {row.get('passed', 0)} passed{failed}")
+    return "\n".join(["| run | with |", "|---|---|", *(f"| {what} | {'; '.join(of)} |" for what, of in runs.items())])
 
 
 def write_readme() -> None:
