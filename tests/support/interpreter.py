@@ -60,11 +60,27 @@ def _compare_to_booleans() -> None:
     builder.binary_op = binary_op
 
 
+def _widen_arguments() -> None:
+    """Triton's interpreter (3.6 to 3.9) calls integers from 2^31 on int64, but holds those below 2^32 in 32 bits. The
+    addresses of tensors are so small where Python itself lies low in memory, as Debian's and Ubuntu's does."""
+    from triton.runtime import interpreter
+    plain = interpreter._implicit_cvt
+
+    def convert(argument):
+        out = plain(argument)
+        if isinstance(argument, int) and 2**31 <= argument < 2**32:
+            out.handle.data = out.handle.data.astype("int64")
+        return out
+
+    interpreter._implicit_cvt = convert
+
+
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     torch.set_num_threads(1)
     _round_as_gpus_do()
     _compare_to_booleans()
+    _widen_arguments()
     _patch_language_once()
 
 
