@@ -48,9 +48,9 @@ def run(command: list[str], **environment: str) -> str:
 
 def versions(python: str) -> dict[str, str]:
     """Of the interpreter and its packages."""
-    program = ("import importlib.metadata as m, json, platform; print(json.dumps({'python': "
-               f"platform.python_version(), **{{p: m.version(p) for p in {PACKAGES!r}}}}}))")
-    return json.loads(output_of([python, "-c", program]))
+    program = (f"import importlib, json, platform; print(json.dumps({{'python': platform.python_version(), **{{name: "
+               f"importlib.import_module(name).__version__ for name in {PACKAGES!r}}}}}))")
+    return json.loads(output_of([python, "-c", program]).splitlines()[-1])
 
 
 def output_of(command: list[str]) -> str:
