@@ -21,7 +21,14 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, _raised_key, set_deadline, wait_for_device
+from ds_mxfp8_moe.transport.deadline import (
+    GRACE_SECONDS,
+    PeerFailure,
+    _raised_key,
+    naming_evaluation,
+    set_deadline,
+    wait_for_device,
+)
 
 PLAIN, MX = Wire(False), Wire(True)
 
@@ -158,6 +165,13 @@ def test_ranks_that_wait_in_an_evaluation_are_told_of_synced_gpus(ranks3, traini
     zero, _, two = ranks3.run(leave_an_evaluation, training)
     for text in (zero, two):
         assert "until the deadline" in text and ("pass synced_gpus=True" in text) != training
+
+
+@pytest.mark.parametrize("missing, at_deadline, hint", [((1, ), False, True), ((), True, True), ((), False, False)])
+def test_an_evaluation_adds_its_hint_to_failures_of_peers_alone(missing, at_deadline, hint):
+    with pytest.raises(PeerFailure) as caught, naming_evaluation():
+        raise PeerFailure("rank 1 is in another call", missing, at_deadline)
+    assert ("pass synced_gpus=True" in str(caught.value)) == hint
 
 
 def run_out_of_memory():
