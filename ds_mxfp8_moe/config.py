@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 SECTION = "mxfp8_moe"
 WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
 # Keys that not every transport reads, and the transports that do.
-READERS = {"nvlink_sms": ("nvlink", ), "capacity_factor": ("nvlink", "hierarchical"), "node_size": ("hierarchical", ),
+READERS = {"nvlink_sms": ("nvlink", ), "capacity_factor": ("nvlink", ), "node_size": ("hierarchical", ),
            "wire": ("hierarchical", )}
 
 Dtype = Literal["mxfp8", "bf16"]
@@ -68,8 +68,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             beside a GEMM.
         capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
             host then does not wait for exchanges in the layer, and CUDA graphs can capture it. All ranks must bring
-            the same number of tokens. Only for nvlink and hierarchical, where the wire `host` sends all the room that
-            there is for rows. Default: buffers fit the routing of each step.
+            the same number of tokens. Only for nvlink. Default: buffers fit the routing of each step.
         on_overflow: what happens if routing sends a rank more rows than fit by `capacity_factor`. "error": every rank
             raises an error. "drop": choices that do not fit are dropped. The rank's experts with the most rows lose
             them. Tokens keep their other choices. A warning says how many were dropped. Only with `capacity_factor`.

@@ -17,7 +17,6 @@ from .kept_weights import KeptWeights
 from .layer import MXFP8MOELayer
 from .metrics import Metrics
 from .ops.private_names import line_about, missing
-from .transport.capacity import Findings
 from .transport.peer_memory import PeerMemory
 
 
@@ -81,7 +80,6 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     @functools.wraps(plain)
     def step(*args, **kwargs):
         PeerMemory.wait_and_check_all()
-        Findings.wait_and_check_all()
         result = plain(*args, **kwargs)
         if engine._mxfp8_balancer is not None:
             engine._mxfp8_balancer.after_step()

@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..config import READERS
+from ..config import READERS, ConfigError
 from ..ops.op_builder import nvlink as extension
 from . import Transport, nvshmem
 from .collective import Collective
@@ -26,7 +26,6 @@ from .hops import Hops
 from .local import Local
 from .nvlink import NVLink
 from .peer_memory import NoStaging, PeerMemory
-from .static_hops import StaticHierarchical
 
 MOST_RANKS = 8  # in a group that exchanges over NVLink
 # In a group that takes two hops without being asked. With more, the model of scale.py sees little left to save: a
@@ -88,12 +87,13 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
             between at most MOST_NODES nodes, then collective. "hierarchical" is for groups that span nodes of the same
             size; others take what None gives.
         sms, overlap: for NVLink. In the config, `sms` is `nvlink_sms`.
-        capacity_factor, on_overflow: for NVLink and for two hops.
+        capacity_factor, on_overflow: for NVLink. Where two hops are chosen, `capacity_factor` is an error.
         node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.
         wire: what carries rows between nodes: "host", "peer_memory" or "nvshmem". None means "host". A wire that is
             not possible is replaced by "host".
 
     Raises:
+        ConfigError: `capacity_factor` is given, and the group takes two hops. Raised on every rank of the group.
         RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
         ValueError: ranks of the group ask for different things. Raised on every rank of the group.
         PeerFailure: a rank of the group did not come to the first choice.
@@ -116,10 +116,12 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
                            '"transport": "collective" instead')
     if verdict.transport == "hierarchical":
-        hops = Hops.of(group, verdict.node_size, name, *verdict.wires)
-        if capacity_factor is None:
-            return Hierarchical(hops, name)
-        return StaticHierarchical(hops, name, capacity_factor=capacity_factor, on_overflow=on_overflow)
+        if capacity_factor is not None:
+            nodes = len(ranks_of(group)) // verdict.node_size
+            raise ConfigError(f'{name}: "capacity_factor" is {capacity_factor}, but the transport is hierarchical, '
+                              f"since ranks {ranks_of(group)} are {nodes} nodes of {verdict.node_size} ranks. Only "
+                              'nvlink supports "capacity_factor": leave it out, or keep expert-parallel groups inside a node')
+        return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
     return Collective(group, name)
 
 

@@ -14,7 +14,7 @@ token, choice). Combine gives its own bits, which are the same in every run. Wit
 the collective transport.
 
 The counts of a plan take the two hops too. Every rank learns the signatures of all, so that ranks in different calls
-raise together. The host waits for a GPU once, for the counts (static_hops.py: never).
+raise together. The host waits for a GPU once, for the counts.
 
 Further letters in tensor names: N nodes, G ranks of a node, C rows that this rank sends to nodes, L rows that land
 here for this node, S rows that it passes on inside the node.
@@ -47,7 +47,6 @@ from .rows import (
     sums,
     wanted_by,
 )
-from .wires import Splits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,8 +57,7 @@ class HierarchicalPlan:
         num_tokens, top_k, tokens_per_expert, group_ends_E, slot_RK, source_P: as in Plan.
         between: which tokens go to which node.
         inside: which of the rows that land here go to which rank of the node.
-        *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside), as
-            the wires take them.
+        *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside).
         *_most: the most rows that any rank of the group sends to a rank of its hop. Equal on all ranks.
     """
 
@@ -67,12 +65,12 @@ class HierarchicalPlan:
     top_k: int
     tokens_per_expert: float
     between: Sends
-    between_send_splits: Splits
-    between_recv_splits: Splits
+    between_send_splits: tuple
+    between_recv_splits: tuple
     between_most: int
     inside: Sends
-    inside_send_splits: Splits
-    inside_recv_splits: Splits
+    inside_send_splits: tuple
+    inside_recv_splits: tuple
     inside_most: int
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor
@@ -100,12 +98,12 @@ class Hierarchical(Transport):
     def world_size(self) -> int:
         return self.hops.num_nodes * self.hops.node_size
 
-    def _between(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int,
+    def _between(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int,
                  phase: str) -> torch.Tensor:
         where = f"{self._where(phase)}, hop between nodes"
         return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
 
-    def _inside(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, most: int, phase: str,
+    def _inside(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int, phase: str,
                 row_S: torch.Tensor | None = None) -> torch.Tensor:
         where = f"{self._where(phase)}, hop inside the node"
         return self.hops.inside.exchange(x, send_splits, recv_splits, where, most, phase != "counts", row_S)

@@ -58,7 +58,7 @@ class Hops:
         """
         ranks, made, key = ranks_of(group), _OF_GROUP.setdefault(group, {}), (node_size, between, inside)
         if len(ranks) % node_size:
-            raise ValueError(f"{name}: {len(ranks)} ranks are no nodes of {node_size} ranks each")
+            raise ValueError(f"{name}: node_size {node_size} does not divide the {len(ranks)} ranks of the group")
         if key not in made:
             node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
             node, index = divmod(ranks.index(torch.distributed.get_rank()), node_size)

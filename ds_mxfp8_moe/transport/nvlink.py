@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
 from . import Pending, Transport, Wire, overlap, room_for
-from .capacity import padded, room_of, with_room
+from .capacity import padded, room_of
 from .peer_memory import KINDS, PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
@@ -215,7 +215,7 @@ class NVLink(Transport):
         memory.reserve(4 * W * (2 + W + W * E), where)
         room = room_of(self.capacity_factor, T, K, W, E) if static else 0
         group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0,
-                                       self.on_overflow), with_room(where, room) if static else where)
+                                       self.on_overflow), f"{where}, with room for {room} rows" if static else where)
         if not static:
             ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(),
                                   host=memory.host.data_ptr(), **known), memory.stream())

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from ..ops.op_builder import nvshmem as extension
 from .deadline import answers_of_all, ranks_of
 from .peer_memory import NoStaging, PeerMemory
-from .wires import HostWire, PeerWire, Splits
+from .wires import HostWire, PeerWire
 
 BLOCKS = 32  # of a kernel: more do not make a network faster
 
@@ -75,7 +75,7 @@ class NVSHMEMWire(PeerWire):
         """As `puts_of` the wire's staging."""
         return puts_of(self.memory)
 
-    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         if self.host is None:
             try:
@@ -85,8 +85,7 @@ class NVSHMEMWire(PeerWire):
                 if dist.get_rank(group=self.memory.group) == 0:
                     print(f"mxfp8_moe: WARNING: from now on the wire is host, not nvshmem: {error}", flush=True)
         if self.host is not None:
-            if not isinstance(send_splits, torch.Tensor):
-                self.count(x, send_splits)
+            self.count(x, send_splits)
             return self.host.exchange(x, send_splits, recv_splits, where, most, compared, row_S)
         return super().exchange(x, send_splits, recv_splits, where, most, compared, row_S)
 

@@ -3,8 +3,9 @@
 
 A hop takes place among some ranks of the group. Between nodes, these are the ranks of one index in their nodes (a
 rail). Inside a node, they are the node's ranks. A wire brings each rank's rows to the places that `recv_splits` gives
-them, and returns when they are there, or will be for what the device does next. How, is its own affair: through the
-host, or by stores and signals of kernels. The transport does not depend on the order or the time in which rows arrive.
+them, and returns when they are there, or will be for what the device does next. Each wire chooses its mechanism: the
+host's collectives, or stores and signals of kernels. The transport does not depend on the order or the time in which
+rows arrive.
 """
 
 import itertools
@@ -23,8 +24,6 @@ from .rows import as_bytes
 BYTES = 16  # that a thread of a kernel moves at a time
 CHUNK_BYTES = 32 << 10  # least size of what one flag announces; 8 rounds of a team's threads
 
-Splits = tuple | torch.Tensor
-
 
 class RowWire(ABC):
     """Carries rows between the ranks of one hop.
@@ -32,19 +31,15 @@ class RowWire(ABC):
     Attributes:
         ranks: global ranks of the hop, ascending.
         sent_bytes: bytes that this rank has sent to other ranks of the hop. Between nodes: bytes that left its node.
-            Rows that the device alone counts are left out.
     """
 
     ranks: list
     sent_bytes: int = 0
 
     @abstractmethod
-    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         """Sends `send_splits[i]` rows of x to rank i of the hop. Returns the rows that arrive, in rank order.
-
-        Splits are tuples, or int32 tensors on the device, which the host does not read. With tensors, what is sent and
-        the result have room for `most` rows of each rank. Its rows come first there, and anything may follow them.
 
         Args:
             row_S: int64 [S], which rows of x are sent, in rank order. None: all of them, in their order.
@@ -73,7 +68,7 @@ class Alone(RowWire):
     def __init__(self, ranks: list):
         self.ranks = ranks
 
-    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         return x if row_S is None else x.index_select(0, row_S)
 
@@ -85,8 +80,6 @@ class HostWire(RowWire):
     own, since torch makes one safely only if all ranks of the world take part. Otherwise it derives the group's name
     from the number of groups that each rank has, which may differ between ranks.
 
-    Where the host does not know the splits, it sends all the room that there is for rows.
-
     Arguments:
         group: the whole group.
         ranks: of the hop.
@@ -96,10 +89,8 @@ class HostWire(RowWire):
     def __init__(self, group: Any, ranks: list, node_of: dict):
         self.group, self.ranks, self.node_of = group, ranks, node_of
 
-    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(send_splits, torch.Tensor):
-            send_splits = recv_splits = (most, ) * len(self.ranks)
         self.count(x, send_splits)
         x = x if row_S is None else x.index_select(0, row_S)
         out = x.new_empty((sum(recv_splits), x.shape[1]))
@@ -148,17 +139,12 @@ class PeerWire(RowWire):
     def _launch(self, args: Any) -> None:
         self.memory.extension.row_exchange(args, self.sms, self.memory.stream())
 
-    def exchange(self, x: torch.Tensor, send_splits: Splits, recv_splits: Splits, where: str, most: int,
+    def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         memory, ext, width = self.memory, self.memory.extension, x.shape[1] * x.element_size()
         memory.check()
-        row, tables = self._row(x), {}
-        if isinstance(send_splits, torch.Tensor):
-            tables = {"send_rows": send_splits.data_ptr(), "recv_rows": recv_splits.data_ptr()}
-            send_splits = recv_splits = (most, ) * len(self.ranks)
-            memory.unchecked = True
-        else:
-            self.count(x, send_splits)
+        row = self._row(x)
+        self.count(x, send_splits)
         sent = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
         # A flag announces a chunk. There are at most MAX_CHUNKS of them between two ranks.
         chunk = max(CHUNK_BYTES, -(-most * row // ext.MAX_CHUNKS // BYTES) * BYTES)
@@ -171,7 +157,7 @@ class PeerWire(RowWire):
                                      send_at=_beginnings(send_splits, row, ext.MAX_RANKS),
                                      recv_at=_beginnings(recv_splits, row, ext.MAX_RANKS),
                                      row=row, region=self._region(x, most), chunk=chunk,
-                                     chunks=-(-most * row // chunk), **tables))
+                                     chunks=-(-most * row // chunk)))
         if x.device.type == "cpu":  # the kernel has ended
             memory.check()
         return out[:, :width].contiguous().view(-1).view(x.dtype).view(-1, x.shape[1])

@@ -24,13 +24,6 @@ def test_two_hops(interpreter, wire, node_size):
                                                routing="dropped"), node_size)
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-@pytest.mark.parametrize("wire", [PLAIN, MX32])
-def test_two_hops_with_a_capacity(interpreter, wire, node_size):
-    interpreter(check_exchange, "cpu", Problem((5, ) * 4, top_k=3, local_experts=2, wire=wire, hidden=160,
-                                               routing="dropped"), node_size, 1.0)
-
-
 @pytest.mark.parametrize("case", MESSAGES, ids=str)
 def test_messages(interpreter, case):
     interpreter(check_message, "cpu", *case)

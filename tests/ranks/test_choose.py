@@ -195,6 +195,14 @@ def test_node_size_makes_nodes_of_consecutive_ranks(ranks4):
         assert two[3] == (f"{START}2 nodes of 2 ranks, wire host\n" if rank == 0 else "") and again[3] == ""
 
 
+def test_two_hops_refuse_a_capacity_on_every_rank(ranks4):
+    for (error, _, text, _), in ranks4.run(on_nodes, TWO_BY_TWO, {"capacity_factor": 1.5}):
+        assert error == "ConfigError"
+        assert text == ('moe: "capacity_factor" is 1.5, but the transport is hierarchical, since ranks [0, 1, 2, 3] are '
+                        '2 nodes of 2 ranks. Only nvlink supports "capacity_factor": leave it out, or keep '
+                        "expert-parallel groups inside a node")
+
+
 THREE_AND_ONE = "its nodes have different numbers of ranks: ranks [3] are one node and ranks [0, 1, 2] another"
 UNEVEN = [
     (["a 1", "a 1", "a 1", "b 2"], {}, THREE_AND_ONE),
@@ -257,7 +265,7 @@ def test_ranks_that_ask_for_different_nodes_raise_everywhere(ranks2, key, one, t
 
 def test_without_gpus(ranks2):
     said = ("mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device\n"
-            'mxfp8_moe: WARNING: "capacity_factor" has no effect: read by nvlink and hierarchical alone\n')
+            'mxfp8_moe: WARNING: "capacity_factor" has no effect: read by nvlink alone\n')
     assert ranks2.run(on_the_cpu) == [(True, said), (True, "")]
 
 

@@ -215,7 +215,7 @@ def test_ranks_in_different_calls_raise_everywhere_before_a_row_travels(ranks4, 
 
 
 def ranks_left_over():
-    with pytest.raises(ValueError, match="moe: 4 ranks are no nodes of 3 ranks each"):
+    with pytest.raises(ValueError, match="moe: node_size 3 does not divide the 4 ranks of the group"):
         Hops.of(dist.get_world_group(), 3, "moe")
 
 

@@ -65,18 +65,6 @@ def test_classic_layers_train(ranks4, zero, recipe):
         assert to_flat >= (90 if recipe == "bf16" else 40) and (to_plain >= 90 or recipe != "bf16"), to_flat
 
 
-def classic_with_a_capacity(recipe: str) -> bool:
-    """Whether training with room for all rows ends at the same bits."""
-    layout, keys = Layout(ep_size=4, zero=1), TWO_HOPS | {"recipe": recipe, "min_tokens_per_expert": 0}
-    plain, roomy = (classic(keys | more, layout) for more in ({}, {"capacity_factor": 8.0}))
-    return plain[0] == roomy[0] and all(torch.equal(plain[1][name], roomy[1][name]) for name in plain[1])
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_wgrad_with_hp"])
-def test_classic_layers_train_with_a_capacity(ranks4, recipe):
-    assert all(ranks4.run(classic_with_a_capacity, recipe))
-
-
 # ---------------------------------------------------------------- AutoEP
 
 

@@ -8,7 +8,6 @@ A group of any size lives in one process: its ranks are threads that take turns 
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from unittest import mock
 
 import test_transport
@@ -19,7 +18,6 @@ from ds_mxfp8_moe.transport import Wire, collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from ds_mxfp8_moe.transport.static_hops import StaticHierarchical
 from ds_mxfp8_moe.transport.wires import RowWire
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -94,25 +92,16 @@ class Hop(RowWire):
 
     def exchange(self, x, send_splits, recv_splits, where, most, compared=True, row_S=None):
         x = x if row_S is None else x.index_select(0, row_S)
-        if isinstance(send_splits, torch.Tensor):  # all the room travels
-            send_splits = recv_splits = [most] * len(self.ranks)
         parts = dict(zip(self.ranks, x.split(list(send_splits)), strict=True))
         arrived = self.peers.swap(self.rank, [parts.get(peer, x[:0]) for peer in range(self.peers.size)])
         assert arrived.shape[0] == sum(recv_splits)
         return arrived
 
 
-class Static(StaticHierarchical):
-    _findings = SimpleNamespace(check=lambda: None, fail=lambda *_: None, drop=lambda *_: None)
-
-
-def two_hops(rank: int, peers: Peers, node_size: int, capacity_factor: float | None) -> Hierarchical:
+def two_hops(rank: int, peers: Peers, node_size: int) -> Hierarchical:
     first = rank - rank % node_size
     between, inside = range(rank % node_size, peers.size, node_size), range(first, first + node_size)
-    hops = Hops(None, rank, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers))
-    if capacity_factor is None:
-        return Hierarchical(hops)
-    return Static(hops, capacity_factor=capacity_factor, on_overflow="drop")
+    return Hierarchical(Hops(None, rank, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
 
 
 @dataclass(frozen=True)
@@ -211,16 +200,14 @@ def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -
     return plan, (x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH)
 
 
-def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | None = None,
-             capacity_factor: float | None = None) -> list:
-    """What `moved` returns beside the plan, of each rank. `node_size`, `capacity_factor`: of the transport in two
-    hops."""
+def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | None = None) -> list:
+    """What `moved` returns beside the plan, of each rank. `node_size`: of the transport in two hops."""
     inputs, peers = problem.inputs(), Peers(len(problem.tokens))
 
     def body(rank):
         transport = Member(None, rank=rank, peers=peers)
         if node_size:
-            transport = two_hops(rank, peers, node_size, capacity_factor)
+            transport = two_hops(rank, peers, node_size)
         return moved(transport, problem, inputs[rank], "slot_RK", device)[1]
 
     def read_counts(counts, group, where, meanwhile, node_of=None):
@@ -234,11 +221,9 @@ def exchange(problem: Problem, device: str, in_kernels: bool, node_size: int | N
         return peers.run(body)
 
 
-def check_exchange(device: str, problem: Problem, node_size: int | None = None,
-                   capacity_factor: float | None = None) -> None:
+def check_exchange(device: str, problem: Problem, node_size: int | None = None) -> None:
     """Both paths give the same bits, dtypes and shapes."""
-    plain, with_kernels = (exchange(problem, device, in_kernels, node_size, capacity_factor)
-                           for in_kernels in (False, True))
+    plain, with_kernels = (exchange(problem, device, in_kernels, node_size) for in_kernels in (False, True))
     for rank, (expected, actual) in enumerate(zip(plain, with_kernels, strict=True)):
         for name, a, b in zip(("x", "weight", "y", "back", "bare x", "bare y"), expected, actual, strict=True):
             assert (type(a), a.shape, a.dtype) == (type(b), b.shape, b.dtype), (rank, name)

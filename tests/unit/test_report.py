@@ -161,7 +161,7 @@ def test_a_transport_that_is_not_there(tmp_path, capsys):
     assert report.main([str(path)]) == 0  # training goes on without it, and says so
     text = capsys.readouterr().out
     assert "nvlink_sms ............... 8 (given; has no effect here: read by nvlink alone)" in text
-    assert "capacity_factor .......... 1.5 (given)" in text  # two hops read it
+    assert "capacity_factor .......... 1.5 (given; has no effect here: read by nvlink alone)" in text
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,6 @@ struct RowExchange {
   // Where the rows for each rank begin among those that are sent, in bytes, and where the last ones end.
   int64_t send_at[MAX_RANKS + 1] = {};
   int64_t recv_at[MAX_RANKS + 1] = {}; // the same for out
-  // int32 [W]: how many rows there are for each rank, and from each rank, if the host does not know. send_at and
-  // recv_at then give each rank room for the most rows, and its rows come first there. Otherwise 0.
-  Address send_rows = 0, recv_rows = 0;
   int64_t row = 0;                     // bytes of a row
   int64_t region = 0, chunk = 0;       // bytes. `chunk`: what one flag announces. Both must be equal on all ranks
   int chunks = 0;                      // most chunks between two ranks. Equal on all ranks

@@ -44,20 +44,16 @@ struct RowItems {
   __device__ int target(int i) const { return (rank() + 1 + i % world()) % world(); }
   __device__ int source(int i) const { return (rank() + world() - 1 - i % world()) % world(); }
   // Bytes of an item. 0 or less if there are no rows in it.
-  __device__ int64_t to_send(int i) const { return bytes(a.send_rows, a.send_at, target(i), begin(i)); }
-  __device__ int64_t to_receive(int i) const { return bytes(a.recv_rows, a.recv_at, source(i), begin(i)); }
+  __device__ int64_t to_send(int i) const { return bytes(a.send_at, target(i), begin(i)); }
+  __device__ int64_t to_receive(int i) const { return bytes(a.recv_at, source(i), begin(i)); }
   // The bytes of an item that is sent.
   __device__ Sent sent(int i) const { return {a, a.send_at[target(i)] + begin(i)}; }
   // Where an item begins in out. The other rank's part of an item has another place.
   __device__ char *received(int i, int w) const { return nvlink::at<char>(a.out, a.recv_at[w] + begin(i)); }
 
 private:
-  // Rows never leave the room of their rank, even if a failed exchange left anything in `rows`.
-  __device__ int64_t bytes(Address rows, const int64_t *at, int w, int64_t begin) const {
-    int64_t of_rank = at[w + 1] - at[w];
-    if (rows)
-      of_rank = min(of_rank, a.row * nvlink::at<int>(rows)[w]);
-    return min(a.chunk, of_rank - begin);
+  __device__ int64_t bytes(const int64_t *at, int w, int64_t begin) const {
+    return min(a.chunk, at[w + 1] - at[w] - begin);
   }
 };
 

@@ -57,9 +57,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose<RowExchange>(m, "RowExchange",
         {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, rows), FIELD(RowExchange, out),
          FIELD(RowExchange, other_state),
-         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, send_rows),
-         FIELD(RowExchange, recv_rows), FIELD(RowExchange, row), FIELD(RowExchange, region),
-         FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
+         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, row),
+         FIELD(RowExchange, region), FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
   expose_low_latency(m);
   expose<ShmemExchange>(m, "ShmemExchange", {FIELD(ShmemExchange, rows), FIELD(ShmemExchange, pe)});
 
