@@ -218,7 +218,7 @@ class AllToAll:
 
     def check(self) -> None:
         """Raises PeerFailure if an exchange has failed by now. Every call does this. Replays of CUDA graphs do not."""
-        self.memory.check()
+        self.memory.reports.check()
 
     def destroy(self) -> None:
         """Does nothing, since the staging is freed with its process group. pplx-kernels has this method."""
@@ -253,11 +253,11 @@ class AllToAll:
         """Launches one call, or a part of it. The kernel's arguments are kept for the next call with the same tensors,
         since making them takes longer than moving few tokens."""
         memory = self.memory
-        memory.check()
+        memory.reports.check()
         name = f"AllToAll.{kind.removeprefix('low_latency_')}"
-        if not send and memory.sent != (self._handle, name):
+        if not send and memory.open != (self._handle, name):
             raise ValueError(f"{name} with do_send=False receives what this AllToAll sent by the same call. Sent and "
-                             f"not received yet: {memory.sent and memory.sent[1]}")
+                             f"not received yet: {memory.open and memory.open[1]}")
         if send:  # the staging is gone if it failed to grow for another exchange
             memory.reserve(self._staged, name)
         key = (kind, send, receive, memory.generation, *(
@@ -270,7 +270,7 @@ class AllToAll:
             self._prepared[key] = args
         if send:
             memory.advance(name)
-        memory.sent = None if receive else (self._handle, name)
+        memory.open = None if receive else (self._handle, name)
         getattr(memory.extension, kind)(args, self.sms, memory.stream())
 
     def _common(self, send: bool, receive: bool, indices: torch.Tensor, bound_m: torch.Tensor | None, kind: str,

@@ -120,7 +120,8 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
             nodes = len(ranks_of(group)) // verdict.node_size
             raise ConfigError(f'{name}: "capacity_factor" is {capacity_factor}, but the transport is hierarchical, '
                               f"since ranks {ranks_of(group)} are {nodes} nodes of {verdict.node_size} ranks. Only "
-                              'nvlink supports "capacity_factor": leave it out, or keep expert-parallel groups inside a node')
+                              'nvlink supports "capacity_factor": leave it out, or keep expert-parallel groups inside '
+                              "a node")
         return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
     return Collective(group, name)
 

@@ -12,6 +12,7 @@ It gives the same bits as the collective transport. What backward needs is copie
 """
 
 import itertools
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +23,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..mx import MXTensor
-from . import Pending, Transport, Wire, overlap, room_for
-from .capacity import padded, room_of
-from .peer_memory import KINDS, PeerMemory, dense
+from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, room_for
+from .kernel_reports import KINDS
+from .peer_memory import PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
 CHUNKS = 1024  # most chunks of a rank's tokens; kernels.h, MAX_CHUNKS
@@ -56,6 +57,21 @@ class NVLinkPlan:
     rows: Any = field(repr=False)
     group_sizes_E: int = field(repr=False)
     tables: tuple = field(repr=False)
+
+
+def padded(rows: int) -> int:
+    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def room_of(capacity_factor: float, tokens: int, top_k: int, ranks: int, experts: int) -> int:
+    """P: the rows that a rank has room for: `capacity_factor` times its even share, and the padding of its groups.
+
+    Args:
+        tokens, top_k: T and K of every rank.
+        experts: E.
+    """
+    share = padded(math.ceil(capacity_factor * tokens * top_k))
+    return padded(min(share, ranks * tokens * top_k) + experts * (ROW_ALIGNMENT - 1))
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +164,7 @@ class NVLink(Transport):
 
         A forward that activation checkpointing repeats counts twice. The host does not wait.
         """
-        return self.memory.dropped.total(self.name)
+        return self.memory.reports.dropped.total(self.name)
 
     @property
     def _sms_alone(self) -> int:
@@ -158,7 +174,7 @@ class NVLink(Transport):
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> NVLinkPlan:
         memory, ext = self.memory, self.memory.extension
-        memory.check()
+        memory.reports.check()
         expert_TK = expert_TK.contiguous()
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
         if K > ext.MAX_CHOICES:
@@ -188,8 +204,8 @@ class NVLink(Transport):
         places = ext.Places(local_experts=E, expert_TK=ids, place_base_E=place_base, **limits, **known)
         prepared, tag, where = ext.Rows(**known), signature("places", K, E), self._where("places")
         if sizes is None:
-            memory.wait_for_counts(self.name)
-            read = _RowsOfAll(memory.host_words, W, E)
+            memory.reports.wait_for_counts(self.name)
+            read = _RowsOfAll(memory.reports.counts.numpy(), W, E)
             received, most_rows = read.received_W[memory.rank], read.most
         else:
             received = most_rows = W * T  # a token goes to a rank once at most, so the staging has room for all rows
@@ -217,11 +233,11 @@ class NVLink(Transport):
         group = memory.begin(signature("counts", self.name, rows, K, E, self.capacity_factor, T if static else 0,
                                        self.on_overflow), f"{where}, with room for {room} rows" if static else where)
         if not static:
-            ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.next_serial(),
-                                  host=memory.host.data_ptr(), **known), memory.stream())
+            ext.totals(ext.Totals(group=group, local_experts=E, serial=memory.reports.next_serial(),
+                                  host=memory.reports.counts.data_ptr(), **known), memory.stream())
             return None
-        memory.unchecked = True
-        dropped = memory.dropped.address(self.name) if self.on_overflow == "drop" else 0
+        memory.reports.unchecked = True
+        dropped = memory.reports.dropped.address(self.name) if self.on_overflow == "drop" else 0
         ext.totals(ext.Totals(group=group, local_experts=E, most_rows=room, dropped=dropped, **known),
                    memory.stream())
         return {"num_rows": room, "tokens_per_expert": T * K / E}
@@ -229,7 +245,7 @@ class NVLink(Transport):
     def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
         """The kernels' struct `Rows` for one exchange: that of the plan, and where the exchange's data lie."""
         memory, where = self.memory, self._where(phase)
-        memory.check()
+        memory.reports.check()
         block = wire.block_size if wire.mxfp8 else 0
         scale_row = -(-H // (block * 16)) * 16 if block else 0
         data_row = H if block else H * dtype.itemsize

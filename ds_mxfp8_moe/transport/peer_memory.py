@@ -6,7 +6,6 @@ access inside one node. It never uses multicast. The tests bring another provide
 """
 
 import secrets
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -18,27 +17,11 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d as c10d
 
 from ..ops.device import multiprocessors
-from .capacity import MOST_DROPPING, RAISE, Dropped
-from .deadline import (
-    DEADLINE,
-    LOOK_SECONDS,
-    SAME_CALLS,
-    PeerFailure,
-    absence,
-    answers_of_all,
-    before_watchdog,
-    peer_failure,
-    ranks_of,
-    set_deadline,
-    wait_for_device,
-)
+from .deadline import SAME_CALLS, answers_of_all, ranks_of
+from .kernel_reports import KernelReports
 
 FIRST_BYTES = 8 << 20  # size of a half at first: enough for the counts, and for the places of a first batch
 SLACK = 1.25  # a half grows to this times what is needed, since routing varies
-CODES = ("", "timeout", "mismatch", "overflow")  # kernels.h, Code
-# kernels.h, Kind
-KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", "low_latency_combine", "rows")
-HISTORY = 64  # how many exchanges are remembered by name
 
 # By extension and the ranks that exchange: one staging serves all layers of a group, or of a hop. Keyed weakly, so
 # that an entry goes with its process group.
@@ -81,7 +64,7 @@ class Symmetric:
 
 
 class PeerMemory:
-    """A group's staging on this rank's current device, the state of its kernels, and what the host knows of exchanges.
+    """The staging of some ranks, and the order in which exchanges use it.
 
     The constructor is collective.
 
@@ -93,6 +76,15 @@ class PeerMemory:
         ranks: 2 to 8 global ranks of the group, on one host: those that exchange with this one, and this one. Default:
             all ranks of the group.
         node_of: the node of each global rank of the group, for errors. None: they do not name nodes.
+
+    Attributes:
+        half_bytes: size of a half of the staging.
+        generation: how often the staging was allocated.
+        state: the kernels' State (kernels.h), on the device.
+        reports: what the kernels tell the host.
+        epoch: number of the next exchange.
+        side: a stream for exchanges beside GEMMs. None on CPUs.
+        open: an exchange that was sent and is not received yet: its owner, and its name. None: there is none.
     """
 
     def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric,
@@ -101,35 +93,11 @@ class PeerMemory:
         self.ranks, self.node_of = ranks_of(group) if ranks is None else ranks, node_of
         self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.device = torch.device(get_accelerator().current_device_name())
-        self.epoch = first_epoch
-        self.seconds = set_deadline(group, self.device)
-        self.captured = False
-        # Of an exchange that was sent and not received yet: the handle of its AllToAll, and its name.
-        self.sent: tuple | None = None
-        self._where: dict = {}
-        self._first_epoch, self.state, self.side = first_epoch, None, None
-        self._last: tuple = (None, None)  # the stream of the last launch: its raw handle, and torch's object
         self.multiprocessors = multiprocessors(self.device) if self.device.type == "cuda" else 8
-        self.serial = 0
-        self.host_waits = 0
-        self.generation = 0
-        self.unchecked = False  # an exchange with a capacity was launched, and the host has not waited for it
+        self.epoch, self.generation, self.open = first_epoch, 0, None
+        self.state, self.side, self.reports = None, None, None
+        self._last: tuple = (None, None)  # the stream of the last launch: its raw handle, and torch's object
         self._allocate(FIRST_BYTES, "the first exchange")
-
-    def _set_up(self) -> None:
-        """Makes what does not change when the staging grows."""
-        pinned = self.device.type == "cuda"
-        if pinned:  # for exchanges beside GEMMs, with a high priority: they get the multiprocessors that become free
-            self.side = get_accelerator().Stream(priority=-1)
-        # device="cpu", since torch.set_default_device may name another.
-        self._failure = torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._failed = self._failure.numpy()
-        self.host = torch.zeros(1 << 16, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self.host_words = self.host.numpy()
-        self.dropped = Dropped(torch.zeros(MOST_DROPPING, dtype=torch.int64, device="cpu", pin_memory=pinned))
-        self.extension.load()
-        self.state = torch.zeros(self.extension.STATE_WORDS, dtype=torch.int32, device=self.device)
-        self.state[0] = _signed(self._first_epoch)
 
     @property
     def group(self) -> Any:
@@ -152,26 +120,25 @@ class PeerMemory:
             memory.wait_and_check()
 
     def wait_and_check(self) -> None:
-        """Raises the errors of exchanges so far. Waits for those with a capacity and for replays of CUDA graphs.
-
-        In all other layers the host has waited for the counts. Errors of what came after them show there the next
-        time. Called once in each step of the optimizer. Warns about dropped choices.
-        """
-        if (self.unchecked or self.captured) and self.device.type == "cuda":  # replays pass no host
-            self.unchecked = False
-            self.host_waits += 1
+        """`KernelReports.wait_and_check`, for exchanges on any stream."""
+        if self.reports.checks_wait:
             self.stream()
-            done = get_accelerator().Event()
-            done.record()
-            wait_for_device(done, self.group, "the exchanges before an optimizer's step", self.seconds)
-        self.check()
-        self.dropped.warn()
+        self.reports.wait_and_check()
+
+    def _set_up(self) -> None:
+        """Makes what does not change when the staging grows."""
+        if self.device.type == "cuda":  # with a high priority, it gets the multiprocessors that become free
+            self.side = get_accelerator().Stream(priority=-1)
+        self.reports = KernelReports(self.group, self.extension, self.ranks, self.node_of, self.device)
+        self.extension.load()
+        self.state = torch.zeros(self.extension.STATE_WORDS, dtype=torch.int32, device=self.device)
+        self.state[0] = _signed(self.epoch)
 
     def _allocate(self, half_bytes: int, where: str) -> None:
         """Allocates new staging. Collective. It waits for all exchanges, and raises on every rank or on none."""
         get_accelerator().synchronize()
         if self.state is not None:
-            self.check()
+            self.reports.check()
             # The kernels count the exchanges that were launched. The host may have counted one that was not.
             self.epoch = int(self.state[0]) & 0xFFFFFFFF
         self._closed(where)
@@ -215,25 +182,20 @@ class PeerMemory:
         staging = on_every_rank(make)
         peers = on_every_rank(share)
         self._staging, self.half_bytes = staging, half_bytes
-        timeout_ns = int(min(self._kernels_wait * 1e9, 2**63))  # kernels count in 64 bits
+        timeout_ns = int(min(self.reports.kernel_seconds * 1e9, 2**63))  # kernels count in 64 bits
         self._template = self.extension.Group(
             peer=peers + [0] * (self.extension.MAX_RANKS - len(peers)), state=self.state.data_ptr(),
-            failure=self._failure.data_ptr(), rank=self.rank, world=self.world_size, half_bytes=half_bytes,
+            failure=self.reports.failure_address, rank=self.rank, world=self.world_size, half_bytes=half_bytes,
             timeout_ns=timeout_ns)
         self.generation += 1
-
-    @property
-    def _kernels_wait(self) -> float:
-        """The deadline of kernels, in seconds."""
-        return max(before_watchdog(self.seconds), 0.1)
 
     def reserve(self, needed: int, where: str) -> None:
         """Makes room for `needed` bytes in a half. All ranks pass the same number, since this may be collective."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.captured = True
+            self.reports.captured = True
         if needed <= self.half_bytes:
             return
-        if self.captured:
+        if self.reports.captured:
             raise RuntimeError(f"{where} needs {needed} bytes of staging on every rank and has {self.half_bytes}. It "
                                "cannot grow, since a CUDA graph holds its address. Run the largest batch once before "
                                "the capture")
@@ -261,63 +223,21 @@ class PeerMemory:
         return self.extension.Group(self._template, signature=signature)
 
     def _closed(self, where: str) -> None:
-        if self.sent is not None:
-            raise ValueError(f"{where}: the rows that {self.sent[1]} sent are not received yet. Receive them first, "
+        if self.open is not None:
+            raise ValueError(f"{where}: the rows that {self.open[1]} sent are not received yet. Receive them first, "
                              "since a group has one exchange at a time")
 
     def advance(self, where: str) -> None:
         """Counts the next exchange. It is launched on the current stream, or on one that waits for that."""
         self._closed(where)
         self.stream()
-        self._where[self.epoch] = where
-        self._where.pop(self.epoch - HISTORY, None)
+        self.reports.name(self.epoch, where)
         self.epoch = self.epoch + 1 & 0xFFFFFFFF
 
     def begin(self, signature: int, where: str):
         """Counts the next exchange. Returns the kernels' Group for it."""
         self.advance(where)
         return self.group_for(signature)
-
-    def next_serial(self) -> int:
-        """The next value of `serial`, for which `wait_for_counts` waits."""
-        self.serial = self.serial % 0x7FFFFFFF + 1
-        return self.serial
-
-    def wait_for_counts(self, where: str) -> None:
-        """Waits on the host until the kernel has written `serial` to the first of `host_words`."""
-        self.host_waits += 1
-        start, left, counted = time.monotonic(), self.seconds, False
-        while not counted and left > 0 and self._failed[0] == 0:  # Python handles Ctrl-C between two waits
-            counted = self.extension.wait_for_totals(self.host.data_ptr(), self.serial, self._failure.data_ptr(),
-                                                     min(left, LOOK_SECONDS))
-            left = start + self.seconds - time.monotonic()
-        if counted:
-            return
-        self.check()
-        raise peer_failure(self.group, f"'counts' of {where}, on the host", start, self.seconds)
-
-    def check(self) -> None:
-        """Raises the error that a kernel has recorded by now. The host does not wait for the device."""
-        if self._failed[0] == 0:
-            return
-        code, rank, peer, phase, epoch, detail = (int(word) & 0xFFFFFFFF for word in self._failed[:6])
-        ranks = self.ranks
-        kind = KINDS[phase]
-        where = kind if self.captured else self._where.get(epoch, kind)  # replays count on the device alone
-        me, other = f"rank {ranks[rank]}", f"rank {ranks[peer]}"
-        if CODES[code] == "timeout" and self.node_of is not None:  # of one hop, in which not all ranks take part
-            raise peer_failure(self.group, where, time.monotonic() - self._kernels_wait, self._kernels_wait,
-                               self.node_of)
-        place = f"exchange {epoch}, {where}" if self.node_of is None else where
-        if CODES[code] == "overflow":
-            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
-                              f'computed from the rows that do not fit. {RAISE}')
-        if CODES[code] == "mismatch":
-            theirs = KINDS[detail & 255]
-            why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
-            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
-        raise PeerFailure(f"{me} waited in {place} (phase {kind}) until the deadline, for {other}: "
-                          f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ), at_deadline=True)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

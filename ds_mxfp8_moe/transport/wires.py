@@ -124,7 +124,7 @@ class PeerWire(RowWire):
     REGIONS = 1  # of each rank in a half of the staging
 
     def check(self) -> None:
-        self.memory.check()
+        self.memory.reports.check()
 
     def _row(self, x: torch.Tensor) -> int:
         """Bytes of a row as it travels."""
@@ -142,7 +142,7 @@ class PeerWire(RowWire):
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         memory, ext, width = self.memory, self.memory.extension, x.shape[1] * x.element_size()
-        memory.check()
+        memory.reports.check()
         row = self._row(x)
         self.count(x, send_splits)
         sent = dense(as_bytes(x) if row == width else torch.nn.functional.pad(as_bytes(x), (0, row - width)))
@@ -159,7 +159,7 @@ class PeerWire(RowWire):
                                      row=row, region=self._region(x, most), chunk=chunk,
                                      chunks=-(-most * row // chunk)))
         if x.device.type == "cpu":  # the kernel has ended
-            memory.check()
+            memory.reports.check()
         return out[:, :width].contiguous().view(-1).view(x.dtype).view(-1, x.shape[1])
 
 

@@ -169,7 +169,7 @@ def stress(repetitions: int) -> None:
         for key, value in got.items():
             wrong[key] += (device_bits(value) != want["bits"][key]).sum()
     assert {key: count.item() for key, count in wrong.items()} == dict.fromkeys(wrong, 0)
-    memory().check()
+    memory().reports.check()
 
 
 def device_bits(x) -> torch.Tensor:
@@ -201,7 +201,7 @@ def on_two_streams() -> None:
                 torch.cuda._sleep(100 * CYCLES_PER_MS)
             got.append(exchange.dispatch(plan, x, case.wire, weight_TK)[0])
     torch.cuda.synchronize()
-    memory().check()
+    memory().reports.check()
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
         same(f"rows {i}", until(a, end), until(b, end))
 
@@ -279,15 +279,15 @@ def waits(recipe) -> tuple:
     """(host waits of one forward, host waits of forward and backward). CUDA itself raises at any other wait."""
     layer(nvlink(), recipe)  # sets up what is set up once
     forward, leaves, grad = cases.layer_of_this_rank(nvlink(), recipe)
-    before = memory().host_waits
+    before = memory().reports.host_waits
     torch.cuda.set_sync_debug_mode("error")
     try:
         y = forward(leaves["x"], leaves["weight"])
-        of_forward = memory().host_waits - before
+        of_forward = memory().reports.host_waits - before
         y.backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return of_forward, memory().host_waits - before
+    return of_forward, memory().reports.host_waits - before
 
 
 @pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16"])
@@ -324,7 +324,7 @@ def check_beside(repetitions: int) -> None:
         del pending
         wrong += (device_bits(y_TH) != y).sum() + (device_bits(number_TK) != number).sum()
     assert wrong.item() == 0
-    memory().check()
+    memory().reports.check()
 
 
 def test_combine_beside_other_work(pool):
@@ -431,7 +431,7 @@ def dropped_in_replays() -> tuple:
 
     step()
     mine.wait_and_check()
-    waited, graph = mine.host_waits, torch.cuda.CUDAGraph()
+    waited, graph = mine.reports.host_waits, torch.cuda.CUDAGraph()
     with capture(graph):
         captured = step()
     for ids in (even, torch.zeros_like(even), torch.full_like(even, world - 1), even, torch.zeros_like(even)):
@@ -443,7 +443,7 @@ def dropped_in_replays() -> tuple:
         for name, a, b in zip(("ends", "x", "weight", "y", "number"), want, got, strict=True):
             a, b = (a[:end], b[:end]) if name == "x" else (a, b)  # nothing is written behind the last group
             same(name, a.cpu(), b)
-    waits = mine.host_waits - waited
+    waits = mine.reports.host_waits - waited
     mine.wait_and_check()
     dist.barrier()  # before the graph's memory goes
     return exchange.dropped, waits
@@ -505,9 +505,9 @@ def check_replays(recipe, transport) -> None:
 
 def replayed(recipe, kind: type) -> int:
     """How often the host waited."""
-    waited = memory().host_waits
+    waited = memory().reports.host_waits
     check_replays(recipe, kind(memory(), NAME, capacity_factor=3.0))
-    waits = memory().host_waits - waited
+    waits = memory().reports.host_waits - waited
     memory().wait_and_check()
     return waits
 

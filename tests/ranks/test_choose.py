@@ -198,8 +198,8 @@ def test_node_size_makes_nodes_of_consecutive_ranks(ranks4):
 def test_two_hops_refuse_a_capacity_on_every_rank(ranks4):
     for (error, _, text, _), in ranks4.run(on_nodes, TWO_BY_TWO, {"capacity_factor": 1.5}):
         assert error == "ConfigError"
-        assert text == ('moe: "capacity_factor" is 1.5, but the transport is hierarchical, since ranks [0, 1, 2, 3] are '
-                        '2 nodes of 2 ranks. Only nvlink supports "capacity_factor": leave it out, or keep '
+        assert text == ('moe: "capacity_factor" is 1.5, but the transport is hierarchical, since ranks [0, 1, 2, 3] '
+                        'are 2 nodes of 2 ranks. Only nvlink supports "capacity_factor": leave it out, or keep '
                         "expert-parallel groups inside a node")
 
 

@@ -28,7 +28,7 @@ from test_expert_ffn import RECIPES
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.kept_weights import KeptWeights
 from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport import capacity, peer_memory
+from ds_mxfp8_moe.transport import kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import LEAST_CHUNK, NVLink, _chunk
@@ -155,9 +155,9 @@ def check_waits(wanted: list, exchange: NVLink) -> None:
     """`wanted`: how often the host has waited when the plan's `meanwhile` is called, and after the plan."""
     case, memory, seen = Case(tokens=(25, 25)), exchange.memory, []
     expert_TK = case.inputs(dist.get_world_size())[dist.get_rank()][0]
-    before = memory.host_waits
-    exchange.plan(expert_TK, case.local_experts, lambda: seen.append(memory.host_waits - before))
-    assert [*seen, memory.host_waits - before] == wanted
+    before = memory.reports.host_waits
+    exchange.plan(expert_TK, case.local_experts, lambda: seen.append(memory.reports.host_waits - before))
+    assert [*seen, memory.reports.host_waits - before] == wanted
 
 
 @pytest.mark.parametrize("capacity_factor, wanted", [(None, [0, 1]), (4.0, [0])])
@@ -272,7 +272,7 @@ def never_launched() -> None:
     time.sleep(memory.rank / 2)  # rank 0 waits for rank 1's rows
     x_PH, weight_P = exchange.dispatch(plan, *rest)
     same("x", want["x"], x_PH), same("weight", want["weight"], weight_P)
-    memory.check()
+    memory.reports.check()
 
 
 def test_exchanges_that_were_never_launched(ranks2):
@@ -307,8 +307,8 @@ def gone_on() -> None:
     if memory.rank == 0:
         exchange.dispatch(plan, *rest)
         with pytest.raises(PeerFailure, match="until the deadline, for rank 1"):
-            memory.check()
-        with mock.patch.object(memory, "check"):
+            memory.reports.check()
+        with mock.patch.object(memory.reports, "check"):
             y_PH = torch.zeros(plan.num_rows, SMALL.hidden, dtype=SMALL.dtype)
             exchange.combine(plan, y_PH, SMALL.wire, SMALL.dtype)
             exchange.plan(want["inputs"][0], SMALL.local_experts)
@@ -326,7 +326,7 @@ def test_a_rank_that_has_failed_writes_nowhere(ranks2):
 
 
 def patient(seconds: float) -> None:
-    with mock.patch.object(peer_memory, "set_deadline", lambda *group: seconds):
+    with mock.patch.object(kernel_reports, "set_deadline", lambda *group: seconds):
         cases.check(Case(), nvlink(Watched(torch.distributed.new_group())))
 
 
@@ -354,7 +354,7 @@ def mixed_up(keys: tuple) -> str:
     exchange = NVLink(memory, name, 1)
     with pytest.raises(PeerFailure) as caught:
         exchange.plan(torch.zeros((4, 1), dtype=torch.int64), 2, rows=rows)
-        memory.check()
+        memory.reports.check()
     dist.barrier()
     return str(caught.value)
 
@@ -373,7 +373,7 @@ def mixed_up_in_backward() -> str:
     plans = [layer.plan(torch.arange(4).view(4, 1), 2) for layer in layers]
     with pytest.raises(PeerFailure) as caught:
         layers[memory.rank].dispatch(plans[memory.rank], torch.ones(4, 32), PLAIN, phase="dispatch of the gradient")
-        memory.check()
+        memory.reports.check()
     dist.barrier()
     return str(caught.value)
 
@@ -386,13 +386,13 @@ def test_gradients_of_different_layers_raise(ranks2):
 def interrupted() -> float:
     """Ctrl-C while the host waits for counts that do not come."""
     memory = new_memory()
-    memory.seconds = 30.0
-    memory.next_serial()
+    memory.reports.seconds = 30.0
+    memory.reports.next_serial()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        memory.wait_for_counts(NAME)
+        memory.reports.wait_for_counts(NAME)
     signal.signal(signal.SIGINT, handler)
     return time.monotonic() - start
 
@@ -407,7 +407,7 @@ def overflowing() -> str:
     expert_TK, x_TH, _ = case.inputs(dist.get_world_size())[dist.get_rank()]
     with pytest.raises(PeerFailure) as caught:
         exchange.dispatch(exchange.plan(expert_TK, case.local_experts), x_TH, MX32)
-        memory.check()
+        memory.reports.check()
     dist.barrier()
     return str(caught.value)
 
@@ -453,7 +453,7 @@ def warned() -> list:
     """What each step's check prints, if layers drop choices in some steps."""
     memory, lines = new_memory(), []
     expert_TK = HOT.inputs(dist.get_world_size())[memory.rank][0]
-    with mock.patch.object(capacity, "STEPS_BETWEEN_WARNINGS", 3):
+    with mock.patch.object(kernel_reports, "STEPS_BETWEEN_WARNINGS", 3):
         for step in range(7):
             for name in ("one", "two") if step in (1, 3) else ("one", ) if step == 5 else ():
                 NVLink(memory, name, 1, **DROPPING).plan(expert_TK, HOT.local_experts)
@@ -466,10 +466,10 @@ def warned() -> list:
 
 def too_many_layers() -> None:
     memory = new_memory()
-    with mock.patch.object(capacity, "MOST_DROPPING", 1):
-        assert memory.dropped.address("one") == memory.dropped.address("one")
+    with mock.patch.object(kernel_reports, "MOST_DROPPING", 1):
+        assert memory.reports.dropped.address("one") == memory.reports.dropped.address("one")
         with pytest.raises(ValueError, match="two: a group counts the dropped choices of 1 layers at most"):
-            memory.dropped.address("two")
+            memory.reports.dropped.address("two")
         memory.wait_and_check()
 
 
@@ -550,7 +550,7 @@ def raised_inside() -> str | None:
         return None
     with pytest.raises(PeerFailure) as caught:
         layer(nvlink(memory), recipe)
-        memory.check()
+        memory.reports.check()
     dist.barrier()
     return str(caught.value)
 

@@ -23,6 +23,7 @@ from ds_mxfp8_moe.transport import Transport, peer_memory
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
+from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
@@ -212,12 +213,12 @@ def after_a_failure() -> tuple:
     set_timeout(DEADLINE, group)
     hops, me = peer_hops(group, 2), dist.get_rank()
     rows = torch.full((2, 32), float(me))
-    with mock.patch.object(PeerMemory, "check"):
+    with mock.patch.object(KernelReports, "check"):
         if me != 3:
             hops.between.exchange(rows, (1, 1), (1, 1), "rows, hop between nodes", 1)
             hops.inside.exchange(rows, (1, 1), (1, 1), "rows, hop inside the node", 1)
     dist.barrier()
-    return tuple(bool(wire.memory._failed[0]) for wire in (hops.between, hops.inside))
+    return tuple(wire.memory.reports.has_failed for wire in (hops.between, hops.inside))
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def check(case: Case, exchange: NVLink, times: int = 1) -> None:
                 same("weight", want["weight"], weight_P), same("number", want["number"], number_TK)
             else:
                 assert weight_P is None and number_TK is None
-    exchange.memory.check()
+    exchange.memory.reports.check()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, (*inputs, y_PH, number_P), strict=True))
 
 
@@ -177,7 +177,7 @@ def check_static(case: Case, exchange: NVLink, kept: list | None = None) -> None
     kept: the ids of every rank, with -1 for choices that the transport should drop.
     """
     memory = exchange.memory
-    device, want, waits = memory.device, expected(case, memory.group, kept), memory.host_waits
+    device, want, waits = memory.device, expected(case, memory.group, kept), memory.reports.host_waits
     (_, x_TH, weight_TK), (y_PH, number_P) = (on_device(want[key], device) for key in ("inputs", "answers"))
     (expert_TK, ) = on_device(case.inputs(memory.world_size)[memory.rank][:1], device)
     P = int(want["plan"].group_ends_E[-1])
@@ -189,8 +189,8 @@ def check_static(case: Case, exchange: NVLink, kept: list | None = None) -> None
         y_PH = torch.cat([y_PH[:P], y_PH.new_full((more, case.hidden), float("nan"))])
         number_P = torch.cat([number_P[:P], number_P.new_full((more, ), float("nan"))])
         y_TH, number_TK = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
-    exchange.memory.check()
-    assert exchange.memory.host_waits == waits
+    exchange.memory.reports.check()
+    assert exchange.memory.reports.host_waits == waits
     assert torch.equal(plan.group_ends_E.cpu(), want["plan"].group_ends_E.cpu())
     same("x", until(want["x"], P), until(x_PH, P))
     same("weight", want["weight"][:P], weight_P[:P])
@@ -265,7 +265,7 @@ def check_interleaved(cases: tuple, exchange: NVLink, reverse: bool) -> None:
         for i in reversed(order) if reverse else order:
             y_TH, number_TK = exchange.combine(plans[i], outputs[i][0], cases[i].wire, cases[i].dtype, outputs[i][1])
             same("y", wanted[i]["y"], y_TH), same("number", wanted[i]["number"], number_TK)
-    exchange.memory.check()
+    exchange.memory.reports.check()
 
 
 LATE = 1
@@ -288,7 +288,7 @@ def failing(phase: str, case: Case, exchange: NVLink) -> tuple | None:
             else:
                 exchange.combine(plan, y_PH, case.wire, case.dtype)
             get_accelerator().synchronize()
-            memory.check()
+            memory.reports.check()
         told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
         with pytest.raises(PeerFailure):  # the group stays failed, at once
             exchange.plan(expert_TK, case.local_experts)
@@ -336,7 +336,7 @@ def confused(how: str, case: Case, exchange: NVLink) -> str | None:
         else:
             exchange.plan(expert_TK, case.local_experts)
         get_accelerator().synchronize()
-        memory.check()
+        memory.reports.check()
     except PeerFailure as failure:
         return str(failure)
     return None

@@ -29,7 +29,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.config import WIRE_KEYS
 from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport import deadline
-from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from lib import run, show, timing, world
 from lib.show import Measure
 from lib.timing import TOTAL, Contender, poisoned
@@ -186,8 +186,8 @@ def waits(way: Way) -> dict[str, int]:
     if not hasattr(way.layer.inner, "mxfp8_settings"):
         return {}
     with (mock.patch.object(deadline, "wait_for_device", wraps=deadline.wait_for_device) as over_nccl,
-          mock.patch.object(PeerMemory, "wait_for_counts", autospec=True,
-                            side_effect=PeerMemory.wait_for_counts) as over_nvlink):
+          mock.patch.object(KernelReports, "wait_for_counts", autospec=True,
+                            side_effect=KernelReports.wait_for_counts) as over_nvlink):
         timing.run(way.stages)
     return {"counted_waits": over_nccl.call_count + over_nvlink.call_count}
 
