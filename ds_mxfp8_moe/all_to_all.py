@@ -31,6 +31,7 @@ from weakref import WeakValueDictionary
 import deepspeed.comm as dist
 import torch
 
+from .config import MXFP8MoEConfig
 from .ops.triton_kernels.library import operator
 from .transport import nvshmem
 from .transport.choose import choose
@@ -103,7 +104,7 @@ class AllToAll:
         """
         sizes = (max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
         group = _checked(8, group, rank, world_size, dp_size, *sizes)
-        return AllToAll(choose(group, "AllToAll", "nvlink").memory, *sizes)
+        return AllToAll(choose(group, "AllToAll", MXFP8MoEConfig(transport="nvlink")).memory, *sizes)
 
     @staticmethod
     def internode(max_num_tokens: int, num_experts: int, experts_per_token: int, rank: int, world_size: int,

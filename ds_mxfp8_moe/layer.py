@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -40,12 +40,17 @@ class LayerSettings:
     recipe: Recipe
     config: MXFP8MoEConfig
     min_tokens_per_expert: float
+    _chosen: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # the group and its transport
 
     def choose_transport(self, group: Any) -> Transport:
-        """The layer's transport over its expert-parallel group. None as the group: this rank has all experts."""
-        config = self.config
-        return choose(group, self.name, config.transport, config.nvlink_sms, config.capacity_factor, config.overlap,
-                      config.on_overflow, config.node_size, config.wire)
+        """The layer's transport over its expert-parallel group. The first call chooses it, later calls return it.
+
+        `group`: None means that this rank has all experts.
+        """
+        if group not in self._chosen:
+            self._chosen.clear()
+            self._chosen[group] = choose(group, self.name, self.config)
+        return self._chosen[group]
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the transport of an expert-parallel group. All its ranks choose the same, for the same reason.
 
-The ranks of a group ask each other at its first choice. Later choices by the same keys look the answer up.
+The ranks of a group ask each other at its first choice, and keep the verdict. A layer keeps its transport.
 """
 
 import itertools
 import json
 import os
 import socket
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..config import READERS, ConfigError
+from ..config import READERS, ConfigError, MXFP8MoEConfig
 from ..ops.op_builder import nvlink as extension
 from . import Transport, nvshmem
 from .collective import Collective
@@ -31,6 +32,8 @@ MOST_RANKS = 8  # in a group that exchanges over NVLink
 # In a group that takes two hops without being asked. With more, the model of scale.py sees little left to save: a
 # token's experts lie on most nodes.
 MOST_NODES = 8
+# What is tried, in this order, for each value of "transport". Where nothing of it is possible: collective.
+TRIED = {None: ("nvlink", "hierarchical"), "nvlink": ("nvlink", ), "hierarchical": ("hierarchical", "nvlink")}
 
 
 class Place(NamedTuple):
@@ -47,26 +50,45 @@ class Place(NamedTuple):
     reached: frozenset
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True)
+class Asked:
     """The keys of the config by which a transport is chosen. All ranks of a group must ask for the same."""
 
-    transport: str | None
-    node_size: int | None
-    wire: str
+    transport: str | None = None
+    node_size: int | None = None
+    wire: str = "host"
+    capacity_factor: float | None = None
 
 
-class Verdict(NamedTuple):
-    """The transport of a group, and the reason.
+@dataclass(frozen=True)
+class Obstacle:
+    """Why something is not used.
 
     Attributes:
-        broken: nvlink should be possible, but something failed.
-        node_size: for hierarchical: how many ranks a node has.
+        to: what is not used, in words.
+        reason: why, in words.
+        broken: it should be possible, but something failed.
+    """
+
+    to: str
+    reason: str
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The transport of a group.
+
+    Attributes:
+        transport: "nvlink", "hierarchical" or "collective".
+        obstacles: to what would have been preferred.
+        nodes, node_size: for hierarchical: the number of nodes, and of the ranks of each.
         wires: for hierarchical: the wire between nodes and the one inside a node.
     """
 
     transport: str
-    reason: str
-    broken: bool = False
+    obstacles: tuple = ()
+    nodes: int = 0
     node_size: int = 0
     wires: tuple = ("host", "host")
 
@@ -75,22 +97,13 @@ class Verdict(NamedTuple):
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def choose(group: Any, name: str, requested: str | None = None, sms: int | None = None,
-           capacity_factor: float | None = None, overlap: bool = True, on_overflow: str = "error",
-           node_size: int | None = None, wire: str | None = None) -> Transport:
+def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Transport:
     """Returns the transport of one layer. Every rank of the group calls it.
 
     Args:
         group: the layer's expert-parallel process group. None means that this rank has all experts.
         name: of the layer, for errors.
-        requested: "collective", "nvlink" or "hierarchical". None means nvlink where it is possible, then hierarchical
-            between at most MOST_NODES nodes, then collective. "hierarchical" is for groups that span nodes of the same
-            size; others take what None gives.
-        sms, overlap: for NVLink. In the config, `sms` is `nvlink_sms`.
-        capacity_factor, on_overflow: for NVLink. Where two hops are chosen, `capacity_factor` is an error.
-        node_size: how many consecutive ranks of the world make a node. By default the ranks of one host do.
-        wire: what carries rows between nodes: "host", "peer_memory" or "nvshmem". None means "host". A wire that is
-            not possible is replaced by "host".
+        config: its keys about transports are read. None: the defaults.
 
     Raises:
         ConfigError: `capacity_factor` is given, and the group takes two hops. Raised on every rank of the group.
@@ -98,32 +111,59 @@ def choose(group: Any, name: str, requested: str | None = None, sms: int | None 
         ValueError: ranks of the group ask for different things. Raised on every rank of the group.
         PeerFailure: a rank of the group did not come to the first choice.
     """
+    config = config or MXFP8MoEConfig()
     if group is None or dist.get_world_size(group=group) == 1:
         return Local(name)
-    if requested == "collective":
+    if config.transport == "collective":
         return Collective(group, name)
-    asked = Asked(requested, node_size, wire or "host")
+    asked = Asked(config.transport, config.node_size, config.wire or "host", config.capacity_factor)
     verdicts = _OF_GROUP.setdefault(group, {})
     if asked not in verdicts:
         verdicts[asked] = _decide(group, name, asked)
-        if requested != "nvlink" or verdicts[asked].transport == "nvlink":  # else an error follows
-            _tell(group, verdicts[asked], asked, {"nvlink_sms": sms, "capacity_factor": capacity_factor})
+        _tell(group, verdicts[asked], asked, config)
     verdict = verdicts[asked]
     if verdict.transport == "nvlink":
-        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, sms, capacity_factor, overlap,
-                      on_overflow)
-    if requested == "nvlink":
-        raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {verdict.reason}. A layer can use "
+        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, config.nvlink_sms, config.capacity_factor,
+                      config.overlap, config.on_overflow)
+    if asked.transport == "nvlink":
+        raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {in_words(verdict)}. A layer can use "
                            '"transport": "collective" instead')
     if verdict.transport == "hierarchical":
-        if capacity_factor is not None:
-            nodes = len(ranks_of(group)) // verdict.node_size
-            raise ConfigError(f'{name}: "capacity_factor" is {capacity_factor}, but the transport is hierarchical, '
-                              f"since ranks {ranks_of(group)} are {nodes} nodes of {verdict.node_size} ranks. Only "
-                              'nvlink supports "capacity_factor": leave it out, or keep expert-parallel groups inside '
-                              "a node")
         return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
     return Collective(group, name)
+
+
+def in_words(verdict: Verdict) -> str:
+    """Why it is this transport."""
+    obstacles = list(verdict.obstacles)
+    if verdict.transport == "nvlink":
+        why = "its ranks share a host, and their GPUs reach each other's memory"
+    elif verdict.transport == "hierarchical":
+        between, inside = verdict.wires
+        why = f"{verdict.nodes} nodes of {verdict.node_size} ranks, wire {between}"
+        if inside == "peer_memory":
+            why += ", peer memory inside a node"
+    else:
+        why = obstacles.pop(0).reason
+    return ". ".join([why, *(f"No {obstacle.to}, because {obstacle.reason}" for obstacle in obstacles)])
+
+
+def _tell(group: Any, verdict: Verdict, asked: Asked, config: MXFP8MoEConfig) -> None:
+    """Prints the verdict on rank 0. If something is broken, the group's first rank prints it too. Prints nothing where
+    an error follows."""
+    ranks, transport = ranks_of(group), verdict.transport
+    broken = any(obstacle.broken for obstacle in verdict.obstacles)
+    speaks = dist.get_rank() == 0 or (broken and dist.get_rank() == ranks[0])
+    if not speaks or (asked.transport == "nvlink" != transport):
+        return
+    refused = (asked.transport == "hierarchical" != transport
+               or transport == "hierarchical" and verdict.wires[0] != asked.wire)
+    warning = "WARNING: " if broken or refused else ""
+    print(f"mxfp8_moe: {warning}transport {transport} between ranks {ranks}: {in_words(verdict)}", flush=True)
+    for key in ("nvlink_sms", "capacity_factor"):
+        if getattr(config, key) is not None and transport not in READERS[key]:
+            readers = " and ".join(READERS[key])
+            print(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone', flush=True)
 
 
 def _decide(group: Any, name: str, asked: Asked) -> Verdict:
@@ -136,31 +176,27 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     nodes = [place.host for place in places]
     if asked.node_size is not None:
         nodes = [rank // asked.node_size for rank in ranks]
-    ways = {"nvlink": lambda: _nvlink(group, ranks, places, where),
-            "hierarchical": lambda: _hierarchical(group, ranks, places, nodes, asked.wire, where)}
-    first, second = reversed(ways) if asked.transport == "hierarchical" else ways
-    preferred = ways[first]()
-    inside_a_node = asked.transport is None and len(set(nodes)) == 1
-    if preferred.transport != "collective" or asked.transport == "nvlink" or inside_a_node:
-        return preferred
-    if asked.transport is None and len(set(nodes)) > MOST_NODES:
-        return preferred._replace(reason=f"{preferred.reason}. By a model, two hops are not faster between more than "
-                                         f'{MOST_NODES} nodes; "transport": "hierarchical" takes them all the same')
-    other = ways[second]()
-    if other.transport == "collective":
-        reason = f"{preferred.reason}. No {second}, because {other.reason}"
-    else:
-        reason = f"{other.reason}. No {first}, because {preferred.reason}"
-    return other._replace(reason=reason, broken=preferred.broken or other.broken)
+    obstacles = ()
+    for tried in TRIED[asked.transport]:
+        if tried == "nvlink":
+            verdict = _nvlink(group, ranks, places, where)
+        elif asked.transport is None and len(set(nodes)) == 1:
+            continue
+        else:
+            verdict = _hierarchical(group, name, places, nodes, asked, where)
+        if verdict.transport == tried:
+            return replace(verdict, obstacles=verdict.obstacles + obstacles)
+        obstacles += verdict.obstacles
+    return Verdict("collective", obstacles)
 
 
 def _check_alike(name: str, ranks: list, asked: list) -> None:
     """Raises ValueError if a rank asks for something else than the first one."""
     for rank, one in zip(ranks, asked, strict=True):
-        for key, given, first in zip(Asked._fields, one, asked[0], strict=True):
+        for key, given, first in zip(fields(Asked), astuple(one), astuple(asked[0]), strict=True):
             if given != first:
-                raise ValueError(f'{name}: "{key}" is {json.dumps(given)} on rank {rank} and {json.dumps(first)} on '
-                                 f"rank {ranks[0]}: give every rank the same config")
+                raise ValueError(f'{name}: "{key.name}" is {json.dumps(given)} on rank {rank} and {json.dumps(first)} '
+                                 f"on rank {ranks[0]}: give every rank the same config")
 
 
 def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
@@ -188,30 +224,35 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
     return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
 
 
-def _hierarchical(group: Any, ranks: list, places: list, nodes: list, wire: str, where: str) -> Verdict:
-    """The verdict hierarchical, or else collective, with the reason against hierarchical."""
+def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked, where: str) -> Verdict:
+    """The verdict hierarchical, or else collective, with the obstacle to hierarchical."""
+    ranks = ranks_of(group)
     node_size, obstacle = even_nodes(ranks, nodes)
+    if not obstacle and asked.transport is None and len(set(nodes)) > MOST_NODES:
+        obstacle = (f"our model predicts that two hops are not faster between more than {MOST_NODES} nodes. "
+                    '"transport": "hierarchical" uses them all the same')
     if obstacle:
-        return Verdict("collective", obstacle)
+        return Verdict("collective", (Obstacle("hierarchical", obstacle), ))
     node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
     of_nodes = [ranks[first:first + node_size] for first in range(0, len(ranks), node_size)]
     rails = [ranks[index::node_size] for index in range(node_size)]
+    if asked.capacity_factor is not None:
+        raise ConfigError(f'{name}: "capacity_factor" is {asked.capacity_factor}, but the transport is hierarchical, '
+                          f"since ranks {ranks} are {len(of_nodes)} nodes of {node_size} ranks. Only nvlink supports "
+                          '"capacity_factor": leave it out, or keep expert-parallel groups inside a node')
+    wire, not_between = asked.wire, None
     not_inside = _no_peer_memory(group, ranks, places, of_nodes, node_of, where)
-    not_between = None
     if wire == "peer_memory":
         not_between = _no_peer_memory(group, ranks, places, rails, node_of, where)
     elif wire == "nvshmem":
         not_between = _plain_obstacle(len(of_nodes), "a hop", "the wire") or _no_nvshmem(group, rails, node_of, where)
-    between = "host" if not_between else wire
-    reason = f"{len(of_nodes)} nodes of {node_size} ranks, wire {between}"
-    if not not_inside:
-        reason += ", peer memory inside a node"
-    elif get_accelerator().device_name() != "cpu":
-        reason += f". No peer memory inside a node, because {not_inside}"
+    obstacles = []
+    if not_inside and get_accelerator().device_name() != "cpu":
+        obstacles.append(Obstacle("peer memory inside a node", not_inside))
     if not_between:
-        reason += f". No wire {wire}, because {not_between}"
-    return Verdict("hierarchical", reason, node_size=node_size,
-                   wires=(between, "host" if not_inside else "peer_memory"))
+        obstacles.append(Obstacle(f"wire {wire}", not_between))
+    return Verdict("hierarchical", tuple(obstacles), len(of_nodes), node_size,
+                   ("host" if not_between else wire, "host" if not_inside else "peer_memory"))
 
 
 def _no_nvshmem(group: Any, rails: list, node_of: dict, where: str) -> str | None:
@@ -240,13 +281,13 @@ def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: 
 
 
 def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
-    """The verdict nvlink, or else collective, with the reason against nvlink."""
+    """The verdict nvlink, or else collective, with the obstacle to nvlink."""
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
-        return Verdict("collective", reason)
+        return Verdict("collective", (Obstacle("nvlink", reason), ))
     if failure := _failed(group, ranks, where):
-        return Verdict("collective", failure, broken=True)
-    return Verdict("nvlink", "its ranks share a host, and their GPUs reach each other's memory")
+        return Verdict("collective", (Obstacle("nvlink", failure, broken=True), ))
+    return Verdict("nvlink")
 
 
 def _failed(group: Any, ranks: list, where: str, *hop: Any) -> str | None:
@@ -307,20 +348,3 @@ def _trial(group: Any, module: Any, *hop: Any) -> str:
     except Exception as error:  # the driver or the container may refuse; the group then takes another transport
         return f"peer memory cannot be set up: {type(error).__name__}: {error}"
     return ""
-
-
-def _tell(group: Any, verdict: Verdict, asked: Asked, only_some: dict) -> None:
-    """Prints the verdict on rank 0. If something is broken, the group's first rank prints it too.
-
-    `only_some`: values of the keys of READERS.
-    """
-    ranks = ranks_of(group)
-    if dist.get_rank() == 0 or (verdict.broken and dist.get_rank() == ranks[0]):
-        refused = (asked.transport == "hierarchical" != verdict.transport
-                   or verdict.transport == "hierarchical" and verdict.wires[0] != asked.wire)
-        warning = "WARNING: " if verdict.broken or refused else ""
-        print(f"mxfp8_moe: {warning}transport {verdict.transport} between ranks {ranks}: {verdict.reason}", flush=True)
-        for key, value in only_some.items():
-            if value is not None and verdict.transport not in READERS[key]:
-                readers = " and ".join(READERS[key])
-                print(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone', flush=True)

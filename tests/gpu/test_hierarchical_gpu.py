@@ -29,6 +29,7 @@ from test_hierarchical_layers import FLAT, TWO_HOPS, classic
 from test_transport import MX, PROBLEMS, Problem
 
 from ds_mxfp8_moe import grouped_gemm
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.ops.op_builder.builder import CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
@@ -297,7 +298,8 @@ def chosen(wire: str) -> tuple:
     os.environ.update(NVSHMEM)
     out = io.StringIO()
     with redirect_stdout(out):
-        exchange = choose(torch.distributed.new_group(), "moe", "hierarchical", node_size=2, wire=wire)
+        exchange = choose(torch.distributed.new_group(), "moe",
+                          MXFP8MoEConfig(transport="hierarchical", node_size=2, wire=wire))
     return type(exchange.hops.between).__name__, type(exchange.hops.inside).__name__, out.getvalue()
 
 

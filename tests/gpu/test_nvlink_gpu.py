@@ -28,6 +28,7 @@ from rank_pool import set_timeout
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
 
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.routing import Routes
@@ -523,7 +524,8 @@ def test_graphs_replay_with_other_routes(pool, recipe_name, kind):
 
 def chosen() -> tuple:
     group = memory().group
-    return tuple(type(choose(group, "moe", requested)).__name__ for requested in (None, "nvlink", "collective"))
+    return tuple(type(choose(group, "moe", MXFP8MoEConfig(transport=requested))).__name__
+                 for requested in (None, "nvlink", "collective"))
 
 
 def test_chosen_where_the_gpus_reach_each_other(pool):
@@ -534,7 +536,8 @@ def beside_nccl(recipe, repetitions: int) -> None:
     """The usual setup: NCCL for everything else, and the transport that is chosen. Gradients are reduced while layers
     exchange, as with ZeRO's overlap_comm."""
     group = torch.distributed.new_group()
-    collective, exchange = (choose(group, "moe", requested) for requested in ("collective", "nvlink"))
+    collective, exchange = (choose(group, "moe", MXFP8MoEConfig(transport=requested))
+                            for requested in ("collective", "nvlink"))
     want = layer(collective, recipe, tokens=(300, ) * 8)
     traffic = torch.zeros(32 << 20, device="cuda", dtype=BF16)
     for _ in range(repetitions):

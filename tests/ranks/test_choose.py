@@ -7,15 +7,19 @@ from collections import Counter
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
+import torch
 from models import Block, SwiGLU, moe_layer
 from rank_pool import set_timeout
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe import layer
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import choose as module
-from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose
+from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Obstacle, Place, Verdict, choose, in_words
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.local import Local
@@ -74,7 +78,7 @@ def choices(requested, changes_of_rank_1, times=1, **options):
     with machine(**(changes_of_rank_1 if dist.get_rank() == 1 else {})) as asked, redirect_stdout(out):
         for _ in range(times):
             try:
-                chosen = choose(group, "block.3.moe", requested, **options)
+                chosen = choose(group, "block.3.moe", MXFP8MoEConfig(transport=requested, **options))
             except RuntimeError as error:
                 got.append(str(error))
             else:
@@ -95,7 +99,7 @@ def test_nvlink_where_it_is_possible_and_the_question_asked_once(ranks2):
 
 
 def test_options_reach_the_transport(ranks2):
-    for got, _, _ in ranks2.run(choices, "nvlink", {}, sms=24, capacity_factor=1.5, overlap=False,
+    for got, _, _ in ranks2.run(choices, "nvlink", {}, nvlink_sms=24, capacity_factor=1.5, overlap=False,
                                     on_overflow="drop"):
         assert got == [(*NVLINK[:2], 24, 1.5, False, "drop")]
 
@@ -134,20 +138,20 @@ def test_collective_asks_nothing(ranks2):
 
 def test_a_group_of_one_asks_nothing():
     for requested in (None, "collective", "nvlink"):
-        chosen = choose(None, "moe", requested)
+        chosen = choose(None, "moe", MXFP8MoEConfig(transport=requested))
         assert isinstance(chosen, Local) and chosen.name == "moe"
 
 
 def on_the_cpu():
     group, out = dist.new_group([0, 1]), io.StringIO()
     with redirect_stdout(out), pytest.raises(RuntimeError, match="there is no CUDA device"):
-        choose(group, "moe", "nvlink")
+        choose(group, "moe", MXFP8MoEConfig(transport="nvlink"))
     assert not out.getvalue()  # the error says it all
     group = dist.get_world_group()
     with redirect_stdout(out):
-        chosen = choose(group, "moe", capacity_factor=1.5)
+        chosen = choose(group, "moe", MXFP8MoEConfig(capacity_factor=1.5))
     with pytest.raises(RuntimeError, match="there is no CUDA device"):
-        choose(group, "moe", "nvlink")
+        choose(group, "moe", MXFP8MoEConfig(transport="nvlink"))
     return isinstance(chosen, Collective), out.getvalue()
 
 
@@ -155,7 +159,7 @@ def on_the_cpu():
 
 
 def on_nodes(hosts: list, *requests) -> list:
-    """What this rank gets for each request (arguments of choose), and what it prints. Rank i runs on hosts[i]."""
+    """What this rank gets for each request (keys of the config), and what it prints. Rank i runs on hosts[i]."""
     group, got = dist.get_world_group(), []
     module._OF_GROUP.pop(group, None)
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +168,7 @@ def on_nodes(hosts: list, *requests) -> list:
             out = io.StringIO()
             with redirect_stdout(out):
                 try:
-                    chosen = choose(group, "moe", **keys)
+                    chosen = choose(group, "moe", MXFP8MoEConfig(**keys))
                 except (RuntimeError, ValueError) as error:
                     chosen = error
             hops = getattr(chosen, "hops", None)
@@ -179,7 +183,7 @@ START = "mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: "
 
 
 def test_groups_that_span_nodes_evenly_take_two_hops(ranks4):
-    answers = ranks4.run(on_nodes, TWO_BY_TWO, {}, {"requested": "hierarchical"}, {"requested": "collective"})
+    answers = ranks4.run(on_nodes, TWO_BY_TWO, {}, {"transport": "hierarchical"}, {"transport": "collective"})
     for rank, (chosen, requested, collective) in enumerate(answers):
         assert chosen[:2] == requested[:2] == ("Hierarchical", 2) and collective[0] == "Collective"
         said = f"{START}2 nodes of 2 ranks, wire host"
@@ -189,8 +193,8 @@ def test_groups_that_span_nodes_evenly_take_two_hops(ranks4):
 
 def test_node_size_makes_nodes_of_consecutive_ranks(ranks4):
     for rank, (two, default, again) in enumerate(ranks4.run(
-            on_nodes, ONE_HOST, {"requested": "hierarchical", "node_size": 2, "wire": "host"}, {"node_size": 2},
-            {"requested": "hierarchical", "node_size": 2})):
+            on_nodes, ONE_HOST, {"transport": "hierarchical", "node_size": 2, "wire": "host"}, {"node_size": 2},
+            {"transport": "hierarchical", "node_size": 2})):
         assert two[:2] == default[:2] == again[:2] == ("Hierarchical", 2)
         assert two[3] == (f"{START}2 nodes of 2 ranks, wire host\n" if rank == 0 else "") and again[3] == ""
 
@@ -215,7 +219,7 @@ UNEVEN = [
 
 @pytest.mark.parametrize("hosts, keys, obstacle", UNEVEN, ids=lambda value: None)
 def test_other_nodes_take_the_collective_transport_and_say_why(ranks4, hosts, keys, obstacle):
-    for rank, answers in enumerate(ranks4.run(on_nodes, hosts, keys, {"requested": "hierarchical"} | keys)):
+    for rank, answers in enumerate(ranks4.run(on_nodes, hosts, keys, {"transport": "hierarchical"} | keys)):
         reasons = (f"there is no CUDA device. No hierarchical, because {obstacle}",
                    f"{obstacle}. No nvlink, because there is no CUDA device")
         for (name, _, _, said), warning, reason in zip(answers, ("", "WARNING: "), reasons, strict=True):
@@ -225,41 +229,41 @@ def test_other_nodes_take_the_collective_transport_and_say_why(ranks4, hosts, ke
 
 
 def test_hierarchical_inside_one_node_is_what_no_request_gives(ranks2):
-    ((name, _, _, said), ), _ = ranks2.run(on_nodes, ONE_HOST, {"requested": "hierarchical"})
+    ((name, _, _, said), ), _ = ranks2.run(on_nodes, ONE_HOST, {"transport": "hierarchical"})
     assert name == "Collective" and "all ranks are on one node. No nvlink, because there is no CUDA device" in said
 
 
 def with_nvlink(*requests) -> list:
     """What is decided on a machine with NVLink."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_nvlink", lambda *args: Verdict("nvlink", "good"))
-        return [module._decide(dist.get_world_group(), "moe", Asked(*keys, "host")) for keys in requests]
+        patch.setattr(module, "_nvlink", lambda *args: Verdict("nvlink"))
+        return [module._decide(dist.get_world_group(), "moe", Asked(*keys)) for keys in requests]
 
 
 def test_nvlink_comes_before_two_hops_unless_these_are_requested(ranks4):
     for default, of_size, requested, uneven, nvlink in ranks4.run(
             with_nvlink, (None, None), (None, 2), ("hierarchical", 2), ("hierarchical", 3), ("nvlink", 2)):
-        assert default == of_size == nvlink == Verdict("nvlink", "good")
-        assert requested == Verdict("hierarchical", "2 nodes of 2 ranks, wire host", node_size=2)
-        assert uneven == Verdict("nvlink", f"good. No hierarchical, because {THREE_AND_ONE}")
+        assert default == of_size == nvlink == Verdict("nvlink")
+        assert requested == Verdict("hierarchical", nodes=2, node_size=2)
+        assert uneven == Verdict("nvlink", (Obstacle("hierarchical", THREE_AND_ONE), ))
+        assert in_words(uneven) == f"{GOOD}. No hierarchical, because {THREE_AND_ONE}"
 
 
 def ask_differently(keys: list) -> list:
     group = dist.get_world_group()
     module._OF_GROUP.pop(group, None)
     with pytest.raises(ValueError) as caught:
-        choose(group, "moe", **keys[dist.get_rank()])
+        choose(group, "moe", MXFP8MoEConfig(**keys[dist.get_rank()]))
     assert group not in module._OF_GROUP or not module._OF_GROUP[group]
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key, one, two", [("node_size", 2, 1), ("requested", "hierarchical", None),
+@pytest.mark.parametrize("key, one, two", [("node_size", 2, 1), ("transport", "hierarchical", None),
                                            ("wire", "nvshmem", "host")])
 def test_ranks_that_ask_for_different_nodes_raise_everywhere(ranks2, key, one, two):
-    keys = [{"requested": "hierarchical", "node_size": 2, key: value} for value in (one, two)]
-    name = "transport" if key == "requested" else key
+    keys = [{"transport": "hierarchical", "node_size": 2, key: value} for value in (one, two)]
     values = [json.dumps(value) for value in (two, one)]
-    said = f'moe: "{name}" is {values[0]} on rank 1 and {values[1]} on rank 0: give every rank the same config'
+    said = f'moe: "{key}" is {values[0]} on rank 1 and {values[1]} on rank 0: give every rank the same config'
     assert ranks2.run(ask_differently, keys) == [said] * 2
 
 
@@ -313,6 +317,22 @@ def test_the_engine_chooses_at_its_start(ranks2):
         assert "the transport nvlink cannot be used here: there is no CUDA device" in text
 
 
+def calls_of_choose(section: dict) -> tuple:
+    """How often layers choose at the engine's start, and in two steps."""
+    with mock.patch.object(layer, "choose", side_effect=choose) as called:
+        model = Block(moe_layer(SwiGLU(), ep_size=2, k=2))
+        engine = ds_mxfp8_moe.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1,
+                                                              "mxfp8_moe": section})[0]
+        at_start = called.call_count
+        for _ in range(2):
+            engine(torch.randn(2, 4, 64))
+    return at_start, called.call_count
+
+
+def test_a_layer_chooses_once(ranks2):
+    assert ranks2.run(calls_of_choose, {"enabled": True}) == [(1, 1)] * 2
+
+
 def test_a_rank_that_does_not_come_is_named(ranks2):
     (missing, text), _ = ranks2.run(stay_away)
     assert missing == (1, ) and "'choice of transport' of block.3.moe" in text and "rank 1 did not come" in text
@@ -323,7 +343,7 @@ def on_nodes_with_gpus(hosts: list, *requests) -> list:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_place", lambda: Place(hosts[dist.get_rank()], "", gpus()))
         patch.setattr(module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
-        return [module._decide(dist.get_world_group(), "moe", Asked(request, None, "host")) for request in requests]
+        return [module._decide(dist.get_world_group(), "moe", Asked(request)) for request in requests]
 
 
 def test_two_hops_are_chosen_on_gpus_too(ranks4):
@@ -339,5 +359,5 @@ def on_nodes_with_gpus_where_few_nodes_are_many(hosts: list) -> list:
 
 def test_between_many_nodes_two_hops_are_not_chosen_unless_asked_for(ranks4):
     for silent, asked in ranks4.run(on_nodes_with_gpus_where_few_nodes_are_many, TWO_BY_TWO):
-        assert silent.transport == "collective" and "not faster between more than 1 nodes" in silent.reason
+        assert silent.transport == "collective" and "not faster between more than 1 nodes" in in_words(silent)
         assert asked.transport == "hierarchical"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rank_pool import KEPT_GROUPS
 
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder import builder, nvshmem
 from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
 from ds_mxfp8_moe.transport import choose as choosing
@@ -88,7 +89,7 @@ def chosen(wanted: str, **keys) -> tuple:
     with machine(Library(**keys)), mock.patch.object(choosing, "_plain_obstacle", lambda *args: None), \
          mock.patch.object(choosing, "_place", lambda: Place("a 1", f"gpu{dist.get_rank()}", frozenset())), \
          redirect_stdout(out):
-        hops = choose(group, "moe", "hierarchical", node_size=2, wire=wanted).hops
+        hops = choose(group, "moe", MXFP8MoEConfig(transport="hierarchical", node_size=2, wire=wanted)).hops
     return type(hops.between).__name__, type(hops.inside).__name__, out.getvalue()
 
 

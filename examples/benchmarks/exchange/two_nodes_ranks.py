@@ -141,8 +141,9 @@ def rows(node_size: int, cases: str) -> Iterator[dict]:
         yield {"case": {"operation": f"rail, {nbytes} bytes", **about}, "contender": "send and receive",
                **world.everywhere(lambda nbytes=nbytes: rail(node_size, nbytes))}
 
-    transports = {name: choose(world.group(), "two nodes", name, node_size=node_size if name == TWO_HOPS else None)
-                  for name in (FLAT, TWO_HOPS)}
+    keys = {FLAT: {}, TWO_HOPS: {"node_size": node_size}}
+    transports = {name: choose(world.group(), "two nodes", MXFP8MoEConfig(transport=name, **more))
+                  for name, more in keys.items()}
     if world.name_of(transports[TWO_HOPS]) != TWO_HOPS:
         sys.exit('there are no two hops here: the line "transport ..." above says why')
     recipe = resolve(MXFP8MoEConfig(enabled=True), *current_device())

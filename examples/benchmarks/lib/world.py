@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport.choose import choose
 
 BF16 = torch.bfloat16
@@ -110,7 +111,7 @@ def in_time(items: Collection, seconds: float) -> Iterator:
 
 def transport(requested: str | None = None):
     """The transport that a layer over all ranks takes."""
-    return choose(group(), "the benchmark", requested)
+    return choose(group(), "the benchmark", MXFP8MoEConfig(transport=requested))
 
 
 def name_of(some_transport) -> str:
