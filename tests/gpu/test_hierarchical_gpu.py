@@ -3,10 +3,9 @@
 one GPU where there are fewer than four. NCCL then takes each rank for a machine of its own, and connects them through
 loopback. NVSHMEM takes each rank for a PE, and puts over peer memory.
 
-The checks are those of tests/ranks/test_hierarchical.py: the naive exchange and the flat transport, bit for bit.
+The checks are those of tests/ranks/test_hierarchical.py.
 """
 
-import dataclasses
 import io
 import os
 import random
@@ -21,20 +20,19 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
+from conformance import HARD, MX32, PROBLEMS, Problem, check, without_an_empty_rank
 from models import PLAIN, Layout
 from rank_pool import set_timeout
 from test_expert_ffn import RECIPES
-from test_hierarchical import check_exchange, check_ffn, with_tokens
+from test_hierarchical import check_ffn
 from test_hierarchical_layers import FLAT, TWO_HOPS, classic
-from test_transport import MX, PROBLEMS, Problem
 
 from ds_mxfp8_moe import grouped_gemm
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.ops.op_builder.builder import CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
-from ds_mxfp8_moe.transport import Transport, Wire, nvshmem
+from ds_mxfp8_moe.transport import nvshmem
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
@@ -46,78 +44,79 @@ DEADLINE = timedelta(seconds=12)
 CYCLES_PER_MS = 2_000_000
 MAX_CHUNKS = 1024  # kernels.h
 SECONDS = 240.0  # of a case: the first one compiles kernels
-PROBLEMS = {name: with_tokens(PROBLEMS[name], 4) for name in (
-    "random", "skewed", "dropped", "all to one rank", "nowhere", "nobody has tokens", "only one rank has tokens",
-    "more choices than experts", "more rows than a tile")} | {
-        "mxfp8-128": Problem(tokens=(20, 13, 0, 31), wire=Wire(True, 128), hidden=256, top_k=5),
-        "float32": Problem(tokens=(20, 13, 7, 0), dtype=torch.float32, top_k=3)}
 
 
 # ---------------------------------------------------------------- bits
 
 
-def on_host(x):
-    if isinstance(x, MXTensor):
-        return MXTensor(x.qdata.cpu(), x.scale.cpu(), x.block_size, x.dtype)
-    return x if x is None else x.cpu()
-
-
-@dataclasses.dataclass(frozen=True)
-class OnGPU(Transport):
-    """A transport on the GPU for callers that have their tensors on the host."""
-
-    inner: Transport
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    def plan(self, expert_TK, num_local_experts, **keys):
-        return self.inner.plan(expert_TK.cuda(), num_local_experts, **keys)
-
-    def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
-        weight_TK = None if weight_TK is None else weight_TK.cuda()
-        return tuple(map(on_host, self.inner.dispatch(plan, x_TH.cuda(), wire, weight_TK, phase)))
-
-    def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
-        weight_P = None if weight_P is None else weight_P.cuda()
-        return tuple(map(on_host, self.inner.combine(plan, y_PH.cuda(), wire, dtype, weight_P, phase)))
-
-
-def check(problem: Problem, node_size: int) -> None:
-    check_exchange(problem, node_size, made=OnGPU)
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("node_size", [2, 1])
-def test_same_bits(four, name, node_size):
-    four.run(check, PROBLEMS[name], node_size, seconds=SECONDS)
+def over_host(node_size: int) -> Hops:
+    return Hops.of(dist.get_world_group(), node_size, "moe")
 
 
 @cache
-def peers(node_size: int) -> Hops:
-    """Hops over peer memory. Only the memory of a hop's ranks is mapped for it."""
+def over_peers(node_size: int) -> Hops:
+    """Only the memory of a hop's ranks is mapped for it."""
     module, reason = try_load()
     assert module is not None, reason
-    return Hops.of(torch.distributed.new_group(), node_size, "moe", "peer_memory", "peer_memory")
+    hops = Hops.of(torch.distributed.new_group(), node_size, "moe", "peer_memory", "peer_memory")
+    assert all(len(wire.ranks) == 1 or isinstance(wire, PeerWire) for wire in (hops.between, hops.inside))
+    return hops
 
 
-def over_peers(transport: Transport) -> Transport:
-    """The flat transport stays on the host, over gloo."""
-    return OnGPU(Hierarchical(peers(transport.hops.node_size))) if hasattr(transport, "hops") else transport
+NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_SYMMETRIC_SIZE": "512M",
+           "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
 
 
-def check_peers(problem: Problem, node_size: int) -> None:
-    check_exchange(problem, node_size, made=over_peers)
-    for wire in (peers(node_size).between, peers(node_size).inside):
-        assert len(wire.ranks) == 1 or isinstance(wire, PeerWire)
-        wire.check()
+@cache
+def group_over_nvshmem():
+    os.environ.update(NVSHMEM)
+    group = torch.distributed.new_group()
+    set_timeout(DEADLINE, group)
+    reason = nvshmem.start(group, "the test")
+    assert reason is None, reason
+    return group
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@cache
+def over_nvshmem(node_size: int) -> Hops:
+    """Four PEs on one GPU, over peer memory."""
+    hops = Hops.of(group_over_nvshmem(), node_size, "moe", "nvshmem", "peer_memory")
+    assert type(hops.between) is NVSHMEMWire
+    return hops
+
+
+WIRES = {"host": ("four", over_host), "peer_memory": ("four_over_gloo", over_peers),
+         "nvshmem": ("four_over_nvshmem", over_nvshmem)}
+
+
+@pytest.fixture(params=WIRES)
+def four_by_wire(request):
+    """Four ranks, and the wire between their nodes."""
+    return request.getfixturevalue(WIRES[request.param][0]), request.param
+
+
+def check_hops(problem: Problem, wire: str, node_size: int) -> int:
+    """Puts of this GPU over NVSHMEM."""
+    hops = WIRES[wire][1](node_size)
+    before = hops.between.puts if wire == "nvshmem" else 0
+    check(problem, Hierarchical(hops), node_size)
+    hops.check()
+    if wire != "nvshmem":
+        return 0
+    assert hops.between.host is None
+    return hops.between.puts - before
+
+
+@pytest.mark.parametrize("name", [*HARD, f"{torch.float32}, plain, 32", "many scales"])
 @pytest.mark.parametrize("node_size", [2, 1])
-def test_same_bits_over_peer_memory(four_over_gloo, name, node_size):
-    four_over_gloo.run(check_peers, PROBLEMS[name], node_size, seconds=SECONDS)
+def test_same_bits(four_by_wire, name, node_size):
+    ranks, wire = four_by_wire
+    puts = ranks.run(check_hops, without_an_empty_rank(PROBLEMS[name]), wire, node_size, seconds=SECONDS)
+    if wire == "nvshmem":
+        assert all(count >= 4 // node_size - 1 for count in puts)  # the counts of a plan
+        # To each peer a rank sends counts once, and if it has tokens, ids once and tokens twice. Rows of two combines
+        # go back. Rank 0 has no tokens.
+        assert name != "random" or puts == {2: [3, 6, 4, 6], 1: [9, 16, 16, 16]}[node_size]
 
 
 def rows_between(source: int, target: int, width: int, seed: int) -> torch.Tensor:
@@ -130,7 +129,7 @@ def rows_between(source: int, target: int, width: int, seed: int) -> torch.Tenso
 def stressed(repetitions: int, hops: Hops | None = None) -> None:
     """Both hops in any order, with delays on the device; widths that are no multiple of anything, and large ones. The
     host compares at the end alone, so that exchanges of repetitions meet."""
-    hops, me, order, delays = hops or peers(2), dist.get_rank(), random.Random(7), random.Random(dist.get_rank())
+    hops, me, order, delays = hops or over_peers(2), dist.get_rank(), random.Random(7), random.Random(dist.get_rank())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     cases = []
     for seed, width in enumerate((1, 16, 7168, 40, 7424, 333)):
@@ -166,13 +165,13 @@ def stalled(gone: int, hops: Hops) -> tuple | None:
     exchange, expert_TK = Hierarchical(hops, "moe"), (torch.arange(24).view(6, 4) % 8).cuda()
     x_TH = torch.ones(6, 64, device="cuda", dtype=torch.bfloat16)
     plan = exchange.plan(expert_TK, 2)
-    exchange.dispatch(plan, x_TH, MX)
+    exchange.dispatch(plan, x_TH, MX32)
     torch.cuda.synchronize()
     dist.barrier()
     start, answer = time.monotonic(), None
     if dist.get_rank() != gone:
         with pytest.raises(PeerFailure) as caught:
-            exchange.dispatch(plan, x_TH, MX)
+            exchange.dispatch(plan, x_TH, MX32)
             torch.cuda.synchronize()
             hops.check()
         answer = caught.value.missing, str(caught.value), time.monotonic() - start
@@ -196,49 +195,7 @@ def check_stalled(answers: list, gone: int) -> None:
             assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS
 
 
-# ---------------------------------------------------------------- NVSHMEM: four PEs on one GPU, over peer memory
-
-NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_SYMMETRIC_SIZE": "512M",
-           "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
-
-
-@cache
-def group_over_nvshmem():
-    os.environ.update(NVSHMEM)
-    group = torch.distributed.new_group()
-    set_timeout(DEADLINE, group)
-    reason = nvshmem.start(group, "the test")
-    assert reason is None, reason
-    return group
-
-
-@cache
-def over_nvshmem(node_size: int) -> Hops:
-    hops = Hops.of(group_over_nvshmem(), node_size, "moe", "nvshmem", "peer_memory")
-    assert type(hops.between) is NVSHMEMWire
-    return hops
-
-
-def check_nvshmem(problem: Problem, node_size: int) -> int:
-    """Puts of this GPU."""
-    hops = over_nvshmem(node_size)
-    before = hops.between.puts
-    check_exchange(problem, node_size, made=lambda transport: OnGPU(Hierarchical(hops)) if hasattr(
-        transport, "hops") else transport)
-    hops.check()
-    assert hops.between.host is None
-    return hops.between.puts - before
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("node_size", [2, 1])
-def test_same_bits_over_nvshmem(four_over_nvshmem, name, node_size):
-    puts = four_over_nvshmem.run(check_nvshmem, PROBLEMS[name], node_size, seconds=SECONDS)
-    others = 4 // node_size - 1
-    assert all(count >= 2 * others for count in puts)  # the counts of two plans
-    # A rank with tokens sends counts twice, ids twice and tokens three times to a peer. Rows in two combines come back
-    # to it. Rank 0 has no tokens.
-    assert name != "random" or puts == {2: [4, 9, 7, 9], 1: [12, 25, 25, 25]}[node_size]
+# ---------------------------------------------------------------- NVSHMEM
 
 
 def stressed_over_nvshmem(repetitions: int) -> tuple:
@@ -314,7 +271,7 @@ def test_a_wire_is_chosen(four_over_nvshmem_of_a_case, wire, between):
 # ---------------------------------------------------------------- layers
 
 
-@pytest.mark.parametrize("recipe_name", ["hp-128", "hp-32", "mxfp8-128", "bf16", "all-wires-mxfp8"])
+@pytest.mark.parametrize("recipe_name", ["hp-128", "bf16", "all-wires-mxfp8"])
 def test_a_layer_equals_the_reference(four, recipe_name):
     recipe = RECIPES[recipe_name]
     check_ffn(four, recipe_name, 2, dtype=torch.bfloat16, top_k=4, device="cuda",
@@ -360,8 +317,8 @@ def missed(gone: int) -> tuple | None:
             plan = exchange.plan(expert_TK, 2)
         except PeerFailure as failure:
             return failure.missing, str(failure), time.monotonic() - start
-        rows, _ = exchange.dispatch(plan, torch.ones(6, 32, device="cuda", dtype=torch.bfloat16), MX)
-        exchange.combine(plan, rows.dequantize(), MX, torch.bfloat16)
+        rows, _ = exchange.dispatch(plan, torch.ones(6, 32, device="cuda", dtype=torch.bfloat16), MX32)
+        exchange.combine(plan, rows.dequantize(), MX32, torch.bfloat16)
         torch.cuda.synchronize()
     raise AssertionError("no rank went away")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVLink transport gives the collective transport's bits, where ranks share one GPU and where each has its own.
+"""The NVLink transport on GPUs, where ranks share one and where each has its own.
 
-The oracle is the collective transport's plain path on the CPU over gloo. If a peer stalls or makes another call, the
-others raise an error that names it, and their GPU still works.
+Exchanges are those of tests/support/conformance.py. Layers are compared with the collective transport. If a peer
+stalls or makes another call, the others raise an error that names it, and their GPU still works.
 
 Memcheck and racecheck report nothing for the tests below, and memcheck nothing for AllToAll's tests
 (test_all_to_all_gpu.py -k "2-sharing and not compile"). Tests of whole layers are left out: racecheck takes the flags
@@ -23,7 +23,23 @@ import pytest
 import torch
 import torch.distributed
 from capture import capture
-from nvlink_cases import BF16, FP32, MX32, MX128, NAME, PLAIN, Case, expected, layer, same, until
+from conformance import (
+    BF16,
+    FP32,
+    MX32,
+    MX128,
+    OF_KERNELS,
+    PLAIN,
+    PROBLEMS,
+    Problem,
+    check,
+    check_in_flight,
+    expected,
+    on_device,
+    same,
+    until,
+)
+from nvlink_cases import NAME, layer
 from rank_pool import set_timeout
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
@@ -43,18 +59,15 @@ DEADLINE = timedelta(seconds=8)
 SECONDS = 240.0  # of a case: the first one builds the extension
 CYCLES_PER_MS = 2_000_000
 
-CASES = cases.CASES | {
-    "one block of 32": Case(hidden=32, wire=MX128),
-    "odd count of blocks": Case(hidden=32 * 11, wire=MX32),
-    "hidden 2048": Case(hidden=2048, top_k=6, local_experts=8, wire=MX128),
-    "hidden 7168": Case(hidden=7168, top_k=8, local_experts=8, wire=MX128),
-    "hidden 7168, plain": Case(hidden=7168, top_k=8, local_experts=8),
-    "staging grows": Case(tokens=(900, 1100, 700, 1000, 500, 600, 800, 400), hidden=2080, dtype=FP32, top_k=6),
-    "many chunks": Case(tokens=(4097, 3000, 0, 5003, 100, 2000, 900, 4096), hidden=64, top_k=2, wire=MX128),
+CASES = PROBLEMS | OF_KERNELS | {
+    "one block of 32": Problem(hidden=32, wire=MX128),
+    "odd count of blocks": Problem(hidden=32 * 11, wire=MX32),
+    "hidden 2048": Problem(hidden=2048, top_k=6, local_experts=8, wire=MX128),
+    "hidden 7168": Problem(hidden=7168, top_k=8, local_experts=8, wire=MX128),
+    "hidden 7168, plain": Problem(hidden=7168, top_k=8, local_experts=8),
+    "staging grows": Problem(tokens=(900, 1100, 700, 1000, 500, 600, 800, 400), hidden=2080, dtype=FP32, top_k=6),
+    "many chunks": Problem(tokens=(4097, 3000, 0, 5003, 100, 2000, 900, 4096), hidden=64, wire=MX128),
 }
-CASES |= {f"top_k {k}": Case(top_k=k, wire=MX128 if k % 2 else PLAIN) for k in range(1, 9)}
-CASES |= {f"{dtype}, {'plain' if not wire.mxfp8 else wire.block_size}": Case(dtype=dtype, wire=wire, hidden=288)
-          for dtype in (BF16, torch.float16, FP32) for wire in (PLAIN, MX32, MX128)}
 
 
 @cache
@@ -73,16 +86,9 @@ def nvlink() -> NVLink:
     return NVLink(memory(), NAME)
 
 
-def oracle() -> Collective:
-    return Collective(memory().group, "the oracle")
-
-
-def on_device(tensors: tuple) -> tuple:
-    return cases.on_device(tensors, torch.device("cuda"))
-
-
-def check_case(case: Case, times: int = 2) -> None:
-    cases.check(case, nvlink(), times)
+def check_case(case: Problem, times: int = 2) -> None:
+    check(case, nvlink(), times=times)
+    memory().reports.check()
 
 
 def check_by(check: str, *args, **keys) -> None:
@@ -97,12 +103,11 @@ def test_same_bits(pool, name):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_two_plans_in_flight(pool, reverse):
-    both = Case(wire=MX128, top_k=3), Case(routing="skewed", hidden=160, seed=8)
-    pool.run(check_in_flight, both, reverse, seconds=SECONDS)
+    pool.run(in_flight, reverse, seconds=SECONDS)
 
 
-def check_in_flight(both: tuple, reverse: bool) -> None:
-    cases.check_interleaved(both, nvlink(), reverse)
+def in_flight(reverse: bool) -> None:
+    check_in_flight(nvlink(), reverse=reverse)
 
 
 # ---------------------------------------------------------------- random delays
@@ -130,9 +135,10 @@ class Delayed(NVLink):
         return super().combine(*args, **kwargs)
 
 
-STRESSED = [Case(wire=MX128, top_k=4), Case(), Case(routing="skewed", wire=MX32, hidden=160),
-            Case(routing="dropped", hidden=2048, top_k=6, wire=MX128), Case(tokens=(0, 9, 1, 0, 3, 0, 0, 2), top_k=1),
-            Case(tokens=(1300, 700, 90, 2000, 0, 400, 4, 900), hidden=512, top_k=3, local_experts=8, wire=MX128)]
+STRESSED = [Problem(wire=MX128, top_k=4), Problem(), Problem(routing="skewed", wire=MX32, hidden=160),
+            Problem(routing="dropped", hidden=2048, top_k=6, wire=MX128),
+            Problem(tokens=(0, 9, 1, 0, 3, 0, 0, 2), top_k=1),
+            Problem(tokens=(1300, 700, 90, 2000, 0, 400, 4, 900), hidden=512, top_k=3, local_experts=8, wire=MX128)]
 
 
 def stress(repetitions: int) -> None:
@@ -140,21 +146,17 @@ def stress(repetitions: int) -> None:
 
     Differences are counted on the device, so that the host runs ahead and phases of repetitions meet.
     """
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
     exchange = Delayed(memory(), "stress", delays=random.Random(rank))
-    wanted = [{**expected(case, memory().group), "case": case} for case in STRESSED]
-    for want in wanted:
-        case, plan = want["case"], want["plan"]
-        _, x_TH, weight_TK = want["inputs"]
-        g_PH, number_P = want["answers"]
-        back, on = dataclasses.replace(case.wire, mxfp8=not case.wire.mxfp8), oracle()
-        want["g"] = on.dispatch(plan, x_TH, back)[0]
-        want["grad"], want["grad_number"] = on.combine(plan, g_PH, back, case.dtype, number_P)
-        want["on_device"] = on_device(want["inputs"]) + on_device(want["answers"])
-        end = want["end"] = int(plan.group_ends_E[-1])
-        want |= {key: until(want[key], end) for key in ("x", "g")}
-        want["bits"] = {key: device_bits(want[key]) for key in ("x", "weight", "y", "number", "g", "grad",
-                                                                "grad_number")}
+    wanted = []
+    for case in STRESSED:
+        there, back = (expected(dataclasses.replace(case, wire=wire), rank, world) for wire in
+                       (case.wire, dataclasses.replace(case.wire, mxfp8=not case.wire.mxfp8)))
+        end = there["end"]
+        want = {"x": there["x"][:end], "weight": there["weight"], "y": there["y"], "number": there["number"],
+                "g": back["x"][:end], "grad": back["y"], "grad_number": back["number"]}
+        wanted.append({"case": case, "end": end, "bits": {key: device_bits(value) for key, value in want.items()},
+                       "on_device": on_device(there["inputs"]) + on_device(there["answers"])})
     wrong = {key: torch.zeros((), dtype=torch.int64, device="cuda") for key in wanted[0]["bits"]}
     order = random.Random(7)  # alike on all ranks
     for _ in range(repetitions):
@@ -178,6 +180,8 @@ def device_bits(x) -> torch.Tensor:
     if hasattr(x, "qdata"):
         return torch.cat([x.qdata.cuda().view(torch.uint8), x.scale_bytes.cuda()], dim=1)
     x = x.cuda()
+    if x.dtype == torch.uint8:
+        return x
     return torch.where(x.isnan(), float("nan"), x).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
@@ -188,7 +192,7 @@ def test_random_delays(pool, request):
 
 def on_two_streams() -> None:
     """Rank 0 is late on the first stream. It launches both exchanges before the first one ends."""
-    case, exchange = Case(), nvlink()
+    case, exchange = Problem(), nvlink()
     expert_TK, x_TH, weight_TK = on_device(case.inputs(dist.get_world_size())[dist.get_rank()])
     plan = exchange.plan(expert_TK, case.local_experts)
     end = int(plan.group_ends_E[-1])
@@ -223,9 +227,9 @@ def with_deadline() -> NVLink:
 
 def failing(phase: str) -> tuple | None:
     """The GPU still works afterwards, and so does the group of all cases."""
-    told = cases.failing(phase, Case(tokens=(40, ) * 8), with_deadline())
+    told = cases.failing(phase, Problem(tokens=(40, ) * 8), with_deadline())
     assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
-    check_case(Case(wire=MX128), times=1)
+    check_case(Problem(wire=MX128), times=1)
     return told
 
 
@@ -236,10 +240,10 @@ def test_a_stalled_peer_is_named_in_time(pool, phase):
 
 
 def confused(how: str) -> str | None:
-    text = cases.confused(how, Case(tokens=(40, ) * 8), with_deadline())
+    text = cases.confused(how, Problem(tokens=(40, ) * 8), with_deadline())
     torch.cuda.synchronize()
     dist.barrier()
-    check_case(Case(wire=MX128), times=1)
+    check_case(Problem(wire=MX128), times=1)
     return text
 
 
@@ -264,7 +268,7 @@ def check_layer(recipe, **kwargs) -> None:
         same(key, value, got[key])
 
 
-@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32", "bf16", "all-wires-mxfp8"])
 def test_a_layer_computes_the_same_bits(pool, recipe_name):
     pool.run(check_layer, RECIPES[recipe_name], seconds=SECONDS)
 
@@ -308,8 +312,8 @@ class Beside(NVLink):
 
 def check_beside(repetitions: int) -> None:
     """A combine on a stream of its own gives the same bits, whatever runs beside it."""
-    exchange, case = nvlink(), Case(tokens=(700, ) * 8, hidden=512, top_k=3, wire=MX128)
-    want = expected(case, memory().group)
+    exchange, case = nvlink(), Problem(tokens=(700, ) * 8, hidden=512, top_k=3, wire=MX128)
+    want = expected(case, dist.get_rank(), dist.get_world_size())
     (expert_TK, _, _), (y_PH, number_P) = on_device(want["inputs"]), on_device(want["answers"])
     a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -354,13 +358,13 @@ def test_a_layer_beside_its_gemm_computes_the_same_bits(pool, recipe_name, token
                                     {"routing": "dropped", "top_k": 4}, {"routing": "one expert", "wire": MX128},
                                     {"routing": "one rank"}, {"routing": "nowhere"}, {"tokens": (0, ) * 8}], ids=str)
 def test_static_gives_the_same_bits(pool, change):
-    case = Case(**{"tokens": (45, ) * 8} | change)
+    case = Problem(**{"tokens": (45, ) * 8} | change)
     pool.run(check_by, "check_static", case, capacity_factor=pool.world_size, seconds=SECONDS)
 
 
 def overflow_in_a_replay() -> str:
     """Replays run no code on the host, but the check before the step finds rows that do not fit."""
-    mine, case = new_memory(torch.distributed.new_group()), Case(tokens=(600, ) * 8, top_k=1, local_experts=1)
+    mine, case = new_memory(torch.distributed.new_group()), Problem(tokens=(600, ) * 8, top_k=1, local_experts=1)
     exchange, world = NVLink(mine, NAME, capacity_factor=1.0), dist.get_world_size()
     expert_TK = torch.arange(600, device="cuda").view(600, 1) % world
     x_TH = torch.randn(600, case.hidden, device="cuda", dtype=BF16)
@@ -398,7 +402,7 @@ DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
                                     {"local_experts": 4, "routing": "skewed", "top_k": 4, "wire": MX128},
                                     {"local_experts": 1, "tokens": (5000, ) * 8}], ids=str)
 def test_rows_that_do_not_fit_are_dropped(pool, change):
-    case = Case(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)
+    case = Problem(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)
     pool.run(check_by, "check_dropped", case, **DROPPING, seconds=SECONDS)
 
 

@@ -19,7 +19,8 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe import layer
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import choose as module
-from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Obstacle, Place, Verdict, choose, in_words
+from ds_mxfp8_moe.transport import deadline
+from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose, in_words
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.local import Local
@@ -122,14 +123,11 @@ def test_one_rank_that_cannot_decides_for_all(ranks2, changes, reason, broken):
     assert zero[1].startswith(f"mxfp8_moe: {warning}transport collective between ranks [0, 1]: {reason}")
     assert one[1] == "" and zero[1].count("\n") == 1
     assert zero[2].get("build", 0) == (1 if broken else 0)  # nobody compiles what cannot be used
-
-
-@pytest.mark.parametrize("changes, reason, broken", REASONS, ids=lambda value: None)
-def test_what_is_requested_and_impossible_is_an_error_everywhere(ranks2, changes, reason, broken):
-    for got, _, _ in ranks2.run(choices, "nvlink", changes, times=2):
+    for got, said, _ in ranks2.run(choices, "nvlink", changes, times=2):  # what is requested
         for text in got:
             assert text.startswith(f"block.3.moe: the transport nvlink cannot be used here: {reason}")
             assert '"transport": "collective" instead' in text
+        assert not said
 
 
 def test_collective_asks_nothing(ranks2):
@@ -157,96 +155,98 @@ def on_the_cpu():
 
 # ---------------------------------------------------------------- two hops
 
+TWO_BY_TWO, ONE_HOST = ["a 1", "a 1", "b 2", "b 2"], ["a 1"] * 4
+NO_GPU = "there is no CUDA device"
+HOPS, THREE_AND_ONE = "2 nodes of 2 ranks, wire host", (
+    "its nodes have different numbers of ranks: ranks [3] are one node and ranks [0, 1, 2] another")
+TWO_HOPS = {"transport": "hierarchical"}
 
-def on_nodes(hosts: list, *requests) -> list:
-    """What this rank gets for each request (keys of the config), and what it prints. Rank i runs on hosts[i]."""
+
+def decided(monkeypatch, hosts: list, keys: dict, nvlink: bool = False, device: str = "cpu") -> Verdict:
+    """The verdict on four ranks, of which rank i runs on hosts[i]. `nvlink`: it is possible between all of them."""
+    asked = Asked(**keys)
+    monkeypatch.setattr(module, "answers_of_all", lambda *_: [(asked, Place(host, "", gpus())) for host in hosts])
+    monkeypatch.setattr(module, "ranks_of", lambda group: [0, 1, 2, 3])
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
+    if nvlink:
+        monkeypatch.setattr(module, "_nvlink", lambda *_: Verdict("nvlink"))
+    return module._decide(None, "moe", asked)
+
+
+@pytest.mark.parametrize("hosts, keys, transport, sentence", [
+    (TWO_BY_TWO, {}, "hierarchical", f"{HOPS}. No nvlink, because {NO_GPU}"),
+    (TWO_BY_TWO, TWO_HOPS, "hierarchical", HOPS),
+    (ONE_HOST, TWO_HOPS | {"node_size": 2}, "hierarchical", HOPS),
+    (ONE_HOST, {"node_size": 2}, "hierarchical", f"{HOPS}. No nvlink, because {NO_GPU}"),
+    (ONE_HOST, {}, "collective", NO_GPU),
+    (ONE_HOST, TWO_HOPS, "collective", f"all ranks are on one node. No nvlink, because {NO_GPU}"),
+    *((hosts, keys | more, "collective", sentence)
+      for hosts, keys, obstacle in [
+          (["a 1", "a 1", "a 1", "b 2"], {}, THREE_AND_ONE),
+          (["a 1", "b 2"] * 2, {}, "the ranks of a node are not consecutive in the group: [0, 2] and [1, 3]"),
+          (["a 1", "b 2", "c 3", "d 4"], {}, "there is one rank a node"),
+          (ONE_HOST, {"node_size": 1}, "there is one rank a node"),
+          (ONE_HOST, {"node_size": 3}, THREE_AND_ONE)]
+      for more, sentence in [({}, f"{NO_GPU}. No hierarchical, because {obstacle}"),
+                             (TWO_HOPS, f"{obstacle}. No nvlink, because {NO_GPU}")])])
+def test_without_nvlink(monkeypatch, hosts, keys, transport, sentence):
+    verdict = decided(monkeypatch, hosts, keys)
+    assert verdict.transport == transport and in_words(verdict) == sentence
+    if transport == "hierarchical":
+        assert (verdict.nodes, verdict.node_size, verdict.wires) == (2, 2, ("host", "host"))
+
+
+@pytest.mark.parametrize("keys, transport, sentence", [
+    ({}, "nvlink", GOOD), ({"node_size": 2}, "nvlink", GOOD), ({"transport": "nvlink"}, "nvlink", GOOD),
+    (TWO_HOPS | {"node_size": 2}, "hierarchical", HOPS),
+    (TWO_HOPS | {"node_size": 3}, "nvlink", f"{GOOD}. No hierarchical, because {THREE_AND_ONE}")])
+def test_nvlink_comes_before_two_hops_unless_these_are_requested(monkeypatch, keys, transport, sentence):
+    verdict = decided(monkeypatch, ONE_HOST, keys, nvlink=True)
+    assert verdict.transport == transport and in_words(verdict) == sentence
+
+
+@pytest.mark.parametrize("most, silent", [(8, "hierarchical"), (1, "collective")])
+def test_between_many_nodes_two_hops_are_not_chosen_unless_asked_for(monkeypatch, most, silent):
+    monkeypatch.setattr(module, "MOST_NODES", most)
+    assert decided(monkeypatch, TWO_BY_TWO, TWO_HOPS, device="cuda").transport == "hierarchical"
+    verdict = decided(monkeypatch, TWO_BY_TWO, {}, device="cuda")
+    assert verdict.transport == silent
+    assert ("not faster between more than 1 nodes" in in_words(verdict)) == (silent == "collective")
+
+
+def on_two_nodes(*requests) -> list:
+    """What this rank of two nodes gets for each request (keys of the config), and what it prints."""
     group, got = dist.get_world_group(), []
     module._OF_GROUP.pop(group, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_place", lambda: Place(hosts[dist.get_rank()], "", gpus()))
+        patch.setattr(module, "_place", lambda: Place(TWO_BY_TWO[dist.get_rank()], "", gpus()))
         for keys in requests:
-            out = io.StringIO()
-            with redirect_stdout(out):
+            with redirect_stdout(io.StringIO()) as out:
                 try:
                     chosen = choose(group, "moe", MXFP8MoEConfig(**keys))
-                except (RuntimeError, ValueError) as error:
+                except ValueError as error:
                     chosen = error
-            hops = getattr(chosen, "hops", None)
-            got.append((type(chosen).__name__, hops and hops.node_size, str(chosen) if hops is None else "",
-                        out.getvalue()))
+            got.append((type(chosen).__name__, str(chosen) if isinstance(chosen, ValueError) else out.getvalue()))
     module._OF_GROUP.pop(group, None)
     return got
 
 
-TWO_BY_TWO, ONE_HOST = ["a 1", "a 1", "b 2", "b 2"], ["a 1"] * 4
-START = "mxfp8_moe: transport hierarchical between ranks [0, 1, 2, 3]: "
-
-
-def test_groups_that_span_nodes_evenly_take_two_hops(ranks4):
-    answers = ranks4.run(on_nodes, TWO_BY_TWO, {}, {"transport": "hierarchical"}, {"transport": "collective"})
-    for rank, (chosen, requested, collective) in enumerate(answers):
-        assert chosen[:2] == requested[:2] == ("Hierarchical", 2) and collective[0] == "Collective"
-        said = f"{START}2 nodes of 2 ranks, wire host"
-        assert chosen[3] == (f"{said}. No nvlink, because there is no CUDA device\n" if rank == 0 else "")
-        assert requested[3] == (f"{said}\n" if rank == 0 else "")
-
-
-def test_node_size_makes_nodes_of_consecutive_ranks(ranks4):
-    for rank, (two, default, again) in enumerate(ranks4.run(
-            on_nodes, ONE_HOST, {"transport": "hierarchical", "node_size": 2, "wire": "host"}, {"node_size": 2},
-            {"transport": "hierarchical", "node_size": 2})):
-        assert two[:2] == default[:2] == again[:2] == ("Hierarchical", 2)
-        assert two[3] == (f"{START}2 nodes of 2 ranks, wire host\n" if rank == 0 else "") and again[3] == ""
-
-
-def test_two_hops_refuse_a_capacity_on_every_rank(ranks4):
-    for (error, _, text, _), in ranks4.run(on_nodes, TWO_BY_TWO, {"capacity_factor": 1.5}):
-        assert error == "ConfigError"
-        assert text == ('moe: "capacity_factor" is 1.5, but the transport is hierarchical, since ranks [0, 1, 2, 3] '
-                        'are 2 nodes of 2 ranks. Only nvlink supports "capacity_factor": leave it out, or keep '
-                        "expert-parallel groups inside a node")
-
-
-THREE_AND_ONE = "its nodes have different numbers of ranks: ranks [3] are one node and ranks [0, 1, 2] another"
-UNEVEN = [
-    (["a 1", "a 1", "a 1", "b 2"], {}, THREE_AND_ONE),
-    (["a 1", "b 2", "a 1", "b 2"], {}, "the ranks of a node are not consecutive in the group: [0, 2] and [1, 3]"),
-    (["a 1", "b 2", "c 3", "d 4"], {}, "there is one rank a node"),
-    (ONE_HOST, {"node_size": 1}, "there is one rank a node"),
-    (ONE_HOST, {"node_size": 3}, THREE_AND_ONE),
-]
-
-
-@pytest.mark.parametrize("hosts, keys, obstacle", UNEVEN, ids=lambda value: None)
-def test_other_nodes_take_the_collective_transport_and_say_why(ranks4, hosts, keys, obstacle):
-    for rank, answers in enumerate(ranks4.run(on_nodes, hosts, keys, {"transport": "hierarchical"} | keys)):
-        reasons = (f"there is no CUDA device. No hierarchical, because {obstacle}",
-                   f"{obstacle}. No nvlink, because there is no CUDA device")
-        for (name, _, _, said), warning, reason in zip(answers, ("", "WARNING: "), reasons, strict=True):
-            assert name == "Collective"
-            assert said == (f"mxfp8_moe: {warning}transport collective between ranks [0, 1, 2, 3]: {reason}\n"
-                            if rank == 0 else "")
-
-
-def test_hierarchical_inside_one_node_is_what_no_request_gives(ranks2):
-    ((name, _, _, said), ), _ = ranks2.run(on_nodes, ONE_HOST, {"transport": "hierarchical"})
-    assert name == "Collective" and "all ranks are on one node. No nvlink, because there is no CUDA device" in said
-
-
-def with_nvlink(*requests) -> list:
-    """What is decided on a machine with NVLink."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_nvlink", lambda *args: Verdict("nvlink"))
-        return [module._decide(dist.get_world_group(), "moe", Asked(*keys)) for keys in requests]
-
-
-def test_nvlink_comes_before_two_hops_unless_these_are_requested(ranks4):
-    for default, of_size, requested, uneven, nvlink in ranks4.run(
-            with_nvlink, (None, None), (None, 2), ("hierarchical", 2), ("hierarchical", 3), ("nvlink", 2)):
-        assert default == of_size == nvlink == Verdict("nvlink")
-        assert requested == Verdict("hierarchical", nodes=2, node_size=2)
-        assert uneven == Verdict("nvlink", (Obstacle("hierarchical", THREE_AND_ONE), ))
-        assert in_words(uneven) == f"{GOOD}. No hierarchical, because {THREE_AND_ONE}"
+def test_two_nodes(ranks4):
+    """Rank 0 prints a line once. Two hops refuse a capacity on every rank."""
+    refused = ('moe: "capacity_factor" is 1.5, but the transport is hierarchical, since ranks [0, 1, 2, 3] are 2 '
+               'nodes of 2 ranks. Only nvlink supports "capacity_factor": leave it out, or keep expert-parallel '
+               "groups inside a node")
+    ranks, no_nvlink = "between ranks [0, 1, 2, 3]", f". No nvlink, because {NO_GPU}\n"
+    said = [f"mxfp8_moe: transport hierarchical {ranks}: {HOPS}{no_nvlink}",
+            f"mxfp8_moe: transport hierarchical {ranks}: {HOPS}\n", "", "",
+            f"mxfp8_moe: WARNING: transport collective {ranks}: {THREE_AND_ONE}{no_nvlink}"]
+    requests = ({}, TWO_HOPS, TWO_HOPS, {"transport": "collective"}, TWO_HOPS | {"node_size": 3},
+                {"capacity_factor": 1.5})
+    for rank, answers in enumerate(ranks4.run(on_two_nodes, *requests)):
+        names, texts = zip(*answers, strict=True)
+        assert names == ("Hierarchical", "Hierarchical", "Hierarchical", "Collective", "Collective", "ConfigError")
+        assert list(texts) == [*(said if rank == 0 else [""] * 5), refused]
 
 
 def ask_differently(keys: list) -> list:
@@ -289,11 +289,11 @@ def test_ranks_of_one_gpu_may_share_where_all_say_so():
 
 
 def stay_away():
-    set_timeout(timedelta(seconds=3))
+    set_timeout(timedelta(seconds=1.5))
     group = dist.new_group([0, 1])
     if dist.get_rank() == 1:
         return None
-    with machine(), pytest.raises(PeerFailure) as caught:
+    with machine(), mock.patch.object(deadline, "GRACE_SECONDS", 0.5), pytest.raises(PeerFailure) as caught:
         choose(group, "block.3.moe")
     return caught.value.missing, str(caught.value)
 
@@ -336,28 +336,3 @@ def test_a_layer_chooses_once(ranks2):
 def test_a_rank_that_does_not_come_is_named(ranks2):
     (missing, text), _ = ranks2.run(stay_away)
     assert missing == (1, ) and "'choice of transport' of block.3.moe" in text and "rank 1 did not come" in text
-
-
-def on_nodes_with_gpus(hosts: list, *requests) -> list:
-    """As `on_nodes`, on GPUs: the verdict for each request, a transport or None."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_place", lambda: Place(hosts[dist.get_rank()], "", gpus()))
-        patch.setattr(module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
-        return [module._decide(dist.get_world_group(), "moe", Asked(request)) for request in requests]
-
-
-def test_two_hops_are_chosen_on_gpus_too(ranks4):
-    for silent, asked in ranks4.run(on_nodes_with_gpus, TWO_BY_TWO, None, "hierarchical"):
-        assert silent.transport == asked.transport == "hierarchical"
-
-
-def on_nodes_with_gpus_where_few_nodes_are_many(hosts: list) -> list:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_NODES", 1)
-        return on_nodes_with_gpus(hosts, None, "hierarchical")
-
-
-def test_between_many_nodes_two_hops_are_not_chosen_unless_asked_for(ranks4):
-    for silent, asked in ranks4.run(on_nodes_with_gpus_where_few_nodes_are_many, TWO_BY_TWO):
-        assert silent.transport == "collective" and "not faster between more than 1 nodes" in in_words(silent)
-        assert asked.transport == "hierarchical"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport in two hops, over gloo: its bits against the naive exchange and the flat transport, what crosses nodes
-against the routing, wires that are slow and out of order, and ranks that go wrong in either hop."""
+"""The transport in two hops, over gloo: the table of exchanges, what crosses nodes against the routing, wires that are
+slow and out of order, and whole layers."""
 
 import dataclasses
 import random
@@ -10,15 +10,25 @@ from collections.abc import Callable
 import deepspeed.comm as dist
 import pytest
 import test_expert_ffn
-import test_transport
 import torch
+from conformance import (
+    HARD,
+    MX32,
+    MX128,
+    PLAIN,
+    PROBLEMS,
+    Problem,
+    bits,
+    check,
+    check_in_flight,
+    without_an_empty_rank,
+)
 from reference_moe import reference
 from slow import slow_except
 from test_expert_ffn import RECIPES, compare, formula
-from test_transport import MX, PLAIN, PROBLEMS, Problem, bits
+from test_transport import steps
 
-from ds_mxfp8_moe.transport import Transport, Wire
-from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport import Transport
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import HostWire
@@ -33,89 +43,32 @@ def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
 # ---------------------------------------------------------------- bits
 
 
-def check_exchange(problem: Problem, node_size: int, y_dtype: torch.dtype | None = None,
-                   made: Callable[[Transport], Transport] = lambda transport: transport) -> None:
-    """Against the naive exchange; what dispatch gives also against the flat transport. `made`: of both transports."""
-    exchange, flat = made(two_hops(node_size)), made(Collective(dist.get_world_group()))
-    test_transport.check_exchange(problem, y_dtype, exchange, node_size)
-    expert_TK, x_TH, weight_TK = problem.inputs(exchange.world_size)[dist.get_rank()]
-    got, want = (t.dispatch(t.plan(expert_TK, problem.local_experts), x_TH, problem.wire, weight_TK)
-                 for t in (exchange, flat))
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+def check_hops(name: str, node_size: int) -> None:
+    check(without_an_empty_rank(PROBLEMS[name]), two_hops(node_size), node_size, times=2 if name == "random" else 1)
 
 
-def with_tokens(problem: Problem, ranks: int) -> Problem:
-    """The problem for `ranks` ranks. Only ranks 0 and 4 may be empty: without the rows of another one, rows may arrive
-    in the right order by chance."""
-    tokens = problem.tokens[2:] + problem.tokens[:2]
-    return dataclasses.replace(problem, tokens=tuple(min(tokens[i % 4], TOKENS_OF_6[i % 6]) for i in range(ranks)))
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", HARD)
 def test_two_nodes_of_two(ranks4, name):
-    ranks4.run(check_exchange, with_tokens(PROBLEMS[name], 4), 2)
+    ranks4.run(check_hops, name, 2)
 
 
-SOME = ("random", "skewed", "dropped", "all to one expert", "all to one rank", "nowhere", "nobody has tokens",
-        "only one rank has tokens", "more choices than experts", "more rows than a tile")
-
-
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["dropped", "one rank has tokens", "more rows than a tile"])
 def test_four_nodes_of_one(ranks4, name):
-    ranks4.run(check_exchange, with_tokens(PROBLEMS[name], 4), 1)
+    ranks4.run(check_hops, name, 1)
 
 
 @pytest.mark.parametrize("node_size", [2, 3])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["skewed", "dropped", "more rows than a tile"])
 def test_six_ranks(ranks6, name, node_size):
-    ranks6.run(check_exchange, with_tokens(PROBLEMS[name], 6), node_size)
+    ranks6.run(check_hops, name, node_size)
 
 
-@pytest.mark.parametrize("wire", [PLAIN, MX])
-def test_float32_expert_outputs_round_once(ranks4, wire):
-    ranks4.run(check_exchange, Problem(wire=wire, top_k=4), 2, torch.float32)
+def in_flight(node_size: int) -> None:
+    check_in_flight(two_hops(node_size), node_size)
 
 
-def inner_products(problem: Problem, node_size: int) -> list:
-    return test_transport.inner_products(problem, two_hops(node_size))
-
-
-@pytest.mark.parametrize("wire", [PLAIN, MX])
-def test_dispatch_and_combine_are_each_others_transpose(ranks4, wire):
-    got = ranks4.run(inner_products, Problem(routing="dropped", wire=wire, top_k=4), 2)
-    inner = torch.tensor(got, dtype=torch.float64).sum(0)
-    assert inner[0] == inner[1] != 0 and inner[2] == inner[3] != 0
-
-
-def two_plans(node_size: int):
-    test_transport.two_plans(two_hops(node_size))
-
-
-def test_two_plans_in_flight_and_the_same_bits_again(ranks4):
-    ranks4.run(two_plans, 2)
-
-
-def not_finite(problem: Problem, node_size: int):
-    """A NaN and two infinities come back in their own token alone, and in MXFP8 in their own block."""
-    exchange, rank = two_hops(node_size), dist.get_rank()
-    inputs = problem.inputs(exchange.world_size)
-    for _, x_TH, _ in inputs:
-        x_TH[3, 40], x_TH[5, 0], x_TH[5, 100] = float("nan"), float("inf"), float("-inf")
-    expert_TK, x_TH, _ = inputs[rank]
-    plan = exchange.plan(expert_TK, problem.local_experts)
-    x_PH, _ = exchange.dispatch(plan, x_TH, problem.wire)
-    assert torch.equal(bits(x_PH), test_transport.naive_dispatch(problem, rank, inputs)[0])
-    y_TH, _ = exchange.combine(plan, x_PH.dequantize() if problem.wire.mxfp8 else x_PH, problem.wire, problem.dtype)
-    block = problem.wire.block_size if problem.wire.mxfp8 else 1
-    touched = torch.zeros(y_TH.shape, dtype=torch.bool)
-    for token, column in ((3, 40), (5, 0), (5, 100)):
-        touched[token, column // block * block:(column // block + 1) * block] = True
-    assert torch.equal(~y_TH.isfinite(), touched)
-
-
-@pytest.mark.parametrize("wire", [PLAIN, MX, Wire(True, 128)])
-def test_nan_and_inf_stay_in_their_rows(ranks4, wire):
-    ranks4.run(not_finite, Problem(tokens=(20, 13, 9, 31), wire=wire, top_k=3, hidden=160), 2)
+def test_two_plans_in_flight(ranks4):
+    ranks4.run(in_flight, 2)
 
 
 # ---------------------------------------------------------------- what crosses
@@ -123,21 +76,14 @@ def test_nan_and_inf_stay_in_their_rows(ranks4, wire):
 
 def bytes_across(problem: Problem, node_size: int) -> dict:
     """Bytes that each step sends out of this rank's node."""
-    exchange, rank = two_hops(node_size), dist.get_rank()
-    expert_TK, x_TH, weight_TK = problem.inputs(exchange.world_size)[rank]
-    wire, sent = exchange.hops.between, {}
+    exchange, sent = two_hops(node_size), {}
+    wire = exchange.hops.between
+    before = [wire.sent_bytes]
 
-    def step(name, fn, *args):
-        before = wire.sent_bytes
-        result = fn(*args)
-        sent[name] = wire.sent_bytes - before
-        return result
+    def told(name: str) -> None:
+        sent[name], before[0] = wire.sent_bytes - before[0], wire.sent_bytes
 
-    plan = step("plan", exchange.plan, expert_TK, problem.local_experts)
-    x_PH, weight_P = step("dispatch", exchange.dispatch, plan, x_TH, problem.wire, weight_TK)
-    y_PH = x_PH.dequantize() if problem.wire.mxfp8 else x_PH
-    step("combine", exchange.combine, plan, y_PH, problem.wire, problem.dtype, weight_P)
-    step("dispatch bare", exchange.dispatch, plan, x_TH, problem.wire)
+    steps(problem, exchange, told)
     return sent
 
 
@@ -164,14 +110,14 @@ def check_bytes(pool, problem: Problem, node_size: int) -> None:
     assert sum(out) > 0
 
 
-@pytest.mark.parametrize("wire", [PLAIN, MX, Wire(True, 128)])
+@pytest.mark.parametrize("wire", [PLAIN, MX32, MX128])
 def test_a_token_crosses_once_to_each_node_and_the_wire_counts_it(ranks4, wire):
     check_bytes(ranks4, Problem(wire=wire, top_k=6, local_experts=2, routing="dropped"), 2)
 
 
 @pytest.mark.parametrize("node_size", [2, 3])
 def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
-    check_bytes(ranks6, Problem(tokens=TOKENS_OF_6, wire=MX, top_k=4, local_experts=2), node_size)
+    check_bytes(ranks6, Problem(tokens=TOKENS_OF_6, wire=MX32, top_k=4, local_experts=2), node_size)
 
 
 # ---------------------------------------------------------------- other wires
@@ -216,29 +162,26 @@ def over(node_size: int, **wires) -> Hierarchical:
     return Hierarchical(dataclasses.replace(hops, **changed))
 
 
-def check_over(problem: Problem, node_size: int, **wires) -> None:
-    test_transport.check_exchange(problem, None, over(node_size, **wires), node_size)
+def check_adversary(problem: Problem, node_size: int) -> None:
+    check(problem, over(node_size, between=Adversary, inside=Adversary), node_size)
 
 
-@pytest.mark.parametrize("wire", [PLAIN, MX])
-@pytest.mark.parametrize("routing", ["random", "skewed", "dropped"])
-def test_a_wire_that_delays_and_reorders_changes_no_bit(ranks4, routing, wire):
-    problem = Problem(tokens=(0, 50, 37, 61), routing=routing, wire=wire, top_k=4)
-    ranks4.run(check_over, problem, 2, between=Adversary, inside=Adversary)
+@pytest.mark.parametrize("name", ["random", "skewed", "dropped"])
+def test_a_wire_that_delays_and_reorders_changes_no_bit(ranks4, name):
+    ranks4.run(check_adversary, without_an_empty_rank(PROBLEMS[name]), 2)
 
 
 def test_a_wire_that_delays_and_reorders_between_three_nodes(ranks6):
-    problem = Problem(tokens=TOKENS_OF_6, wire=MX, top_k=3)
-    ranks6.run(check_over, problem, 2, between=Adversary, inside=Adversary)
+    ranks6.run(check_adversary, without_an_empty_rank(PROBLEMS["mxfp8"]), 2)
 
 
 def rows_differ(hop: str) -> bool:
     """Whether rows of dispatch are wrong if a hop brings nothing, over a plan that was made before."""
     good, bad = two_hops(2), over(2, **{hop: Broken})
-    problem = Problem(wire=MX)
+    problem = Problem(wire=MX32)
     expert_TK, x_TH, _ = problem.inputs(4)[dist.get_rank()]
     plan = good.plan(expert_TK, problem.local_experts)
-    right, wrong = (bits(t.dispatch(plan, x_TH, MX)[0]) for t in (good, bad))
+    right, wrong = (bits(t.dispatch(plan, x_TH, MX32)[0]) for t in (good, bad))
     return not torch.equal(right, wrong)
 
 
@@ -250,10 +193,10 @@ def test_rows_come_over_the_wire_of_each_hop(ranks4, hop):
 # ---------------------------------------------------------------- experts
 
 
-def run_ffn(recipe, node_size: int, name: str, made: Callable[[Transport], Transport] = lambda transport: transport,
-            **kwargs) -> dict:
+def run_ffn(recipe, node_size: int, name: str, made: Callable[[int], Transport] = two_hops, **kwargs) -> dict:
+    """`made`: makes the transport of nodes of a size."""
     plain = test_expert_ffn.transport
-    test_expert_ffn.transport = lambda world: made(two_hops(node_size))
+    test_expert_ffn.transport = lambda world: made(node_size)
     try:
         return test_expert_ffn.run_layer(recipe, name, **kwargs)
     finally:
@@ -272,33 +215,18 @@ def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", leas
     return results
 
 
-@pytest.mark.parametrize("recipe_name", RECIPES)
-def test_every_recipe(ranks4, recipe_name):
+# A transport sees no more of a recipe than the format of rows. In the last one, rows of all four exchanges are MXFP8.
+@pytest.mark.parametrize("recipe_name", ["hp-128", "bf16", "all-wires-mxfp8"])
+def test_a_layer_equals_the_reference(ranks4, recipe_name):
     check_ffn(ranks4, recipe_name, 2, dtype=torch.bfloat16, top_k=4)
 
 
-@pytest.mark.parametrize("node_size, recipe_name", slow_except(
-    [(node_size, name) for node_size in (2, 3) for name in RECIPES], (2, "mxfp8-32"), (3, "all-wires-mxfp8")))
-def test_every_recipe_on_six_ranks(ranks6, node_size, recipe_name):
-    check_ffn(ranks6, recipe_name, node_size, dtype=torch.bfloat16, top_k=4, tokens=TOKENS_OF_6, num_experts=12)
+@pytest.mark.parametrize("node_size", slow_except([2, 3], 3))
+def test_a_layer_on_six_ranks(ranks6, node_size):
+    check_ffn(ranks6, "all-wires-mxfp8", node_size, dtype=torch.bfloat16, top_k=4, tokens=TOKENS_OF_6, num_experts=12)
 
 
-@pytest.mark.parametrize("name", ["linear", "gelu"])
-def test_other_formulas_with_biases(ranks4, name):
-    check_ffn(ranks4, "hp-32", 2, name, bias=True)
-
-
-@pytest.mark.parametrize("routing", ["dropped", "one-expert", "nowhere"])
-def test_hard_routings(ranks4, routing):
-    check_ffn(ranks4, "mxfp8-32", 2, routing=routing)
-
-
-@pytest.mark.parametrize("tokens", [(0, 20, 3, 0), (0, 0, 0, 0), (0, 0, 129, 1)])
-def test_ranks_without_tokens(ranks4, tokens):
-    check_ffn(ranks4, "hp-32", 2, tokens=tokens)
-
-
-def test_two_runs_give_the_same_bits(ranks4):
-    once, again = (check_ffn(ranks4, "mxfp8-32", 2, dtype=torch.bfloat16, top_k=4) for _ in range(2))
-    for a, b in zip(once, again, strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in ("y", "x", "weight"))
+@pytest.mark.parametrize("keys", [{"routing": "dropped"}, {"routing": "nowhere"}, {"tokens": (0, 0, 129, 1)},
+                                  {"tokens": (0, 0, 0, 0)}], ids=str)
+def test_a_layer_of_another_kind(ranks4, keys):
+    check_ffn(ranks4, "mxfp8-32", 2, **keys)

@@ -7,13 +7,12 @@ from contextlib import redirect_stdout
 import deepspeed.comm as dist
 import pytest
 import test_autoep
-import test_transport
 import torch
 from autoep_models import autoep_layers
+from conformance import Problem, check
 from deepspeed.moe.sharded_moe import MOELayer
 from models import PLAIN, Layout, make_engine, parameters, train_steps
 from slow import slow_except
-from test_transport import MX, Problem
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db
@@ -137,21 +136,15 @@ def test_checkpoints(ranks4, tmp_path):
 # ---------------------------------------------------------------- several groups
 
 
-def two_groups(problem: Problem) -> None:
+def two_groups() -> None:
     """Ranks 0 to 3 and 4 to 7 are two groups, each of two nodes; the second one begins later."""
     for first in (0, 4):
         group = dist.new_group(list(range(first, first + 4)))
         if first <= dist.get_rank() < first + 4:
             mine = group
-    exchange = Hierarchical(Hops.of(mine, 2, "moe"), "moe")
-    rank = dist.get_rank(group=mine)
-    inputs = problem.inputs(4)
-    expert_TK, x_TH, _ = inputs[rank]
-    for _ in range(3):
-        x_PH, _ = exchange.dispatch(exchange.plan(expert_TK, problem.local_experts), x_TH, problem.wire)
-        assert torch.equal(test_transport.bits(x_PH), test_transport.naive_dispatch(problem, rank, inputs)[0])
+    check(Problem(tokens=(5, 20, 13, 31)), Hierarchical(Hops.of(mine, 2, "moe"), "moe"), 2, times=3)
 
 
 @pytest.mark.slow
 def test_several_groups_in_one_world(ranks8):
-    ranks8.run(two_groups, Problem(tokens=(5, 20, 13, 31), wire=MX))
+    ranks8.run(two_groups)

@@ -6,22 +6,20 @@ A group of any size lives in one process: its ranks are threads that take turns 
 """
 
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-import test_transport
+import conformance
 import torch
+from conformance import BF16, FP16, FP32, MX32, MX128, PLAIN, bits, poisoned  # noqa: F401
+from conformance import FLOOR32 as FLOOR
 
-from ds_mxfp8_moe.mx import MXTensor, quantize
-from ds_mxfp8_moe.transport import Wire, collective, hierarchical, rows
+from ds_mxfp8_moe.mx import quantize
+from ds_mxfp8_moe.transport import collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import RowWire
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN, MX32, MX128, FLOOR = Wire(False), Wire(True), Wire(True, 128), Wire(True, 32, "floor")
 
 
 class Peers:
@@ -105,30 +103,10 @@ def two_hops(rank: int, peers: Peers, node_size: int) -> Hierarchical:
 
 
 @dataclass(frozen=True)
-class Problem(test_transport.Problem):
-    """An exchange of rows of all magnitudes, between as many ranks as `tokens` has numbers.
+class Problem(conformance.Problem):
+    """An exchange between as many ranks as `tokens` has numbers."""
 
-    not_finite: some values are NaN, infinite, subnormal or the largest.
-    """
-
-    y_dtype: torch.dtype | None = None
     not_finite: bool = False
-
-    def inputs(self, world: int | None = None) -> list:
-        """(expert_TK, x_TH, weight_TK) of each rank."""
-        generator = torch.Generator().manual_seed(self.seed)
-        ranks = []
-        for expert, x, weight in super().inputs(world or len(self.tokens)):
-            x = (x.float() * torch.exp2(torch.randint(-9, 9, x.shape, generator=generator))).to(x.dtype)
-            x[1:2, :32] = 0
-            if self.not_finite and x.shape[0] > 6:
-                x[3, 1], x[5, 0], x[5, -1] = float("nan"), float("inf"), float("-inf")
-                x[4] = (torch.randn(x.shape[1], generator=generator) * torch.finfo(x.dtype).tiny / 3).to(x.dtype)
-                x[6, ::3] = torch.finfo(x.dtype).max
-            if not self.contiguous:
-                x = torch.stack([x, x], dim=2)[..., 0]
-            ranks.append((expert, x, weight))
-        return ranks
 
 
 PROBLEMS = {
@@ -157,26 +135,6 @@ PROBLEMS = {
 # hidden, block_size, top_k, weights
 MESSAGES = [(96, 32, 1, True), (96, 32, 3, False), (160, 128, 8, True), (2048, 128, 2, True), (512, 32, 4, False),
             (32, 128, 2, False)]
-
-
-def bits(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Bytes, with one NaN for all."""
-    if isinstance(x, MXTensor):
-        return torch.cat([x.qdata.view(torch.uint8), x.scale_bytes], dim=1).cpu()
-    if x is None or not x.dtype.is_floating_point:
-        return x
-    x = torch.where(x.isnan(), float("nan"), x).cpu()
-    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # strides of 1 where a size is 1, too
-
-
-@contextmanager
-def poisoned():
-    """What is left of torch.empty shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -> tuple:
