@@ -21,7 +21,7 @@ from ..config import READERS, ConfigError, MXFP8MoEConfig
 from ..ops.op_builder import nvlink as extension
 from . import Transport, nvshmem
 from .collective import Collective
-from .deadline import answers_of_all, ranks_of
+from .deadline import answers_of_all, failure_of_any, ranks_of
 from .hierarchical import Hierarchical
 from .hops import Hops
 from .local import Local
@@ -277,7 +277,7 @@ def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: 
     reasons = [_plain_obstacle(len(hops[0]), "a hop", "peer memory"),
                *(_apart(hop, [place_of[rank] for rank in hop]) for hop in hops)]
     mine = next(hop for hop in hops if dist.get_rank() in hop)
-    return next(filter(None, reasons), None) or _failed(group, ranks, where, mine, node_of)
+    return next(filter(None, reasons), None) or _failed(group, where, mine, node_of)
 
 
 def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
@@ -285,21 +285,18 @@ def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
         return Verdict("collective", (Obstacle("nvlink", reason), ))
-    if failure := _failed(group, ranks, where):
+    if failure := _failed(group, where):
         return Verdict("collective", (Obstacle("nvlink", failure, broken=True), ))
     return Verdict("nvlink")
 
 
-def _failed(group: Any, ranks: list, where: str, *hop: Any) -> str | None:
+def _failed(group: Any, where: str, *hop: Any) -> str | None:
     """Why the extension or the staging does not work on a rank of the group. None if both do on all ranks.
 
     `hop`: for PeerMemory.of.
     """
     module, failure = extension.try_load()
-    failures = answers_of_all(group, failure, where)
-    if not any(failures):
-        failures = answers_of_all(group, _trial(group, module, *hop), where)
-    return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), None)
+    return failure_of_any(group, failure, where) or failure_of_any(group, _trial(group, module, *hop), where)
 
 
 def _plain_obstacle(ranks: int, of: str = "the group", kernels: str = "nvlink") -> str | None:

@@ -143,6 +143,12 @@ def answers_of_all(group: Any, answer: Any, where: str) -> list:
     return answers
 
 
+def failure_of_any(group: Any, failure: str | None, where: str) -> str | None:
+    """The failure of the first rank that has one, with its rank. None: no rank has one. Every rank calls it."""
+    failures = zip(ranks_of(group), answers_of_all(group, failure, where), strict=True)
+    return next((f"rank {rank}: {failure}" for rank, failure in failures if failure), None)
+
+
 def tell_peers_on_error(function: Callable) -> Callable:
     """Decorates a function after which peers wait for this rank. If it raises, they can quote the error.
 

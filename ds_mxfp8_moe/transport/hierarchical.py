@@ -22,7 +22,7 @@ here for this node, S rows that it passes on inside the node.
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,27 @@ from .rows import (
     sums,
     wanted_by,
 )
+from .wires import RowWire
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """The rows of one hop on their way out. On their way back, the splits change places.
+
+    Attributes:
+        sends: which rows go where. None: all, in rank order.
+        send_splits, recv_splits: number of rows sent to and received from each rank of the hop.
+        most: the most rows that any rank of the group sends to a rank of its hop. Equal on all ranks.
+    """
+
+    sends: Sends | None
+    send_splits: tuple
+    recv_splits: tuple
+    most: int
+
+    @property
+    def back(self) -> "Crossing":
+        return replace(self, send_splits=self.recv_splits, recv_splits=self.send_splits)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,21 +78,13 @@ class HierarchicalPlan:
         num_tokens, top_k, tokens_per_expert, group_ends_E, slot_RK, source_P: as in Plan.
         between: which tokens go to which node.
         inside: which of the rows that land here go to which rank of the node.
-        *_splits: number of rows sent to and received from each node (between) and each rank of the node (inside).
-        *_most: the most rows that any rank of the group sends to a rank of its hop. Equal on all ranks.
     """
 
     num_tokens: int
     top_k: int
     tokens_per_expert: float
-    between: Sends
-    between_send_splits: tuple
-    between_recv_splits: tuple
-    between_most: int
-    inside: Sends
-    inside_send_splits: tuple
-    inside_recv_splits: tuple
-    inside_most: int
+    between: Crossing
+    inside: Crossing
     group_ends_E: torch.Tensor
     slot_RK: torch.Tensor
     source_P: torch.Tensor
@@ -98,22 +111,20 @@ class Hierarchical(Transport):
     def world_size(self) -> int:
         return self.hops.num_nodes * self.hops.node_size
 
-    def _between(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int,
-                 phase: str) -> torch.Tensor:
-        where = f"{self._where(phase)}, hop between nodes"
-        return self.hops.between.exchange(x, send_splits, recv_splits, where, most, phase != "counts")
-
-    def _inside(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, most: int, phase: str,
-                row_S: torch.Tensor | None = None) -> torch.Tensor:
-        where = f"{self._where(phase)}, hop inside the node"
-        return self.hops.inside.exchange(x, send_splits, recv_splits, where, most, phase != "counts", row_S)
+    def _cross(self, wire: RowWire, x: torch.Tensor, by: Crossing, phase: str, compared: bool = True,
+               row_S: torch.Tensor | None = None) -> torch.Tensor:
+        """One hop, over the wire of that hop. `compared`, `row_S`: as in RowWire.exchange."""
+        hop = "between nodes" if wire is self.hops.between else "inside the node"
+        where = f"{self._where(phase)}, hop {hop}"
+        return wire.exchange(x, by.send_splits, by.recv_splits, where, by.most, compared, row_S)
 
     def _tell(self, told_W: torch.Tensor) -> torch.Tensor:
         """Sends row w of `told_W` to rank w, by both hops. Returns a row from each rank."""
-        N, G = self.hops.num_nodes, self.hops.node_size
-        landed_NG = self._between(told_W.reshape(N, -1), (1, ) * N, (1, ) * N, 1, "counts").view(N, G, -1)
-        arrived_GN = self._inside(landed_NG.transpose(0, 1).reshape(G, -1), (1, ) * G, (1, ) * G, 1,
-                                  "counts").view(G, N, -1)
+        N, G, hops = self.hops.num_nodes, self.hops.node_size, self.hops
+        to_nodes, to_ranks = (Crossing(None, (1, ) * ranks, (1, ) * ranks, 1) for ranks in (N, G))
+        landed_NG = self._cross(hops.between, told_W.reshape(N, -1), to_nodes, "counts", False).view(N, G, -1)
+        told_G = landed_NG.transpose(0, 1).reshape(G, -1)
+        arrived_GN = self._cross(hops.inside, told_G, to_ranks, "counts", False).view(G, N, -1)
         return arrived_GN.transpose(0, 1).reshape(N * G, -1)
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
@@ -153,44 +164,38 @@ class Hierarchical(Transport):
         check_same_calls(group, signatures, self._where("counts") + call)
         pairs, ends_E, shift_E = of_device
 
-        between = sends(pairs, sum(to_node), N)
-        ids_CK = experts_there(expert_TK, G * E, between)
-        ids_LK = self._between(as_bytes(ids_CK), to_node, from_node, most_between,
-                               "expert ids").view(ids_CK.dtype).long()
+        between = Crossing(sends(pairs, sum(to_node), N), to_node, from_node, most_between)
+        ids_CK = experts_there(expert_TK, G * E, between.sends)
+        ids_LK = self._cross(self.hops.between, as_bytes(ids_CK), between, "expert ids").view(ids_CK.dtype).long()
         # A failed exchange leaves anything. It must index nothing that is not there.
         ids_LK = torch.where(ids_LK < G * E, ids_LK, -1)
         pairs = numbered(wanted_by(ids_LK, E, G))
-        inside = sends(pairs._replace(place=pairs.place.clamp(max=sum(to_rank))), sum(to_rank), G)
-        local_SK = experts_there(ids_LK, E, inside)
-        local_RK = self._inside(as_bytes(local_SK), to_rank, from_rank, most_inside,
-                                "expert ids").view(local_SK.dtype)
+        pairs = pairs._replace(place=pairs.place.clamp(max=sum(to_rank)))
+        inside = Crossing(sends(pairs, sum(to_rank), G), to_rank, from_rank, most_inside)
+        local_SK = experts_there(ids_LK, E, inside.sends)
+        local_RK = self._cross(self.hops.inside, as_bytes(local_SK), inside, "expert ids").view(local_SK.dtype)
         slot_RK, source_P = sort_by_expert(local_RK, sum(sizes), shift_E, padded_rows(sizes),
                                            _by_source(landing_MGND[:, :, node, index].t(), sum(from_rank)))
         return HierarchicalPlan(
-            num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), between=between,
-            between_send_splits=to_node, between_recv_splits=from_node, between_most=most_between, inside=inside,
-            inside_send_splits=to_rank, inside_recv_splits=from_rank, inside_most=most_inside,
+            num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), between=between, inside=inside,
             group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
     def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
-        message_C = pack(x_TH, wire, weight_TK, plan.between.row_S, plan.between.slot_WN, plan.top_k)
-        message_L = self._between(message_C, plan.between_send_splits, plan.between_recv_splits,
-                                  plan.between_most, phase)
-        message_R = self._inside(message_L, plan.inside_send_splits, plan.inside_recv_splits, plan.inside_most, phase,
-                                 plan.inside.row_S)
+        tokens = plan.between.sends
+        message_C = pack(x_TH, wire, weight_TK, tokens.row_S, tokens.slot_WN, plan.top_k)
+        message_L = self._cross(self.hops.between, message_C, plan.between, phase)
+        message_R = self._cross(self.hops.inside, message_L, plan.inside, phase, row_S=plan.inside.sends.row_S)
         return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)
 
     def combine(self, plan: HierarchicalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         H, K, weights = y_PH.shape[1], plan.top_k, 0 if weight_P is None else plan.top_k
         message_R = partial_sums(y_PH, PLAIN, torch.float32, weight_P, plan.slot_RK)
-        message_S = self._inside(message_R, plan.inside_recv_splits, plan.inside_send_splits, plan.inside_most,
-                                 phase)
-        message_L = pass_on(message_S, H, wire, dtype, weights, plan.inside.slot_WN, K)
-        message_C = self._between(message_L, plan.between_recv_splits, plan.between_send_splits,
-                                  plan.between_most, phase)
-        y_TH, weight_TK = sums(message_C, H, wire, dtype, weights, plan.between.slot_WN, K)
+        message_S = self._cross(self.hops.inside, message_R, plan.inside.back, phase)
+        message_L = pass_on(message_S, H, wire, dtype, weights, plan.inside.sends.slot_WN, K)
+        message_C = self._cross(self.hops.between, message_L, plan.between.back, phase)
+        y_TH, weight_TK = sums(message_C, H, wire, dtype, weights, plan.between.sends.slot_WN, K)
         return y_TH, weight_TK if weights else None
 
 

@@ -14,7 +14,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 from ..ops.op_builder import nvshmem as extension
-from .deadline import answers_of_all, ranks_of
+from .deadline import answers_of_all, failure_of_any, ranks_of
 from .peer_memory import NoStaging, PeerMemory
 from .wires import HostWire, PeerWire
 
@@ -127,7 +127,7 @@ def start(group: Any, where: str) -> str | None:
     Returns why it is not possible, equal on all ranks. None: it runs.
     """
     ranks, (module, failure) = ranks_of(group), extension.try_load()
-    reason = _first(ranks, answers_of_all(group, failure or _taken(module, ranks), where))
+    reason = failure_of_any(group, failure or _taken(module, ranks), where)
     if reason or _STARTED == ranks:
         return reason
 
@@ -137,13 +137,12 @@ def start(group: Any, where: str) -> str | None:
         except Exception as error:  # the driver, the network or the container may refuse
             return None, f"NVSHMEM cannot be started: {type(error).__name__}: {error}"
 
-    made = answers_of_all(group, attempted(module.unique_id) if dist.get_rank(group=group) == 0 else (None, ""), where)
-    reason = _first(ranks, [failure for _, failure in made])
-    if reason:
-        return reason
     me = dist.get_rank(group=group)
-    _, failure = attempted(lambda: module.start(me, len(ranks), made[0][0]))
-    reason = _first(ranks, answers_of_all(group, failure, where))
+    unique_id, failure = answers_of_all(group, attempted(module.unique_id) if me == 0 else None, where)[0]
+    if failure:
+        return f"rank {ranks[0]}: {failure}"
+    _, failure = attempted(lambda: module.start(me, len(ranks), unique_id))
+    reason = failure_of_any(group, failure, where)
     if not reason:
         _STARTED.extend(ranks)
     return reason
@@ -155,7 +154,3 @@ def _taken(module: ModuleType, ranks: list) -> str:
     if not _STARTED and module.started():
         return "someone else in this process has started NVSHMEM already, such as torch or DeepEP"
     return ""
-
-
-def _first(ranks: list, failures: list) -> str | None:
-    return next((f"rank {rank}: {failure}" for rank, failure in zip(ranks, failures, strict=True) if failure), None)

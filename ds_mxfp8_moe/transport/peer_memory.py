@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d as c10d
 
 from ..ops.device import multiprocessors
-from .deadline import SAME_CALLS, answers_of_all, ranks_of
+from .deadline import SAME_CALLS, answers_of_all, failure_of_any, ranks_of
 from .kernel_reports import KernelReports
 
 FIRST_BYTES = 8 << 20  # size of a half at first: enough for the counts, and for the places of a first batch
@@ -160,11 +160,9 @@ class PeerMemory:
                 result = step()
             except Exception as error:  # the driver or the container may refuse
                 failure = f"{type(error).__name__}: {error}"
-            failures = answers_of_all(self.group, failure, f"growth of the staging for {where}")
-            for rank, failure in zip(ranks_of(self.group), failures, strict=True):
-                if failure:
-                    raise NoStaging(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be "
-                                    f"allocated on rank {rank}: {failure}")
+            if failed := failure_of_any(self.group, failure, f"growth of the staging for {where}"):
+                raise NoStaging(f"{where}: the staging of {header + 2 * half_bytes} bytes could not be allocated on "
+                                f"{failed}")
             return result
 
         def make() -> torch.Tensor:

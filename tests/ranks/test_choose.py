@@ -167,6 +167,7 @@ def decided(monkeypatch, hosts: list, keys: dict, nvlink: bool = False, device: 
     asked = Asked(**keys)
     monkeypatch.setattr(module, "answers_of_all", lambda *_: [(asked, Place(host, "", gpus())) for host in hosts])
     monkeypatch.setattr(module, "ranks_of", lambda group: [0, 1, 2, 3])
+    monkeypatch.setattr(module, "_place", lambda: None)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
     if nvlink:

@@ -47,20 +47,12 @@ def check_hops(name: str, node_size: int) -> None:
     check(without_an_empty_rank(PROBLEMS[name]), two_hops(node_size), node_size, times=2 if name == "random" else 1)
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_two_nodes_of_two(ranks4, name):
-    ranks4.run(check_hops, name, 2)
-
-
-@pytest.mark.parametrize("name", ["dropped", "one rank has tokens", "more rows than a tile"])
-def test_four_nodes_of_one(ranks4, name):
-    ranks4.run(check_hops, name, 1)
-
-
-@pytest.mark.parametrize("node_size", [2, 3])
-@pytest.mark.parametrize("name", ["skewed", "dropped", "more rows than a tile"])
-def test_six_ranks(ranks6, name, node_size):
-    ranks6.run(check_hops, name, node_size)
+@pytest.mark.parametrize("ranks, node_size, name", [
+    *((4, 2, name) for name in HARD),
+    *((4, 1, name) for name in ("dropped", "one rank has tokens", "more rows than a tile")),
+    *((6, node_size, name) for node_size in (2, 3) for name in ("skewed", "dropped", "more rows than a tile"))])
+def test_same_bits(request, ranks, node_size, name):
+    request.getfixturevalue(f"ranks{ranks}").run(check_hops, name, node_size)
 
 
 def in_flight(node_size: int) -> None:

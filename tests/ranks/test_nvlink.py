@@ -109,25 +109,15 @@ def in_case(check, *args, **keys) -> None:
     memory.reports.check()
 
 
-@pytest.mark.parametrize("name", [*HARD, "mxfp8", "floor, blocks of 128", "many experts", "not contiguous, plain",
-                                  *OF_KERNELS])
-def test_two_ranks(ranks2, name):
-    ranks2.run(in_case, check, (PROBLEMS | OF_KERNELS)[name])
+QUICK = [*((2, name) for name in (*HARD, "mxfp8", "floor, blocks of 128", "not contiguous, plain", *OF_KERNELS)),
+         (3, "dropped, plain"), (4, "random"), (4, "many experts"), (8, "skewed")]
+SLOW = [(3, "more choices than experts"), (4, "one rank has tokens"), (8, "dropped"), (8, "one rank"),
+        (8, "more rows than a tile")]
 
 
-@pytest.mark.parametrize("name", ["dropped, plain", "more choices than experts"])
-def test_three_ranks(ranks3, name):
-    ranks3.run(in_case, check, PROBLEMS[name])
-
-
-@pytest.mark.parametrize("name", ["random", "one rank has tokens", "many experts"])
-def test_four_ranks(ranks4, name):
-    ranks4.run(in_case, check, PROBLEMS[name])
-
-
-@pytest.mark.parametrize("name", slow_except(["skewed", "dropped", "one rank", "more rows than a tile"], "skewed"))
-def test_eight_ranks(ranks8, name):
-    ranks8.run(in_case, check, PROBLEMS[name])
+@pytest.mark.parametrize("ranks, name", slow_except(QUICK + SLOW, *QUICK))
+def test_same_bits(request, ranks, name):
+    request.getfixturevalue(f"ranks{ranks}").run(in_case, check, (PROBLEMS | OF_KERNELS)[name])
 
 
 def check_choices(exchange: NVLink) -> None:

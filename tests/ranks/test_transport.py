@@ -18,14 +18,9 @@ def check_collective(name: str) -> None:
     check(PROBLEMS[name], transport(), times=2 if name == "random" else 1)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_two_ranks(ranks2, name):
-    ranks2.run(check_collective, name)
-
-
-@pytest.mark.parametrize("name", HARD)
-def test_four_ranks(ranks4, name):
-    ranks4.run(check_collective, name)
+@pytest.mark.parametrize("ranks, name", [*((2, name) for name in PROBLEMS), *((4, name) for name in HARD)])
+def test_same_bits(request, ranks, name):
+    request.getfixturevalue(f"ranks{ranks}").run(check_collective, name)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
