@@ -109,7 +109,8 @@ def in_case(check, *args, **keys) -> None:
     memory.reports.check()
 
 
-QUICK = [*((2, name) for name in (*HARD, "mxfp8", "floor, blocks of 128", "not contiguous, plain", *OF_KERNELS)),
+QUICK = [*((2, name) for name in (*HARD, "mxfp8", "floor", "floor, blocks of 128", "many scales", "float32 answers",
+                                  "not contiguous, plain", *OF_KERNELS)),
          (3, "dropped, plain"), (4, "random"), (4, "many experts"), (8, "skewed")]
 SLOW = [(3, "more choices than experts"), (4, "one rank has tokens"), (8, "dropped"), (8, "one rank"),
         (8, "more rows than a tile")]
