@@ -296,7 +296,13 @@ def _failed(group: Any, where: str, *hop: Any) -> str | None:
     `hop`: for PeerMemory.of.
     """
     module, failure = extension.try_load()
-    return failure_of_any(group, failure, where) or failure_of_any(group, _trial(group, module, *hop), where)
+    if failed := failure_of_any(group, failure, where):
+        return failed
+    try:
+        PeerMemory.of(group, module, *hop)
+    except Exception as error:  # the driver or the container may refuse; the group then takes another transport
+        failure = f"peer memory cannot be set up: {type(error).__name__}: {error}"
+    return failure_of_any(group, failure, where)
 
 
 def _plain_obstacle(ranks: int, of: str = "the group", kernels: str = "nvlink") -> str | None:
@@ -336,12 +342,3 @@ def _apart(ranks: list, places: list) -> str | None:
             return (f"the GPU of rank {rank} cannot reach the memory of the GPU of rank {other_rank}, or rank {rank} "
                     "does not see that GPU (CUDA_VISIBLE_DEVICES)")
     return None
-
-
-def _trial(group: Any, module: Any, *hop: Any) -> str:
-    """Allocates the staging of the group or of its hops. Returns the error, or ""."""
-    try:
-        PeerMemory.of(group, module, *hop)
-    except Exception as error:  # the driver or the container may refuse; the group then takes another transport
-        return f"peer memory cannot be set up: {type(error).__name__}: {error}"
-    return ""

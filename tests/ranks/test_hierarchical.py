@@ -5,7 +5,6 @@ slow and out of order, and whole layers."""
 import dataclasses
 import random
 import time
-from collections.abc import Callable
 
 import deepspeed.comm as dist
 import pytest
@@ -28,7 +27,6 @@ from slow import slow_except
 from test_expert_ffn import RECIPES, compare, formula
 from test_transport import steps
 
-from ds_mxfp8_moe.transport import Transport
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import HostWire
@@ -185,10 +183,9 @@ def test_rows_come_over_the_wire_of_each_hop(ranks4, hop):
 # ---------------------------------------------------------------- experts
 
 
-def run_ffn(recipe, node_size: int, name: str, made: Callable[[int], Transport] = two_hops, **kwargs) -> dict:
-    """`made`: makes the transport of nodes of a size."""
+def run_ffn(recipe, node_size: int, name: str, **kwargs) -> dict:
     plain = test_expert_ffn.transport
-    test_expert_ffn.transport = lambda world: made(node_size)
+    test_expert_ffn.transport = lambda world: two_hops(node_size)
     try:
         return test_expert_ffn.run_layer(recipe, name, **kwargs)
     finally:
@@ -196,15 +193,14 @@ def run_ffn(recipe, node_size: int, name: str, made: Callable[[int], Transport] 
 
 
 def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", least: float = 45, device: str = "cpu",
-              rescales_rows: bool = False, run: Callable = run_ffn, **kwargs) -> list:
+              rescales_rows: bool = False, **kwargs) -> None:
     """Output and all gradients against the naive layer with the roundings of two hops."""
     recipe, world = RECIPES[recipe_name], pool.world_size
-    results = pool.run(run, recipe, node_size, name, device=device, **kwargs)
+    results = pool.run(run_ffn, recipe, node_size, name, device=device, **kwargs)
     experts, xs, grads, routes = test_expert_ffn.problem(world, name, **kwargs)
     worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows,
                                        node_size=node_size))
     assert min(worst.values()) >= least, worst
-    return results
 
 
 # A transport sees no more of a recipe than the format of rows. In the last one, rows of all four exchanges are MXFP8.

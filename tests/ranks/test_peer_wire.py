@@ -43,15 +43,11 @@ def hops_of_all_cases(node_size: int) -> Hops:
     return peer_hops(group, node_size)
 
 
-def over_peer_memory(node_size: int) -> Hierarchical:
-    return Hierarchical(hops_of_all_cases(node_size), "moe")
-
-
 def check_peers(problem: Problem, node_size: int, adversary: bool = False) -> None:
     module = hops_of_all_cases(node_size).between.memory.extension
     emulator.set_adversary(module, adversary)
     try:
-        check(problem, over_peer_memory(node_size), node_size)
+        check(problem, Hierarchical(hops_of_all_cases(node_size)), node_size)
     finally:
         emulator.set_adversary(module, False)
 

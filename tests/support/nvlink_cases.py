@@ -3,7 +3,6 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 import deepspeed.comm as dist
 import pytest
@@ -221,18 +220,15 @@ def layer(transport, recipe, name: str = "swiglu", calls: int = 1, recompute: bo
     return {"y": y.detach(), **{leaf: value.grad for leaf, value in leaves.items()}}
 
 
-def check_layer_dropped(recipe, oracle, exchange, those_kept: Callable = those_that_fit) -> None:
-    """A layer whose last rank gets more rows than fit computes what `oracle` does without the dropped choices.
-
-    `those_kept`: as `those_that_fit`.
-    """
+def check_layer_dropped(recipe, oracle, exchange) -> None:
+    """A layer whose last rank gets more rows than fit computes what `oracle` does without the dropped choices."""
     world, rank, device = dist.get_world_size(), dist.get_rank(), get_accelerator().current_device_name()
     tokens, generator, ids = 300, torch.Generator().manual_seed(3), []
     for _ in range(world):
         random, either = (torch.rand(tokens, n, generator=generator).argsort(dim=1)[:, :2] for n in (2 * world, 2))
         hot = torch.rand(tokens, 1, generator=generator) < 0.8
         ids.append(torch.where(hot, either + 2 * world - 2, random))
-    kept = those_kept(ids, 2, exchange.plan(ids[rank].to(device), 2).num_rows)
+    kept = those_that_fit(ids, 2, exchange.plan(ids[rank].to(device), 2).num_rows)
     assert count_dropped(ids, kept, world - 1, 2) > 0
     want, got = (layer(transport, recipe, expert_ids=experts, tokens=(tokens, ) * world)
                  for transport, experts in ((oracle, kept), (exchange, ids)))
