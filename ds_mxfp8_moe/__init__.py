@@ -10,11 +10,12 @@ if missing("import") is None:
     from .layer import MoE
     from .pretrained import save_pretrained
     from .recognise import register_expert
+    from .transport.deadline import PeerFailure
 else:
     from .plain import convert, enable, initialize
 
-__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "convert", "enable", "initialize",
-           "register_expert", "save_pretrained"]
+__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
+           "initialize", "register_expert", "save_pretrained"]
 
 
 def __getattr__(name: str):

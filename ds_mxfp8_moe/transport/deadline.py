@@ -60,14 +60,11 @@ class PeerFailure(RuntimeError):
 
 @contextmanager
 def naming_evaluation() -> Iterator[None]:
-    """Adds to a PeerFailure for want of a peer what leaves ranks waiting for each other in generation and evaluation.
-
-    For calls of a layer in evaluation mode.
-    """
+    """Adds a hint to a PeerFailure in evaluation mode: the ranks ran different numbers of forwards."""
     try:
         yield
     except PeerFailure as failure:
-        if failure.at_deadline or failure.ranks:
+        if failure.at_deadline or failure.missing:
             failure.args = (f"{failure}\n{IN_EVALUATION}", )
         raise
 
