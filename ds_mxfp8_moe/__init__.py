@@ -4,8 +4,9 @@
 from .ops.private_names import line_about, missing
 
 if missing("import") is None:
+    from .attach import convert
     from .config import ConfigError, MXFP8MoEConfig
-    from .convert import ConversionReport, convert
+    from .convert import ConversionReport
     from .engine import enable, initialize
     from .layer import MoE
     from .pretrained import save_pretrained

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA by PEFT on the experts of AutoEP layers: trained like plain Hugging Face with PEFT, and loaded by these."""
 
+import contextlib
+import io
 import warnings
 from unittest import mock
 
@@ -104,6 +106,21 @@ def test_two_groups_of_two_ranks_train_like_plain_peft(ranks4):
 def test_one_target_and_any_rank(ranks2, changes):
     for plain, ours, _ in ranks2.run(beside_peft, BF16, 0, 2, **changes):
         assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def told_of_adapters(names) -> str:
+    net = peft.get_peft_model(model(), peft.LoraConfig(**names))
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        build(net, MXFP8, 1)
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("names, line", [
+    ({"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}, ", experts frozen, no adapters\n"),
+    ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, ", with PEFT's adapters\n")])
+def test_the_start_says_whether_adapters_reached_the_experts(ranks2, names, line):
+    """PEFT takes names of parameters in target_modules, adapts no expert, and says nothing."""
+    assert ranks2.run(told_of_adapters, names)[0].count(line) == 2
 
 
 def gradients():

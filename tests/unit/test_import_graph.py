@@ -17,6 +17,7 @@ LAYERS = [
     ["ops.triton_kernels*", "ops.op_builder*"],
     ["mx", "executor"],
     ["casts"],
+    ["patches"],
     ["routing", "router", "experts", "config", "zero", "branch", "kept_weights", "expert_groups", "steps"],
     ["activation", "grouped_gemm"],
     ["extended_experts", "biased_experts", "autoep_presets", "autoep_transformers"],
@@ -33,6 +34,7 @@ LAYERS = [
     ["pretrained", "loading"],
     ["saving"],
     ["convert", "advice", "self_check"],
+    ["attach"],
     ["engine"],
     ["report", "plot_metrics", "plain", "__init__"],
 ]
