@@ -131,7 +131,7 @@ def _placement(layer: torch.nn.Module) -> str:
 def _trained(layer: torch.nn.Module) -> str:
     """What of the experts is trained, if it is not their weights alone."""
     if hasattr(layer, "expert_adapters"):
-        return ", with PEFT's adapters"
+        return f", with PEFT's adapters of {' and '.join(layer.expert_adapters.parameter_names())}"
     experts = getattr(layer, "deepspeed_moe", layer).experts
     return "" if any(p.requires_grad for p in experts.parameters()) else ", experts frozen, no adapters"
 

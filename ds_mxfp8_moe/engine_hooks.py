@@ -15,6 +15,7 @@ from .config import MXFP8MoEConfig
 from .kept_weights import KeptWeights
 from .layer import MXFP8MOELayer
 from .metrics import Metrics
+from .not_finite import FirstNotFinite
 from .ops.private_names import line_about, missing
 from .patches import wrap
 from .transport.capacity import Findings
@@ -71,10 +72,12 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     """Gives the engine work around each step of its optimizer. A second call changes nothing.
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
-    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After a
+    step that was skipped, it looks for the first NaN.
     """
     if say_if_missing("steps"):
         return
+    engine._mxfp8_first_not_finite = FirstNotFinite(engine, converted_layers(engine.module))
 
     def step(plain, *args, **kwargs):
         PeerMemory.wait_and_check_all()
@@ -84,6 +87,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
             engine._mxfp8_metrics.after_step()
+        engine._mxfp8_first_not_finite.after_step()
         return result
 
     wrap(engine, "_take_model_step", step, until=engine)

@@ -106,6 +106,10 @@ class ExpertAdapters(nn.Module):
                     found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged))
         return {gemm: _joined(factors) for gemm, factors in found.items()}
 
+    def parameter_names(self) -> list[str]:
+        """Of the experts' stacked weights that have adapters."""
+        return [one.parameter_name for one in reversed(wrappers_of(self.wrapper))]
+
     def _factors(self, wrapper: nn.Module, adapter: str, gemm: str, exchanged: bool) -> LowRank:
         E = wrapper.num_experts
         a_ERK = local(wrapper.lora_A[adapter]().unflatten(0, (E, -1)), self._layer_slice)

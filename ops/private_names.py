@@ -190,7 +190,7 @@ NAMES = tuple(Row(*row) for row in (
      "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace(input, device, ...)"),
     ("batch_gradients", "deepspeed.runtime.zero.utils", "get_norm_dtype"),
 
-    ("steps", _ENGINE, "_take_model_step .optimizer"),
+    ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
     ("keep_quantized_weights", _ENGINE,
      "_take_model_step destroy load_checkpoint offload_states zero_optimization_partition_weights .zenflow"),
     ("metrics", _ENGINE, ".device .global_samples .global_steps .monitor"),
@@ -219,7 +219,7 @@ NAMES = tuple(Row(*row) for row in (
     ("loading", _ENGINE,
      "load_checkpoint load_module_state_dict(self, checkpoint, ...) "
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
-     "zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
+     "destroy zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
 
     ("recordings", "triton", "JITFunction knobs"),

@@ -108,19 +108,23 @@ def test_one_target_and_any_rank(ranks2, changes):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
-def told_of_adapters(names) -> str:
-    net = peft.get_peft_model(model(), peft.LoraConfig(**names))
+def told_of_adapters(family, names) -> str:
+    net = peft.get_peft_model(model(family), peft.LoraConfig(**names))
     with contextlib.redirect_stdout(io.StringIO()) as told:
         build(net, MXFP8, 1)
     return told.getvalue()
 
 
-@pytest.mark.parametrize("names, line", [
-    ({"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}, ", experts frozen, no adapters\n"),
-    ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, ", with PEFT's adapters\n")])
-def test_the_start_says_whether_adapters_reached_the_experts(ranks2, names, line):
-    """PEFT takes names of parameters in target_modules, adapts no expert, and says nothing."""
-    assert ranks2.run(told_of_adapters, names)[0].count(line) == 2
+STACKS = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}  # names of parameters, of which PEFT says nothing
+
+
+@pytest.mark.parametrize("family, names, line", [
+    ("mixtral", STACKS, ", experts frozen, no adapters\n"),
+    ("qwen3_moe", STACKS, ", with PEFT's adapters of down_proj\n"),
+    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+     ", with PEFT's adapters of gate_up_proj and down_proj\n")])
+def test_the_start_says_which_experts_adapters_reached(ranks2, family, names, line):
+    assert ranks2.run(told_of_adapters, family, names)[0].count(line) == 2
 
 
 def gradients():

@@ -24,7 +24,7 @@ LAYERS = [
     ["lora"],
     ["crossover"],
     ["transport*"],
-    ["expert_math", "expert_call", "metrics"],
+    ["expert_math", "expert_call", "metrics", "not_finite"],
     ["expert_ffn"],
     ["ep", "scaled_grouped_mm", "parallel_style", "all_to_all"],
     ["recognise", "proof"],
