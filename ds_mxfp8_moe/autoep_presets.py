@@ -206,25 +206,29 @@ def added_preset(model: nn.Module | None) -> AbstractContextManager:
     A preset that DeepSpeed itself has for the type comes first. So do keys of "expert_parallel" that the user wrote.
 
     Raises:
-        ConfigError: inside the context, AutoEP cannot detect the blocks of a type of UNSUPPORTED.
+        ConfigError: inside the context, AutoEP cannot detect the blocks of a type of UNSUPPORTED, or those that an
+            earlier engine has replaced.
     """
+    if isinstance(model, nn.Module) and any(isinstance(module, AutoEPMoELayer) for module in model.modules()):
+        return _explained("the model is in an engine already: AutoEP has put its layers in the place of the MoE "
+                          "blocks. Make a new model, or go on with the first engine")
     model_type = model_type_of(model)
     if registry.preset_name_for_hf_model_type(model_type) is not None:
         return nullcontext()
     if model_type in UNSUPPORTED:
-        return _explained(model_type)
+        return _explained(f"{model_type}: {UNSUPPORTED[model_type]}, so \"expert_parallel\" does not work for this "
+                          "model type. Remove that section to train it without expert parallelism")
     return _added(model_type, model.config) if model_type in PRESETS else nullcontext()
 
 
-def _explained(model_type: str) -> AbstractContextManager:
-    """An error of AutoEP's detection of MoE blocks says why it cannot replace those of this type."""
+def _explained(reason: str) -> AbstractContextManager:
+    """Inside the context, an error of AutoEP's detection of MoE blocks is a ConfigError with this reason."""
 
     def parser(plain, self):
         try:
             return plain(self)
         except ValueError as error:
-            raise ConfigError(f"{model_type}: {UNSUPPORTED[model_type]}, so \"expert_parallel\" does not work for "
-                              "this model type. Remove that section to train it without expert parallelism") from error
+            raise ConfigError(reason) from error
 
     return patched(AutoEP, "ep_parser", parser)
 

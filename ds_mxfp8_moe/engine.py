@@ -15,7 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .advice import explaining_transformers
@@ -51,71 +51,56 @@ def initialize(*args, **kwargs) -> tuple:
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
     config = parse(_given_config(given.arguments))
-    with _preparing(config, given.arguments) as compile_as_given:
+    compiled = _unwrap(given.arguments, config)
+    with _preparing(config, given.arguments.get("model")):
         result = deepspeed.initialize(*given.args, **given.kwargs)
-    if getattr(result[0], "_mxfp8_moe_config", None) != config:  # not after `enable`
-        _attach(result[0], config)
-    compile_as_given(result[0].module)
+    _finish(result[0], config, compiled)
     return result
 
 
 initialize.__signature__ = inspect.signature(deepspeed.initialize)
 
 
-@contextmanager
-def _preparing(config: MXFP8MoEConfig, given: dict) -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Patches DeepSpeed while it builds the engine: presets, adapters, optimizer groups.
-
-    `given`: the arguments, by name. A compiled model among them becomes the plain one.
+def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
+    """Puts the plain model in the place of one that torch.compile returned, in which AutoEP finds no layers.
 
     Returns:
-        A function that compiles the engine's model as the given one was.
+        The compiled model. None: the model is not compiled, or its layers are classic, which are found.
     """
+    model = given.get("model")
+    if not config.enabled or not isinstance(model, torch._dynamo.OptimizedModule) or (
+            any(isinstance(module, MoE) for module in model.modules()) or say_if_missing("compiled models")):
+        return None
+    given["model"] = model._orig_mod
+    return model
+
+
+@contextmanager
+def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
+    """Patches DeepSpeed while it builds the engine: presets, adapters, optimizer groups."""
     before = _READ.set(True)
     try:
         with explaining_transformers(config), ExitStack() as stack:
-            if not config.enabled:
-                yield lambda module: None
-                return
-            compile_as_given = _unwrap(given)
-            model = given.get("model")
-            _refuse(model)
-            contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
-                        "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
-            for feature, context in contexts.items():
-                if not say_if_missing(feature):
-                    stack.enter_context(context)
-            yield compile_as_given
+            if config.enabled:
+                _refuse_empty(model)
+                contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
+                            "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
+                for feature, context in contexts.items():
+                    if not say_if_missing(feature):
+                        stack.enter_context(context)
+            yield
     finally:
         _READ.reset(before)
 
 
-def _unwrap(given: dict) -> Callable[[torch.nn.Module], None]:
-    """Puts the plain model in the place of one that torch.compile returned, in which AutoEP finds no layers."""
-    compiled = given.get("model")
-    if not isinstance(compiled, torch._dynamo.OptimizedModule):
-        return lambda module: None
-    given["model"] = compiled._orig_mod
-
-    def compile_as_given(module: torch.nn.Module) -> None:  # as module.compile(), with the options of `compiled`
-        module._compiled_call_impl = compiled.dynamo_ctx(module._call_impl)
-
-    return compile_as_given
-
-
-def _refuse(model: Any) -> None:
-    """Raises ConfigError for models of which no engine can be made, before DeepSpeed raises another error."""
-    if not isinstance(model, torch.nn.Module):
-        return
-    if any(isinstance(module, AutoEPMoELayer) for module in model.modules()):
-        raise ConfigError("the model is in an engine already: AutoEP has put its layers in the place of the MoE "
-                          "blocks. Make a new model, or go on with the first engine")
-    empty = [name for name, p in model.named_parameters() if p.is_meta]
+def _refuse_empty(model: Any) -> None:
+    """Raises ConfigError for a model without weights, before DeepSpeed raises an error that does not say so."""
+    empty = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, torch.nn.Module) else []
     if empty:
         raise ConfigError(f"{len(empty)} parameters are on the device meta, so they have no values: {empty[0]}, ... "
                           "Load the weights before initialize. If a rank cannot hold all of them, use ZeRO-3, and "
                           "make transformers.integrations.HfDeepSpeedConfig(config) before from_pretrained: then each "
-                          "rank loads its part")
+                          "rank gets its part")
 
 
 def enable() -> None:
@@ -137,10 +122,10 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
     atexit.unregister(_say_no_engine)
     given = inspect.signature(plain).bind(engine, *args, **kwargs)
     config = parse(_config_of(given.arguments))
-    with _preparing(config, given.arguments) as compile_as_given:
+    compiled = _unwrap(given.arguments, config)
+    with _preparing(config, given.arguments["model"]):
         plain(*given.args, **given.kwargs)
-    _attach(engine, config)
-    compile_as_given(engine.module)
+    _finish(engine, config, compiled)
 
 
 def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
@@ -174,9 +159,12 @@ def _stop_reminder(engine: DeepSpeedEngine) -> None:
         hook.remove()
 
 
-def _attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig, compiled: Any) -> None:
     _stop_reminder(engine)
-    attach(engine, config)
+    if getattr(engine, "_mxfp8_moe_config", None) != config:  # not in `initialize` after `enable`
+        attach(engine, config)
+    if compiled is not None:  # as engine.module.compile(), with the options that `compiled` was made with
+        engine.module._compiled_call_impl = compiled.dynamo_ctx(engine.module._call_impl)
 
 
 def _config_of(given: dict) -> Any:

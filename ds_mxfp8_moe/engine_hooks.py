@@ -77,7 +77,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     """
     if say_if_missing("steps"):
         return
-    engine._mxfp8_first_not_finite = FirstNotFinite(engine, converted_layers(engine.module))
+    first_not_finite = FirstNotFinite(engine)
 
     def step(plain, *args, **kwargs):
         PeerMemory.wait_and_check_all()
@@ -87,7 +87,7 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
             engine._mxfp8_metrics.after_step()
-        engine._mxfp8_first_not_finite.after_step()
+        first_not_finite.after_step()
         return result
 
     wrap(engine, "_take_model_step", step, until=engine)

@@ -30,7 +30,8 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 # The oldest release of each library in which all of its names were seen. Newer ones that were tested: README.md.
-SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "triton": "3.6.0"}
+SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "torch": "2.11.0",
+         "triton": "3.6.0"}
 
 # What a user loses without a feature.
 FEATURES = {
@@ -43,6 +44,7 @@ FEATURES = {
     "recorders": "AutoEP may not start with transformers 5.23 and later",
     "LoRA on experts": "PEFT's adapters on experts are not taken over",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
+    "compiled models": "AutoEP finds no layers in a model that torch.compile returned: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
     "steps": "errors of exchanges that the host did not wait for come one step late, and experts are not balanced",
     "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
@@ -161,6 +163,9 @@ NAMES = tuple(Row(*row) for row in (
 
     ("own optimizer", _ENGINE,
      "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),
+
+    ("compiled models", "torch._dynamo:OptimizedModule", "._orig_mod .dynamo_ctx"),
+    ("compiled models", "torch.nn:Module", "_call_impl _compiled_call_impl"),
 
     # What zero.py rewrites, and what calls it.
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
