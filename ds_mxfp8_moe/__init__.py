@@ -4,17 +4,19 @@
 from .ops.private_names import line_about, missing
 
 if missing("import") is None:
+    from .attach import convert
     from .config import ConfigError, MXFP8MoEConfig
-    from .convert import ConversionReport, convert
+    from .convert import ConversionReport
     from .engine import enable, initialize
     from .layer import MoE
     from .pretrained import save_pretrained
     from .recognise import register_expert
+    from .transport.deadline import PeerFailure
 else:
     from .plain import convert, enable, initialize
 
-__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "convert", "enable", "initialize",
-           "register_expert", "save_pretrained"]
+__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
+           "initialize", "register_expert", "save_pretrained"]
 
 
 def __getattr__(name: str):

@@ -8,7 +8,7 @@ another rule.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import nn
 
 from .biased_experts import add_biases
 from .config import ConfigError
+from .patches import lent_entry, patched
 
 CORRECTION_BIAS = "e_score_correction_bias"
 
@@ -199,66 +200,58 @@ def model_type_of(model: nn.Module | None) -> str | None:
     return getattr(getattr(model, "config", None), "model_type", None)
 
 
-@contextmanager
-def _explained(model_type: str) -> Iterator[None]:
-    """An error of AutoEP's detection of MoE blocks says why it cannot replace those of this type."""
-    plain = AutoEP.ep_parser
-
-    def parser(self):
-        try:
-            return plain(self)
-        except ValueError as error:
-            raise ConfigError(f"{model_type}: {UNSUPPORTED[model_type]}, so \"expert_parallel\" does not work for "
-                              "this model type. Remove that section to train it without expert parallelism") from error
-
-    AutoEP.ep_parser = parser
-    try:
-        yield
-    finally:
-        AutoEP.ep_parser = plain
-
-
-@contextmanager
-def added_preset(model: nn.Module | None) -> Iterator[None]:
+def added_preset(model: nn.Module | None) -> AbstractContextManager:
     """Lets AutoEP find the MoE blocks of this model inside the context, if its type is one of PRESETS.
 
     A preset that DeepSpeed itself has for the type comes first. So do keys of "expert_parallel" that the user wrote.
 
     Raises:
-        ConfigError: AutoEP cannot detect the blocks of a type of UNSUPPORTED.
+        ConfigError: inside the context, AutoEP cannot detect the blocks of a type of UNSUPPORTED, or those that an
+            earlier engine has replaced.
     """
+    if isinstance(model, nn.Module) and any(isinstance(module, AutoEPMoELayer) for module in model.modules()):
+        return _explained("the model is in an engine already: AutoEP has put its layers in the place of the MoE "
+                          "blocks. Make a new model, or go on with the first engine")
     model_type = model_type_of(model)
-    known = registry.preset_name_for_hf_model_type(model_type) is not None
-    if model_type in UNSUPPORTED and not known:
-        with _explained(model_type):
-            yield
-        return
-    if model_type not in PRESETS or known:
-        yield
-        return
-    added = PRESETS[model_type]
-    plain = AutoEP._replace_moe_layer_without_retarget
+    if registry.preset_name_for_hf_model_type(model_type) is not None:
+        return nullcontext()
+    if model_type in UNSUPPORTED:
+        return _explained(f"{model_type}: {UNSUPPORTED[model_type]}, so \"expert_parallel\" does not work for this "
+                          "model type. Remove that section to train it without expert parallelism")
+    return _added(model_type, model.config) if model_type in PRESETS else nullcontext()
 
-    def replace_layer(self, spec, *args, **kwargs):
+
+def _explained(reason: str) -> AbstractContextManager:
+    """Inside the context, an error of AutoEP's detection of MoE blocks is a ConfigError with this reason."""
+
+    def parser(plain, self):
+        try:
+            return plain(self)
+        except ValueError as error:
+            raise ConfigError(reason) from error
+
+    return patched(AutoEP, "ep_parser", parser)
+
+
+@contextmanager
+def _added(model_type: str, config: Any) -> Iterator[None]:
+    added = PRESETS[model_type]
+
+    def replace_layer(plain, self, spec, *args, **kwargs):
+        if spec.model_family != model_type:  # the user chose another preset
+            return plain(self, spec, *args, **kwargs)
         block = self.model.get_submodule(spec.moe_module_name)
-        ours = spec.model_family == model_type  # else the user chose another preset
-        if ours:
-            added.prepare(block, spec.router_name)
+        added.prepare(block, spec.router_name)
         layer, sources = plain(self, spec, *args, **kwargs)
-        if ours:
-            new = added.finish(layer, block, spec)
-            if sources:  # a client optimizer needs them
-                sources.sources.update(new)
+        new = added.finish(layer, block, spec)
+        if sources:  # a client optimizer needs them
+            sources.sources.update(new)
         return layer, sources
 
-    registry.PRESET_MODELS[model_type] = added.preset(model.config)
-    registry._PRESET_ADAPTERS[model_type] = added.adapter(model_type)
-    AutoEP._replace_moe_layer_without_retarget = replace_layer
-    try:
+    with lent_entry(registry.PRESET_MODELS, model_type, added.preset(config)), \
+            lent_entry(registry._PRESET_ADAPTERS, model_type, added.adapter(model_type)), \
+            patched(AutoEP, "_replace_moe_layer_without_retarget", replace_layer):
         yield
-    finally:
-        AutoEP._replace_moe_layer_without_retarget = plain
-        del registry.PRESET_MODELS[model_type], registry._PRESET_ADAPTERS[model_type]
 
 
 def announcement(model: nn.Module) -> str | None:

@@ -15,6 +15,8 @@ from typing import Any
 from deepspeed.module_inject.auto_ep_presets import base
 from torch import nn
 
+from .patches import lent
+
 
 @contextmanager
 def named_recorders() -> Iterator[None]:
@@ -30,11 +32,8 @@ def named_recorders() -> Iterator[None]:
         yield
         return
     # The registry itself, since modules of transformers hold it under names of their own.
-    registry.__class__ = _taking_names(plain)
-    try:
+    with lent(registry, "__class__", _taking_names(plain)):
         yield
-    finally:
-        registry.__class__ = plain
 
 
 def _deepspeed_restores(registry: dict) -> bool:

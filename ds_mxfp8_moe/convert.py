@@ -19,16 +19,13 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from .autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
-from .autoep_presets import why_no_layers
-from .config import SECTION, ConfigError, MXFP8MoEConfig, current_device, parse, resolve
+from .config import MXFP8MoEConfig, current_device, resolve
 from .crossover import min_tokens_per_expert
-from .engine_hooks import engine_of, hook_engine, print_on_rank_0
 from .experts import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
 from .extended_experts import ExtendedGroupedExperts
 from .layer import LayerSettings, MoE, MXFP8MOELayer
 from .ops.private_names import missing
 from .recognise import ExpertsAtConversion, foreign_code, recognise
-from .saving import save_whole_models
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
@@ -84,50 +81,8 @@ class ConversionReport:
         return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
 
 
-def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
-    """Puts the model's MoE layers on the MXFP8 path, in place; prints one line a layer on rank 0.
-
-    Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize. AutoEP's layers
-    exist only after it. The section needs no "enabled" here. Converting again replaces the earlier conversion.
-    Converting the model of an engine is converting the engine. No rank waits for another in here, but every rank has
-    to make the same call.
-
-    With `capacity_factor` the host does not wait for exchanges. An engine then raises their errors before the
-    optimizer's step. Without an engine, a later exchange raises them.
-
-    Args:
-        model_or_engine: a module, or a DeepSpeed engine.
-        config: the section "mxfp8_moe" (parsed or as a dict), or a whole DeepSpeed config that has it, as
-            deepspeed.initialize takes it. None: the default recipe. `"enabled": false` puts every layer back on
-            DeepSpeed's path.
-
-    Raises:
-        ConfigError: the section is wrong, or a whole config has none.
-    """
-    section = _section(config)
-    if "enabled" not in section.model_fields_set:
-        section = section.model_copy(update={"enabled": True})
-    engine = engine_of(model_or_engine)
-    report = convert_layers(engine or model_or_engine, section)
-    print_report(report, engine or model_or_engine)
-    if engine is not None:
-        hook_engine(engine, section, report.converted)
-        if report.converted:
-            save_whole_models(engine)
-    elif report.converted:
-        for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
-            if getattr(section, key):
-                print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
-    return report
-
-
-def print_report(report: ConversionReport, model_or_engine: torch.nn.Module) -> None:
-    """Prints the report on rank 0. For an engine in which AutoEP made no layers, it says why by the model type."""
-    print_on_rank_0((why_no_layers(model_or_engine) if not report.layers else None) or report)
-
-
 def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
-    """`convert`, without printing the report. `broken`: why no layer may be converted."""
+    """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted."""
     model = getattr(model_or_engine, "module", model_or_engine)
     recipe = resolve(config, *current_device())
     shared = _shared_parameters(model)
@@ -162,28 +117,23 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, bro
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
         instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
-        adapted = ", with PEFT's adapters" if hasattr(module, "expert_adapters") else ""
-        detail = f"{_placement(module)}, {_describe(settings)}{adapted}{instead}"
+        detail = f"{_placement(module)}, {_describe(settings)}{_trained(module)}{instead}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
-
-
-def _section(config) -> MXFP8MoEConfig:
-    if config is None or isinstance(config, MXFP8MoEConfig):
-        return parse(config)
-    if isinstance(config, dict):
-        return parse(config if SECTION in config else {SECTION: config})
-    section = parse(config)
-    if not section.model_fields_set:
-        raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
-                          "pass no config to convert in the default recipe")
-    return section
 
 
 def _placement(layer: torch.nn.Module) -> str:
     if layer.ep_size == 1:
         return f"{layer.num_experts} experts on every rank"
     return f"{layer.num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
+
+
+def _trained(layer: torch.nn.Module) -> str:
+    """What of the experts is trained, if it is not their weights alone."""
+    if hasattr(layer, "expert_adapters"):
+        return f", with PEFT's adapters of {' and '.join(layer.expert_adapters.parameter_names())}"
+    experts = getattr(layer, "deepspeed_moe", layer).experts
+    return "" if any(p.requires_grad for p in experts.parameters()) else ", experts frozen, no adapters"
 
 
 def _describe(settings: LayerSettings) -> str:

@@ -4,40 +4,37 @@
 Importing this module makes engines say so if their config has the section and neither of the two read it.
 """
 
-import functools
+import atexit
 import inspect
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import deepspeed
-import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .advice import about_enabled, about_expert_parallel, about_keys, explaining_transformers
-from .autoep_presets import added_preset, announcement
+from .advice import explaining_transformers
+from .attach import attach
+from .autoep_presets import added_preset
 from .autoep_transformers import named_recorders
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
-from .convert import ConversionReport, convert_layers, print_report
-from .engine_hooks import converted_layers, hook_engine, print_on_rank_0, remember_engine, say_if_missing
-from .executor import unknown_launcher
+from .engine_hooks import converted_layers, print_on_rank_0, remember_engine, say_if_missing
 from .expert_groups import any_groups_allowed
-from .loading import leave_frozen_experts_out, load_frozen_as_saved, name_broken_files
 from .lora import adapted_experts
-from .ops.device import has_kernels
-from .ops.op_builder import replay
-from .saving import save_whole_models
-from .self_check import check, kinds_of, line_about, worst
-from .transport.deadline import answers_of_all, tell_peers_on_error
+from .patches import wrap
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
 _READ = ContextVar("read", default=False)
 UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this is '
           "plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library calls that "
           "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but nobody made a DeepSpeed engine, so nothing "
+             "ran in MXFP8. Give Accelerate or the Trainer a DeepSpeed config. Accelerator(cpu=True) makes no engine")
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -46,98 +43,128 @@ def initialize(*args, **kwargs) -> tuple:
     If the section is enabled, the model's MoE layers take the MXFP8 path. Otherwise the engine is plain DeepSpeed's. A
     section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
 
+    A model that torch.compile returned is unwrapped, and the engine's model is compiled in the same way.
+
     Raises:
-        ConfigError: the section is wrong (before any collective), or differs between ranks. Or AutoEP does not start
-            with this version of transformers.
+        ConfigError: the section is wrong (before any collective), or differs between ranks. The model has no weights
+            yet, or is in another engine. Or AutoEP does not start with this version of transformers.
     """
-    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
-    config = parse(_given_config(given))
-    with _preparing(config, given.get("model")):
-        result = deepspeed.initialize(*args, **kwargs)
-    _convert_engine(result[0], config)
+    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    config = parse(_given_config(given.arguments))
+    compiled = _unwrap(given.arguments, config)
+    with _preparing(config, given.arguments.get("model")):
+        result = deepspeed.initialize(*given.args, **given.kwargs)
+    _finish(result[0], config, compiled)
     return result
+
+
+initialize.__signature__ = inspect.signature(deepspeed.initialize)
+
+
+def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
+    """Puts the plain model in the place of one that torch.compile returned, in which AutoEP finds no layers.
+
+    Returns:
+        The compiled model. None: the model is not compiled, or its layers are classic, which are found.
+    """
+    model = given.get("model")
+    if not config.enabled or not isinstance(model, torch._dynamo.OptimizedModule) or (
+            any(isinstance(module, MoE) for module in model.modules()) or say_if_missing("compiled models")):
+        return None
+    given["model"] = model._orig_mod
+    return model
 
 
 @contextmanager
 def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
-    """What an engine is made in, so that AutoEP converts more models, and ZeRO takes more optimizers."""
+    """Patches DeepSpeed while it builds the engine: presets, adapters, optimizer groups."""
     before = _READ.set(True)
     try:
-        with explaining_transformers(config):
-            if not config.enabled:
-                yield
-                return
-            contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
-                        "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
-            with ExitStack() as stack:
+        with explaining_transformers(config), ExitStack() as stack:
+            if config.enabled:
+                _refuse_empty(model)
+                contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
+                            "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
                 for feature, context in contexts.items():
                     if not say_if_missing(feature):
                         stack.enter_context(context)
-                yield
+            yield
     finally:
         _READ.reset(before)
 
 
-initialize.__signature__ = inspect.signature(deepspeed.initialize)
+def _refuse_empty(model: Any) -> None:
+    """Raises ConfigError for a model without weights, before DeepSpeed raises an error that does not say so."""
+    empty = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, torch.nn.Module) else []
+    if empty:
+        raise ConfigError(f"{len(empty)} parameters are on the device meta, so they have no values: {empty[0]}, ... "
+                          "Load the weights before initialize. If a rank cannot hold all of them, use ZeRO-3, and "
+                          "make transformers.integrations.HfDeepSpeedConfig(config) before from_pretrained: then each "
+                          "rank gets its part")
 
 
 def enable() -> None:
     """Makes every DeepSpeed engine of this process read the section "mxfp8_moe", whoever creates it.
 
     For libraries that call deepspeed.initialize themselves, as Hugging Face Trainer and Accelerate do. They may be
-    imported before or after this call. A second call changes nothing.
+    imported before or after this call. A second call changes nothing. All engines are meant, so nothing undoes it.
     """
-    if not hasattr(DeepSpeedEngine.__init__, "mxfp8_moe"):
-        DeepSpeedEngine.__init__ = _reading_the_section(DeepSpeedEngine.__init__)
+    if wrap(DeepSpeedEngine, "__init__", _reading_the_section):
+        atexit.register(_say_no_engine)
 
 
-def _reading_the_section(plain_init):
-
-    @functools.wraps(plain_init)
-    def init(self, *args, **kwargs):
-        given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
-        config = parse(_config_of(given))
-        with _preparing(config, given["model"]):
-            plain_init(self, *args, **kwargs)
-        _convert_engine(self, config)
-
-    init.mxfp8_moe = True
-    return init
+def _say_no_engine() -> None:
+    if os.environ.get("RANK", "0") == "0" and not hasattr(sys, "last_type"):  # nor after an error
+        print(NO_ENGINE, flush=True)
 
 
-def _reminding(plain_init):
+def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
+    atexit.unregister(_say_no_engine)
+    given = inspect.signature(plain).bind(engine, *args, **kwargs)
+    config = parse(_config_of(given.arguments))
+    compiled = _unwrap(given.arguments, config)
+    with _preparing(config, given.arguments["model"]):
+        plain(*given.args, **given.kwargs)
+    _finish(engine, config, compiled)
+
+
+def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
     """The engine's plain start. Then `convert` finds the engine of its model. If nobody has read the section, the
-    first forward warns, or the start's own error comes with the warning."""
+    first forward warns, or the start's own error ends with the warning."""
+    try:
+        plain(engine, *args, **kwargs)
+    except Exception as error:
+        given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
+        if not _READ.get() and _switched_on(_config_of(given)):
+            error.add_note(UNREAD)
+        raise
+    remember_engine(engine)
+    if _switched_on(engine._config._param_dict):
+        engine._mxfp8_moe_reminder = engine.module.register_forward_pre_hook(lambda module, inputs: _remind(engine))
 
-    @functools.wraps(plain_init)
-    def init(self, *args, **kwargs):
-        try:
-            plain_init(self, *args, **kwargs)
-        except Exception:
-            given = inspect.signature(plain_init).bind(self, *args, **kwargs).arguments
-            if not _READ.get() and switched_on(_config_of(given)):
-                print_on_rank_0(UNREAD)
-            raise
-        remember_engine(self)
-        if switched_on(self._config._param_dict):
-            self._mxfp8_moe_reminder = self.module.register_forward_pre_hook(lambda module, inputs: remind(self))
 
-    def switched_on(config: Any) -> bool:
-        section = config.get(SECTION) if isinstance(config, dict) else None
-        return isinstance(section, dict) and section.get("enabled", True) is not False
+def _switched_on(config: Any) -> bool:
+    section = config.get(SECTION) if isinstance(config, dict) else None
+    return isinstance(section, dict) and section.get("enabled", True) is not False
 
-    def remind(engine: DeepSpeedEngine) -> None:
-        _stop_reminder(engine)
-        if not converted_layers(engine.module):  # by `convert`
-            print_on_rank_0(UNREAD)
 
-    init.mxfp8_moe_reminder = True
-    return init
+def _remind(engine: DeepSpeedEngine) -> None:
+    _stop_reminder(engine)
+    if not converted_layers(engine.module):  # by `convert`
+        print_on_rank_0(UNREAD)
 
 
 def _stop_reminder(engine: DeepSpeedEngine) -> None:
     if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
         hook.remove()
+
+
+def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig, compiled: Any) -> None:
+    _stop_reminder(engine)
+    if getattr(engine, "_mxfp8_moe_config", None) != config:  # not in `initialize` after `enable`
+        attach(engine, config)
+    if compiled is not None:  # as engine.module.compile(), with the options that `compiled` was made with
+        engine.module._compiled_call_impl = compiled.dynamo_ctx(engine.module._call_impl)
 
 
 def _config_of(given: dict) -> Any:
@@ -151,107 +178,4 @@ def _given_config(given: dict) -> Any:
     return next((config for config in places if config is not None), None)
 
 
-def _convert_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
-    _stop_reminder(engine)
-    if getattr(engine, "_mxfp8_moe_config", None) == config:  # `initialize` after `enable`
-        return
-    engine._mxfp8_moe_config = config
-    if config.model_fields_set and not config.enabled:  # without a section, converted layers stay so
-        convert_layers(engine, MXFP8MoEConfig(enabled=False))
-    report = ConversionReport(())
-    if config.enabled:
-        report = _checked(engine, config, tell_peers_on_error(convert_layers)(engine, config))
-    report = _agree_across_ranks(config, report)
-    if config.enabled:
-        if added := announcement(engine.module):
-            print_on_rank_0(added)
-        print_report(report, engine)
-        advice = about_expert_parallel(engine._config._param_dict, dist.get_world_size())
-        for line in advice + about_keys(config, converted_layers(engine.module)):
-            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
-        choose_transports(engine.module)
-        build_executor(engine.module)
-        save_whole_models(engine)
-        if not say_if_missing("loading"):
-            name_broken_files(engine)
-            load_frozen_as_saved(engine)
-            leave_frozen_experts_out(engine)
-    else:
-        for line in about_enabled(config):
-            print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
-    hook_engine(engine, config, report.converted)
-
-
-def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
-    """The report after the check of the kernels at their first use, by which ranks convert their layers again if one
-    of them found a broken kernel."""
-    device = torch.device(get_accelerator().current_device_name())
-    if not config.self_check or not has_kernels(device):
-        return report
-    verdict = worst(check(kind, device) for kind in kinds_of(converted_layers(engine.module)))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        verdict = worst(answers_of_all(dist.get_world_group(), verdict, "the check of the kernels"))
-    if verdict.runs == "all":
-        return report
-    print_on_rank_0(line_about(verdict, device))
-    if verdict.runs == "bf16":
-        return convert_layers(engine, config.model_copy(update={"recipe": "bf16"}))
-    return convert_layers(engine, config, broken="a kernel is broken here")
-
-
-def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
-    """The report about the layers of all ranks. The stages of a pipeline hold different ones. One all-gather.
-
-    Raises:
-        ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return report
-    mine = config.model_dump_json(), report.layers
-    answers = answers_of_all(dist.get_world_group(), mine, "the engine's start (all ranks enable ds_mxfp8_moe)")
-    sections = [section for section, _ in answers]
-    if len(set(sections)) > 1:
-        different = [rank for rank, section in enumerate(sections) if section != sections[0]]
-        raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
-                          "same config")
-    held = [{layer.name: layer for layer in layers} for _, layers in answers]
-    first = []
-    for name in dict.fromkeys(name for layers in held for name in layers):
-        by_rank = {rank: layers[name] for rank, layers in enumerate(held) if name in layers}
-        first.append(next(iter(by_rank.values())))
-        # Reasons for layers that are not converted may differ, as they may name one rank's experts.
-        if len({layer.detail if layer.converted else "not converted" for layer in by_rank.values()}) > 1:
-            told = "; ".join(f"rank {rank}: {'' if layer.converted else 'not converted: '}{layer.detail}"
-                             for rank, layer in by_rank.items())
-            raise ConfigError(f"{name} is treated differently on different ranks, which would hang: {told}. Look for "
-                              "sizes, hooks, adapters or devices that only some ranks have, or leave the layer out "
-                              "with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
-    return ConversionReport.of(first, config)
-
-
-def choose_transports(model: torch.nn.Module) -> None:
-    """Chooses the transport of every converted layer now. Collective over the layers' groups.
-
-    Layers whose group does not exist yet choose in their first forward.
-
-    Raises:
-        RuntimeError: the config asks for nvlink, which is not possible here.
-        ValueError: ranks of a group ask for different transports.
-    """
-    for module in converted_layers(model):
-        if module.ep_size > 1:
-            module.mxfp8_settings.choose_transport(module.ep_group)
-
-
-def build_executor(model: torch.nn.Module) -> None:
-    """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
-    if device is not None and has_kernels(device):
-        reason = unknown_launcher() or replay.try_load()[1]
-        if reason:
-            print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
-                            f"slower: {reason}")
-
-
-if not hasattr(DeepSpeedEngine.__init__, "mxfp8_moe_reminder"):
-    DeepSpeedEngine.__init__ = _reminding(DeepSpeedEngine.__init__)
+wrap(DeepSpeedEngine, "__init__", _reminding)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a DeepSpeed engine does for its converted layers around the optimizer's step."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,9 @@ from .config import MXFP8MoEConfig
 from .kept_weights import KeptWeights
 from .layer import MXFP8MOELayer
 from .metrics import Metrics
+from .not_finite import FirstNotFinite
 from .ops.private_names import line_about, missing
+from .patches import wrap
 from .transport.peer_memory import PeerMemory
 
 
@@ -70,24 +71,24 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     """Gives the engine work around each step of its optimizer. A second call changes nothing.
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
-    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided.
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After a
+    step that was skipped, it looks for the first NaN.
     """
-    if "_mxfp8_steps_hooked" in vars(engine) or say_if_missing("steps"):
+    if say_if_missing("steps"):
         return
-    engine._mxfp8_steps_hooked = True
-    plain = engine._take_model_step
+    first_not_finite = FirstNotFinite(engine)
 
-    @functools.wraps(plain)
-    def step(*args, **kwargs):
+    def step(plain, *args, **kwargs):
         PeerMemory.wait_and_check_all()
         result = plain(*args, **kwargs)
         if engine._mxfp8_balancer is not None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
             engine._mxfp8_metrics.after_step()
+        first_not_finite.after_step()
         return result
 
-    engine._take_model_step = step
+    wrap(engine, "_take_model_step", step, until=engine)
 
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
@@ -122,9 +123,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
     trained = any(p.requires_grad for layer in layers for p in layer.experts.parameters())
     print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {'within each step' if trained else 'across steps'}, up to "
                     f"{size / 2**30:.2f} GiB on this rank")
-    hooked, engine._mxfp8_keeping = "_mxfp8_keeping" in vars(engine), layers
-    if hooked:
-        return
+    engine._mxfp8_keeping = layers
 
     def clear(frozen: bool) -> None:
         for layer in engine._mxfp8_keeping:
@@ -132,16 +131,27 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
                     frozen or any(p.requires_grad for p in layer.experts.parameters())):
                 layer.mxfp8_kept.clear()
 
-    def stop() -> None:
+    def change_trained(plain: Callable, *args, frozen: bool = False, **kwargs) -> Any:
+        clear(frozen)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            clear(frozen)
+
+    def change_all(plain: Callable, *args, **kwargs) -> Any:
+        return change_trained(plain, *args, frozen=True, **kwargs)
+
+    def stop(plain: Callable) -> None:
         for layer in engine._mxfp8_keeping:
             vars(layer).pop("mxfp8_kept", None)
+        plain()
 
     for owner, method in ((engine, "_take_model_step"), (engine.optimizer, "step")):
-        _do_around(owner, method, functools.partial(clear, frozen=False))
+        wrap(owner, method, change_trained, until=engine)
     for owner, method in ((engine, "load_checkpoint"), (engine, "offload_states"),
                           (engine.optimizer, "load_state_dict")):
-        _do_around(owner, method, functools.partial(clear, frozen=True))
-    _do_around(engine, "destroy", stop)
+        wrap(owner, method, change_all, until=engine)
+    wrap(engine, "destroy", stop, until=engine)
 
 
 def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
@@ -182,18 +192,3 @@ def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
         asked = None
     engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None
-
-
-def _do_around(owner: Any, method: str, action: Callable[[], Any]) -> None:
-    """Makes `owner.method` do `action` before it begins and after it ends."""
-    plain = getattr(owner, method)
-
-    @functools.wraps(plain)
-    def around(*args, **kwargs):
-        action()
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            action()
-
-    setattr(owner, method, around)

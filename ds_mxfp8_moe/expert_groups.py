@@ -7,8 +7,7 @@ The user cannot always split it: AutoEP makes the experts' new parameters while 
 And lets all experts be frozen there, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from .patches import lent, patched
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
@@ -26,31 +27,23 @@ def trains_experts(engine: DeepSpeedEngine) -> bool:
     return any(is_moe_param(p) and p.requires_grad for p in engine.module.parameters())
 
 
-@contextmanager
-def any_groups_allowed() -> Iterator[None]:
+def any_groups_allowed() -> AbstractContextManager:
     """Engines made inside the context with ZeRO-1 or 2 take optimizers without groups of experts.
 
     If all experts are frozen, their optimizers are made as if the model had no MoE layers.
     """
-    plain = DeepSpeedEngine._configure_optimizer
 
-    def configure(self, optimizer, parameters):
-        had, optimizer = self.has_moe_layers, split_experts(self, optimizer)
-        self.has_moe_layers = had and (self.zero_optimization_stage() not in (1, 2) or trains_experts(self))
-        try:
+    def configure(plain, self, optimizer, parameters):
+        optimizer = split_experts(self, optimizer)
+        needed = self.zero_optimization_stage() not in (1, 2) or trains_experts(self)
+        with lent(self, "has_moe_layers", self.has_moe_layers and needed):
             return plain(self, optimizer, parameters)
-        finally:
-            self.has_moe_layers = had
 
-    DeepSpeedEngine._configure_optimizer = configure
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._configure_optimizer = plain
+    return patched(DeepSpeedEngine, "_configure_optimizer", configure)
 
 
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
-    """What DeepSpeed shall step in place of the user's optimizer, which is returned itself where it will do.
+    """Returns the optimizer that DeepSpeed steps: the user's, or one with expert groups split off.
 
     `optimizer`: may also be a function of parameters that makes one, or None.
     """

@@ -26,6 +26,7 @@ from .autoep_presets import gate_and_up_in_turn
 from .config import ConfigError
 from .experts import LowRank
 from .extended_experts import extend, local
+from .patches import patched
 
 RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
 ADAPTERS = "expert_adapters.wrapper."  # how the adapters' names begin in an AutoEP layer
@@ -105,6 +106,10 @@ class ExpertAdapters(nn.Module):
                     found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged))
         return {gemm: _joined(factors) for gemm, factors in found.items()}
 
+    def parameter_names(self) -> list[str]:
+        """Of the experts' stacked weights that have adapters."""
+        return [one.parameter_name for one in reversed(wrappers_of(self.wrapper))]
+
     def _factors(self, wrapper: nn.Module, adapter: str, gemm: str, exchanged: bool) -> LowRank:
         E = wrapper.num_experts
         a_ERK = local(wrapper.lora_A[adapter]().unflatten(0, (E, -1)), self._layer_slice)
@@ -161,18 +166,17 @@ def adapted_experts(model: nn.Module | None) -> Iterator[None]:
     if model is None or "peft" not in sys.modules:
         yield
         return
-    plain_init, plain_replace = AutoEP.__init__, AutoEP._replace_moe_layer_without_retarget
     off = {(parent, name): child for parent in model.modules() for name, child in parent.named_children()
            if _wraps_stacks(child) and not _is_wrapper(parent)}
 
-    def init(self, given, config, *args, **kwargs):
+    def init(plain, self, given, config, *args, **kwargs):
         inner = given.get_base_model() if is_peft(given) and config.moe_layer_pattern is None else given
-        plain_init(self, inner, config, *args, **kwargs)
+        plain(self, inner, config, *args, **kwargs)
 
-    def replace_layer(self, spec, *args, **kwargs):
+    def replace_layer(plain, self, spec, *args, **kwargs):
         block = self.model.get_submodule(spec.moe_module_name)
         _refuse_lost_adapters(block, spec)
-        layer, sources = plain_replace(self, spec, *args, **kwargs)
+        layer, sources = plain(self, spec, *args, **kwargs)
         wrapper = off.pop((block, spec.experts_name), None)
         if wrapper is not None:
             extend(layer, "expert_adapters", ExpertAdapters(wrapper, spec, layer))
@@ -180,11 +184,11 @@ def adapted_experts(model: nn.Module | None) -> Iterator[None]:
 
     for (parent, name), wrapper in off.items():
         setattr(parent, name, wrappers_of(wrapper)[-1].base_layer)
-    AutoEP.__init__, AutoEP._replace_moe_layer_without_retarget = init, replace_layer
     try:
-        yield
+        with patched(AutoEP, "__init__", init), \
+                patched(AutoEP, "_replace_moe_layer_without_retarget", replace_layer):
+            yield
     finally:
-        AutoEP.__init__, AutoEP._replace_moe_layer_without_retarget = plain_init, plain_replace
         for (parent, name), wrapper in off.items():
             setattr(parent, name, wrapper)
 

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
 import torch
@@ -28,6 +28,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from .engine_hooks import say_if_missing
 from .lora import is_peft, with_pefts_names
+from .patches import lent, wrap
 from .pretrained import (
     all_experts,
     autoep_layers,
@@ -39,15 +40,29 @@ from .pretrained import (
 )
 from .transport.deadline import tell_peers_on_error
 
-# On an engine: True. On its model: DeepSpeed's section "expert_parallel". On parts that hold MoE layers: None.
-MARK = "_mxfp8_saves_whole"
+MARK = "_mxfp8_spread"  # on an engine, its model and the model's parts, if they hold one rank's experts: a Spread
 CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")
 
 
+class Spread(NamedTuple):
+    """What a MARK says.
+
+    Attributes:
+        expert_parallel: DeepSpeed's section of that name.
+        whole: whether this is the whole model, and not a part of it.
+    """
+
+    expert_parallel: Any
+    whole: bool
+
+
 def save_whole_models(engine: DeepSpeedEngine) -> None:
     """Applies the above to an engine with MoE layers. A second call changes nothing.
+
+    All of it stays when the engine is destroyed, since its model can still be saved, and holds one rank's experts. The
+    classes of other libraries stay as they are here for that reason, too. For models without a MARK they do as before.
 
     One stage of a pipeline is no model: its engine refuses to save one.
     """
@@ -55,44 +70,32 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     classic = bool(classic_layers(engine.module)) and not isinstance(engine, PipelineEngine)
     if MARK in vars(engine) or not (autoep or classic) or say_if_missing("saving"):
         return
-    setattr(engine, MARK, True)
-    _replace(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
+    section = engine._config.expert_parallel_config
+    vars(engine)[MARK] = Spread(section, whole=True)
+    wrap(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     by_libraries = not say_if_missing("saving by Trainer and Accelerate")
-    accelerate = sys.modules.get("accelerate")
+    accelerate, transformers, peft = map(sys.modules.get, ("accelerate", "transformers", "peft"))
     if accelerate and by_libraries:
-        _replace(accelerate.Accelerator, "get_state_dict", _get_state_dict)
-        _replace(accelerate.Accelerator, "save_model", _save_model)
+        wrap(accelerate.Accelerator, "get_state_dict", _get_state_dict)
+        wrap(accelerate.Accelerator, "save_model", _save_model)
     if not autoep or not by_libraries:
         return
     # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
-    engine.zero_gather_16bit_weights_on_model_save = lambda: True
-    engine._raise_if_autoep_zero3_consolidated_export = lambda operation: None
-    engine._zero3_consolidated_16bit_state_dict = functools.partial(_state_dict, engine)
-    if transformers := sys.modules.get("transformers"):
-        _replace(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    wrap(engine, "zero_gather_16bit_weights_on_model_save", lambda plain: True)
+    wrap(engine, "_raise_if_autoep_zero3_consolidated_export", lambda plain, operation: None)
+    wrap(engine, "_zero3_consolidated_16bit_state_dict",
+         lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
+    if transformers:
+        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
         for module in engine.module.modules():
             if isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
-                vars(module)[MARK] = None
+                vars(module)[MARK] = Spread(section, whole=False)
     if is_peft(engine.module):
-        _replace(sys.modules["peft"].PeftModel, "save_pretrained", _save_adapters)
-    if "peft" in sys.modules:
-        for name in ("peft", "peft.peft_model"):  # the one for transformers' own add_adapter, the other for PeftModel
-            _replace(sys.modules[name], "get_peft_model_state_dict", _adapters_of)
-    vars(engine.module)[MARK] = engine._config.expert_parallel_config
-
-
-def _replace(owner: Any, method: str, ours: Callable) -> None:
-    """Puts `ours`, which gets the plain method first, into the place of `owner.method`."""
-    plain = getattr(owner, method)
-    if hasattr(plain, "mxfp8_moe"):
-        return
-
-    @functools.wraps(plain)
-    def replaced(*args, **kwargs):
-        return ours(plain, *args, **kwargs)
-
-    replaced.mxfp8_moe = True
-    setattr(owner, method, replaced)
+        wrap(peft.PeftModel, "save_pretrained", _save_adapters)
+    if peft:
+        for module in (peft, peft.peft_model):  # the one for transformers' own add_adapter, the other for PeftModel
+            wrap(module, "get_peft_model_state_dict", _adapters_of)
+    vars(engine.module)[MARK] = Spread(section, whole=True)
 
 
 @tell_peers_on_error
@@ -136,11 +139,8 @@ def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | 
                       save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
     _refuse_adapters(engine, "save_16bit_model")
     # What it writes in ZeRO-0 to 2. In ZeRO-3 it asks for _zero3_consolidated_16bit_state_dict.
-    engine.module_state_dict = functools.partial(_state_dict, engine)
-    try:
+    with lent(engine, "module_state_dict", functools.partial(_state_dict, engine)):
         return plain(save_dir, save_filename, exclude_frozen_parameters)
-    finally:
-        del engine.module_state_dict
 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
@@ -176,8 +176,8 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
         raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
                            f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
     if state is None:
-        expert_parallel = vars(model)[MARK]
-        if expert_parallel is None or needs_peers(model):
+        expert_parallel, whole = vars(model)[MARK]
+        if not whole or needs_peers(model):
             raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
                                f"so it cannot save itself. {USE_INSTEAD}")
         given.arguments["state_dict"] = whole_state_dict(model, expert_parallel, keep=True)

@@ -30,7 +30,8 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 # The oldest release of each library in which all of its names were seen. Newer ones that were tested: README.md.
-SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "triton": "3.6.0"}
+SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "torch": "2.11.0",
+         "triton": "3.6.0"}
 
 # What a user loses without a feature.
 FEATURES = {
@@ -43,6 +44,7 @@ FEATURES = {
     "recorders": "AutoEP may not start with transformers 5.23 and later",
     "LoRA on experts": "PEFT's adapters on experts are not taken over",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
+    "compiled models": "AutoEP finds no layers in a model that torch.compile returned: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
     "steps": "errors of exchanges that the host did not wait for come one step late, and experts are not balanced",
     "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
@@ -162,6 +164,9 @@ NAMES = tuple(Row(*row) for row in (
     ("own optimizer", _ENGINE,
      "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),
 
+    ("compiled models", "torch._dynamo:OptimizedModule", "._orig_mod .dynamo_ctx"),
+    ("compiled models", "torch.nn:Module", "_call_impl _compiled_call_impl"),
+
     # What zero.py rewrites, and what calls it.
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
      "_build_compact_grad_partition_buffer#54c89687 _get_compact_grad_partition_buffer#56079ca1 "
@@ -190,7 +195,7 @@ NAMES = tuple(Row(*row) for row in (
      "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace(input, device, ...)"),
     ("batch_gradients", "deepspeed.runtime.zero.utils", "get_norm_dtype"),
 
-    ("steps", _ENGINE, "_take_model_step .optimizer"),
+    ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
     ("keep_quantized_weights", _ENGINE,
      "_take_model_step destroy load_checkpoint offload_states zero_optimization_partition_weights .zenflow"),
     ("metrics", _ENGINE, ".device .global_samples .global_steps .monitor"),
@@ -219,7 +224,7 @@ NAMES = tuple(Row(*row) for row in (
     ("loading", _ENGINE,
      "load_checkpoint load_module_state_dict(self, checkpoint, ...) "
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
-     "zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
+     "destroy zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
 
     ("recordings", "triton", "JITFunction knobs"),

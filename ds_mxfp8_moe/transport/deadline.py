@@ -60,7 +60,7 @@ class PeerFailure(RuntimeError):
 
 @contextmanager
 def naming_evaluation() -> Iterator[None]:
-    """Adds a hint to a PeerFailure in evaluation mode: ranks may have run different numbers of forwards."""
+    """Adds a hint to a PeerFailure in evaluation mode: the ranks ran different numbers of forwards."""
     try:
         yield
     except PeerFailure as failure:

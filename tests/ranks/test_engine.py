@@ -7,7 +7,11 @@ import inspect
 import io
 import json
 import re
-from contextlib import contextmanager, nullcontext, redirect_stdout
+import subprocess
+import sys
+import textwrap
+import traceback
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from unittest import mock
 
@@ -24,11 +28,14 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from models import SwiGLU
 from rank_pool import set_timeout
+from slow import slow_except
 from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
+from ds_mxfp8_moe import attach as attaching
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.engine import NO_ENGINE, UNREAD
 from ds_mxfp8_moe.layer import MXFP8MOELayer
 from ds_mxfp8_moe.transport.deadline import PeerFailure, answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
@@ -203,20 +210,37 @@ def unread(section, convert):
 
 
 def unread_at_an_error(start) -> str:
-    """What is said when DeepSpeed refuses an optimizer whose parameter groups nobody has split."""
-    net, out = model(), io.StringIO()
+    """How the error ends by which DeepSpeed refuses an optimizer whose parameter groups nobody has split."""
+    net = model()
     config = ds_config(MXFP8, 2)
     del config["optimizer"]
-    with redirect_stdout(out), pytest.raises(AssertionError, match="None of the param groups are marked as MoE"):
+    with pytest.raises(AssertionError, match="None of the param groups are marked as MoE") as error:
         with mock.patch("ds_mxfp8_moe.engine.any_groups_allowed", nullcontext):
             start(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
-    return out.getvalue()
+    return traceback.format_exception(error.value)[-1]
 
 
-def test_a_section_that_nothing_reads_is_said_beside_deepspeeds_error(ranks2):
-    said, said_by_1 = ranks2.run(unread_at_an_error, deepspeed.initialize)
-    assert said.count("but nothing read it") == 1 and not said_by_1
+def test_deepspeeds_error_ends_with_the_section_that_nothing_reads(ranks2):
+    for last in ranks2.run(unread_at_an_error, deepspeed.initialize):
+        assert last.endswith(f"{UNREAD}\n")
     assert "nothing read it" not in "".join(ranks2.run(unread_at_an_error, ds_mxfp8_moe.initialize))
+
+
+def test_a_process_that_makes_no_engine_says_so_at_its_exit():
+    program = """
+        import accelerate, sys, torch
+        import ds_mxfp8_moe
+        ds_mxfp8_moe.enable()
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        print("trained", flush=True)
+        if sys.argv[1:]:
+            raise ValueError(sys.argv[1])
+    """
+    for arguments, code, end in (([], 0, f"trained\n{NO_ENGINE}\n"), (["an error"], 1, "trained\n")):
+        run = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *arguments], capture_output=True,
+                             text=True)
+        assert run.returncode == code and run.stdout.endswith(end), run.stderr
 
 
 def test_a_section_that_nothing_reads_is_said_once(ranks2):
@@ -263,7 +287,7 @@ def alone():
     set_timeout(timedelta(seconds=3))
     if dist.get_rank() == 1:
         error = ValueError("an adapter of its own")
-        with mock.patch("ds_mxfp8_moe.engine.convert_layers", side_effect=error), pytest.raises(ValueError):
+        with mock.patch("ds_mxfp8_moe.attach.convert_layers", side_effect=error), pytest.raises(ValueError):
             ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
         return None
     with pytest.raises(PeerFailure) as error:
@@ -277,6 +301,132 @@ def test_a_rank_that_fails_to_convert_is_named(ranks2):
     assert missing == (1, )
     assert "waited for rank 1 in the engine's start (all ranks enable ds_mxfp8_moe) until the deadline" in message
     assert "raised ValueError: an adapter of its own" in message
+
+
+# ---------------------------------------------------------------- what every front does, and undoes
+
+FRONTS = ["initialize", "enable", "convert"]
+
+
+def made_by(front, section, **changes) -> DeepSpeedEngine:
+    config = ds_config(section, **changes)
+    if front == "initialize":
+        return ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    if front == "enable":
+        with enabled():
+            return deepspeed.initialize(model=model(), config=config)[0]
+    engine = deepspeed.initialize(model=model(), config=config)[0]
+    ds_mxfp8_moe.convert(engine, section)
+    return engine
+
+
+def steps_of(front, section) -> list[str]:
+    """The functions that a front calls after the engine's start, in their order."""
+    called, stack = [], ExitStack()
+    functions = {name: value for name, value in vars(attaching).items()
+                 if inspect.isfunction(value) and value.__module__.startswith("ds_mxfp8_moe")}
+    for name in set(functions) - {"attach", "convert", "print_on_rank_0", "_section", "engine_of", "parse"}:
+        def call(*args, name=name):
+            called.append(name)
+            return functions[name](*args)
+
+        stack.enter_context(mock.patch.object(attaching, name, call))
+    with stack:
+        made_by(front, section)
+    return called
+
+
+def test_every_front_takes_the_same_steps_in_the_same_order(ranks2):
+    first, *others = (ranks2.run(steps_of, front, MXFP8) for front in FRONTS)
+    assert {"convert_layers", "_agree_across_ranks", "hook_checkpoints", "choose_transports"} <= set(first[0])
+    assert others == [first] * 2
+    first, *others = (ranks2.run(steps_of, front, {"enabled": False}) for front in FRONTS)
+    assert others == [first] * 2
+
+
+def convert_differing():
+    engine = deepspeed.initialize(model=model(), config=ds_config(None))[0]
+    with pytest.raises(ConfigError) as error:
+        ds_mxfp8_moe.convert(engine, {"recipe": ["bf16", "mxfp8"][dist.get_rank()]})
+    return str(error.value)
+
+
+def test_an_engine_converted_by_hand_agrees_across_ranks(ranks2):
+    for message in ranks2.run(convert_differing):
+        assert message.startswith('the section "mxfp8_moe" on ranks [1] differs from rank 0\'s')
+
+
+def left_after_destroy(front, stage) -> tuple[list[str], list[str]]:
+    """The functions of ours on an engine and its parts, before and after `destroy`."""
+    section = {"enabled": True, "keep_quantized_weights": True}
+    engine = made_by(front, section, stage=stage)
+    parts = {"engine": engine, "optimizer": engine.optimizer, "checkpoints": engine.checkpoint_engine}
+
+    def ours() -> list[str]:
+        return sorted(f"{part}.{name}" for part, owner in parts.items() for name, value in vars(owner).items()
+                      if hasattr(value, "mxfp8_moe"))
+
+    before = ours()
+    engine.destroy()
+    return before, ours()
+
+
+@pytest.mark.parametrize("stage, some", [
+    (1, {"engine._take_model_step", "optimizer.step", "checkpoints.load", "engine.load_module_state_dict"}),
+    (3, {"engine._take_model_step", "engine.save_checkpoint", "engine.load_checkpoint"})])
+def test_an_engine_that_is_destroyed_is_deepspeeds_but_for_saving(ranks2, stage, some):
+    for before, after in ranks2.run(left_after_destroy, "convert", stage):
+        assert some <= set(before)
+        assert after == ["engine._raise_if_autoep_zero3_consolidated_export",
+                         "engine._zero3_consolidated_16bit_state_dict", "engine.save_16bit_model",
+                         "engine.zero_gather_16bit_weights_on_model_save"]
+
+
+# ---------------------------------------------------------------- models that are no plain models
+
+
+def compiled(how) -> tuple:
+    """The losses, whether the engine holds the plain model, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    graphs, net = [], model()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    if how == "before":
+        engine = ds_mxfp8_moe.initialize(model=torch.compile(net, backend=backend), config=ds_config(MXFP8))[0]
+    elif how == "enable":
+        with enabled():
+            engine = deepspeed.initialize(model=torch.compile(net, backend=backend), config=ds_config(MXFP8))[0]
+    else:
+        engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8))[0]
+        engine.compile(backend=backend)
+    return train(engine, [0]), engine.module is net, converted(engine), len(graphs)
+
+
+@pytest.mark.parametrize("how", slow_except(["before", "enable"], "before"))
+def test_a_model_that_is_compiled_before_trains_as_one_that_the_engine_compiles(ranks2, how):
+    after = ranks2.run(compiled, "after")
+    assert after[0][1:3] == (True, 2) and after[0][3] > 0
+    assert ranks2.run(compiled, how) == after
+
+
+def refused(kind, patched) -> None:
+    if kind == "meta":
+        with torch.device("meta"):
+            net, message = model(), r"parameters are on the device meta, .*lm_head.*|.*embed_tokens.*HfDeepSpeedConf"
+    else:
+        net, message = model(), "is in an engine already: .*Make a new model"
+        ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 2))
+    with enabled() if patched else nullcontext(), pytest.raises(ConfigError, match=message):
+        (deepspeed if patched else ds_mxfp8_moe).initialize(model=net, config=ds_config(MXFP8, 2))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("kind", ["meta", "second engine"])
+def test_models_of_which_no_engine_can_be_made_are_refused_by_name(ranks2, kind, patched):
+    ranks2.run(refused, kind, patched)
 
 
 # ---------------------------------------------------------------- off, and two at a time

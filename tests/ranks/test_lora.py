@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA by PEFT on the experts of AutoEP layers: trained like plain Hugging Face with PEFT, and loaded by these."""
 
+import contextlib
+import io
 import warnings
 from unittest import mock
 
@@ -104,6 +106,25 @@ def test_two_groups_of_two_ranks_train_like_plain_peft(ranks4):
 def test_one_target_and_any_rank(ranks2, changes):
     for plain, ours, _ in ranks2.run(beside_peft, BF16, 0, 2, **changes):
         assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def told_of_adapters(family, names) -> str:
+    net = peft.get_peft_model(model(family), peft.LoraConfig(**names))
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        build(net, MXFP8, 1)
+    return told.getvalue()
+
+
+STACKS = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}  # names of parameters, of which PEFT says nothing
+
+
+@pytest.mark.parametrize("family, names, line", [
+    ("mixtral", STACKS, ", experts frozen, no adapters\n"),
+    ("qwen3_moe", STACKS, ", with PEFT's adapters of down_proj\n"),
+    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+     ", with PEFT's adapters of gate_up_proj and down_proj\n")])
+def test_the_start_says_which_experts_adapters_reached(ranks2, family, names, line):
+    assert ranks2.run(told_of_adapters, family, names)[0].count(line) == 2
 
 
 def gradients():

@@ -14,6 +14,7 @@ import torch
 from autoep_models import autoep_layers, engine, train_engine
 from deepspeed.pipe import LayerSpec, PipelineModule
 from models import Layout, batch, make_engine
+from slow import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_mxfp8_moe
@@ -155,6 +156,36 @@ def test_the_time_for_which_ranks_wait(ranks2, tmp_path):
     assert figures["0.mlp_wait_ms"] == pytest.approx(figures["0.mlp_wait_ms_most"] / 2, rel=0.3)  # rank 1 hardly waits
     assert 0 < figures["1.mlp_wait_ms_most"] < 100  # the ranks have met in the layer before
     assert 0 < figures["1.mlp_exchange_ms"] < 100
+
+
+def not_finite(stage: int, where: str) -> tuple[list[str], int]:
+    """What is said in four steps with a NaN or an infinity, which none of them gets rid of; our hooks at the end."""
+    net = engine({"enabled": True}, stage, bf16={"enabled": True})
+    layer = autoep_layers(net.module)[1]
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        train_engine(net, range(1))
+        if where == "weight" and dist.get_rank() == 1:
+            with torch.no_grad():
+                getattr(layer.experts.w2, "ds_tensor", layer.experts.w2).view(-1)[5] = torch.nan
+        if where == "activation":
+            attention = net.module.model.layers[0].self_attn
+            attention.o_proj.register_forward_hook(lambda module, args, out: out + torch.inf)
+        train_engine(net, range(1, 5))
+        assert net.skipped_steps == (4 if where else 0)
+    ours = [hook for module in net.module.modules() for hook in module._forward_hooks.values()
+            if getattr(hook, "func", hook).__module__ == "ds_mxfp8_moe.not_finite"]
+    return [line for line in told.getvalue().splitlines() if "NaN" in line], len(ours)
+
+
+@pytest.mark.parametrize("stage", slow_except([1, 2, 3], 2))
+@pytest.mark.parametrize("where, named", [
+    ("", None), ("weight", "model.layers.1.mlp, on rank 1; there is one in model.layers.1.mlp.experts.w2"),
+    ("activation", "model.layers.0.self_attn.o_proj, on rank 0; its weights are finite")])
+def test_the_first_module_with_a_nan_is_named_once(ranks2, stage, where, named):
+    (told, hooks), (told_by_1, _) = ranks2.run(not_finite, stage, where)
+    assert not told_by_1 and not hooks
+    start = "mxfp8_moe: WARNING: NaN or infinity in step 3: the first module whose output has one is "
+    assert told == ([start + named] if named else [])
 
 
 def of_stages(folder: str, later: bool) -> None:

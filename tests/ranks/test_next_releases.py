@@ -15,7 +15,7 @@ from models import DEFAULT, Layout, make_engine, train_steps
 from rank_pool import reset_deepspeed_groups
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import engine as engine_module
+from ds_mxfp8_moe import attach as attach_module
 from ds_mxfp8_moe import self_check
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.engine_hooks import converted_layers
@@ -146,9 +146,9 @@ def classic_with_a_broken_kernel(runs):
 
     @contextmanager
     def broken():
-        with mock.patch.object(engine_module, "has_kernels", lambda device: True), \
-                mock.patch.object(engine_module, "build_executor", lambda model: None), \
-                mock.patch.object(engine_module, "check", lambda kind, device: verdict), \
+        with mock.patch.object(attach_module, "has_kernels", lambda device: True), \
+                mock.patch.object(attach_module, "build_executor", lambda model: None), \
+                mock.patch.object(attach_module, "check", lambda kind, device: verdict), \
                 mock.patch.object(self_check, "releases", lambda device: {"triton": "3.99"}):
             yield
 
@@ -170,9 +170,9 @@ def test_a_broken_kernel_on_one_rank_is_not_used_on_any(ranks2, runs, said):
 
 def classic_without_the_check():
     asked = []
-    with mock.patch.object(engine_module, "has_kernels", lambda device: True), \
-            mock.patch.object(engine_module, "build_executor", lambda model: None), \
-            mock.patch.object(engine_module, "check", lambda kind, device: asked.append(kind)):
+    with mock.patch.object(attach_module, "has_kernels", lambda device: True), \
+            mock.patch.object(attach_module, "build_executor", lambda model: None), \
+            mock.patch.object(attach_module, "check", lambda kind, device: asked.append(kind)):
         classic([], {"self_check": False})
     return asked
 

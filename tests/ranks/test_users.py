@@ -21,7 +21,7 @@ from test_trainer import Sentences
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import IN_EVALUATION, PeerFailure, naming_evaluation
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
 
@@ -180,3 +180,10 @@ def test_generate_on_ranks_of_different_lengths_names_synced_gpus(ranks2):
     ranks2.close()  # their default group has a deadline of its own now
     assert "rank 1 waited for rank 0 in 'counts' of model.layers.0.mlp until the deadline" in failure
     assert "The layer is in evaluation mode. In generate(), " in failure and "pass synced_gpus=True" in failure
+
+
+@pytest.mark.parametrize("missing, at_deadline, told", [((1, ), False, True), ((), True, True), ((), False, False)])
+def test_every_lost_peer_in_evaluation_is_a_peer_failure_with_the_hint(missing, at_deadline, told):
+    with pytest.raises(ds_mxfp8_moe.PeerFailure, match="rank 0 lost") as error, naming_evaluation():
+        raise PeerFailure("rank 0 lost its connection", missing, at_deadline)
+    assert (IN_EVALUATION in str(error.value)) is told

@@ -11,8 +11,8 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, crossover
+from ds_mxfp8_moe.attach import build_executor
 from ds_mxfp8_moe.convert import AUTOEP_ACTIVATIONS
-from ds_mxfp8_moe.engine import build_executor
 from ds_mxfp8_moe.experts import ExpertFormula, evaluate
 from ds_mxfp8_moe.ops.op_builder import replay
 

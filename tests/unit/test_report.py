@@ -71,7 +71,8 @@ def test_report_on_this_machine(capsys):
         "scale_block_size ......... 32 (chosen for this device",
         'transport ................ "collective" (chosen',
         "min_tokens_per_expert .... null (estimated for each layer",
-        f"torch .................... {importlib.metadata.version('torch')}",
+        *(f"{name} {'.' * (25 - len(name))} {importlib.metadata.version(name)}"
+          for name in ("torch", "transformers", "peft", "accelerate")),
     ):
         assert part in text
     assert "\033" not in text
@@ -216,6 +217,8 @@ def test_launches_and_their_reasons(monkeypatch):
     builder.compatible, builder.error_log = False, "nvcc is not there"
     assert report.launches() == ("[NO] each from Python, which is slower: the extension cannot be built: nvcc is not "
                                  "there")
+    monkeypatch.setattr(report, "unknown_launcher", lambda: "Triton 3.99 has another launcher")
+    assert report.launches() == "[NO] each from Python, which is slower: Triton 3.99 has another launcher"
 
 
 def test_recipe_bf16_shows_what_it_means():

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way in which this package replaces functions of other libraries, in two forms.
+
+    with patched(AutoEP, "__init__", ours):               # for a time
+        ...
+    wrap(engine, "load_checkpoint", ours, until=engine)   # once, until engine.destroy()
+
+`ours` gets the plain function, followed by the arguments of the call. A wrapped function is marked with the names of
+the functions that wrap it. A second wrap by the same function changes nothing.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_WRAPPED_BY = "mxfp8_moe"  # of a function: the names of the functions that wrap it
+_UNDO = "_mxfp8_undo"  # of an engine: what takes its wraps back
+
+
+@contextmanager
+def lent(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the context, `owner.name` is `value`."""
+    restore = _restoring(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def lent_entry(entries: dict, key: Any, value: Any) -> Iterator[None]:
+    """Inside the context, `entries` has a key that it lacks otherwise."""
+    entries[key] = value
+    try:
+        yield
+    finally:
+        del entries[key]
+
+
+@contextmanager
+def patched(owner: Any, name: str, ours: Callable) -> Iterator[None]:
+    """Inside the context, a call of `owner.name` is a call of `ours(plain, ...)`."""
+    with lent(owner, name, _calling(ours, getattr(owner, name))):
+        yield
+
+
+def wrap(owner: Any, name: str, ours: Callable, until: Any = None) -> bool:
+    """From now on, a call of `owner.name` is a call of `ours(plain, ...)`. A second wrap by `ours` changes nothing.
+
+    `until`: the engine whose `destroy` takes the wrap back, unless somebody else has wrapped the function since. None:
+    it stays as long as its owner. Returns whether the function was not wrapped by `ours` yet.
+    """
+    if until is not None and _UNDO not in vars(until):
+        vars(until)[_UNDO] = []
+        wrap(until, "destroy", functools.partial(_destroy, until), until)
+    plain = getattr(owner, name)
+    if _name(ours) in getattr(plain, _WRAPPED_BY, ()):
+        return False
+    wrapped, restore = _calling(ours, plain), _restoring(owner, name)
+    setattr(owner, name, wrapped)
+    if until is not None:
+        vars(until)[_UNDO].append(lambda: restore() if vars(owner).get(name) is wrapped else None)
+    return True
+
+
+def _destroy(engine: Any, plain: Callable) -> None:
+    try:
+        plain()
+    finally:
+        for undo in reversed(vars(engine).pop(_UNDO, ())):
+            undo()
+
+
+def _restoring(owner: Any, name: str) -> Callable[[], None]:
+    """A function that gives `owner` back the attribute that it has now."""
+    if name in vars(owner):
+        return functools.partial(setattr, owner, name, vars(owner)[name])
+    if hasattr(inspect.getattr_static(type(owner), name, None), "__set__"):  # such as __class__
+        return functools.partial(setattr, owner, name, getattr(owner, name))
+    return functools.partial(delattr, owner, name)  # its class has it
+
+
+def _calling(ours: Callable, plain: Callable) -> Callable:
+
+    @functools.wraps(plain)
+    def wrapped(*args, **kwargs):
+        return ours(plain, *args, **kwargs)
+
+    setattr(wrapped, _WRAPPED_BY, (*getattr(plain, _WRAPPED_BY, ()), _name(ours)))
+    return wrapped
+
+
+def _name(function: Callable) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return f"{function.__module__}.{function.__qualname__}"
