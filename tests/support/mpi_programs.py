@@ -55,8 +55,7 @@ class Emulated:
         shutil.copy(emulator.HERE / "device.cpp", folder / "tests")
         self._include = must("mpicxx", "--showme:incdirs").split()
         sources = [*(folder / "nvlink").glob("*.cu"), folder / "nvlink/emulator.cpp",
-                   *(folder / "tests" / f"{name}.cpp"
-                     for name in ("device", "ranks", "exchange", "two_hops", "oracle"))]
+                   *(folder / "tests" / f"{name}.cpp" for name in ("device", "ranks", "exchange"))]
         programs = [folder / "tests" / f"{name}.cpp" for name in ("test_all_to_all", "bench_all_to_all")]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             self._objects = dict(pool.map(lambda path: (path.name, self._object(path)), sources + programs))

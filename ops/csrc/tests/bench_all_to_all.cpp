@@ -4,18 +4,16 @@
 //   mpirun -np 4 ./bench_all_to_all [--hidden 7168] [--experts 64] [--top-k 8] [--iterations 50]
 //
 // --experts: of each rank. Tokens go to random experts. Rows travel to experts in MXFP8 with blocks of 128, and back
-// in bf16. Two nodes of half the ranks each exchange the same rows in two hops, with sums in float32 inside a node. A
-// time is that of one kernel by the device's clock. It includes the wait for the slowest rank. p50 and p90 are over
-// the iterations, of the rank where they are largest. GB/s: the bytes that the rank with the most sends to other
-// ranks, by p50.
-#include "cases.h"
-#include "two_hops.h"
+// in bf16. A time is that of one kernel by the device's clock. It includes the wait for the slowest rank. p50 and p90
+// are over the iterations, of the rank where they are largest. bytes: what the rank with the most sends to other ranks
+// in a dispatch, and receives from them in a combine. GB/s: these bytes by p50.
+#include "exchange.h"
+#include "oracle.h"
 #include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <mpi.h>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 
@@ -32,99 +30,65 @@ struct Options {
   int hidden = 7168, experts = 64, top_k = 8, iterations = 50;
 };
 
-// The routing of `tokens` tokens on each rank.
-struct Traffic {
-  oracle::Inputs mine;
-  int64_t sent = 0, received = 0; // tokens that this rank sends to others and receives, once for each pair of ranks
-  int64_t received_choices = 0;   // choices of other ranks for this rank's experts
-
-  Traffic(const Ranks &ranks, const Options &o, int64_t tokens) {
-    const auto tell = [&](const std::vector<int64_t> &expert_TK, int64_t t, int w) {
-      return std::count_if(expert_TK.begin() + t * o.top_k, expert_TK.begin() + (t + 1) * o.top_k,
-                           [&](int64_t e) { return e / o.experts == w; });
-    };
-    for (int r = 0; r < ranks.world; r++) {
-      const oracle::Inputs in = inputs(DISTINCT, {.K = o.top_k, .E = o.experts}, tokens, r, ranks.world, false);
-      for (int64_t t = 0; t < tokens; t++)
-        for (int w = 0; w < ranks.world; w++)
-          if (const int64_t choices = tell(in.expert_TK, t, w); choices && w != r) {
-            sent += r == ranks.rank;
-            received += w == ranks.rank;
-            received_choices += w == ranks.rank ? choices : 0;
-          }
-      if (r == ranks.rank)
-        mine = in;
-    }
-  }
-};
-
 class Bench {
 public:
   Bench(const Ranks &ranks, const Options &o) : ranks(ranks), o(o), sms(std::min(SMS, device::multiprocessors())) {
     if (ranks.rank == 0)
-      std::printf("%-24s %8s %12s %10s %10s %8s\n", "kernel", "tokens", "bytes sent", "p50 us", "p90 us", "GB/s");
+      std::printf("%-24s %8s %12s %10s %10s %8s\n", "kernel", "tokens", "bytes", "p50 us", "p90 us", "GB/s");
   }
 
   void exchange(int64_t T) const {
-    const Traffic traffic(ranks, o, T);
-    const device::Array<int64_t> ids(traffic.mine.expert_TK);
-    const device::Array<float> weight_TK(traffic.mine.weight_TK);
-    const Transport transport(ranks, sms);
-    const Plan plan = transport.plan(ids, T, o.top_k, o.experts);
-    const device::Array<uint8_t> x_TH = zeros(T * row_bytes()), y_PH = zeros(plan.P * row_bytes());
-    const device::Array<uint8_t> out_TH(T * row_bytes()), out_PH(plan.P * o.hidden), out_scale(plan.P * blocks());
+    const oracle::Inputs in = inputs(T);
+    const device::Array<int64_t> ids(in.expert_TK);
+    const device::Array<float> weight_TK(in.weight_TK);
+    const Shape to = shape(BLOCK), back = shape(0);
+    const Transport there(ranks, sms, to), here(ranks, sms, back);
+    const Plan plan = there.plan(ids, T);
+    const device::Array<uint8_t> x_TH = zeros(T * back.row_bytes()), y_PH = zeros(plan.P * back.row_bytes());
+    const device::Array<uint8_t> out_TH(T * back.row_bytes()), out_PH(plan.P * o.hidden);
+    const device::Array<uint8_t> out_scale(plan.P * to.blocks());
     const device::Array<float> weight_P(plan.P), out_weight_TK(T * o.top_k);
-    measure(T, {"dispatch", "combine"},
-            {traffic.sent * (o.hidden + blocks() + 4 * o.top_k), traffic.received * (row_bytes() + 4 * o.top_k)},
-            [&] { transport.dispatch(plan, wire(BLOCK), x_TH, weight_TK, out_PH, out_scale, weight_P); },
-            [&] { transport.combine(plan, wire(0), nvlink::BF16, y_PH, weight_P, out_TH, out_weight_TK); });
-  }
-
-  // The kernels of two hops. What happens between them is not timed.
-  void two_hops(const Hops &hops, int64_t T) const {
-    const device::Array<int64_t> ids(Traffic(ranks, o, T).mine.expert_TK);
-    const TwoHopPlan plan = TwoHops(hops, sms).plan(ids, T, o.top_k, o.experts);
-    const auto rows = [&](const Ranks &hop, const Ranks &other, const std::vector<int64_t> &send,
-                          const std::vector<int64_t> &receive, int64_t most, const Wire &wire) {
-      const int64_t row_bytes = row_bytes_of(wire, o.top_k);
-      const int64_t sent = std::accumulate(send.begin(), send.end(), int64_t(0));
-      return std::pair(RowsOfHop(hop, other, std::vector<uint8_t>(sent * row_bytes), row_bytes, send, receive, most),
-                       (sent - send[hop.rank]) * row_bytes);
-    };
-    const auto both = [&](std::array<const char *, 2> names, const auto &first, const auto &second) {
-      measure(T, names, {first.second, second.second}, [&] { first.first.launch(sms); },
-              [&] { second.first.launch(sms); });
-    };
-    const Sends &b = plan.between, &i = plan.inside;
-    both({"dispatch between nodes", "dispatch inside a node"},
-         rows(hops.between, hops.inside, b.send_W, b.receive_W, b.most, wire(BLOCK)),
-         rows(hops.inside, hops.between, i.send_W, i.receive_W, i.most, wire(BLOCK)));
-    both({"combine inside a node", "combine between nodes"},
-         rows(hops.inside, hops.between, i.receive_W, i.send_W, i.most, {o.hidden, nvlink::FP32}),
-         rows(hops.between, hops.inside, b.receive_W, b.send_W, b.most, wire(0)));
-    hops.between.wait("rows");
-    hops.inside.wait("rows");
+    const int64_t rows = others(in, true);
+    measure(T, {"dispatch", "combine"}, {rows * to_bytes(), rows * (back.row_bytes() + 4 * o.top_k)},
+            [&] { there.dispatch(plan, x_TH, weight_TK, out_PH, out_scale, weight_P); },
+            [&] { here.combine(plan, y_PH, weight_P, out_TH, out_weight_TK); });
   }
 
   void low_latency(int64_t T) const {
-    const Traffic traffic(ranks, o, T);
-    const LowLatencyExchange exchange(ranks, sms, int(T), o.top_k, o.experts, wire(BLOCK));
-    const int64_t rows = o.experts * exchange.rows();
-    const device::Array<int64_t> ids(traffic.mine.expert_TK);
-    const device::Array<float> weight_TK(traffic.mine.weight_TK);
-    const device::Array<uint8_t> x_TH = zeros(T * row_bytes()), y_ERH = zeros(rows * row_bytes());
-    const device::Array<uint8_t> out_TH(T * row_bytes()), out_ERH(rows * o.hidden), out_scale(rows * blocks());
+    const oracle::Inputs in = inputs(T);
+    const Shape s = shape(BLOCK);
+    const LowLatencyExchange exchange(ranks, sms, int(T), s);
+    const int64_t rows = o.experts * exchange.rows(), row_bytes = 2ll * o.hidden;
+    const device::Array<int64_t> ids(in.expert_TK);
+    const device::Array<float> weight_TK(in.weight_TK);
+    const device::Array<uint8_t> x_TH = zeros(T * row_bytes), y_ERH = zeros(rows * row_bytes);
+    const device::Array<uint8_t> out_TH(T * row_bytes), out_ERH(rows * o.hidden), out_scale(rows * s.blocks());
     const device::Array<int> out_count_E(o.experts);
     measure(T, {"low-latency dispatch", "low-latency combine"},
-            {traffic.sent * (o.hidden + blocks() + 4 * o.top_k), traffic.received_choices * row_bytes()},
+            {others(in, true) * to_bytes(), others(in, false) * row_bytes},
             [&] { exchange.dispatch(ids, T, x_TH, out_count_E, out_ERH, out_scale); },
-            [&] { exchange.combine(ids, T, weight_TK, nvlink::BF16, y_ERH, out_TH); });
+            [&] { exchange.combine(ids, T, weight_TK, y_ERH, out_TH); });
   }
 
 private:
-  int64_t row_bytes() const { return 2ll * o.hidden; }
-  int64_t blocks() const { return (o.hidden + BLOCK - 1) / BLOCK; }
-  Wire wire(int block) const { return {o.hidden, nvlink::BF16, block}; }
+  Shape shape(int block) const { return {.K = o.top_k, .E = o.experts, .H = o.hidden, .block = block}; }
+  oracle::Inputs inputs(int64_t T) const {
+    return oracle::inputs(oracle::DISTINCT, {.K = o.top_k, .E = o.experts}, T, ranks.rank, ranks.world, false);
+  }
+  int64_t to_bytes() const { return o.hidden + shape(BLOCK).blocks() + 4 * o.top_k; } // of a row of dispatch
+
+  // Choices of experts on other ranks. `once`: once for each pair of a token and a rank.
+  int64_t others(const oracle::Inputs &in, bool once) const {
+    int64_t found = 0;
+    for (int64_t t = 0; t < in.T; t++)
+      for (int w = 0; w < ranks.world; w++)
+        if (w != ranks.rank) {
+          const auto first = in.expert_TK.begin() + t * o.top_k;
+          const int64_t choices = std::count_if(first, first + o.top_k, [&](int64_t e) { return e / o.experts == w; });
+          found += once ? choices > 0 : choices;
+        }
+    return found;
+  }
 
   static device::Array<uint8_t> zeros(int64_t bytes) {
     device::Array<uint8_t> made(bytes);
@@ -157,7 +121,7 @@ private:
                     p90, most / p50 / 1e3);
     }
     std::fflush(stdout);
-    ranks.barrier();
+    MPI_Barrier(MPI_COMM_WORLD);
   }
 
   const Ranks &ranks;
@@ -183,12 +147,6 @@ Options parsed(int argc, char **argv) {
   return o;
 }
 
-// Of a half, for the largest rows of `data_bytes`, if each rank gets all tokens.
-int64_t staging_bytes(int64_t data_bytes, const Options &o, int world) {
-  const int64_t most_tokens = *std::max_element(std::begin(TOKENS), std::end(TOKENS));
-  return most_tokens * world * (data_bytes + 4 * o.top_k) + (1 << 20);
-}
-
 int run(int argc, char **argv) {
   int rank, world;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -197,7 +155,9 @@ int run(int argc, char **argv) {
   std::optional<Ranks> ranks;
   try {
     o = parsed(argc, argv);
-    ranks.emplace(staging_bytes(2 * o.hidden, o, world), SECONDS);
+    // A half has room for all tokens of all ranks in bf16.
+    const int64_t most_tokens = world * *std::max_element(std::begin(TOKENS), std::end(TOKENS));
+    ranks.emplace(most_tokens * (2 * o.hidden + 4 * o.top_k) + (1 << 20), SECONDS);
   } catch (const std::exception &error) { // the same on all ranks
     if (rank == 0)
       std::fprintf(stderr, "bench_all_to_all: %s\n", error.what());
@@ -214,11 +174,6 @@ int run(int argc, char **argv) {
     const Bench bench(*ranks, o);
     for (int64_t tokens : TOKENS)
       bench.exchange(tokens);
-    if (ranks->world % 2 == 0) {
-      const Hops hops(*ranks, ranks->world / 2, staging_bytes(4 * o.hidden, o, ranks->world));
-      for (int64_t tokens : TOKENS)
-        bench.two_hops(hops, tokens);
-    }
     for (int64_t tokens : LOW_LATENCY_TOKENS)
       bench.low_latency(tokens);
   } catch (const std::exception &error) {

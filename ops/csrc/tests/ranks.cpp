@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdio>
 #include <mpi.h>
-#include <numeric>
 #include <stdexcept>
 #include <thread>
 
@@ -27,14 +26,6 @@ const char *name_of(nvlink::Kind kind) {
   throw std::logic_error("unknown kind of exchange");
 }
 
-std::vector<int> all_ranks() {
-  int world;
-  MPI_Comm_size(MPI_COMM_WORLD, &world);
-  std::vector<int> ids(world);
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
-}
-
 // Collective. Throws on every rank if `step` threw on one: the error of the lowest one, behind `what`.
 template <class Step> void on_every_rank(const Ranks &ranks, const std::string &what, Step step) {
   std::string error;
@@ -47,10 +38,9 @@ template <class Step> void on_every_rank(const Ranks &ranks, const std::string &
     throw std::runtime_error(first);
 }
 
-} // namespace
-
-std::string Ranks::described(const nvlink::Failure &f) const {
-  const std::string me = "rank " + std::to_string(ids.at(f.rank)), peer = "rank " + std::to_string(ids.at(f.peer));
+// What the kernels recorded, in one line.
+std::string described(const nvlink::Failure &f) {
+  const std::string me = "rank " + std::to_string(f.rank), peer = "rank " + std::to_string(f.peer);
   const std::string where =
       std::string("'") + name_of(nvlink::Kind(f.phase)) + "', exchange " + std::to_string(f.epoch);
   switch (nvlink::Code(f.code)) {
@@ -62,9 +52,12 @@ std::string Ranks::described(const nvlink::Failure &f) const {
   throw std::logic_error("unknown code of a failure");
 }
 
+} // namespace
+
 Ranks::Ranks(int64_t half_bytes, double seconds)
-    : ids(all_ranks()), world(int(ids.size())), seconds(seconds), half_bytes(half_bytes) {
+    : seconds(seconds), half_bytes(half_bytes) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &world);
   MPI_Comm host;
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host);
   int local, on_host;
@@ -78,27 +71,17 @@ Ranks::Ranks(int64_t half_bytes, double seconds)
   if (devices == 0)
     throw std::runtime_error("there is no CUDA device: run this on a machine with a GPU");
   sharing = (world + devices - 1) / devices;
-  on_every_rank(*this, "", [&] { device::choose(local % devices); });
-  share();
-}
-
-Ranks::Ranks(const Ranks &all, std::vector<int> of_hop, int64_t half_bytes)
-    : ids(std::move(of_hop)), rank(int(std::find(ids.begin(), ids.end(), all.rank) - ids.begin())),
-      world(int(ids.size())), sharing(all.sharing), seconds(all.seconds), half_bytes(half_bytes) {
-  share();
-}
-
-void Ranks::share() {
   device::Handle mine{}, all[nvlink::MAX_RANKS];
   on_every_rank(*this, "", [&] {
+    device::choose(local % devices);
     failure = static_cast<nvlink::Failure *>(device::allocate_host(sizeof *failure));
     state = device::Array<uint32_t>(nvlink::STATE_WORDS);
     staging = device::allocate_shared(nvlink::Staging::HALVES + 2 * half_bytes, mine);
   });
   MPI_Allgather(&mine, sizeof mine, MPI_BYTE, all, sizeof mine, MPI_BYTE, MPI_COMM_WORLD);
-  on_every_rank(*this, "rank " + std::to_string(ids[rank]) + " does not reach the memory of all ranks: ", [&] {
+  on_every_rank(*this, "rank " + std::to_string(rank) + " does not reach the memory of all ranks: ", [&] {
     for (int w = 0; w < world; w++) {
-      void *at = w == rank ? staging : device::map(all[ids[w]]);
+      void *at = w == rank ? staging : device::map(all[w]);
       if (w != rank)
         mapped.push_back(at);
       peers[w] = reinterpret_cast<nvlink::Address>(at);
@@ -110,13 +93,20 @@ void Ranks::share() {
         throw std::runtime_error("the kernels cannot be loaded (CUDA error " + std::to_string(code) +
                                  "): build them for this GPU by -DCMAKE_CUDA_ARCHITECTURES=...");
   });
-  restart(FIRST_EPOCH);
+  std::vector<uint32_t> words(nvlink::STATE_WORDS);
+  words[0] = FIRST_EPOCH;
+  state.set(words);
+  // Every flag says that its rank has finished the exchange before the first one.
+  const std::vector<uint32_t> header(nvlink::Staging::HALVES / 4, FIRST_EPOCH - 1);
+  device::copy(staging, header.data(), nvlink::Staging::HALVES);
+  wait("the start");
+  MPI_Barrier(MPI_COMM_WORLD);
 }
 
 Ranks::~Ranks() {
   for (void *peer : mapped)
     device::unmap(peer);
-  barrier(); // nobody maps the staging any more
+  MPI_Barrier(MPI_COMM_WORLD); // nobody maps the staging any more
   if (staging)
     device::release(staging);
 }
@@ -141,7 +131,7 @@ void Ranks::wait(const std::string &what) const {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds + GRACE_SECONDS);
   while (!device::finished()) {
     if (std::chrono::steady_clock::now() > end) {
-      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", ids[rank],
+      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", rank,
                    what.c_str(), GRACE_SECONDS, seconds);
       MPI_Abort(MPI_COMM_WORLD, 1);
     }
@@ -151,28 +141,15 @@ void Ranks::wait(const std::string &what) const {
     throw std::runtime_error(described(*failure));
 }
 
-void Ranks::restart(uint32_t epoch) {
-  barrier(); // nobody's kernels run any more
-  *failure = {};
-  std::vector<uint32_t> words(nvlink::STATE_WORDS);
-  words[0] = epoch;
-  state.set(words);
-  // Every flag says that its rank has finished the exchange before this one.
-  const std::vector<uint32_t> header(nvlink::Staging::HALVES / 4, epoch - 1);
-  device::copy(staging, header.data(), nvlink::Staging::HALVES);
-  wait("the start");
-  barrier();
-}
-
 std::string Ranks::first_error(const std::string &mine) const {
-  const int me = ids[rank], none = nvlink::MAX_RANKS;
-  int at = mine.empty() ? none : me, first;
+  const int none = nvlink::MAX_RANKS;
+  int at = mine.empty() ? none : rank, first;
   MPI_Allreduce(&at, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
   if (first == none)
     return "";
   int length = int(mine.size());
   MPI_Bcast(&length, 1, MPI_INT, first, MPI_COMM_WORLD);
-  std::string text = me == first ? mine : std::string(length, ' ');
+  std::string text = rank == first ? mine : std::string(length, ' ');
   MPI_Bcast(text.data(), length, MPI_CHAR, first, MPI_COMM_WORLD);
   return text;
 }
@@ -182,8 +159,6 @@ double Ranks::largest(double mine) const {
   MPI_Allreduce(&mine, &most, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
   return most;
 }
-
-void Ranks::barrier() const { MPI_Barrier(MPI_COMM_WORLD); }
 
 void Ranks::need(int64_t bytes) const {
   if (bytes > half_bytes)
