@@ -32,22 +32,22 @@ struct Options {
 
 class Bench {
 public:
-  Bench(const Ranks &ranks, const Options &o) : ranks(ranks), o(o), sms(std::min(SMS, device::multiprocessors())) {
+  Bench(const Ranks &ranks, const Options &o) : ranks(ranks), o(o), sms(std::min(SMS, multiprocessors())) {
     if (ranks.rank == 0)
       std::printf("%-24s %8s %12s %10s %10s %8s\n", "kernel", "tokens", "bytes", "p50 us", "p90 us", "GB/s");
   }
 
   void exchange(int64_t T) const {
     const oracle::Inputs in = inputs(T);
-    const device::Array<int64_t> ids(in.expert_TK);
-    const device::Array<float> weight_TK(in.weight_TK);
+    const Array<int64_t> ids(in.expert_TK);
+    const Array<float> weight_TK(in.weight_TK);
     const Shape to = shape(BLOCK), back = shape(0);
     const Transport there(ranks, sms, to), here(ranks, sms, back);
     const Plan plan = there.plan(ids, T);
-    const device::Array<uint8_t> x_TH = zeros(T * back.row_bytes()), y_PH = zeros(plan.P * back.row_bytes());
-    const device::Array<uint8_t> out_TH(T * back.row_bytes()), out_PH(plan.P * o.hidden);
-    const device::Array<uint8_t> out_scale(plan.P * to.blocks());
-    const device::Array<float> weight_P(plan.P), out_weight_TK(T * o.top_k);
+    const Array<uint8_t> x_TH = zeros(T * back.row_bytes()), y_PH = zeros(plan.P * back.row_bytes());
+    const Array<uint8_t> out_TH(T * back.row_bytes()), out_PH(plan.P * o.hidden);
+    const Array<uint8_t> out_scale(plan.P * to.blocks());
+    const Array<float> weight_P(plan.P), out_weight_TK(T * o.top_k);
     const int64_t rows = others(in, true);
     measure(T, {"dispatch", "combine"}, {rows * to_bytes(), rows * (back.row_bytes() + 4 * o.top_k)},
             [&] { there.dispatch(plan, x_TH, weight_TK, out_PH, out_scale, weight_P); },
@@ -59,11 +59,11 @@ public:
     const Shape s = shape(BLOCK);
     const LowLatencyExchange exchange(ranks, sms, int(T), s);
     const int64_t rows = o.experts * exchange.rows(), row_bytes = 2ll * o.hidden;
-    const device::Array<int64_t> ids(in.expert_TK);
-    const device::Array<float> weight_TK(in.weight_TK);
-    const device::Array<uint8_t> x_TH = zeros(T * row_bytes), y_ERH = zeros(rows * row_bytes);
-    const device::Array<uint8_t> out_TH(T * row_bytes), out_ERH(rows * o.hidden), out_scale(rows * s.blocks());
-    const device::Array<int> out_count_E(o.experts);
+    const Array<int64_t> ids(in.expert_TK);
+    const Array<float> weight_TK(in.weight_TK);
+    const Array<uint8_t> x_TH = zeros(T * row_bytes), y_ERH = zeros(rows * row_bytes);
+    const Array<uint8_t> out_TH(T * row_bytes), out_ERH(rows * o.hidden), out_scale(rows * s.blocks());
+    const Array<int> out_count_E(o.experts);
     measure(T, {"low-latency dispatch", "low-latency combine"},
             {others(in, true) * to_bytes(), others(in, false) * row_bytes},
             [&] { exchange.dispatch(ids, T, x_TH, out_count_E, out_ERH, out_scale); },
@@ -90,8 +90,8 @@ private:
     return found;
   }
 
-  static device::Array<uint8_t> zeros(int64_t bytes) {
-    device::Array<uint8_t> made(bytes);
+  static Array<uint8_t> zeros(int64_t bytes) {
+    Array<uint8_t> made(bytes);
     made.fill(0);
     return made;
   }
@@ -100,19 +100,25 @@ private:
   template <class First, class Second>
   void measure(int64_t T, std::array<const char *, 2> names, std::array<int64_t, 2> bytes, First first,
                Second second) const {
+    std::vector<cudaEvent_t> marks(3 * o.iterations);
+    for (cudaEvent_t &mark : marks)
+      check(cudaEventCreate(&mark), "cudaEventCreate");
     for (int i = -WARM_UP; i < o.iterations; i++) {
-      const int mark = 3 * std::max(i, 0);
-      device::mark(mark);
+      const auto *mark = &marks[3 * std::max(i, 0)];
+      check(cudaEventRecord(mark[0], stream), "cudaEventRecord");
       first();
-      device::mark(mark + 1);
+      check(cudaEventRecord(mark[1], stream), "cudaEventRecord");
       second();
-      device::mark(mark + 2);
+      check(cudaEventRecord(mark[2], stream), "cudaEventRecord");
     }
     ranks.wait(names[1]);
     for (int which = 0; which < 2; which++) {
       std::vector<double> times;
-      for (int i = 0; i < o.iterations; i++)
-        times.push_back(device::microseconds(3 * i + which, 3 * i + which + 1));
+      for (int i = 0; i < o.iterations; i++) {
+        float ms;
+        check(cudaEventElapsedTime(&ms, marks[3 * i + which], marks[3 * i + which + 1]), "cudaEventElapsedTime");
+        times.push_back(1000.0 * ms);
+      }
       std::sort(times.begin(), times.end());
       const double p50 = ranks.largest(times[times.size() / 2]), p90 = ranks.largest(times[times.size() * 9 / 10]);
       const double most = ranks.largest(double(bytes[which]));
@@ -120,6 +126,8 @@ private:
         std::printf("%-24s %8lld %12.0f %10.1f %10.1f %8.1f\n", names[which], static_cast<long long>(T), most, p50,
                     p90, most / p50 / 1e3);
     }
+    for (cudaEvent_t mark : marks)
+      cudaEventDestroy(mark);
     std::fflush(stdout);
     MPI_Barrier(MPI_COMM_WORLD);
   }
@@ -166,7 +174,7 @@ int run(int argc, char **argv) {
   try {
     if (rank == 0) {
       std::printf("%d ranks, %d on a device: %s. hidden %d, %d experts a rank, top-%d, %d iterations\n", world,
-                  ranks->sharing, device::name().c_str(), o.hidden, o.experts, o.top_k, o.iterations);
+                  ranks->sharing, ranks->device_name.c_str(), o.hidden, o.experts, o.top_k, o.iterations);
       if (ranks->sharing > 1)
         std::printf("Ranks share a device. Without CUDA MPS they run in turn, and these times are those of the turns. "
                     "With it, GB/s are those of the device's memory.\n");

@@ -42,7 +42,7 @@ template <class... Values> std::string text(const Values &...values) {
 
 } // namespace
 
-Plan Transport::plan(const device::Array<int64_t> &ids, int64_t T) const {
+Plan Transport::plan(const Array<int64_t> &ids, int64_t T) const {
   const int K = s.K, E = s.E;
   const int W = ranks.world, experts = W * E, chunk = chunk_of(T, W), width = 2 + W + experts;
   const int chunks = int((T + chunk - 1) / chunk), stride = int(up_to(chunks + 1, 4));
@@ -50,15 +50,15 @@ Plan Transport::plan(const device::Array<int64_t> &ids, int64_t T) const {
     throw std::runtime_error(std::to_string(T) + " tokens of " + std::to_string(K) + " choices among " +
                              std::to_string(experts) + " experts are more than the kernels move at once");
   Plan p;
-  p.first_CB = device::Array<int>(int64_t(experts + W) * stride);
-  p.counts_WC = device::Array<int>(int64_t(W) * width);
-  p.place_base_E = device::Array<int>(experts);
-  p.place_end_E = device::Array<int>(experts);
-  p.segments = device::Array<int>(4 * W);
-  p.group_ends_E = device::Array<int>(E);
-  p.group_sizes_E = device::Array<int>(E);
-  p.slot_WT = device::Array<int>(int64_t(W) * T);
-  p.arriving_WC = device::Array<int>(2 * W * MAX_CHUNKS);
+  p.first_CB = Array<int>(int64_t(experts + W) * stride);
+  p.counts_WC = Array<int>(int64_t(W) * width);
+  p.place_base_E = Array<int>(experts);
+  p.place_end_E = Array<int>(experts);
+  p.segments = Array<int>(4 * W);
+  p.group_ends_E = Array<int>(E);
+  p.group_sizes_E = Array<int>(E);
+  p.slot_WT = Array<int>(int64_t(W) * T);
+  p.arriving_WC = Array<int>(2 * W * MAX_CHUNKS);
 
   Count count;
   count.expert_TK = ids.address();
@@ -71,10 +71,10 @@ Plan Transport::plan(const device::Array<int64_t> &ids, int64_t T) const {
   count.chunk = chunk;
   count.chunks = chunks;
   count.stride = stride;
-  launched(launch(count, device::stream()), "count");
+  launched(launch(count, Address(stream)), "count");
 
   static int serial = 0;
-  static int *const host = static_cast<int *>(device::allocate_host(1 << 20));
+  static int *const host = static_cast<int *>(allocate_host(1 << 20));
   const int words = 1 + W * width + E;
   if (words * int(sizeof(int)) > 1 << 20)
     throw std::runtime_error(std::to_string(experts) + " experts are more than these programs count");
@@ -88,14 +88,14 @@ Plan Transport::plan(const device::Array<int64_t> &ids, int64_t T) const {
   totals.segments = p.segments.address();
   totals.group_ends_E = p.group_ends_E.address();
   totals.group_sizes_E = p.group_sizes_E.address();
-  totals.host = reinterpret_cast<Address>(host);
+  totals.host = Address(host);
   totals.T = T;
   totals.experts = experts;
   totals.local_experts = E;
   totals.chunks = chunks;
   totals.stride = stride;
   totals.serial = ++serial;
-  launched(launch(totals, device::stream()), "totals");
+  launched(launch(totals, Address(stream)), "totals");
 
   ranks.wait("counts");
   if (host[0] != serial)
@@ -115,7 +115,7 @@ Plan Transport::plan(const device::Array<int64_t> &ids, int64_t T) const {
   }
   p.P = std::accumulate(sizes, sizes + E, int64_t(0),
                         [](int64_t sum, int size) { return sum + up_to(size, ROW_ALIGNMENT); });
-  p.place_RK = device::Array<int>(received * K);
+  p.place_RK = Array<int>(received * K);
 
   const std::vector<int64_t> at = regions(p.most_rows, {4 * K});
   ranks.need(at[1] + 8ll * W * MAX_CHUNKS);
@@ -137,7 +137,7 @@ Plan Transport::plan(const device::Array<int64_t> &ids, int64_t T) const {
   places.chunk = chunk;
   places.chunks = chunks;
   places.stride = stride;
-  launched(launch(places, sms, device::stream()), "places");
+  launched(launch(places, sms, Address(stream)), "places");
 
   p.rows.slot_WT = places.slot_WT;
   p.rows.place_RK = places.place_RK;
@@ -171,9 +171,9 @@ Rows Transport::rows(const Plan &plan, Kind kind) const {
   return r;
 }
 
-void Transport::dispatch(const Plan &plan, const device::Array<uint8_t> &x_TH, const device::Array<float> &weight_TK,
-                         const device::Array<uint8_t> &out_PH, const device::Array<uint8_t> &out_scale,
-                         const device::Array<float> &out_weight_P) const {
+void Transport::dispatch(const Plan &plan, const Array<uint8_t> &x_TH, const Array<float> &weight_TK,
+                         const Array<uint8_t> &out_PH, const Array<uint8_t> &out_scale,
+                         const Array<float> &out_weight_P) const {
   Dispatch d;
   d.rows = rows(plan, DISPATCH);
   d.x_TH = x_TH.address();
@@ -187,11 +187,11 @@ void Transport::dispatch(const Plan &plan, const device::Array<uint8_t> &x_TH, c
   d.scale_stride_b = 1;
   d.dtype = s.dtype;
   d.local_experts = s.E;
-  launched(launch(d, sms, device::stream()), "dispatch");
+  launched(launch(d, sms, Address(stream)), "dispatch");
 }
 
-void Transport::combine(const Plan &plan, const device::Array<uint8_t> &y_PH, const device::Array<float> &weight_P,
-                        const device::Array<uint8_t> &out_TH, const device::Array<float> &out_weight_TK) const {
+void Transport::combine(const Plan &plan, const Array<uint8_t> &y_PH, const Array<float> &weight_P,
+                        const Array<uint8_t> &out_TH, const Array<float> &out_weight_TK) const {
   Combine c;
   c.rows = rows(plan, COMBINE);
   c.y_PH = y_PH.address();
@@ -200,7 +200,7 @@ void Transport::combine(const Plan &plan, const device::Array<uint8_t> &y_PH, co
   c.out_weight_TK = out_weight_TK.address();
   c.dtype = s.y_dtype;
   c.out_dtype = s.dtype;
-  launched(launch(c, sms, device::stream()), "combine");
+  launched(launch(c, sms, Address(stream)), "combine");
 }
 
 LowLatencyExchange::LowLatencyExchange(const Ranks &ranks, int sms, int max_tokens, const Shape &s)
@@ -213,7 +213,7 @@ LowLatencyExchange::LowLatencyExchange(const Ranks &ranks, int sms, int max_toke
   ranks.need(std::max(ranks.world * message, int64_t(max_tokens) * s.K * s.H * 2));
 }
 
-LowLatency LowLatencyExchange::common(Kind kind, const device::Array<int64_t> &ids, int64_t T) const {
+LowLatency LowLatencyExchange::common(Kind kind, const Array<int64_t> &ids, int64_t T) const {
   LowLatency c;
   c.group = ranks.group(kind, text(max_tokens, s.K, s.E, s.H, s.dtype, s.block));
   c.index_TK = ids.address();
@@ -234,9 +234,9 @@ LowLatency LowLatencyExchange::common(Kind kind, const device::Array<int64_t> &i
   return c;
 }
 
-void LowLatencyExchange::dispatch(const device::Array<int64_t> &ids, int64_t T, const device::Array<uint8_t> &x_TH,
-                                  const device::Array<int> &out_count_E, const device::Array<uint8_t> &out_ERH,
-                                  const device::Array<uint8_t> &out_scale) const {
+void LowLatencyExchange::dispatch(const Array<int64_t> &ids, int64_t T, const Array<uint8_t> &x_TH,
+                                  const Array<int> &out_count_E, const Array<uint8_t> &out_ERH,
+                                  const Array<uint8_t> &out_scale) const {
   LowLatencyDispatch d;
   d.common = common(LOW_LATENCY_DISPATCH, ids, T);
   d.x_TH = x_TH.address();
@@ -253,11 +253,11 @@ void LowLatencyExchange::dispatch(const device::Array<int64_t> &ids, int64_t T, 
   d.scale_row = scale_row;
   d.scales = s.blocks();
   d.scale_kind = BYTES;
-  launched(launch(d, sms, device::stream()), "low_latency_dispatch");
+  launched(launch(d, sms, Address(stream)), "low_latency_dispatch");
 }
 
-void LowLatencyExchange::combine(const device::Array<int64_t> &ids, int64_t T, const device::Array<float> &weight_TK,
-                                 const device::Array<uint8_t> &y_ERH, const device::Array<uint8_t> &out_TH) const {
+void LowLatencyExchange::combine(const Array<int64_t> &ids, int64_t T, const Array<float> &weight_TK,
+                                 const Array<uint8_t> &y_ERH, const Array<uint8_t> &out_TH) const {
   LowLatencyCombine c;
   c.common = common(LOW_LATENCY_COMBINE, ids, T);
   c.y_ERH = y_ERH.address();
@@ -265,5 +265,5 @@ void LowLatencyExchange::combine(const device::Array<int64_t> &ids, int64_t T, c
   c.out_TH = out_TH.address();
   c.dtype = s.y_dtype;
   c.out_dtype = s.dtype;
-  launched(launch(c, sms, device::stream()), "low_latency_combine");
+  launched(launch(c, sms, Address(stream)), "low_latency_combine");
 }

@@ -64,31 +64,39 @@ Ranks::Ranks(int64_t half_bytes, double seconds)
   MPI_Comm_rank(host, &local);
   MPI_Comm_size(host, &on_host);
   MPI_Comm_free(&host);
-  const int devices = device::count();
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess)
+    devices = 0;
   if (world < 2 || world > nvlink::MAX_RANKS || on_host != world)
     throw std::runtime_error("there are " + std::to_string(world) + " ranks, " + std::to_string(on_host) +
                              " of them on this host: start 2 to 8 on one host, as in mpirun -np 4");
   if (devices == 0)
     throw std::runtime_error("there is no CUDA device: run this on a machine with a GPU");
   sharing = (world + devices - 1) / devices;
-  device::Handle mine{}, all[nvlink::MAX_RANKS];
+  cudaIpcMemHandle_t mine{}, all[nvlink::MAX_RANKS];
   on_every_rank(*this, "", [&] {
-    device::choose(local % devices);
-    failure = static_cast<nvlink::Failure *>(device::allocate_host(sizeof *failure));
-    state = device::Array<uint32_t>(nvlink::STATE_WORDS);
-    staging = device::allocate_shared(nvlink::Staging::HALVES + 2 * half_bytes, mine);
+    check(cudaSetDevice(local % devices), "cudaSetDevice");
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, local % devices), "cudaGetDeviceProperties");
+    device_name = properties.name;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    failure = static_cast<nvlink::Failure *>(allocate_host(sizeof *failure));
+    state = Array<uint32_t>(nvlink::STATE_WORDS);
+    staging = allocate(nvlink::Staging::HALVES + 2 * half_bytes);
+    check(cudaIpcGetMemHandle(&mine, staging), "cudaIpcGetMemHandle");
   });
   MPI_Allgather(&mine, sizeof mine, MPI_BYTE, all, sizeof mine, MPI_BYTE, MPI_COMM_WORLD);
   on_every_rank(*this, "rank " + std::to_string(rank) + " does not reach the memory of all ranks: ", [&] {
     for (int w = 0; w < world; w++) {
-      void *at = w == rank ? staging : device::map(all[w]);
-      if (w != rank)
+      void *at = staging;
+      if (w != rank) {
+        check(cudaIpcOpenMemHandle(&at, all[w], cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
         mapped.push_back(at);
-      peers[w] = reinterpret_cast<nvlink::Address>(at);
+      }
+      peers[w] = nvlink::Address(at);
     }
     // CUDA would load a kernel at its first launch, and wait for running kernels first. Those may wait for a peer.
-    for (const auto load : {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency,
-                            nvlink::load_row_exchange})
+    for (const auto load : {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency})
       if (const int code = load())
         throw std::runtime_error("the kernels cannot be loaded (CUDA error " + std::to_string(code) +
                                  "): build them for this GPU by -DCMAKE_CUDA_ARCHITECTURES=...");
@@ -98,24 +106,23 @@ Ranks::Ranks(int64_t half_bytes, double seconds)
   state.set(words);
   // Every flag says that its rank has finished the exchange before the first one.
   const std::vector<uint32_t> header(nvlink::Staging::HALVES / 4, FIRST_EPOCH - 1);
-  device::copy(staging, header.data(), nvlink::Staging::HALVES);
+  copy(staging, header.data(), nvlink::Staging::HALVES);
   wait("the start");
   MPI_Barrier(MPI_COMM_WORLD);
 }
 
 Ranks::~Ranks() {
   for (void *peer : mapped)
-    device::unmap(peer);
+    cudaIpcCloseMemHandle(peer);
   MPI_Barrier(MPI_COMM_WORLD); // nobody maps the staging any more
-  if (staging)
-    device::release(staging);
+  cudaFree(staging);
 }
 
 nvlink::Group Ranks::group(nvlink::Kind kind, const std::string &shape) const {
   nvlink::Group g;
   std::copy(std::begin(peers), std::end(peers), g.peer);
   g.state = state.address();
-  g.failure = reinterpret_cast<nvlink::Address>(failure);
+  g.failure = nvlink::Address(failure);
   g.rank = rank;
   g.world = world;
   g.half_bytes = half_bytes;
@@ -129,7 +136,9 @@ nvlink::Group Ranks::group(nvlink::Kind kind, const std::string &shape) const {
 
 void Ranks::wait(const std::string &what) const {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds + GRACE_SECONDS);
-  while (!device::finished()) {
+  for (cudaError_t state; (state = cudaStreamQuery(stream)) != cudaSuccess;) {
+    if (state != cudaErrorNotReady)
+      check(state, "a kernel");
     if (std::chrono::steady_clock::now() > end) {
       std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", rank,
                    what.c_str(), GRACE_SECONDS, seconds);

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ranks that MPI starts, and the staging that their kernels share.
 #pragma once
-#include "device.h"
-#include <string>
+#include "cuda.h"
 
 class Ranks {
 public:
@@ -14,6 +13,7 @@ public:
 
   int rank = 0, world = 0; // this rank, and how many they are
   int sharing = 0;         // the most ranks that use the same device
+  std::string device_name;
   double seconds;
 
   // The kernels' group. `shape`: must be equal on all ranks.
@@ -34,5 +34,5 @@ private:
   std::vector<void *> mapped;
   nvlink::Address peers[nvlink::MAX_RANKS] = {};
   nvlink::Failure *failure = nullptr; // what the kernels recorded. Its `code` is 0 without a failure
-  device::Array<uint32_t> state;
+  Array<uint32_t> state;
 };

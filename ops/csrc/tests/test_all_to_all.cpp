@@ -83,7 +83,7 @@ private:
     if (small && c.large)
       return true;
     wrong.clear();
-    sms = std::min(SMS[passed % std::size(SMS)], device::multiprocessors());
+    sms = std::min(SMS[passed % std::size(SMS)], multiprocessors());
     const double start = MPI_Wtime();
     try {
       check();
@@ -151,8 +151,8 @@ private:
     return {y, number};
   }
 
-  template <class T> static device::Array<T> poisoned(int64_t rows, int64_t columns) {
-    device::Array<T> made((rows + MARGIN) * columns);
+  template <class T> static Array<T> poisoned(int64_t rows, int64_t columns) {
+    Array<T> made((rows + MARGIN) * columns);
     made.fill(POISON);
     return made;
   }
@@ -174,9 +174,9 @@ private:
     const oracle::Inputs &mine = all[ranks.rank];
     const oracle::Places at = oracle::find_places(all, s);
     const Transport transport(ranks, sms, s);
-    const device::Array<int64_t> ids(mine.expert_TK);
-    const device::Array<uint8_t> x_TH(mine.x_TH);
-    const device::Array<float> weight_TK(mine.weight_TK);
+    const Array<int64_t> ids(mine.expert_TK);
+    const Array<uint8_t> x_TH(mine.x_TH);
+    const Array<float> weight_TK(mine.weight_TK);
 
     const Plan plan = transport.plan(ids, mine.T);
     ranks.wait("places");
@@ -196,8 +196,8 @@ private:
     }
 
     const auto [y, number] = answers(s, all, at, P);
-    const device::Array<uint8_t> y_PH(y);
-    const device::Array<float> weight_P(number);
+    const Array<uint8_t> y_PH(y);
+    const Array<float> weight_P(number);
     const auto out_TH = poisoned<uint8_t>(mine.T, s.H * bytes_of(s.dtype));
     const auto out_weight_TK = poisoned<float>(mine.T, s.K);
     transport.combine(plan, y_PH, weight_P, out_TH, out_weight_TK);
@@ -214,13 +214,13 @@ private:
     const LowLatencyExchange exchange(ranks, sms, int(c.tokens[0]), s);
     const int64_t rows = s.E * exchange.rows();
     const oracle::Places at = oracle::find_places(all, s, exchange.rows());
-    const device::Array<int64_t> ids(mine.expert_TK);
-    const device::Array<uint8_t> x_TH(mine.x_TH);
-    const device::Array<float> weight_TK(mine.weight_TK);
+    const Array<int64_t> ids(mine.expert_TK);
+    const Array<uint8_t> x_TH(mine.x_TH);
+    const Array<float> weight_TK(mine.weight_TK);
 
     const oracle::Dispatched want = oracle::dispatch(all, s, at, ranks.rank, rows, POISON);
     for (int turn = 0; turn < 2; turn++) {
-      const device::Array<int> out_count_E(s.E);
+      const Array<int> out_count_E(s.E);
       const auto out_ERH = poisoned<uint8_t>(rows, s.row_bytes()), out_scale = poisoned<uint8_t>(rows, s.blocks());
       exchange.dispatch(ids, mine.T, x_TH, out_count_E, out_ERH, out_scale);
       ranks.wait("dispatch");
@@ -229,7 +229,7 @@ private:
       equal("dispatch, scales", with_margin(want.scale_PB, s.blocks()), out_scale.values(), s.blocks());
     }
 
-    const device::Array<uint8_t> y_ERH(answers(s, all, at, rows).first);
+    const Array<uint8_t> y_ERH(answers(s, all, at, rows).first);
     const auto out_TH = poisoned<uint8_t>(mine.T, s.H * bytes_of(s.dtype));
     exchange.combine(ids, mine.T, weight_TK, y_ERH, out_TH);
     ranks.wait("combine");
@@ -244,7 +244,7 @@ private:
       return;
     std::string said = "no error";
     try {
-      Transport(ranks, sms, {.K = 1, .E = 1}).plan(device::Array(std::vector<int64_t>(64)), 64);
+      Transport(ranks, sms, {.K = 1, .E = 1}).plan(Array(std::vector<int64_t>(64)), 64);
     } catch (const std::exception &error) {
       said = error.what();
     }
@@ -267,7 +267,7 @@ int run(int argc, char **argv) {
       throw std::runtime_error(std::string(argv[1]) + ": expected --small, or nothing");
     Ranks ranks(HALF_BYTES, SECONDS);
     if (rank == 0)
-      std::printf("%d ranks, %d on a device: %s\n", ranks.world, ranks.sharing, device::name().c_str());
+      std::printf("%d ranks, %d on a device: %s\n", ranks.world, ranks.sharing, ranks.device_name.c_str());
     Suite suite(ranks, small);
     if (!suite.run())
       return 1;
