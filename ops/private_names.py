@@ -16,8 +16,8 @@ used is one string, with a space after each name:
     name(a, b, ...)     a function that has at least these parameters, in this order
     name#0123abcd       a function whose source has a SHA-256 that begins so, since the package rewrites what it does
 
-The rows of Triton are the kernels' and the launcher's (gluon_names.py, launcher.py), which decide by themselves:
-a kernel that does not compile is left out by the check at first use, an unknown launcher by its release.
+Triton's names have no rows, since its users decide by themselves: a kernel that does not compile is left out by the
+check at first use, an unknown launcher by its release (triton_kernels/launcher.py).
 """
 
 import importlib
@@ -30,7 +30,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 # The oldest release of each library in which all of its names were seen. Newer ones that were tested: README.md.
-SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "triton": "3.6.0"}
+SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0"}
 
 # What a user loses without a feature.
 FEATURES = {
@@ -50,8 +50,6 @@ FEATURES = {
     "saving": "saved models hold one rank's experts: use checkpoints",
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
     "loading": "checkpoints load as DeepSpeed loads them",
-    "recordings": "the host launches each kernel from Python, which is slower",
-    "kernels": "MXFP8 layers run in bf16",
 }
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -221,25 +219,6 @@ NAMES = tuple(Row(*row) for row in (
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
      "zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
-
-    ("recordings", "triton", "JITFunction knobs"),
-    ("recordings", "triton.runtime", "driver"),
-    ("recordings", "triton.runtime.jit:JITFunction", ".params"),
-    ("recordings", "triton.runtime.jit:KernelParam", "is_constexpr name"),
-    ("recordings", "triton.compiler.compiler:CompiledKernel", "run .function .metadata .packed_metadata .src"),
-    ("recordings", "triton.compiler.compiler:ASTSource", ".signature"),
-    ("recordings", "triton.backends.nvidia.driver", "TMA_DTYPE_DEVICE_TO_HOST"),
-    ("recordings", "triton.backends.nvidia.driver:CudaLauncher",
-     ".global_scratch_size .launch .launch_cooperative_grid .launch_pdl .profile_scratch_size"),
-    ("recordings", "triton.knobs:runtime", "launch_enter_hook launch_exit_hook"),
-    ("kernels", "triton.experimental.gluon", "jit"),
-    ("kernels", "triton.experimental.gluon.language",
-     "BlockedLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout SwizzledSharedLayout "
-     "allocate_shared_memory convert_layout inline_asm_elementwise static_range warp_specialize"),
-    ("kernels", "triton.experimental.gluon.language.nvidia.hopper",
-     "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait"),
-    ("kernels", "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
-     ".base .block_shape .layout .padding .shape .strides"),
 ))
 
 
