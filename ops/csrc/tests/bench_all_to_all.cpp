@@ -14,7 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mpi.h>
-#include <optional>
 #include <stdexcept>
 
 namespace {
@@ -155,47 +154,35 @@ Options parsed(int argc, char **argv) {
   return o;
 }
 
-int run(int argc, char **argv) {
-  int rank, world;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+void run(const Options &o) {
+  int world;
   MPI_Comm_size(MPI_COMM_WORLD, &world);
-  Options o;
-  std::optional<Ranks> ranks;
-  try {
-    o = parsed(argc, argv);
-    // A half has room for all tokens of all ranks in bf16.
-    const int64_t most_tokens = world * *std::max_element(std::begin(TOKENS), std::end(TOKENS));
-    ranks.emplace(most_tokens * (2 * o.hidden + 4 * o.top_k) + (1 << 20), SECONDS);
-  } catch (const std::exception &error) { // the same on all ranks
-    if (rank == 0)
-      std::fprintf(stderr, "bench_all_to_all: %s\n", error.what());
-    return 1;
+  // A half has room for all tokens of all ranks in bf16.
+  const int64_t most_tokens = world * *std::max_element(std::begin(TOKENS), std::end(TOKENS));
+  const Ranks ranks(most_tokens * (2 * o.hidden + 4 * o.top_k) + (1 << 20), SECONDS);
+  if (ranks.rank == 0) {
+    std::printf("%d ranks, %d on a device: %s. hidden %d, %d experts a rank, top-%d, %d iterations\n", world,
+                ranks.sharing, ranks.device_name.c_str(), o.hidden, o.experts, o.top_k, o.iterations);
+    if (ranks.sharing > 1)
+      std::printf("Ranks share a device. Without CUDA MPS they run in turn, and these times are those of the turns. "
+                  "With it, GB/s are those of the device's memory.\n");
   }
-  try {
-    if (rank == 0) {
-      std::printf("%d ranks, %d on a device: %s. hidden %d, %d experts a rank, top-%d, %d iterations\n", world,
-                  ranks->sharing, ranks->device_name.c_str(), o.hidden, o.experts, o.top_k, o.iterations);
-      if (ranks->sharing > 1)
-        std::printf("Ranks share a device. Without CUDA MPS they run in turn, and these times are those of the turns. "
-                    "With it, GB/s are those of the device's memory.\n");
-    }
-    const Bench bench(*ranks, o);
-    for (int64_t tokens : TOKENS)
-      bench.exchange(tokens);
-    for (int64_t tokens : LOW_LATENCY_TOKENS)
-      bench.low_latency(tokens);
-  } catch (const std::exception &error) {
-    std::fprintf(stderr, "bench_all_to_all: rank %d: %s\n", rank, error.what());
-    MPI_Abort(MPI_COMM_WORLD, 1); // the other ranks may be in an exchange
-  }
-  return 0;
+  const Bench bench(ranks, o);
+  for (int64_t tokens : TOKENS)
+    bench.exchange(tokens);
+  for (int64_t tokens : LOW_LATENCY_TOKENS)
+    bench.low_latency(tokens);
 }
 
 } // namespace
 
 int main(int argc, char **argv) {
   MPI_Init(&argc, &argv);
-  const int status = run(argc, argv);
+  try {
+    run(parsed(argc, argv));
+  } catch (const std::exception &error) {
+    std::fprintf(stderr, "bench_all_to_all: %s\n", error.what());
+    MPI_Abort(MPI_COMM_WORLD, 1); // the other ranks may be in an exchange
+  }
   MPI_Finalize();
-  return status;
 }

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inputs for all ranks, and what the exchanges make of them, in plain C++ on the host. Number formats are written by
-// their definitions, and share no code with the kernels. Letters in names are those of kernels.h.
+// Inputs for all ranks, and what the exchanges make of them, in plain C++ on the host. CUDA's types convert numbers.
+// tests/ranks/test_nvlink.py compares the kernels with torch's conversions. Letters in names are those of kernels.h.
 #pragma once
 #include "shape.h"
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace oracle {
@@ -16,66 +20,18 @@ using Bytes = std::vector<uint8_t>;
 
 // ---- number formats
 
-// A binary format with a sign, an exponent and a mantissa.
-struct Format {
-  int bits;       // of a value
-  int mantissa;   // bits
-  int smallest;   // exponent of the smallest normal value
-  uint32_t above; // code of what values above the largest become: infinity, or the largest value itself
-  uint32_t nan;
-};
-constexpr Format BF16_FORMAT{16, 7, -126, 0x7F80, 0x7FC0};
-constexpr Format FP16_FORMAT{16, 10, -14, 0x7C00, 0x7E00};
-constexpr Format E4M3_FORMAT{8, 3, -6, 0x7E, 0x7F};
-
-// Rounds to the nearest value, to the even one of two.
-inline uint32_t encode(const Format &f, float v) {
-  if (std::isnan(v))
-    return f.nan;
-  const uint32_t sign = std::signbit(v) ? 1u << (f.bits - 1) : 0;
-  if (std::isinf(v))
-    return sign | f.above;
-  if (v == 0)
-    return sign;
-  const int exponent = std::max(std::ilogb(v), f.smallest);
-  // In units of the last place. A carry into the next exponent gives its code by itself.
-  const double units = std::nearbyint(std::ldexp(std::fabs(double(v)), f.mantissa - exponent));
-  const uint64_t code = (uint64_t(exponent - f.smallest) << f.mantissa) + uint64_t(units);
-  return sign | uint32_t(std::min<uint64_t>(code, f.above));
-}
-
-inline float decode(const Format &f, uint32_t code) {
-  const uint32_t magnitude = code & ((1u << (f.bits - 1)) - 1);
-  const float sign = code >> (f.bits - 1) & 1 ? -1.0f : 1.0f;
-  const bool has_infinity = f.bits == 16;
-  if (has_infinity ? magnitude > f.above : magnitude == f.nan)
-    return NAN;
-  if (has_infinity && magnitude == f.above)
-    return sign * INFINITY;
-  const int exponent = int(magnitude >> f.mantissa), rest = int(magnitude & ((1u << f.mantissa) - 1));
-  const int whole = exponent == 0 ? rest : rest + (1 << f.mantissa);
-  return sign * float(std::ldexp(whole, std::max(exponent, 1) - 1 + f.smallest - f.mantissa));
-}
-
 // Element i of an array of `dtype`.
 inline float load(int dtype, const uint8_t *array, int64_t i) {
-  if (dtype == nvlink::FP32) {
-    float v;
-    std::memcpy(&v, array + 4 * i, 4);
-    return v;
-  }
-  uint16_t code;
-  std::memcpy(&code, array + 2 * i, 2);
-  return decode(dtype == nvlink::BF16 ? BF16_FORMAT : FP16_FORMAT, code);
+  const auto as = [&](auto value) {
+    std::memcpy(&value, array + sizeof value * i, sizeof value);
+    return float(value);
+  };
+  return dtype == nvlink::FP32 ? as(0.0f) : dtype == nvlink::BF16 ? as(__nv_bfloat16()) : as(__half());
 }
 
 inline void store(int dtype, uint8_t *array, int64_t i, float v) {
-  if (dtype == nvlink::FP32) {
-    std::memcpy(array + 4 * i, &v, 4);
-    return;
-  }
-  const uint16_t code = uint16_t(encode(dtype == nvlink::BF16 ? BF16_FORMAT : FP16_FORMAT, v));
-  std::memcpy(array + 2 * i, &code, 2);
+  const auto as = [&](auto value) { std::memcpy(array + sizeof value * i, &value, sizeof value); };
+  dtype == nvlink::FP32 ? as(v) : dtype == nvlink::BF16 ? as(__nv_bfloat16(v)) : as(__half(v));
 }
 
 // `v` as it comes back after a store as `dtype`.
@@ -116,12 +72,14 @@ inline void quantize(const float *row, int H, int block, bool floor, uint8_t *da
     const int byte = scale_byte(largest, floor);
     scale[begin / block] = uint8_t(byte);
     for (int i = begin; i < end; i++)
-      data[i] = uint8_t(byte == 255 ? 0x7F : encode(E4M3_FORMAT, float(std::ldexp(double(row[i]), 127 - byte))));
+      data[i] = byte == 255 ? 0x7F : __nv_fp8_e4m3(float(std::ldexp(double(row[i]), 127 - byte))).__x;
   }
 }
 
 inline float dequantized(uint8_t data, uint8_t scale) {
-  return scale == 255 ? NAN : decode(E4M3_FORMAT, data) * float(std::ldexp(1.0, scale - 127));
+  __nv_fp8_e4m3 value;
+  value.__x = data;
+  return scale == 255 ? NAN : float(value) * float(std::ldexp(1.0, scale - 127));
 }
 
 // ---- inputs
