@@ -157,12 +157,10 @@ def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits
     """[splits * E, N / splits, K] by Hopper's kernels, else [E, N, K]."""
     rescaled = scaling_mode is not None
     kernel = _kernel_of_wgrad_rows(g, a_PK, rescaled)
-    if rescaled and kernel is not None:
-        return kernel(_parts(g), _parts(a_PK), ends_E, out_dtype, g_columns=g_columns, sms=sms, splits=splits)
-    if rescaled:
+    if rescaled and (kernel is None or g_columns):
         g = g if g_columns else casts.rescale_columns(g, scaling_mode)
         return grouped_mm_wgrad(g, casts.rescale_columns(a_PK, scaling_mode), ends_E, out_dtype)
-    if kernel is None or a_PK.shape[0] == 0:
+    if not rescaled and (kernel is None or a_PK.shape[0] == 0):
         return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype)
     return kernel(_parts(g), _parts(a_PK), ends_E, out_dtype, sms=sms, splits=splits)
 

@@ -16,16 +16,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch.utils._pytree import tree_map
 
 from . import casts, expert_ffn, expert_math, router
 from .autoep import MXFP8AutoEPMoELayer
@@ -58,7 +61,7 @@ class Kind(NamedTuple):
     """What a layer's kernels depend on. Layers of the same kind share a check.
 
     Attributes:
-        formula: with the sizes of the check and without names.
+        formula: a `small` one.
         stacked: whether the weights of all experts are one tensor.
         rank: of the adapters of both GEMMs. 0: there are none.
         exchanges: whether rows travel to other ranks.
@@ -69,10 +72,10 @@ class Kind(NamedTuple):
     formula: ExpertFormula
     recipe: Recipe
     dtype: torch.dtype
-    stacked: bool
-    rank: int
-    exchanges: bool
-    routed: tuple | None
+    stacked: bool = True
+    rank: int = 0
+    exchanges: bool = False
+    routed: tuple | None = None
 
 
 class Verdict(NamedTuple):
@@ -103,9 +106,17 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8AutoEPMoELayer]) -> set[Kind]
             biased = layer.expert_bias is not None or layer.router.e_score_correction_bias is not None
             routed = layer.router.score_func, layer.router.route_norm, biased
         dtype = next(p.dtype for p in layer.experts.parameters())
-        found.add(kind_of(settings.formula, settings.recipe, dtype, stacked=stacked, exchanges=layer.ep_size > 1,
-                          rank=8 if hasattr(layer, "expert_adapters") else 0, routed=routed))
+        found.add(Kind(small(settings.formula), settings.recipe, dtype, stacked,
+                       rank=8 if hasattr(layer, "expert_adapters") else 0, exchanges=layer.ep_size > 1,
+                       routed=routed))
     return found
+
+
+def small(formula: ExpertFormula) -> ExpertFormula:
+    """The formula with the sizes of the check and without names."""
+    formula = formula.halved()
+    ffn = HIDDEN if formula.kind == "linear" else FFN
+    return replace(formula, hidden_size=HIDDEN, ffn_size=ffn, **{role: role for role in formula.names()})
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -113,33 +124,26 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=lambda verdict: ORDER.index(verdict.runs), default=Verdict())
 
 
-def kind_of(formula: ExpertFormula, recipe: Recipe, dtype: torch.dtype, *, stacked: bool = True, rank: int = 0,
-            exchanges: bool = False, routed: tuple | None = None) -> Kind:
-    """The kind of a layer with this formula."""
-    formula = formula.halved()
-    names = {role: role for role in formula.names()}
-    ffn = HIDDEN if formula.kind == "linear" else FFN
-    return Kind(replace(formula, hidden_size=HIDDEN, ffn_size=ffn, **names), recipe, dtype, stacked, rank, exchanges,
-                routed)
-
-
 def check(kind: Kind, device: torch.device) -> Verdict:
     """The verdict about a kind on a GPU: a remembered one, else by running the kernels."""
     path = _folder() / f"{_digest(kind, device)}.json"
-    try:
-        return _read(path)[0]
-    except (OSError, ValueError, KeyError):
-        pass
+    if (known := _read(path)) is not None:
+        return known[0]
     verdict = _run(kind, device)
-    record = {**verdict._asdict(), "releases": releases(device)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(record))
+        unfinished.write_text(json.dumps({**verdict._asdict(), "releases": releases(device)}))
         unfinished.replace(path)  # ranks write the same file
     except OSError:
         pass  # not remembered: the next engine checks again
     return verdict
+
+
+def remembered(device: torch.device) -> list[Verdict]:
+    """All verdicts about this chip with these releases."""
+    here = releases(device)
+    return [known[0] for path in sorted(_folder().glob("*.json")) if (known := _read(path)) and known[1] == here]
 
 
 def line_about(verdict: Verdict, device: torch.device) -> str:
@@ -154,127 +158,122 @@ def line_about(verdict: Verdict, device: torch.device) -> str:
 def releases(device: torch.device) -> dict[str, str]:
     """The chip, and the releases that make its code."""
     import triton
-    return {"chip": torch.cuda.get_device_name(device), "driver": _driver(), "triton": triton.__version__,
-            "ptxas": triton.knobs.nvidia.ptxas.version, "torch": torch.__version__}
+    driver = Path("/proc/driver/nvidia/version")  # not in every container
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
+    return {"chip": torch.cuda.get_device_name(device), "driver": found[0] if found else "unknown",
+            "triton": triton.__version__, "ptxas": triton.knobs.nvidia.ptxas.version, "torch": torch.__version__}
 
 
-def _driver() -> str:
-    """The release of NVIDIA's driver, as Linux shows it."""
+def _folder() -> Path:
+    import triton
+    return Path(triton.knobs.cache.dir) / "ds_mxfp8_moe"
+
+
+def _digest(kind: Kind, device: torch.device) -> str:
+    """Of all that a verdict depends on: the kind, the chip and the releases, and the package's own code."""
+    package = Path(__file__).parent
+    code = hashlib.sha256()
+    for path in sorted({*package.rglob("*.py"), *package.glob("ops/**/*.py")}):  # ops is a link in a checkout
+        code.update(path.read_bytes())
+    facts = {**releases(device), "deepspeed": deepspeed.__version__, "kind": repr(kind), "code": code.hexdigest()}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> tuple[Verdict, dict] | None:
+    """A verdict and the releases that it is about. None if there is no such file, or an unfinished one."""
     try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        found = None
-    return found[0] if found else "unknown"
+        record = json.loads(path.read_text())
+        return Verdict(record["runs"], record["found"]), record["releases"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# ---- running the kernels ----------------------------------------------------------------------------------------
 
 
 def _run(kind: Kind, device: torch.device) -> Verdict:
-    try:
-        _run_kernels(kind._replace(recipe=unquantized(kind.recipe)), device)
-    except Exception as error:  # whatever a compiler or a kernel raises
-        return Verdict("deepspeed", _said(error))
-    if kind.recipe == unquantized(kind.recipe):
-        return Verdict()
-    try:
-        _run_kernels(kind, device)
-    except Exception as error:
-        return Verdict("bf16", _said(error))
+    plain = kind._replace(recipe=unquantized(kind.recipe))
+    for one, runs in (plain, "deepspeed"), (kind, "bf16"):
+        try:
+            if runs == "deepspeed" or kind != plain:
+                _run_kernels(one, device)
+        except Exception as error:  # whatever a compiler or a kernel raises
+            return Verdict(runs, _said(error))
     return Verdict()
 
 
 def _said(error: Exception) -> str:
-    """The error's first line. Of a kernel that does not compile also its name."""
+    """The error's text. Of a kernel that does not compile, its name and the last line of the first error."""
     if isinstance(error, CheckFailed):
         return str(error)
-    chain, deepest = [], error
-    while deepest is not None:
-        chain.append(deepest)
-        deepest = deepest.__cause__ or deepest.__context__
-    kernel = next((name for one in chain if (name := _kernel_in(one))), None)
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
     lines = str(chain[-1]).strip().splitlines()
     text = f"{type(chain[-1]).__name__}: {lines[-1] if lines else 'no text'}"
-    return f"kernel {kernel} does not compile or start: {text}" if kernel else text
-
-
-def _kernel_in(error: BaseException) -> str | None:
-    """The outermost kernel function in the traceback of an error, or in the source that the compiler quotes."""
-    quoted = getattr(error, "src", None)
-    if isinstance(quoted, str) and quoted.lstrip().startswith("def "):
-        return quoted.lstrip().removeprefix("def ").partition("(")[0]
-    frame, found = error.__traceback__, None
-    while frame is not None:
-        if (launched := frame.tb_frame.f_locals.get("self")) is not None and hasattr(launched, "remembers"):
-            found = launched.fn.__name__
-        frame = frame.tb_next
-    return found
-
-
-# ---- running the kernels ----------------------------------------------------------------------------------------
+    for one in chain:
+        quoted = re.match(r"\s*def (\w+)", str(getattr(one, "src", "")))  # by the compiler
+        kernels = [quoted[1]] if quoted else [launched.fn.__name__ for frame, _ in walk_tb(one.__traceback__)
+                                              if hasattr(launched := frame.f_locals.get("self"), "remembers")]
+        if kernels:
+            return f"kernel {kernels[-1]} does not compile or start: {text}"
+    return text
 
 
 def _run_kernels(kind: Kind, device: torch.device) -> None:
     """Raises CheckFailed, or whatever a kernel raises."""
     with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(20)
-        case = _Case(kind, device)
         with _compared():
             if kind.routed is not None:
                 _compare_router(kind, device)
-            known = case.run(1, recorded=False)
+            known = _run_ffn(kind, device)
         for name in ("recorded launches", "replayed launches"):
-            _compare(name, case.run(1, recorded=True), known, float("inf"))  # the same bits
-        many = case.run(WIDE_COPIES, recorded=False)
-        # Other rows share a scale where weight gradients are MXFP8.
-        _compare("many rows", [_of_one_copy(x, like) for x, like in zip(many, known, strict=True)], known, 20.0)
+            _compare(name, _run_ffn(kind, device, recorded=True), known, float("inf"))  # the same bits
+        # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other rows
+        # share a scale if it is MXFP8.
+        many = [x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
+                for x, like in zip(_run_ffn(kind, device, WIDE_COPIES), known, strict=True)]
+        _compare("many rows", many, known, 20.0)
 
 
-def _of_one_copy(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A token's result is that of its first copy. A weight's gradient is the sum over all copies."""
-    return x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
+def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool = False) -> list[torch.Tensor]:
+    """The output and all gradients for `copies` of the same tokens, with the same weights in every call.
 
+    Expert 1 gets no token, and the others different numbers of them.
+    """
+    torch.manual_seed(21)
+    formula, leaves = kind.formula, []
 
-class _Case:
-    """Tokens, routes and weights of a kind. Expert 1 gets no token, and the others different numbers of them."""
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        leaves.append(x.clone().requires_grad_())
+        return leaves[-1]
 
-    def __init__(self, kind: Kind, device: torch.device):
-        self.kind, self.device = kind, device
-        formula, dtype = kind.formula, kind.dtype
+    def randn(*shape: int) -> torch.Tensor:
+        return (shape[-1]**-0.5 * torch.randn(*shape)).to(device, kind.dtype)
 
-        def randn(*shape: int, by: float = 1.0) -> torch.Tensor:
-            return (by * torch.randn(*shape)).to(device, dtype)
+    def tokens(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return x.to(device, dtype).repeat(copies, 1)
 
-        self.x_TH, self.g_TH = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN)
-        self.weight_TK = torch.rand(TOKENS, CHOICES).to(device)
-        second = torch.where(torch.arange(TOKENS) % 5 < 3, 2, 3)
-        self.expert_TK = torch.stack([torch.zeros(TOKENS, dtype=torch.long), second], dim=1).to(device)
-        self.weights = {role: randn(EXPERTS, *shape, by=shape[-1]**-0.5) for role, shape in formula.shapes().items()}
-        self.adapters = {}
-        if kind.rank:
-            ups = (FFN if formula.kind == "mlp" else 2 * FFN), HIDDEN
-            self.adapters = {name: LowRank(randn(EXPERTS, kind.rank, width, by=width**-0.5),
-                                           randn(EXPERTS, out, kind.rank, by=kind.rank**-0.5))
-                             for name, (out, width) in {"up": ups, "down": (HIDDEN, FFN)}.items()}
-
-    def run(self, copies: int, recorded: bool) -> list[torch.Tensor]:
-        """The output and all gradients for `copies` of the tokens."""
-        kind = self.kind
-        ffn = ExpertFFN(kind.formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
-                        name="the check of ds_mxfp8_moe's kernels")
-
-        def leaf(x: torch.Tensor) -> torch.Tensor:
-            return x.detach().clone().requires_grad_()
-
-        x_TH, weight_TK = leaf(self.x_TH.repeat(copies, 1)), leaf(self.weight_TK.repeat(copies, 1))
-        routes = Routes(expert_TK=self.expert_TK.repeat(copies, 1), weight_TK=weight_TK, num_experts=EXPERTS)
-        weights = {role: leaf(w) if kind.stacked else [leaf(one) for one in w] for role, w in self.weights.items()}
-        adapters = {name: LowRank(leaf(a), leaf(b)) for name, (a, b) in self.adapters.items()}
-        with ExitStack() as stack:
-            if not recorded:
-                stack.enter_context(_put(expert_ffn, "executor_for", lambda device: None))
-            y_TH = ffn(x_TH, routes, weights, adapters=adapters)
-            y_TH.backward(self.g_TH.repeat(copies, 1))
-        leaves = [x_TH, weight_TK, *(w for ws in weights.values() for w in ([ws] if kind.stacked else ws)),
-                  *(factor for factors in adapters.values() for factor in factors)]
-        return [y_TH.detach(), *(one.grad for one in leaves)]
+    x_TH = leaf(tokens(torch.randn(TOKENS, HIDDEN), kind.dtype))
+    g_TH = tokens(torch.randn(TOKENS, HIDDEN), kind.dtype)
+    weight_TK = leaf(tokens(torch.rand(TOKENS, CHOICES)))
+    second = torch.where(torch.arange(TOKENS) % 5 < 3, 2, 3)
+    expert_TK = tokens(torch.stack([torch.zeros_like(second), second], dim=1))
+    weights = {role: randn(EXPERTS, *shape) for role, shape in formula.shapes().items()}
+    weights = {role: leaf(w) if kind.stacked else [leaf(one) for one in w] for role, w in weights.items()}
+    adapters = {}
+    if kind.rank:
+        ups = (FFN if formula.kind == "mlp" else 2 * FFN), HIDDEN
+        adapters = {name: LowRank(leaf(randn(EXPERTS, kind.rank, width)), leaf(randn(EXPERTS, out, kind.rank)))
+                    for name, (out, width) in {"up": ups, "down": (HIDDEN, FFN)}.items()}
+    ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
+                    name="the check of ds_mxfp8_moe's kernels")
+    with nullcontext() if recorded else _put(expert_ffn, "executor_for", lambda device: None):
+        y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
+                   adapters=adapters)
+        y_TH.backward(g_TH)
+    return [y_TH.detach(), *(one.grad for one in leaves)]
 
 
 @dataclass(frozen=True)
@@ -297,18 +296,17 @@ class _Alone(Collective):
 
 def _compare_router(kind: Kind, device: torch.device) -> None:
     score_func, route_norm, biased = kind.routed
-    plain = TokenChoiceTopKRouter(HIDDEN, 16, None, None, CHOICES, score_func, route_norm, 1.0, False)
-    own = TokenChoiceTopKRouter(HIDDEN, 16, None, None, CHOICES, score_func, route_norm, 1.0, False)
-    own.load_state_dict(plain.state_dict())
-    own, x_TH, upstream = own.to(device), torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, CHOICES)
+    x_TH, upstream = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, CHOICES)
     bias_E = torch.randn(16) / 100 if biased else None
-    results = []
-    for one, where in ((own, device), (plain, torch.device("cpu"))):
+    one, results = TokenChoiceTopKRouter(HIDDEN, 16, None, None, CHOICES, score_func, route_norm, 1.0, False), []
+    for where in (torch.device("cpu"), device):
+        one = deepcopy(one).to(where)
+        one.zero_grad()
         x = x_TH.to(where).requires_grad_()
         weight_TK, expert_TK, _ = router.route(one, x, None if bias_E is None else bias_E.to(where))
         (weight_TK * upstream.to(where)).sum().backward()
         results.append([weight_TK.detach(), expert_TK.float(), x.grad, one.gate.weight.grad])
-    _compare("the router", *results)
+    _compare("the router", results[1], results[0])
 
 
 # ---- comparing with plain torch -----------------------------------------------------------------------------------
@@ -340,17 +338,17 @@ def _comparing(operation: Callable, name: str) -> Callable:
     @wraps(operation)
     def both(*args, **kwargs):
         found = operation(*args, **kwargs)
-        if _on_gpu((args, kwargs)):
+        if _on_gpu(_tensors((args, kwargs))):
             get_accelerator().synchronize()  # an error of the kernel belongs to this operation
-            expected = operation(*_on_host(args), **_on_host(kwargs))
-            _compare(name, list(_tensors(found)), list(_tensors(expected)))
+            args, kwargs = _mapped((args, kwargs), _on_host)
+            _compare(name, _tensors(found), _tensors(operation(*args, **kwargs)))
         return found
 
     return both
 
 
-def _on_gpu(x: Any) -> bool:
-    return any(one.is_cuda for one in _tensors(x))
+def _on_gpu(found: list[torch.Tensor]) -> bool:
+    return any(x.is_cuda for x in found)
 
 
 def _compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor], least_db: float = LEAST_DB) -> None:
@@ -358,86 +356,36 @@ def _compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor],
         x, y = _values(x), _values(y)
         if x.shape != y.shape:
             raise CheckFailed(f"{name} returns {tuple(x.shape)}, and plain torch {tuple(y.shape)}")
-        decibel = _decibel(x, y)
-        if decibel < least_db:
-            raise CheckFailed(f"{name}: signal-to-noise ratio {decibel:.1f} dB, expected {least_db:.0f} or more")
+        if not torch.equal(x, y):
+            decibel = 10 * torch.log10(y.double().square().sum() / (x - y).double().square().sum()).item()
+            if not decibel >= least_db:  # NaN too
+                raise CheckFailed(f"{name}: signal-to-noise ratio {decibel:.1f} dB, expected {least_db:.0f} or more")
 
 
-def _decibel(x: torch.Tensor, y: torch.Tensor) -> float:
-    if torch.equal(x, y):
-        return float("inf")
-    noise = (x - y).double().square().sum()
-    ratio = 10 * torch.log10(y.double().square().sum() / noise)
-    return -float("inf") if ratio.isnan() else ratio.item()
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return x.with_parts(x.qdata.cpu(), x.scale_bytes.cpu()) if isinstance(x, MXTensor) else x.detach().cpu()
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:
     """On the CPU, in float32."""
-    x = _to_host(x)
-    return (x.dequantize(torch.float32) if isinstance(x, MXTensor) else x).float()
+    x = _on_host(x)
+    return x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float()
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    if isinstance(x, MXTensor):
-        return x.with_parts(x.qdata.cpu(), x.scale_bytes.cpu())
-    return x.detach().cpu()
-
-
-def _on_host(x: Any) -> Any:
-    return _mapped(x, _to_host)
-
-
-def _tensors(x: Any) -> Iterator[torch.Tensor]:
+def _tensors(x: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _mapped(x, found.append)
-    return iter(found)
+    return found
 
 
 def _mapped(x: Any, change: Callable) -> Any:
     """x with `change` applied to every tensor inside it."""
-    if isinstance(x, torch.Tensor):
-        return change(x)
-    if isinstance(x, dict):
-        return {key: _mapped(value, change) for key, value in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(_mapped(one, change) for one in x))
-    if isinstance(x, (list, tuple)):
-        return type(x)(_mapped(one, change) for one in x)
-    if is_dataclass(x) and not isinstance(x, (type, Transport, Recipe)):
-        return replace(x, **{one.name: _mapped(getattr(x, one.name), change) for one in fields(x)})
-    return x
 
+    def leaf(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return change(x)
+        if is_dataclass(x) and not isinstance(x, (type, Transport, Recipe)):
+            return replace(x, **{one.name: _mapped(getattr(x, one.name), change) for one in fields(x)})
+        return x
 
-# ---- remembering ----------------------------------------------------------------------------------------------------
-
-
-def _folder() -> Path:
-    import triton
-    return Path(triton.knobs.cache.dir) / "ds_mxfp8_moe"
-
-
-def _digest(kind: Kind, device: torch.device) -> str:
-    """Of all that a verdict depends on: the kind, the chip and the releases, and the package's own code."""
-    package = Path(__file__).parent
-    code = hashlib.sha256()
-    for path in sorted([*package.glob("*.py"), *package.glob("transport/*.py"), *package.glob("ops/**/*.py")]):
-        code.update(path.read_bytes())
-    facts = {**releases(device), "deepspeed": deepspeed.__version__, "kind": repr(kind), "code": code.hexdigest()}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def remembered(device: torch.device) -> list[Verdict]:
-    """All verdicts about this chip with these releases."""
-    found, here = [], releases(device)
-    for path in sorted(_folder().glob("*.json")) if _folder().is_dir() else ():
-        try:
-            verdict, of = _read(path)
-        except (OSError, ValueError, KeyError):
-            continue
-        found += [verdict] if of == here else []
-    return found
-
-
-def _read(path: Path) -> tuple[Verdict, dict]:
-    record = json.loads(path.read_text())
-    return Verdict(record["runs"], record["found"]), record["releases"]
+    return tree_map(leaf, x)

@@ -167,7 +167,7 @@ NAMES = tuple(Row(*row) for row in (
     ("compiled models", "torch._dynamo:OptimizedModule", "._orig_mod .dynamo_ctx"),
     ("compiled models", "torch.nn:Module", "_call_impl _compiled_call_impl"),
 
-    # What zero.py rewrites, and what calls it.
+    # What zero.py rewrites, and what calls it. Attributes that these functions read need no row.
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
      "_build_compact_grad_partition_buffer#54c89687 _get_compact_grad_partition_buffer#56079ca1 "
      "_model_parallel_all_reduce#ea2c37bd _update_model_bit16_weights#f6e3c0c5 "
@@ -179,16 +179,8 @@ NAMES = tuple(Row(*row) for row in (
      "reduce_gradients#385b8e94 reduce_independent_p_g_buckets_and_remove_grads#500839d3 "
      "reduce_ipg_grads#a41525b6 reduce_ready_partitions_and_remove_grads#46ef5f92 scaled_global_norm#63c6a6fe "
      "should_refresh_expected_hook_count#904c5b1d step#9520884f"),
-    ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
-     ".all_grad_tensors .autoep_folding_tp_group .averaged_gradients .bit16_groups .bit16_groups_flat "
-     ".communication_data_type .contiguous_gradients .cpu_offload .dp_process_group .dtype .expert_dp_process_group "
-     ".grad_partition_insertion_offset .grad_start_offset .gradient_accumulation_dtype .gradient_average "
-     ".ipg_buckets .model_parallel_rank .overlap_comm .param_dict .param_id .param_names .param_to_partition_ids "
-     ".params_already_reduced .partition_gradients .partition_size .real_dp_process_group .reduce_bucket_size "
-     ".reduce_scatter .reduction_stream .round_robin_bit16_groups .round_robin_bit16_meta .round_robin_bit16_offsets "
-     ".sequence_parallel_size .use_grad_accum_attribute .use_multi_rank_bucket_allreduce .zenflow"),
-    ("batch_gradients", f"{_ZERO}:IPGBucket", "clear .buffer .copy_streams .elements .grads .index .params"),
-    ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs .flat_partition"),
+    ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer", ".autoep_folding_tp_group .param_dict .param_names"),
+    ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs"),
     ("batch_gradients", "deepspeed.runtime.constants", "PIPE_REPLICATED"),
     ("batch_gradients", "deepspeed.runtime.torch_autocast", "is_autocast_initialized"),
     ("batch_gradients", "deepspeed.runtime.utils",

@@ -21,7 +21,6 @@ from .convert_rows_hopper import (
     conversion_of,
     convert,
     counters,
-    no_conversion,
     rows_of,
     tiles_in_block,
     wait_for_rows,
@@ -35,7 +34,7 @@ from .library import cdiv
 
 @gluon.jit
 def _scales(block, g_at, g_step, a_at, inside, k_blocks):
-    """The scale bytes for a block of 128 rows: of g's columns, and of a's one or two tiles inside the matrix.
+    """The scale bytes for a block of 128 rows: of g's tile, and of a's one or two tiles inside the matrix.
 
     Loads bypass L1, since other programs write these bytes while this one runs.
     """
@@ -45,11 +44,11 @@ def _scales(block, g_at, g_step, a_at, inside, k_blocks):
 
 
 @gluon.jit
-def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K, n_tiles,
-             k_tiles, done, tiles, G_TILED: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr):
-    """The producer warp: brings operands by TMA, and the exponent of the product for each column of g and tile of a.
+def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, K, n_tiles,
+             k_tiles, done, tiles, STRIP: gl.constexpr, STAGES: gl.constexpr):
+    """The producer warp: brings operands by TMA, and the exponent of the product of each tile of g and of a.
 
-    `tiles`: converted tiles in a block of 128 rows, see wait_for_rows. G_TILED: g has one scale for each tile.
+    `tiles`: converted tiles in a block of 128 rows, see wait_for_rows.
     """
     n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     k_blocks = gl.cdiv(K, 128)
@@ -61,8 +60,7 @@ def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_ste
         n = n_tile * 128
         k_block = k_tile * 2
         inside = gl.minimum(k_blocks - k_block, 2)
-        # Columns beyond the last are never stored, so their scales do not matter.
-        g_at = g_scale + (n_128 * 0 + n_tile if G_TILED else gl.minimum(n + n_128, N - 1))
+        g_at = g_scale + (n_128 * 0 + n_tile)
         a_at = a_scale + k_block
         if first < end:
             ready = wait_for_rows(first, ready, done, P // 128, tiles)
@@ -116,12 +114,12 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem
 @Launched
 @gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, mx_g_desc,
-                      mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, G_TILED: gl.constexpr,
-                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
+                      mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, STRIP: gl.constexpr,
+                      STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
-    g_desc and a_desc describe the column forms, which `convert` writes; g's may be given. The arguments from mx_g_desc
-    to mx_a are what `conversion_of` or `no_conversion` returned, and tickets and done what `counters` returned.
+    g_desc and a_desc describe the column forms, which `convert` writes. The arguments from mx_g_desc to mx_a are what
+    `conversion_of` returned, and tickets and done what `counters` returned.
     """
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
@@ -138,8 +136,8 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
                     k_tiles, STRIP, STAGES, BY_TMA)),
         (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                    smem, converted, scale_smem, landed, tickets, done, 128, True)),
-        (_produce, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, N, K,
-                    n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), G_TILED, STRIP, STAGES)),
+        (_produce, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, K,
+                    n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), STRIP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
 
 
@@ -151,13 +149,12 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
     return data_KP, tile_scale, conversion_of(data_PK, scale, data_KP, tile_scale)
 
 
-def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                g_columns: bool = False, sms: int = 0, splits: int = 1) -> torch.Tensor:
+def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
+                                sms: int = 0, splits: int = 1) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
-        g: rows [P, N], or the column form [N, P] with `g_columns`. Blocks of 128, contiguous data.
-        a_PK: rows. Blocks of 128, contiguous data.
+        g_PN, a_PK: rows. Blocks of 128, contiguous data.
         ends_E: int32 ends of the groups on the device, multiples of 128.
         sms: the most multiprocessors that the kernel takes. 0 stands for all of them.
         splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
@@ -167,19 +164,16 @@ def grouped_mm_wgrad_mxfp8_rows(g: MXParts, a_PK: MXParts, ends_E: torch.Tensor,
     changes only values that become subnormal in e4m3. A product of two scales counts as 0 if it is 2^-127 or less.
     Above 2^127 it is clamped. A scale byte of 255 gives NaN.
     """
-    (P, K), N, E = a_PK.qdata.shape, g.qdata.shape[0 if g_columns else 1], ends_E.shape[0]
+    (P, K), N, E = a_PK.qdata.shape, g_PN.qdata.shape[1], ends_E.shape[0]
     out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
     if P == 0:
         return out_ENK.zero_()
     by_tma = out_dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     a_KP, a_scale, mx_a = _transposed(a_PK.qdata, a_PK.scale_bytes)
-    if g_columns:
-        g_NP, g_scale, mx_g = g.qdata, g.scale_bytes.t().contiguous(), no_conversion(mx_a)
-    else:
-        g_NP, g_scale, mx_g = _transposed(g.qdata, g.scale_bytes)
+    g_NP, g_scale, mx_g = _transposed(g_PN.qdata, g_PN.scale_bytes)
     wgrad_rows_kernel[(min(sms or multiprocessors(a_KP.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK, g_scale,
         g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, *mx_g, *mx_a, *counters(E, P, a_KP.device),
-        G_TILED=not g_columns, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
+        STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
     return out_ENK

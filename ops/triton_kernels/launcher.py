@@ -28,8 +28,6 @@ class Kernel(NamedTuple):
 
     Attributes:
         function: address of the driver's function.
-        cluster: how many thread blocks a cluster has.
-        cooperative, dependent: Triton's launch_cooperative_grid and launch_pdl.
         types: Triton's types of the arguments, tuples for tuples. "constexpr": compiled in.
         maps: Triton's tensordesc_meta.
     """
@@ -38,9 +36,6 @@ class Kernel(NamedTuple):
     function: int
     threads: int
     shared_bytes: int
-    cluster: int
-    cooperative: bool
-    dependent: bool
     types: tuple
     maps: tuple
 
@@ -67,7 +62,7 @@ def current_stream() -> Callable[[int], int]:
 
 
 def described(name: str, compiled: Any, arguments: int) -> Kernel | None:
-    """What a recording launches. None if only Triton can: it allocates scratch memory.
+    """What a recording launches. None if only Triton can: with scratch memory, clusters or launch attributes.
 
     `arguments`: how many the kernel has before its constants.
     """
@@ -75,13 +70,14 @@ def described(name: str, compiled: Any, arguments: int) -> Kernel | None:
     if getattr(run, "launch", None) is None or run.global_scratch_size or run.profile_scratch_size:
         return None
     warps, cluster, shared_bytes = compiled.packed_metadata
-    return Kernel(name, compiled.function, 32 * warps, shared_bytes, cluster, bool(run.launch_cooperative_grid),
-                  bool(run.launch_pdl), tuple(compiled.src.signature.values())[:arguments],
-                  tuple(compiled.metadata.tensordesc_meta or ()))
+    if cluster != 1 or run.launch_cooperative_grid or run.launch_pdl:
+        return None
+    return Kernel(name, compiled.function, 32 * warps, shared_bytes,
+                  tuple(compiled.src.signature.values())[:arguments], tuple(compiled.metadata.tensordesc_meta or ()))
 
 
 def map_arguments(descriptor: Any, of: dict) -> tuple:
     """What the driver makes a TMA descriptor of, beside the address. `of`: the descriptor's entry in Kernel.maps."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     return (of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], list(of["block_size"]),
-            list(descriptor.shape), list(descriptor.strides), descriptor.padding == "nan")
+            list(descriptor.shape), list(descriptor.strides))

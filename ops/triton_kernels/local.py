@@ -165,7 +165,7 @@ def _combine_kernel(
     B other than 0 rounds the sum to MXFP8 and back, as if it had travelled.
     """
     t = tl.program_id(0).to(tl.int64)
-    slots = places_of_row(slot_ptr, t, True, P, K, LANES)
+    slots = places_of_row(slot_ptr, t, P, K, LANES)
     for first in range(0, H, BLOCK):
         column = first + tl.arange(0, BLOCK)
         total = partial_sum(y_ptr, slots, column, P, H, K, K)
@@ -178,7 +178,7 @@ def _combine_kernel(
         tl.store(out_ptr + t * H + column, (0.0 + total).to(out_ptr.dtype.element_ty), mask=column < H)
     if weight_ptr is not None:
         k = tl.arange(0, LANES)
-        weight = 0.0 + routing_weights(weight_ptr, slot_ptr, t, True, P, K, LANES)
+        weight = 0.0 + routing_weights(weight_ptr, slot_ptr, t, P, K, LANES)
         tl.store(out_weight_ptr + t * K + k, weight, mask=k < K)
 
 

@@ -71,13 +71,13 @@ def rows_of_token(sent_slot_ptr, t, T, S, W: tl.constexpr, LANES: tl.constexpr, 
 
 
 @triton.jit
-def places_of_row(slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
+def places_of_row(slot_ptr, r, P, K: tl.constexpr, LANES: tl.constexpr):
     """The places among the P expert-sorted rows of row r's choices, in their order.
 
     A choice that another rank serves has no place here. P, which is no place, fills the K results.
     """
     k = tl.arange(0, LANES)
-    slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
+    slot = tl.load(slot_ptr + r * K + k, mask=k < K, other=P)
     return _those_below(slot.to(tl.int32), P, K)
 
 

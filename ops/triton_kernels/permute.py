@@ -82,7 +82,7 @@ def _expand_kernel(
         P, STRIDE: tl.constexpr, WORDS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """Copies the data of each received row to its places. Grid (R, )."""
     r = tl.program_id(0).to(tl.int64)
-    slots = places_of_row(slot_ptr, r, True, P, K, LANES)
+    slots = places_of_row(slot_ptr, r, P, K, LANES)
     for first in range(0, WORDS, BLOCK):
         word = first + tl.arange(0, BLOCK)
         data = tl.load(data_ptr + r * STRIDE + word, mask=word < WORDS)

@@ -170,8 +170,8 @@ class Recording(TorchDispatchMode):
         arguments = list(self._values(args, kernel.types, iter(kernel.maps)))
 
         def add(program: Any, executor: ModuleType, slots: dict) -> tuple:
-            program.launch(kernel.name, kernel.function, grid, kernel.threads, kernel.shared_bytes, kernel.cluster,
-                           kernel.cooperative, kernel.dependent, [_resolved(x, executor, slots) for x in arguments])
+            program.launch(kernel.name, kernel.function, grid, kernel.threads, kernel.shared_bytes,
+                           [_resolved(x, executor, slots) for x in arguments])
             return ()
 
         uses = frozenset(x.address.number if isinstance(x, _Map) else x.number

@@ -71,10 +71,10 @@ def partial_sum(y_ptr, slots, column, P, H: tl.constexpr, K: tl.constexpr, AT_ON
 
 
 @triton.jit
-def routing_weights(weight_ptr, slot_ptr, r, inside, P, K: tl.constexpr, LANES: tl.constexpr):
+def routing_weights(weight_ptr, slot_ptr, r, P, K: tl.constexpr, LANES: tl.constexpr):
     """The values of weight_P for the choices of row r, float32 [LANES]. 0 for a choice that another rank serves."""
     k = tl.arange(0, LANES)
-    slot = tl.load(slot_ptr + r * K + k, mask=(k < K) & inside, other=P)
+    slot = tl.load(slot_ptr + r * K + k, mask=k < K, other=P)
     return tl.load(weight_ptr + slot, mask=slot < P, other=0.0)
 
 
@@ -90,7 +90,7 @@ def _combine_kernel(
         LANES: tl.constexpr, WEIGHTS: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr):
     """Sums the outputs of each row's choices. Grid (R, )."""
     r = tl.program_id(0).to(tl.int64)
-    slots = places_of_row(slot_ptr, r, True, P, K, LANES)
+    slots = places_of_row(slot_ptr, r, P, K, LANES)
     for first in range(0, H, BLOCK):
         column = first + tl.arange(0, BLOCK)
         total = partial_sum(y_ptr, slots, column, P, H, K, 2)
@@ -103,7 +103,7 @@ def _combine_kernel(
             tl.store(out_ptr + r * STRIDE + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
     if WEIGHTS:
         k = tl.arange(0, LANES)
-        weight = routing_weights(weight_ptr, slot_ptr, r, True, P, K, LANES)
+        weight = routing_weights(weight_ptr, slot_ptr, r, P, K, LANES)
         tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < K)
 
 

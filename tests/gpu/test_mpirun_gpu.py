@@ -20,7 +20,7 @@ def test_exchanges_equal_the_oracle(programs):
     done = mpirun(4, programs / "test_all_to_all")
     print(done.stdout)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == "98 cases: all equal to the oracle"
+    assert done.stdout.splitlines()[-1] == "15 cases: all equal to the oracle"
 
 
 def test_the_benchmark_times_every_size(programs):
@@ -28,5 +28,5 @@ def test_the_benchmark_times_every_size(programs):
     print(done.stdout)
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("dispatch", "combine", "low-"))]
-    assert len(rows) == 32
+    assert len(rows) == 16
     assert all(float(p90) >= float(p50) > 0 for *_, p50, p90, _ in rows)

@@ -13,14 +13,14 @@ from ds_mxfp8_moe import self_check
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_hopper, quantize
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
-from ds_mxfp8_moe.self_check import Verdict, kind_of
+from ds_mxfp8_moe.self_check import Kind, Verdict, small
 
 GPU = torch.device("cuda")
 
 
 def kind(name="gated", recipe="mxfp8_wgrad_with_hp", dtype=torch.bfloat16, **keys):
     recipe = resolve(MXFP8MoEConfig(recipe=recipe), "cuda", torch.cuda.get_device_capability())
-    return kind_of(FORMULAS[name], recipe, dtype, **keys)
+    return Kind(small(FORMULAS[name]), recipe, dtype, **keys)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -173,6 +173,20 @@ def test_a_launch_by_triton_itself_ends_a_recording(driver, monkeypatch):
     assert noted.obstacle == "a launch of _kernel is Triton's own"
 
 
+@pytest.mark.parametrize("attribute", ["global_scratch_size", "launch_cooperative_grid", "launch_pdl"])
+def test_a_launch_that_only_triton_can_make_ends_a_recording(driver, monkeypatch, attribute):
+    def launcher(source, metadata):
+        made = driver.launcher_with_launch(source, metadata)
+        setattr(made, attribute, 1)
+        return made
+
+    monkeypatch.setattr(driver, "launcher_cls", launcher)
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    with Recording([x]) as noted:
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
+    assert noted.obstacle == "a launch of _kernel is Triton's own"
+
+
 def test_hooks_of_a_profiler_are_called(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
 

@@ -2,8 +2,6 @@
 """The C++ programs of ops/csrc: CMake builds them without torch, and over the emulator of CUDA all exchanges between
 ranks of mpirun equal the oracle. tests/gpu/test_mpirun_gpu.py runs them on GPUs."""
 
-import re
-
 import emulator
 import pytest
 import torch
@@ -30,7 +28,6 @@ def test_cmake_compiles_for_hopper_and_blackwell(tmp_path):
 def test_cmake_builds_without_torch(tmp_path):
     """For one of the two: test_csrc.py compiles the kernels for both."""
     cmake(tmp_path, "-DCMAKE_CUDA_ARCHITECTURES=90a-real")
-    assert "checks of the oracle passed" in must(tmp_path / "test_oracle")
     for program in ("test_all_to_all", "bench_all_to_all"):
         assert "torch" not in must("ldd", tmp_path / program)
     if not torch.cuda.is_available():
@@ -46,10 +43,10 @@ def test_cmake_says_what_to_install_without_mpi(tmp_path):
 
 
 def test_exchanges_equal_the_oracle(emulated):
-    """Nodes of 1 and of 2. The cases of many values run on GPUs."""
+    """The cases of many values run on GPUs."""
     done = mpirun(4, emulated.test, "--small")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == "88 cases: all equal to the oracle"
+    assert done.stdout.splitlines()[-1] == "12 cases: all equal to the oracle"
 
 
 def test_the_first_difference_is_one_line(emulated):
@@ -61,17 +58,9 @@ def test_the_first_difference_is_one_line(emulated):
     assert " expected 0, got " in line
 
 
-def test_a_hop_that_goes_on_after_the_other_one_failed_is_noticed(emulated):
-    program = emulated.changed("row_exchange.cu",
-                               lambda text: re.sub("const bool runs = .*;", "const bool runs = true;", text))
-    done = mpirun(4, program, "stays away from a hop")
-    assert done.returncode == 1
-    assert "rank 0: the error: a hop went on after the other one failed\n" in done.stdout
-
-
 @pytest.mark.parametrize("ranks, argument, said", [
-    (1, "random", "there are 1 ranks, 1 of them on this host: start 2 to 8 on one host, as in mpirun -np 4"),
-    (2, "sideways", "no case has 'sideways' in its name"),
+    (1, "--small", "there are 1 ranks, 1 of them on this host: start 2 to 8 on one host, as in mpirun -np 4"),
+    (2, "sideways", "sideways: expected --small, or nothing"),
 ])
 def test_what_cannot_run_is_one_line(emulated, ranks, argument, said):
     done = mpirun(ranks, emulated.test, argument)
@@ -83,6 +72,6 @@ def test_the_benchmark_prints_a_row_for_each_size(emulated):
     done = mpirun(2, emulated.bench, "--hidden", "32", "--experts", "2", "--top-k", "2", "--iterations", "2")
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("dispatch", "combine", "low-"))]
-    assert len(rows) == 32
+    assert len(rows) == 16
     assert all(float(p90) >= float(p50) > 0 and float(rate) >= 0 for *_, p50, p90, rate in rows)
     assert "--widen: expected" in mpirun(2, emulated.bench, "--widen", "3").stdout

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ds_mxfp8_moe.ops.op_builder import ALL_OPS, nvlink
 from ds_mxfp8_moe.ops.op_builder import builder as building_with_nvcc
+from ds_mxfp8_moe.ops.op_builder import nvlink
 from ds_mxfp8_moe.ops.op_builder.builder import BOTH, CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import NVLinkBuilder
 
@@ -35,7 +35,7 @@ PyMODINIT_FUNC JOIN(PyInit_, TORCH_EXTENSION_NAME)() {
 
 def needs_nvcc(test):
     can_build = pytest.mark.skipif(not NVLinkBuilder(capabilities=BOTH).is_compatible(),
-                                   reason=str(ALL_OPS[NVLinkBuilder.NAME]._obstacle()))
+                                   reason=str(NVLinkBuilder(capabilities=BOTH)._obstacle()))
     return pytest.mark.slow(can_build(test))
 
 

@@ -21,16 +21,13 @@ STREAM, SCALE, FAILS = 7, 1000, 1001  # addresses of a stream and of kernels
 
 
 class Config(ctypes.Structure):
-    """CUlaunchConfig, and Attribute CUlaunchAttribute."""
-
-    class Attribute(ctypes.Structure):
-        _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+    """CUlaunchConfig."""
 
     _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
-                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint)]
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
 
 
-LAUNCHES: list = []  # (grid, block, shared bytes, attributes, parameters) of kernels that are not SCALE
+LAUNCHES: list = []  # (grid, block, shared bytes, count of attributes, parameters) of kernels that are not SCALE
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
@@ -43,9 +40,8 @@ def launch(config, function, parameters, _extra):
     if function == SCALE:
         scale_floats(*values)
     else:
-        attributes = {config.attributes[i].id: list(config.attributes[i].value) for i in range(config.count)}
         encoded = [ctypes.c_uint64.from_address(parameters[0] + 8 * i).value for i in range(16)]
-        LAUNCHES.append((list(config.grid), list(config.block), config.shared_bytes, attributes, values, encoded))
+        LAUNCHES.append((list(config.grid), list(config.block), config.shared_bytes, config.count, values, encoded))
     return 0
 
 
@@ -80,8 +76,8 @@ def scale_floats(source, out, count, factor):
 
 
 def kernel(name="scale", function=SCALE, types=("*fp32", "*fp32", "i32", "i64"), maps=(), **other):
-    return Kernel(**{"name": name, "function": function, "threads": 128, "shared_bytes": 0, "cluster": 1,
-                     "cooperative": False, "dependent": False, "types": types, "maps": maps, **other})
+    return Kernel(**{"name": name, "function": function, "threads": 128, "shared_bytes": 0, "types": types,
+                     "maps": maps, **other})
 
 
 def scale(source: torch.Tensor, out: torch.Tensor, factor: int) -> None:
@@ -195,15 +191,13 @@ def test_a_launch_has_all_that_triton_gives_it(executor):
     types = "tensordesc<bf16[64, 32]>", ("i64", "fp32"), "constexpr", "*bf16", "i1"
     noted = Recording([x])
     with noted:
-        noted.note_launch(kernel("many", 1, types, (box, ), cluster=2, cooperative=True, dependent=True,
-                                 shared_bytes=4096), (3, 2, 1),
+        noted.note_launch(kernel("many", 1, types, (box, ), shared_bytes=4096), (3, 2, 1),
                           (descriptor(x[128:], [64, 32]), (-5, 1.5), None, x[1:], True))
     other = torch.zeros(256, 128, dtype=torch.bfloat16)
     LAUNCHES.clear()
     assert noted.program([x], executor)([other])[0].data_ptr() == other.data_ptr()
     (grid, block, shared_bytes, attributes, values, encoded), = LAUNCHES
-    assert (grid, block, shared_bytes) == ([6, 2, 1], [128, 1, 1], 4096)
-    assert attributes.keys() == {2, 4, 5, 6} and attributes[4][:3] == [2, 1, 1]  # see CUlaunchAttributeID
+    assert (grid, block, shared_bytes, attributes) == ([3, 2, 1], [128, 1, 1], 4096, 0)
     assert encoded[:8] == [9, 2, other.data_ptr() + 128 * 256, 128, 128, 256, 32, 64]
     assert values[1:] == [128, 128, 128]  # shape and strides follow a descriptor
 

@@ -52,11 +52,10 @@ class Emulated:
         (folder / "nvlink").mkdir(parents=True)
         emulator.write_sources(folder / "nvlink")
         shutil.copytree(TESTS, folder / "tests")
-        shutil.copy(emulator.HERE / "device.cpp", folder / "tests")
+        shutil.copy(emulator.HERE / "cuda_runtime.cpp", folder / "tests")
         self._include = must("mpicxx", "--showme:incdirs").split()
         sources = [*(folder / "nvlink").glob("*.cu"), folder / "nvlink/emulator.cpp",
-                   *(folder / "tests" / f"{name}.cpp"
-                     for name in ("device", "ranks", "exchange", "two_hops", "oracle"))]
+                   *(folder / "tests" / f"{name}.cpp" for name in ("cuda_runtime", "ranks", "exchange"))]
         programs = [folder / "tests" / f"{name}.cpp" for name in ("test_all_to_all", "bench_all_to_all")]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             self._objects = dict(pool.map(lambda path: (path.name, self._object(path)), sources + programs))

@@ -79,7 +79,6 @@ struct Address {
 struct Map {
   Address address;
   int swizzle, dtype;
-  bool nan_padding;
   cuuint32_t rank;
   std::array<cuuint64_t, 5> shape, strides;
   std::array<cuuint32_t, 5> box;
@@ -105,8 +104,7 @@ struct Launch {
   std::string name;
   CUfunction function;
   std::array<unsigned, 3> grid;
-  unsigned threads, shared_bytes, cluster;
-  bool cooperative, dependent;  // dependent: may begin before the kernel ahead of it has ended
+  unsigned threads, shared_bytes;
   std::vector<std::variant<uint64_t, Address, Map>> arguments;
 
   void run(Slots& slots, CUstream stream) const {
@@ -129,28 +127,11 @@ struct Launch {
         parameters[i] = encode(std::get<Map>(arguments[i]), slots, &maps[next_map++]);
       }
     }
-    CUlaunchAttribute attributes[4];
-    unsigned used = 0;
-    auto add = [&](CUlaunchAttributeID id) -> CUlaunchAttributeValue& {
-      attributes[used] = {};
-      attributes[used].id = id;
-      return attributes[used++].value;
-    };
-    if (dependent) {
-      add(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION).programmaticStreamSerializationAllowed = 1;
-    }
-    if (cooperative) add(CU_LAUNCH_ATTRIBUTE_COOPERATIVE).cooperative = 1;
-    if (cluster != 1) {
-      add(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim = {cluster, 1, 1};
-      add(CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE).clusterSchedulingPolicyPreference =
-          CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
-    }
     CUlaunchConfig config{};
-    config.gridDimX = grid[0] * cluster, config.gridDimY = grid[1], config.gridDimZ = grid[2];
+    config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = grid[2];
     config.blockDimX = threads, config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = shared_bytes;
     config.hStream = stream;
-    config.attrs = attributes, config.numAttrs = used;
     check(driver().launch(&config, function, parameters.data(), nullptr), "the launch of kernel ", name);
   }
 
@@ -162,9 +143,7 @@ struct Launch {
     check(driver().encode(out, CUtensorMapDataType(map.dtype), map.rank,
                           reinterpret_cast<void*>(map.address.of(slots)), map.shape.data(), map.strides.data(),
                           map.box.data(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CUtensorMapSwizzle(map.swizzle),
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                          map.nan_padding ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
-                                          : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
           "a TMA descriptor of kernel ", name);
     return out;
   }
@@ -218,9 +197,8 @@ class Program {
   void free(std::vector<int64_t> slots) { steps_.emplace_back(Free{std::move(slots)}); }
 
   void launch(std::string name, uint64_t function, std::array<unsigned, 3> grid, unsigned threads,
-              unsigned shared_bytes, unsigned cluster, bool cooperative, bool dependent, const py::list& arguments) {
-    Launch step{std::move(name), reinterpret_cast<CUfunction>(function), grid, threads, shared_bytes, cluster,
-                cooperative, dependent, {}};
+              unsigned shared_bytes, const py::list& arguments) {
+    Launch step{std::move(name), reinterpret_cast<CUfunction>(function), grid, threads, shared_bytes, {}};
     int maps = 0;
     for (const auto& argument : arguments) {
       if (py::isinstance<py::int_>(argument)) {
@@ -306,11 +284,11 @@ class Program {
 
 // `shape`, `strides` (in elements) and `box` come outermost dimension first, as torch has them.
 Map map_of(Address address, int swizzle, uint64_t element_bytes, int dtype, const std::vector<uint32_t>& box,
-           const std::vector<uint64_t>& shape, const std::vector<uint64_t>& strides, bool nan_padding) {
+           const std::vector<uint64_t>& shape, const std::vector<uint64_t>& strides) {
   const size_t rank = box.size();
   TORCH_CHECK(rank >= 1 && rank <= 5 && shape.size() == rank && strides.size() == rank,
               "a TMA descriptor has 1 to 5 dimensions, got ", rank);
-  Map map{address, swizzle, dtype, nan_padding, cuuint32_t(rank), {}, {}, {}};
+  Map map{address, swizzle, dtype, cuuint32_t(rank), {}, {}, {}};
   for (size_t i = 0; i < rank; ++i) {
     map.box[i] = box[rank - 1 - i];
     map.shape[i] = shape[rank - 1 - i];
@@ -351,8 +329,7 @@ py::bytes distances(const std::vector<at::Tensor>& tensors) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Address>(m, "Address").def(py::init<int64_t, int64_t>(), py::arg("slot"), py::arg("offset"));
   py::class_<Map>(m, "Map").def(py::init(&map_of), py::arg("address"), py::arg("swizzle"), py::arg("element_bytes"),
-                                py::arg("dtype"), py::arg("box"), py::arg("shape"), py::arg("strides"),
-                                py::arg("nan_padding"));
+                                py::arg("dtype"), py::arg("box"), py::arg("shape"), py::arg("strides"));
   py::class_<Program::Slot>(m, "Slot").def(py::init<int64_t>());
   py::class_<Program>(m, "Program")
       .def(py::init<int64_t>(), py::arg("inputs"))

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdio>
 #include <mpi.h>
-#include <numeric>
 #include <stdexcept>
 #include <thread>
 
@@ -27,14 +26,6 @@ const char *name_of(nvlink::Kind kind) {
   throw std::logic_error("unknown kind of exchange");
 }
 
-std::vector<int> all_ranks() {
-  int world;
-  MPI_Comm_size(MPI_COMM_WORLD, &world);
-  std::vector<int> ids(world);
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
-}
-
 // Collective. Throws on every rank if `step` threw on one: the error of the lowest one, behind `what`.
 template <class Step> void on_every_rank(const Ranks &ranks, const std::string &what, Step step) {
   std::string error;
@@ -47,10 +38,9 @@ template <class Step> void on_every_rank(const Ranks &ranks, const std::string &
     throw std::runtime_error(first);
 }
 
-} // namespace
-
-std::string Ranks::described(const nvlink::Failure &f) const {
-  const std::string me = "rank " + std::to_string(ids.at(f.rank)), peer = "rank " + std::to_string(ids.at(f.peer));
+// What the kernels recorded, in one line.
+std::string described(const nvlink::Failure &f) {
+  const std::string me = "rank " + std::to_string(f.rank), peer = "rank " + std::to_string(f.peer);
   const std::string where =
       std::string("'") + name_of(nvlink::Kind(f.phase)) + "', exchange " + std::to_string(f.epoch);
   switch (nvlink::Code(f.code)) {
@@ -62,70 +52,77 @@ std::string Ranks::described(const nvlink::Failure &f) const {
   throw std::logic_error("unknown code of a failure");
 }
 
+} // namespace
+
 Ranks::Ranks(int64_t half_bytes, double seconds)
-    : ids(all_ranks()), world(int(ids.size())), seconds(seconds), half_bytes(half_bytes) {
+    : seconds(seconds), half_bytes(half_bytes) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &world);
   MPI_Comm host;
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host);
   int local, on_host;
   MPI_Comm_rank(host, &local);
   MPI_Comm_size(host, &on_host);
   MPI_Comm_free(&host);
-  const int devices = device::count();
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess)
+    devices = 0;
   if (world < 2 || world > nvlink::MAX_RANKS || on_host != world)
     throw std::runtime_error("there are " + std::to_string(world) + " ranks, " + std::to_string(on_host) +
                              " of them on this host: start 2 to 8 on one host, as in mpirun -np 4");
   if (devices == 0)
     throw std::runtime_error("there is no CUDA device: run this on a machine with a GPU");
   sharing = (world + devices - 1) / devices;
-  on_every_rank(*this, "", [&] { device::choose(local % devices); });
-  share();
-}
-
-Ranks::Ranks(const Ranks &all, std::vector<int> of_hop, int64_t half_bytes)
-    : ids(std::move(of_hop)), rank(int(std::find(ids.begin(), ids.end(), all.rank) - ids.begin())),
-      world(int(ids.size())), sharing(all.sharing), seconds(all.seconds), half_bytes(half_bytes) {
-  share();
-}
-
-void Ranks::share() {
-  device::Handle mine{}, all[nvlink::MAX_RANKS];
+  cudaIpcMemHandle_t mine{}, all[nvlink::MAX_RANKS];
   on_every_rank(*this, "", [&] {
-    failure = static_cast<nvlink::Failure *>(device::allocate_host(sizeof *failure));
-    state = device::Array<uint32_t>(nvlink::STATE_WORDS);
-    staging = device::allocate_shared(nvlink::Staging::HALVES + 2 * half_bytes, mine);
+    check(cudaSetDevice(local % devices), "cudaSetDevice");
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, local % devices), "cudaGetDeviceProperties");
+    device_name = properties.name;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    failure = static_cast<nvlink::Failure *>(allocate_host(sizeof *failure));
+    state = Array<uint32_t>(nvlink::STATE_WORDS);
+    staging = allocate(nvlink::Staging::HALVES + 2 * half_bytes);
+    check(cudaIpcGetMemHandle(&mine, staging), "cudaIpcGetMemHandle");
   });
   MPI_Allgather(&mine, sizeof mine, MPI_BYTE, all, sizeof mine, MPI_BYTE, MPI_COMM_WORLD);
-  on_every_rank(*this, "rank " + std::to_string(ids[rank]) + " does not reach the memory of all ranks: ", [&] {
+  on_every_rank(*this, "rank " + std::to_string(rank) + " does not reach the memory of all ranks: ", [&] {
     for (int w = 0; w < world; w++) {
-      void *at = w == rank ? staging : device::map(all[ids[w]]);
-      if (w != rank)
+      void *at = staging;
+      if (w != rank) {
+        check(cudaIpcOpenMemHandle(&at, all[w], cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
         mapped.push_back(at);
-      peers[w] = reinterpret_cast<nvlink::Address>(at);
+      }
+      peers[w] = nvlink::Address(at);
     }
     // CUDA would load a kernel at its first launch, and wait for running kernels first. Those may wait for a peer.
-    for (const auto load : {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency,
-                            nvlink::load_row_exchange})
+    for (const auto load : {nvlink::load_route, nvlink::load_dispatch, nvlink::load_combine, nvlink::load_low_latency})
       if (const int code = load())
         throw std::runtime_error("the kernels cannot be loaded (CUDA error " + std::to_string(code) +
                                  "): build them for this GPU by -DCMAKE_CUDA_ARCHITECTURES=...");
   });
-  restart(FIRST_EPOCH);
+  std::vector<uint32_t> words(nvlink::STATE_WORDS);
+  words[0] = FIRST_EPOCH;
+  state.set(words);
+  // Every flag says that its rank has finished the exchange before the first one.
+  const std::vector<uint32_t> header(nvlink::Staging::HALVES / 4, FIRST_EPOCH - 1);
+  copy(staging, header.data(), nvlink::Staging::HALVES);
+  wait("the start");
+  MPI_Barrier(MPI_COMM_WORLD);
 }
 
 Ranks::~Ranks() {
   for (void *peer : mapped)
-    device::unmap(peer);
-  barrier(); // nobody maps the staging any more
-  if (staging)
-    device::release(staging);
+    cudaIpcCloseMemHandle(peer);
+  MPI_Barrier(MPI_COMM_WORLD); // nobody maps the staging any more
+  cudaFree(staging);
 }
 
 nvlink::Group Ranks::group(nvlink::Kind kind, const std::string &shape) const {
   nvlink::Group g;
   std::copy(std::begin(peers), std::end(peers), g.peer);
   g.state = state.address();
-  g.failure = reinterpret_cast<nvlink::Address>(failure);
+  g.failure = nvlink::Address(failure);
   g.rank = rank;
   g.world = world;
   g.half_bytes = half_bytes;
@@ -139,9 +136,11 @@ nvlink::Group Ranks::group(nvlink::Kind kind, const std::string &shape) const {
 
 void Ranks::wait(const std::string &what) const {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds + GRACE_SECONDS);
-  while (!device::finished()) {
+  for (cudaError_t state; (state = cudaStreamQuery(stream)) != cudaSuccess;) {
+    if (state != cudaErrorNotReady)
+      check(state, "a kernel");
     if (std::chrono::steady_clock::now() > end) {
-      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", ids[rank],
+      std::fprintf(stderr, "rank %d: %s: the device is still busy %.0f s after the deadline of %.0f s\n", rank,
                    what.c_str(), GRACE_SECONDS, seconds);
       MPI_Abort(MPI_COMM_WORLD, 1);
     }
@@ -151,28 +150,15 @@ void Ranks::wait(const std::string &what) const {
     throw std::runtime_error(described(*failure));
 }
 
-void Ranks::restart(uint32_t epoch) {
-  barrier(); // nobody's kernels run any more
-  *failure = {};
-  std::vector<uint32_t> words(nvlink::STATE_WORDS);
-  words[0] = epoch;
-  state.set(words);
-  // Every flag says that its rank has finished the exchange before this one.
-  const std::vector<uint32_t> header(nvlink::Staging::HALVES / 4, epoch - 1);
-  device::copy(staging, header.data(), nvlink::Staging::HALVES);
-  wait("the start");
-  barrier();
-}
-
 std::string Ranks::first_error(const std::string &mine) const {
-  const int me = ids[rank], none = nvlink::MAX_RANKS;
-  int at = mine.empty() ? none : me, first;
+  const int none = nvlink::MAX_RANKS;
+  int at = mine.empty() ? none : rank, first;
   MPI_Allreduce(&at, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
   if (first == none)
     return "";
   int length = int(mine.size());
   MPI_Bcast(&length, 1, MPI_INT, first, MPI_COMM_WORLD);
-  std::string text = me == first ? mine : std::string(length, ' ');
+  std::string text = rank == first ? mine : std::string(length, ' ');
   MPI_Bcast(text.data(), length, MPI_CHAR, first, MPI_COMM_WORLD);
   return text;
 }
@@ -182,8 +168,6 @@ double Ranks::largest(double mine) const {
   MPI_Allreduce(&mine, &most, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
   return most;
 }
-
-void Ranks::barrier() const { MPI_Barrier(MPI_COMM_WORLD); }
 
 void Ranks::need(int64_t bytes) const {
   if (bytes > half_bytes)
