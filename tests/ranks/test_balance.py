@@ -50,9 +50,9 @@ def moves_of_a_new_engine(family: str, stage: int, **changes) -> list[float]:
     return moves(engine(SECTION, stage, family=family, **changes))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("stage, changes", [(0, {}), (2, {"gradient_accumulation_steps": 3}),
-                                            (3, {"bf16": {"enabled": True}})])
+@pytest.mark.parametrize("family, stage, changes", [
+    ("qwen3_moe", 0, {}), ("deepseek_v3", 2, {"gradient_accumulation_steps": 3}),
+    ("qwen3_moe", 3, {"bf16": {"enabled": True}}), ("deepseek_v3", 3, {})], ids=str)
 def test_a_bias_moves_by_the_sign_of_its_load_s_error(ranks2, family, stage, changes):
     for found in ranks2.run(moves_of_a_new_engine, family, stage, **changes):
         assert found and max(found) < 1e-6, found
@@ -76,14 +76,14 @@ def converted_later(first: dict | None) -> tuple[list[list[float]], list[bool]]:
     return found, [torch.equal(*pair) for pair in zip(before, biases(net.module), strict=True)]
 
 
-@pytest.mark.parametrize("first", [None, {"enabled": False}, {"enabled": True}, {"enabled": True, **ONLY_LAYER_1}])
+@pytest.mark.parametrize("first", [None, {"enabled": True, **ONLY_LAYER_1}])
 def test_biases_of_layers_that_are_converted_later_move(ranks2, first):
     for (all_layers, (layer_0, layer_1), again), resting in ranks2.run(converted_later, first):
         assert max(*all_layers, layer_1, *again) < 1e-6 and layer_0 > COEFF / 2
         assert resting == [True, True]
 
 
-STEPS = 200
+STEPS = 100
 
 
 def skewed_model(seed: int = 0, **changes) -> torch.nn.Module:
@@ -96,8 +96,8 @@ def skewed_model(seed: int = 0, **changes) -> torch.nn.Module:
 
 
 def skewed_loads(coeff: float | None) -> list[float]:
-    """The most loaded expert's share over the mean, in the first 3 and in the last 40 of 200 steps."""
-    plain, seen = skewed_model(), []
+    """The most loaded expert's share over the mean, in the first 3 and in the last 20 of 100 steps."""
+    plain, seen = skewed_model(num_hidden_layers=1), []
     config = ds_config({"enabled": True, "load_balance_coeff": coeff}, 1)
     config["optimizer"]["params"]["lr"] = 1e-3
     net = ds_mxfp8_moe.initialize(model=plain, config=config)[0]
@@ -107,12 +107,12 @@ def skewed_loads(coeff: float | None) -> list[float]:
     train_engine(net, range(STEPS))
     loads = torch.stack(seen).view(STEPS, len(layers), -1)
     dist.all_reduce(loads)
-    return [float((part.sum(0).amax(1) / part.sum(0).mean(1)).min()) for part in (loads[:3], loads[-40:])]
+    return [float((part.sum(0).amax(1) / part.sum(0).mean(1)).min()) for part in (loads[:3], loads[-20:])]
 
 
 @pytest.mark.slow
 def test_a_skewed_router_becomes_balanced(ranks2):
-    start, end = ranks2.run(skewed_loads, 0.002)[0]
+    start, end = ranks2.run(skewed_loads, 0.004)[0]
     assert start > 2 and end < 1.2, (start, end)
 
 
@@ -133,9 +133,9 @@ def sentences(number: int, rank: int, size: int) -> torch.Tensor:
 
 
 def learnt(seed: int, section: dict, changes: dict) -> tuple[float, float]:
-    """The held-out cross-entropy after 200 steps; the most loaded expert's share over the mean in the last 40."""
+    """The held-out cross-entropy after 100 steps; the most loaded expert's share over the mean in the last 20."""
     config = ds_config({"enabled": True, **section}, 1)
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}}
     net = ds_mxfp8_moe.initialize(model=skewed_model(seed, num_hidden_layers=1, **changes), config=config)[0]
     layers, seen = autoep_layers(net.module), []
     for layer in layers:
@@ -144,7 +144,7 @@ def learnt(seed: int, section: dict, changes: dict) -> tuple[float, float]:
         ids = sentences(1000 * seed + step, dist.get_rank(), 8)
         net.backward(net(input_ids=ids, labels=ids).loss)
         net.step()
-    loads = torch.stack(seen[-40 * len(layers):]).view(40, len(layers), -1).sum(0)
+    loads = torch.stack(seen[-20 * len(layers):]).view(20, len(layers), -1).sum(0)
     dist.all_reduce(loads)
     net.eval()
     with torch.no_grad():
@@ -156,11 +156,11 @@ def learnt(seed: int, section: dict, changes: dict) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_an_auxiliary_loss(ranks2):
-    balanced, auxiliary = ([ranks2.run(learnt, seed, section, changes, seconds=240)[0] for seed in range(3)]
-                           for section, changes in (({"load_balance_coeff": 0.002}, {}), ({}, AUXILIARY)))
+    balanced, auxiliary = ([ranks2.run(learnt, seed, section, changes, seconds=240)[0] for seed in range(2)]
+                           for section, changes in (({"load_balance_coeff": 0.004}, {}), ({}, AUXILIARY)))
     losses, others = ([loss for loss, _ in found] for found in (balanced, auxiliary))
     assert max(share for _, share in balanced) < 1.2, (balanced, auxiliary)
-    assert sum(losses) / 3 - sum(others) / 3 < max(others) - min(others), (balanced, auxiliary)
+    assert sum(losses) / 2 - sum(others) / 2 < max(others) - min(others), (balanced, auxiliary)
     assert max(losses) < 0.5, balanced  # from log(128) = 4.85: the models have learnt
 
 

@@ -28,7 +28,7 @@ def build(*args, optimizer=None, model=None, **changes):
                                    **({} if optimizer is None else {"optimizer": optimizer}))[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", slow_except([0, 2, 3], 2))
 def test_trains_like_hugging_face(ranks2, stage):
     for own, ours, layers, converted, _ in ranks2.run(beside_hugging_face, "gpt_oss", BF16, stage):
         assert layers == converted == 2
@@ -85,7 +85,7 @@ def checkpointed(directory, stage, ep_sizes):
     return train_engine(first, [2, 3]), train_engine(second, [2, 3])
 
 
-@pytest.mark.parametrize("stage, ep_sizes", slow_except([(stage, (2, 2)) for stage in range(4)] + [(0, (2, 1))],
+@pytest.mark.parametrize("stage, ep_sizes", slow_except([(1, (2, 2)), (3, (2, 2)), (0, (2, 1))],
                                                         (1, (2, 2)), (3, (2, 2))))
 def test_a_checkpoint_holds_the_biases_of_all_ranks(ranks2, tmp_path, stage, ep_sizes):
     for went_on, loaded in ranks2.run(checkpointed, tmp_path, stage, ep_sizes):
@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_the_biases_of_all_ranks(ranks2, tmp_path, stage, ep_
             assert loaded == pytest.approx(went_on, abs=1e-6)
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("ep_size", slow_except([1, 2], 1))
 def test_a_universal_checkpoint_holds_the_biases(ranks2, tmp_path, ep_size):
     changes = {"family": "gpt_oss"}
     written = ranks2.run(write, tmp_path, MXFP8, MXFP8, 2, 2, **changes)

@@ -31,6 +31,8 @@ from models import (
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 
+from ds_mxfp8_moe.engine_hooks import converted_layers
+
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
@@ -38,8 +40,6 @@ LAYOUTS = {
     "zero0": Layout(config=ADAM),
     "zero0-bf16": Layout(dtype="bf16", config=ADAM),
     "zero1": Layout(zero=1, config=ADAM),
-    "zero1-bf16": Layout(zero=1, dtype="bf16", config=ADAM),
-    "zero2": Layout(zero=2, config=ADAM),
     "zero2-bf16": Layout(zero=2, dtype="bf16", config=ADAM),
     "zero1-bf16-fp32-accumulation": Layout(zero=1, dtype="bf16", config={**ADAM, "data_types":
                                                                          {"grad_accum_dtype": "fp32"}}),
@@ -48,7 +48,6 @@ LAYOUTS = {
     "two-ep-sizes": Layout(ep_size=(1, 2), zero=1, config=ADAM),
 }
 FOUR_RANKS = {
-    "half-zero0-bf16": Layout(dtype="bf16", config=ADAM),
     "half-zero1": Layout(zero=1, config=ADAM),
     "half-zero2-bf16": Layout(zero=2, dtype="bf16", config=ADAM),
 }
@@ -89,19 +88,23 @@ def session(layout, section, load=None, save=None, first=0):
         result["next"] = train_steps(engine, layout, first + layout.steps)
     result["owners"] = owners(engine)
     result["end"] = state(engine)
+    result["converted"] = len(converted_layers(engine.module))
     engine.destroy()
     return result
 
 
+def recipe_of(layout) -> dict:
+    """In float32 the recipe that leaves nothing but float32 roundings, in bf16 the default one."""
+    return BF16 if layout.dtype == "fp32" else DEFAULT
+
+
 def chain(layout, directory):
-    """Base by plain DeepSpeed, finetuned by ours, reloaded by plain DeepSpeed; and what each step is compared with."""
+    """Base by plain DeepSpeed, finetuned by ours, and reloaded by both."""
     base, tuned = os.path.join(directory, "base"), os.path.join(directory, "tuned")
-    n = layout.steps
+    n, ours = layout.steps, recipe_of(layout)
     return {"base": session(layout, PLAIN, save=base),
-            "plain from base": session(layout, PLAIN, load=base, first=n),
-            "bf16 from base": session(layout, BF16, load=base, first=n),
-            "tuned": session(layout, DEFAULT, load=base, save=tuned, first=n),
-            "ours from tuned": session(layout, DEFAULT, load=tuned, first=2 * n),
+            "tuned": session(layout, ours, load=base, save=tuned, first=n),
+            "ours from tuned": session(layout, ours, load=tuned, first=2 * n),
             "plain from tuned": session(layout, PLAIN, load=tuned, first=2 * n)}
 
 
@@ -136,22 +139,18 @@ def shape_of(content):
 def check(results, layout, directory):
     for run in results:
         base, tuned = run["base"], run["tuned"]
-        for name in ("plain from base", "bf16 from base", "tuned"):
-            assert_equal(run[name]["loaded"], base["saved"])
+        assert_equal(tuned["loaded"], base["saved"])
         for name in ("ours from tuned", "plain from tuned"):
             assert_equal(run[name]["loaded"], tuned["saved"])
         assert any(name.startswith("optimizer") and v.numel() > 1 and v.any() for name, v in base["saved"].items())
-        # The same code goes on to the bit, on either side.
-        assert run["plain from base"]["steps"] == base["next"]
-        assert_equal(run["plain from base"]["end"], base["end"])
+        # The same code goes on to the bit.
         assert run["ours from tuned"]["steps"] == tuned["next"]
         assert_equal(run["ours from tuned"]["end"], tuned["end"])
         # Other code goes on as near as its arithmetic is.
-        tolerance = 1e-5 if layout.dtype == "fp32" else 1e-2
-        assert losses(run["bf16 from base"]["steps"]) == pytest.approx(losses(base["next"]), rel=tolerance)
-        assert losses(tuned["steps"]) == pytest.approx(losses(base["next"]), rel=3e-2)
-        assert losses(run["plain from tuned"]["steps"]) == pytest.approx(losses(tuned["next"]), rel=3e-2)
-        assert losses(tuned["steps"]) != losses(base["next"]), "the layers were converted"
+        tolerance = 1e-5 if layout.dtype == "fp32" else 3e-2
+        assert losses(tuned["steps"]) == pytest.approx(losses(base["next"]), rel=tolerance)
+        assert losses(run["plain from tuned"]["steps"]) == pytest.approx(losses(tuned["next"]), rel=tolerance)
+        assert [session_["converted"] for session_ in run.values()] == [0, 2, 2, 0]
         for name, session_ in run.items():
             for parameter, ranks in session_["owners"].items():
                 key = f"weight {parameter}"
@@ -167,7 +166,7 @@ def losses(steps):
     return [record["loss"] for record in steps]
 
 
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero0", "zero1", "zero2-bf16", "offload", "two-ep-sizes"))
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero0", "zero2-bf16", "offload", "two-ep-sizes"))
 def test_plain_and_ours_read_each_other(ranks2, tmp_path, name):
     layout = replace(LAYOUTS[name], steps=2)
     check(ranks2.run(chain, layout, str(tmp_path)), layout, tmp_path)
@@ -218,13 +217,10 @@ def load_into(shape, layout, section, directory):
     return "no error"
 
 
-@pytest.mark.parametrize("shape", OTHER_SHAPES)
-def test_a_checkpoint_of_another_shape_is_refused_on_every_rank(ranks2, tmp_path, shape):
+def test_a_checkpoint_of_another_shape_is_refused_on_every_rank(ranks2, tmp_path):
     layout = replace(LAYOUTS["zero1"], steps=1)
     ranks2.run(session, layout, PLAIN, save=str(tmp_path))
-    # A rank that hangs in a collective has no answer within these seconds, which fails the case.
-    plain, ours = (ranks2.run(load_into, shape, layout, section, str(tmp_path), seconds=30)
-                   for section in (PLAIN, DEFAULT))
-    assert ours == plain
-    for error in ours:
-        assert re.search("size mismatch|Missing key|Unexpected key|No such file", error), error
+    for shape in OTHER_SHAPES:
+        # A rank that hangs in a collective has no answer within these seconds, which fails the case.
+        for error in ranks2.run(load_into, shape, layout, DEFAULT, str(tmp_path), seconds=30):
+            assert re.search("size mismatch|Missing key|Unexpected key|No such file", error), error

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classic MoE layers through `ds_mxfp8_moe.initialize`, in every layout of ranks and optimizer that DeepSpeed has.
 
-Each case trains the same model four times from the same start: by plain DeepSpeed, with the section switched off, with
-recipe bf16 and with the default recipe. Switched off is equal bit for bit. Recipe bf16 computes what plain DeepSpeed
-computes, in another order: in float32 layouts nothing is left but float32 roundings, so a gradient lost, doubled or
-summed over the wrong ranks shows at once. In bf16 layouts and with quantisation a token near the border between two
-experts may go to the other one, which moves single experts a lot and the model as a whole little.
+Each case trains the same model twice from the same start: by plain DeepSpeed and by ours. Float32 layouts take recipe
+bf16, which computes what plain DeepSpeed computes, in another order: nothing is left but float32 roundings, so a
+gradient lost, doubled or summed over the wrong ranks shows at once. bf16 layouts take the default recipe. There a
+token near the border between two experts may go to the other one, which moves single experts a lot and the model as
+a whole little. Two layouts are trained with every recipe, and with the section switched off: equal bit for bit.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import io
 import math
 import re
 from dataclasses import replace
-from itertools import product
 
 import deepspeed.comm as dist
 import pytest
@@ -29,6 +28,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.mx import sqnr_db
 
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
+EVERY_WAY = "zero0", "half-zero2-bf16"
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-3, "torch_adam": True}}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
@@ -41,15 +41,10 @@ TWO_RANKS = {
     "zero2-bf16": Layout(dtype="bf16", zero=2),
     "zero1-bf16-fp32-accumulation": Layout(dtype="bf16", zero=1, config={"data_types": {"grad_accum_dtype": "fp32"}}),
     "no-expert-parallelism": Layout(ep_size=1, zero=1),
-    "accumulation": Layout(config={"gradient_accumulation_steps": 3}),
     "accumulation-zero2": Layout(zero=2, config={"gradient_accumulation_steps": 3}),
     "clipping": Layout(config={"gradient_clipping": 0.05}),
     "clipping-zero1": Layout(zero=1, config={"gradient_clipping": 0.05}),
-    "client-optimizer": Layout(client=True),
-    "client-optimizer-zero1": Layout(client=True, zero=1),
     "client-optimizer-zero2-bf16": Layout(client=True, zero=2, dtype="bf16"),
-    "adam": Layout(zero=2, config=ADAM),
-    "offload-zero1": Layout(zero=1, config=OFFLOAD),
     "offload-zero2": Layout(zero=2, config={**ADAM, **OFFLOAD}),
     "offload-zero2-bf16": Layout(zero=2, dtype="bf16", config=OFFLOAD),
     "no-communication-overlap": Layout(zero=2, config={"zero_optimization": {"overlap_comm": False,
@@ -62,21 +57,18 @@ TWO_RANKS = {
     "pipeline-zero1-bf16": Layout(ep_size=1, stages=2, zero=1, dtype="bf16", steps=3,
                                   config={"gradient_accumulation_steps": 2}),
     "tensor-parallel": Layout(tensor_parallel=2, zero=1),
-    "tensor-parallel-dropless": Layout(tensor_parallel=2, moe={"drop_tokens": False}),
-    "tensor-parallel-odd": Layout(tensor_parallel=2, shape=(1, 63)),
+    "tensor-parallel-odd": Layout(tensor_parallel=2, shape=(1, 63), moe={"drop_tokens": False}),
     "frozen-experts": Layout(zero=1, frozen=r"blocks\.0\..*experts.*"),
     "frozen-all-experts": Layout(frozen=r".*experts.*"),
     "frozen-all-but-experts": Layout(zero=2, frozen=r"(?!.*experts).*"),
     "frozen-one-projection": Layout(frozen=r".*experts\.\d\.up\..*"),
 }
 FOUR_RANKS = {
-    "half-zero0": Layout(),
     "half-zero1": Layout(zero=1),
     "half-zero2-bf16": Layout(zero=2, dtype="bf16"),
     "whole": Layout(ep_size=4, zero=2),
     "data-before-experts": Layout(zero=1, config={"use_data_before_expert_parallelism": True}),
     "two-ep-sizes": Layout(ep_size=(2, 4), zero=2),
-    "two-ep-sizes-zero0": Layout(ep_size=(4, 1)),
     "pipeline": Layout(stages=2, config={"gradient_accumulation_steps": 2}),
     # As of two ranks.
     "pipeline-zero1-bf16": Layout(stages=2, zero=1, dtype="bf16", steps=3,
@@ -87,11 +79,11 @@ FOUR_RANKS = {
 }
 
 
-def train_four_ways(layout):
+def train_each_way(layout, ways):
     runs = {}
-    for name, section in SECTIONS.items():
+    for name in ways:
         reset_deepspeed_groups()
-        engine = make_engine(layout, section)
+        engine = make_engine(layout, SECTIONS[name])
         start = parameters(engine)
         records = train_steps(engine, layout)
         runs[name] = {"steps": records, "start": start, "end": parameters(engine), "owners": owners(engine)}
@@ -109,13 +101,14 @@ def check(results, layout):
     for runs in results:
         plain = runs["plain"]
         assert all(torch.isfinite(p).all() for run in runs.values() for p in run["end"].values())
-        assert runs["off"]["steps"] == plain["steps"]
-        assert_equal(runs["off"]["end"], plain["end"])
+        if "off" in runs:
+            assert runs["off"]["steps"] == plain["steps"]
+            assert_equal(runs["off"]["end"], plain["end"])
         wanted = moved(plain)
         if strict:
             still = {name for name, v in wanted.items() if not v.any()}
             assert still == {name for name in wanted if layout.frozen and re.fullmatch(layout.frozen, name)}
-        for name in ("bf16", "default"):
+        for name in runs.keys() & {"bf16", "default"}:
             run = runs[name]
             assert_equal(run["start"], plain["start"])
             exact = strict and name == "bf16"
@@ -135,13 +128,13 @@ def check(results, layout):
                 assert not low, f"SQNR in dB of what recipe bf16 changed: {low}"
             whole = sqnr_db(torch.cat(list(wanted.values())), torch.cat([moves[n] for n in wanted]))
             assert whole > 15, f"recipe {name}: SQNR {whole:.1f} dB over all parameters"
-        assert not all(torch.equal(runs["default"]["end"][n], p) for n, p in plain["end"].items())
-    for name in SECTIONS:
-        for rank, runs in enumerate(results):
-            for parameter, ranks in runs[name]["owners"].items():
+            assert not all(torch.equal(run["end"][n], p) for n, p in plain["end"].items())
+    for rank, runs in enumerate(results):
+        for name, run in runs.items():
+            for parameter, ranks in run["owners"].items():
                 assert rank in ranks
                 for other in ranks:
-                    assert torch.equal(runs[name]["end"][parameter], results[other][name]["end"][parameter]), (
+                    assert torch.equal(run["end"][parameter], results[other][name]["end"][parameter]), (
                         f"{name}: {parameter} differs between ranks {rank} and {other}, which share it")
 
 
@@ -151,16 +144,21 @@ def assert_equal(got: dict, expected: dict):
     assert not different
 
 
+def check_layout(ranks, name, layout):
+    ours = "bf16" if layout.dtype == "fp32" else "default"
+    check(ranks.run(train_each_way, layout, list(SECTIONS) if name in EVERY_WAY else ["plain", ours]), layout)
+
+
 @pytest.mark.parametrize("name", slow_except(
     TWO_RANKS, "zero0", "zero1-bf16-fp32-accumulation", "no-expert-parallelism", "accumulation-zero2",
-    "client-optimizer-zero2-bf16", "offload-zero2-bf16", "residual", "dropless", "tensor-parallel", "frozen-experts"))
+    "client-optimizer-zero2-bf16", "offload-zero2-bf16", "residual", "tensor-parallel", "frozen-experts"))
 def test_layout_of_two_ranks(ranks2, name):
-    check(ranks2.run(train_four_ways, TWO_RANKS[name]), TWO_RANKS[name])
+    check_layout(ranks2, name, TWO_RANKS[name])
 
 
 @pytest.mark.parametrize("name", slow_except(FOUR_RANKS, "half-zero1", "pipeline", "tensor-parallel-across"))
 def test_layout_of_four_ranks(ranks4, name):
-    check(ranks4.run(train_four_ways, FOUR_RANKS[name]), FOUR_RANKS[name])
+    check_layout(ranks4, name, FOUR_RANKS[name])
 
 
 def overflow_then_train(layout, section):
@@ -180,11 +178,10 @@ def overflow_then_train(layout, section):
             "owners": owners(engine)}
 
 
-@pytest.mark.parametrize("name, zero", slow_except(
-    product(SECTIONS, [0, 1, 2]), ("plain", 1), ("off", 1), ("bf16", 2), ("default", 0), ("default", 2)))
-def test_an_fp16_overflow_on_one_rank_is_skipped_on_every_rank(ranks2, zero, name):
+@pytest.mark.parametrize("zero", slow_except([0, 1, 2], 0, 2))
+def test_an_fp16_overflow_on_one_rank_is_skipped_on_every_rank(ranks2, zero):
     layout = Layout(zero=zero, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "hysteresis": 1}})
-    results = ranks2.run(overflow_then_train, layout, SECTIONS[name])
+    results = ranks2.run(overflow_then_train, layout, DEFAULT)
     for run in results:
         assert run["skipped"] == 1
         assert_equal(run["states"][0], run["start"])
@@ -209,10 +206,10 @@ def train_on_uneven_batches(layout, section):
     return {"losses": losses, "end": parameters(engine), "owners": owners(engine)}
 
 
-@pytest.mark.parametrize("section", [BF16, DEFAULT], ids=["bf16", "default"])
-@pytest.mark.parametrize("layout", [Layout(ep_size=4), Layout(zero=1, moe={"drop_tokens": False}),
-                                    Layout(zero=2, dtype="bf16", moe={"use_residual": True})],
-                         ids=["zero0", "zero1-dropless", "zero2-bf16-residual"])
+@pytest.mark.parametrize("layout, section", [
+    (Layout(ep_size=4), DEFAULT), (Layout(zero=1, moe={"drop_tokens": False}), BF16),
+    (Layout(zero=2, dtype="bf16", moe={"use_residual": True}), DEFAULT)],
+    ids=["zero0", "zero1-dropless", "zero2-bf16-residual"])
 def test_uneven_batches_and_ranks_without_tokens(ranks4, layout, section):
     results = ranks4.run(train_on_uneven_batches, layout, section)
     for run in results:
@@ -280,9 +277,8 @@ def time_a_step(section):
     return [(layer.gate.gate_time, layer.time_falltoall, layer.time_salltoall, layer.time_moe) for layer in inner]
 
 
-@pytest.mark.parametrize("section", [PLAIN, DEFAULT], ids=["plain", "default"])
-def test_wall_clock_breakdown_is_filled(ranks2, section):
-    for layers in ranks2.run(time_a_step, section):
+def test_wall_clock_breakdown_is_filled(ranks2):
+    for layers in ranks2.run(time_a_step, DEFAULT):
         for gate, first, second, whole in layers:
             assert gate > 0 and first > 0 and second > 0
             assert gate + first + second <= whole
@@ -297,11 +293,9 @@ def train_compiled(compiled, section):
     return {"steps": steps, "end": parameters(engine)}
 
 
-@pytest.mark.parametrize("section", [pytest.param(BF16, id="bf16", marks=pytest.mark.slow),
-                                     pytest.param(DEFAULT, id="default")])
-def test_a_compiled_engine_computes_the_same(ranks2, section):
-    eager = ranks2.run(train_compiled, False, section)
-    compiled = ranks2.run(train_compiled, True, section)
+def test_a_compiled_engine_computes_the_same(ranks2):
+    eager = ranks2.run(train_compiled, False, DEFAULT)
+    compiled = ranks2.run(train_compiled, True, DEFAULT)
     for got, expected in zip(compiled, eager, strict=True):
         assert_equal(got["end"], expected["end"])
         assert got["steps"] == expected["steps"]

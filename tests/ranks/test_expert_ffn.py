@@ -166,15 +166,15 @@ def test_equals_the_reference_with_the_same_roundings(ranks2, name, recipe_name)
     check(ranks2, RECIPES[recipe_name], name, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name, bias", [*((name, True) for name in FORMULAS), ("gelu", False), ("swiglu", False),
+                                        ("packed-reversed", False)])
 def test_every_formula(ranks2, name, bias):
     check(ranks2, RECIPES["hp-32"], name, bias=bias, least=60)
     check(ranks2, BF16, name, bias=bias, least=100)
 
 
-@pytest.mark.parametrize("recipe_name", ["hp-32", "mxfp8-128"])
-@pytest.mark.parametrize("routing", ["dropped", "one-expert", "nowhere"])
+@pytest.mark.parametrize("routing, recipe_name", [("dropped", "mxfp8-128"), ("one-expert", "hp-32"),
+                                                  ("one-expert", "mxfp8-128"), ("nowhere", "hp-32")])
 def test_hard_routings(ranks2, routing, recipe_name):
     check(ranks2, RECIPES[recipe_name], "swiglu", routing=routing)
 
@@ -224,18 +224,16 @@ def check_noise(ranks, name, recipe_name, mode, block):
     assert min(got[role] for role in ("gate", "up", "down") if role in got) >= w - slack, got
 
 
-@pytest.mark.parametrize("block", [32, 128])
-@pytest.mark.parametrize("mode", ["rceil", "floor"])
-@pytest.mark.parametrize("recipe_name", ["mxfp8_wgrad_with_hp", "mxfp8"])
+@pytest.mark.parametrize("recipe_name, mode, block", [
+    ("mxfp8_wgrad_with_hp", "rceil", 128), ("mxfp8_wgrad_with_hp", "floor", 32), ("mxfp8", "rceil", 32),
+    ("mxfp8", "floor", 128)])
 @pytest.mark.parametrize("name", BARS)
 def test_noise_against_bf16(ranks2, name, recipe_name, mode, block):
     check_noise(ranks2, name, recipe_name, mode, block)
 
 
-@pytest.mark.parametrize("block", [32, 128])
-@pytest.mark.parametrize("name", BARS)
-def test_noise_against_bf16_on_four_ranks(ranks4, name, block):
-    check_noise(ranks4, name, "mxfp8_wgrad_with_hp", "rceil", block)
+def test_noise_against_bf16_on_four_ranks(ranks4):
+    check_noise(ranks4, "swiglu", "mxfp8_wgrad_with_hp", "rceil", 32)
 
 
 @pytest.mark.parametrize("name, block", [("swiglu", 128), ("swiglu", 32), ("linear", 32)])

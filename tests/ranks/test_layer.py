@@ -120,8 +120,8 @@ def test_gate_equal_to_the_bit_and_bf16_recipe_equal_to_rounding(ranks2, name):
     ranks2.run(same_as_plain, GATES[name], {"recipe": "bf16"})
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8"])
-@pytest.mark.parametrize("name", ["k1", "k2", "k4-tight", "residual"])
+@pytest.mark.parametrize("name, recipe", [("k1", "mxfp8"), ("k2", "mxfp8_wgrad_with_hp"),
+                                          ("k4-tight", "mxfp8_wgrad_with_hp"), ("residual", "mxfp8")])
 def test_gate_equal_to_the_bit_in_mxfp8_recipes(ranks2, name, recipe):
     ranks2.run(same_as_plain, GATES[name], {"recipe": recipe})
 
@@ -253,8 +253,7 @@ def uneven(keys):
     return sent
 
 
-@pytest.mark.parametrize("drop_tokens", [False, True])
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k, drop_tokens", [(1, True), (2, False), (2, True), (4, False)])
 def test_uneven_tokens(ranks2, k, drop_tokens):
     results = ranks2.run(uneven, dict(k=k, drop_tokens=drop_tokens))
     assert list(zip(*results, strict=True)) == [(k * n, k * m) for n, m in UNEVEN]
@@ -351,7 +350,7 @@ def balanced(keys):
     assert result["moe.deepspeed_moe.gate.wg.weight"].abs().sum() > 0
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 4])
 def test_force_load_balance(ranks2, k):
     ranks2.run(balanced, dict(k=k))
 
@@ -425,7 +424,7 @@ def direct(keys):
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ["k1-rsample", "k2", "k4-all", "residual"])
 def test_direct_construction_without_the_flag_is_plain_deepspeed_to_the_bit(ranks2, name):
     ranks2.run(direct, GATES[name])
 

@@ -53,10 +53,9 @@ def test_transformers_loads_every_family_with_the_same_loss(ranks2, tmp_path, fa
     assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
 
 
-@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": False}])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_zero_stage_converted_or_not(ranks2, tmp_path, stage, section):
-    losses = ranks2.run(trained_and_saved, tmp_path, "deepseek_v3", section, stage, 2)
+@pytest.mark.parametrize("stage, enabled", [(0, True), (1, False), (3, False), (3, True)])
+def test_every_zero_stage_converted_or_not(ranks2, tmp_path, stage, enabled):
+    losses = ranks2.run(trained_and_saved, tmp_path, "deepseek_v3", {"enabled": enabled}, stage, 2)
     assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
 
 

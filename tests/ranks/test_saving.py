@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each way of saving that people use: plain transformers loads the files with the same held-out loss, or an error
-names the call that writes such files."""
+"""Each way of saving that an engine and its model have: plain transformers loads the files with the same held-out
+loss, or an error names the call that writes such files. test_trainer.py has those of the Trainer and Accelerate."""
 
 import accelerate
 import deepspeed
@@ -8,20 +8,14 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-import transformers
 from autoep_models import ds_config, model, train_engine
 from models import Layout, Net, make_engine, train_steps
-from rank_pool import reset_hugging_face
 from slow import slow_except
-from test_engine import enabled
 from test_pretrained import build, held_out_loss, loaded
-from test_trainer import Sentences, config
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.saving import MARK
-
-ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 
 
 def loss_of(engine) -> float:
@@ -125,75 +119,16 @@ def test_with_the_flag_off_saving_is_deepspeeds(ranks2):
     assert ranks2.run(without_the_flag) == [[], []]
 
 
-def trainer_of(directory, stage, net=None, **changes):
-    """A Trainer of `net`, or of a model that is made after the Trainer's arguments: in ZeRO-3 partitioned at once."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(directory), deepspeed=config({"enabled": True}, stage, 2) | changes, use_cpu=True,
-        max_steps=2, per_device_train_batch_size=2, learning_rate=3e-3, save_steps=1, report_to=[], disable_tqdm=True,
-        save_strategy="steps" if net is None else "no")
-    return transformers.Trainer(model=net or model(), args=arguments, train_dataset=Sentences(32))
-
-
-@enabled()
-def by_trainer(directory, stage):
-    trainer = trainer_of(directory, stage)
-    with pytest.raises(TypeError, match=r"no DeepSpeed engine yet: call its train\(\) first"):
-        save_pretrained(trainer, directory / "early")
-    trainer.train()
-    trainer.save_model(directory / "final")
-    save_pretrained(trainer, directory / "whole")
-    loss = loss_of(trainer.model_wrapped)
-    reset_hugging_face()
-    resumed = trainer_of(directory, stage)
-    resumed.train(resume_from_checkpoint=str(directory / "checkpoint-1"))
-    return loss, loss_of(resumed.model_wrapped)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_trainers_files(ranks2, tmp_path, stage):
-    results = ranks2.run(by_trainer, tmp_path, stage)
-    for name in ("final", "whole", "checkpoint-2"):
-        assert same_loss([loss for loss, _ in results], tmp_path / name), name
-    assert results[0] == pytest.approx(results[1])
-    assert results[0][0] == pytest.approx(results[0][1], abs=1e-3)  # a resumed run ends with the same model
-
-
-@enabled()
-def by_accelerate(directory, stage):
-    if stage == 2:  # otherwise it finds no GPUs and takes each rank for the main process
-        accelerate.PartialState(cpu=True)
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=ds_config({"enabled": True}, stage, optimizer=ADAM))
-    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
-    assert accelerator.is_main_process == (stage != 2 or dist.get_rank() == 0)
-    net = model("mixtral")
-    engine, optimizer = accelerator.prepare(net, accelerate.utils.DummyOptim(net.parameters(), lr=3e-3))
-    train_engine(engine, range(2))
-    accelerator.save_model(engine, directory / "model")
-    unwrapped = accelerator.unwrap_model(engine)
-    unwrapped.save_pretrained(directory / "state_dict", is_main_process=accelerator.is_main_process,
-                              save_function=accelerator.save, state_dict=accelerator.get_state_dict(engine))
-    save_pretrained(engine, directory / "whole")
-    write_config(unwrapped, directory / "model")
-    with pytest.raises(RuntimeError, match="pass the model that accelerator.prepare returned"):
-        accelerator.get_state_dict(unwrapped)
-    return loss_of(engine)
-
-
-@pytest.mark.parametrize("stage", slow_except([1, 2, 3], 2, 3))
-def test_accelerates_files(ranks2, tmp_path, stage):
-    losses = ranks2.run(by_accelerate, tmp_path, stage)
-    for name in ("model", "state_dict", "whole"):
-        assert same_loss(losses, tmp_path / name), name
-
-
 LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
 PATTERN = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
 
 
 def adapters(directory, stage):
     net = peft.get_peft_model(model("qwen3_moe"), LORA)
-    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, stage, 2, PATTERN))[0]
-    train_engine(engine, range(20))
+    optimizer = {"type": "SGD", "params": {"lr": 2.0, "momentum": 0.9}}
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, stage, 2, PATTERN,
+                                                                 optimizer=optimizer))[0]
+    train_engine(engine, range(5))
     save_pretrained(engine, directory / "whole")
     state = engine._zero3_consolidated_16bit_state_dict()  # what accelerator.get_state_dict returns
     with pytest.raises(RuntimeError, match="cannot save itself"):
@@ -220,22 +155,3 @@ def test_adapters(ranks2, tmp_path, stage):
         net = peft.PeftModel.from_pretrained(model("qwen3_moe"), tmp_path / name)
         assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-3)
     assert losses[0] != pytest.approx(held_out_loss(model("qwen3_moe")), abs=1e-3)
-
-
-@enabled()
-def adapters_by_trainer(directory, stage):
-    trainer = trainer_of(directory, stage, peft.get_peft_model(model(), LORA),
-                         expert_parallel={"enabled": True, "autoep_size": 2, **PATTERN})
-    trainer.train()
-    trainer.save_model(directory / "final")
-    save_pretrained(trainer, directory / "whole")
-    return loss_of(trainer.model_wrapped)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_adapters_by_the_trainer(ranks2, tmp_path, stage):
-    losses = ranks2.run(adapters_by_trainer, tmp_path, stage)
-    for name in ("final", "whole"):
-        net = peft.PeftModel.from_pretrained(model("qwen3_moe"), tmp_path / name)
-        assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-3)
-        assert any(p.abs().sum() > 0 for key, p in net.named_parameters() if "lora_B" in key)

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hugging Face Trainer calls deepspeed.initialize itself: `enable()` before it puts its layers on MXFP8."""
+"""The Hugging Face Trainer and Accelerate, which call deepspeed.initialize themselves: train, save in each way that
+they have, resume, and load in plain transformers; with adapters, and with an optimizer of one's own."""
 
 import json
 import math
 
-import deepspeed
+import accelerate
+import deepspeed.comm as dist
+import peft
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 from autoep_models import autoep_layers, batch, ds_config, gathered, model
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from rank_pool import reset_hugging_face
+from slow import slow_except
+from test_engine import converted, enabled
+from test_lora import with_adapters
+from test_pretrained import held_out_loss, loaded
+from test_saving import LORA, PATTERN, loss_of, write_config
+from transformers import get_linear_schedule_with_warmup
 
-import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
+
+AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+RATES = [0.1, 0.075, 0.05, 0.025]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -31,55 +41,210 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def config(section: dict, stage: int, ep_size: int) -> dict:
-    auto = {key: "auto" for key in ("lr", "betas", "eps", "weight_decay")}
-    return ds_config(section, stage, ep_size, optimizer={"type": "AdamW", "params": {**auto, "torch_adam": True}},
-                     train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto",
-                     bf16={"enabled": "auto"})
+def config(stage: int, adapters: str | None, ep_size: int = 2, section: dict | None = None, **changes) -> dict:
+    return ds_config(section or {"enabled": True}, stage, ep_size, PATTERN if adapters == "attention" else None,
+                     **changes)
 
 
-def trained(section, stage, ep_size, dtype, directory, as_file):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    given = config(section, stage, ep_size)
-    if as_file:
-        given = str(directory / f"{deepspeed.comm.get_rank()}.json")
-        with open(given, "w") as file:
-            json.dump(config(section, stage, ep_size), file)
-    unset_hf_deepspeed_config()  # of the case before
-    ds_mxfp8_moe.enable()
+def made(directory, adapters: str | None):
+    """A new model. `adapters`: on "attention", on "experts" or none. Under ZeRO-3 it is partitioned as it is made,
+    since the library has read the config before; adapters are added to a model that is loaded.
+    """
+    if adapters is None:
+        return model()
+    net = transformers.AutoModelForCausalLM.from_pretrained(directory / "base")
+    return peft.get_peft_model(net, LORA) if adapters == "attention" else with_adapters(net)
+
+
+# ---- the Trainer
+
+
+def trainer_of(directory, stage, adapters, dtype="fp32", ep_size=2, section=None):
+    reset_hugging_face()
+    given = config(stage, adapters, ep_size, section, optimizer=AUTO, train_micro_batch_size_per_gpu="auto",
+                   gradient_accumulation_steps="auto", bf16={"enabled": "auto"})
+    if stage == 3 and dtype == "fp32":  # as a file
+        path = directory / f"{dist.get_rank()}.json"
+        path.write_text(json.dumps(given))
+        given = str(path)
     arguments = transformers.TrainingArguments(
         output_dir=str(directory), deepspeed=given, use_cpu=True, per_device_train_batch_size=2, max_steps=6,
-        learning_rate=3e-3, logging_steps=1, report_to=[], save_strategy="no", bf16=dtype == "bf16",
-        gradient_checkpointing=dtype == "bf16", disable_tqdm=True, lr_scheduler_type="constant",
+        save_steps=3, learning_rate=3e-3, logging_steps=1, report_to=[], bf16=dtype == "bf16",
+        gradient_checkpointing=dtype == "bf16" and adapters is None, disable_tqdm=True, lr_scheduler_type="constant",
         per_device_eval_batch_size=1)
-    net = model()  # under ZeRO-3 partitioned as it is made, since the Trainer's arguments were made before it
-    gate_up = gathered(net.model.layers[0].mlp.experts.gate_up_proj).float()
-    trainer = transformers.Trainer(model=net, args=arguments, train_dataset=Sentences(32),
-                                   eval_dataset=Sentences(6, uneven=True))
+    return transformers.Trainer(model=made(directory, adapters), args=arguments, train_dataset=Sentences(32),
+                                eval_dataset=Sentences(6, uneven=True))
+
+
+def logged_losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@enabled()
+def by_trainer(directory, stage, adapters, *args):
+    """The held-out loss; the losses of all steps; those of a resumed run."""
+    trainer = trainer_of(directory, stage, adapters, *args)
+    with pytest.raises(TypeError, match=r"no DeepSpeed engine yet: call its train\(\) first"):
+        save_pretrained(trainer, directory / "early")
     trainer.train()
-    layers = autoep_layers(trainer.model_wrapped.module)
-    first, w1 = layers[0].ep_rank * layers[0].num_local_experts, gathered(layers[0].experts.w1).float()
-    moved = not torch.allclose(w1, gate_up[first:first + len(w1), :64], atol=1e-3)
-    save_pretrained(trainer.model_wrapped, directory / "saved")
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return (sum(type(layer) is MXFP8AutoEPMoELayer for layer in layers), moved, losses,
-            trainer.evaluate()["eval_loss"])
+    assert converted(trainer.model_wrapped) == 2
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    trainer.save_model(directory / "final")
+    save_pretrained(trainer, directory / "whole")
+    loss = loss_of(trainer.model_wrapped)
+    resumed = trainer_of(directory, stage, adapters, *args)
+    resumed.train(resume_from_checkpoint=str(directory / "checkpoint-3"))
+    return loss, logged_losses(trainer), logged_losses(resumed)
 
 
-@pytest.mark.parametrize("ranks, ep_size, stage, dtype, as_file", [
-    ("ranks2", 2, 2, "bf16", False), ("ranks2", 2, 3, "fp32", True), ("ranks2", 1, 3, "bf16", False)])
-def test_the_trainer_trains_in_mxfp8(request, tmp_path, ranks, ep_size, stage, dtype, as_file):
-    pool = request.getfixturevalue(ranks)
-    results = pool.run(trained, {"enabled": True}, stage, ep_size, dtype, tmp_path, as_file)
-    for converted, moved, losses, eval_loss in results:
-        assert converted == 2 and moved
-        assert all(map(math.isfinite, [*losses, eval_loss]))
+def check_files(directory, names, adapters, dtype, expected: float) -> None:
+    """Plain transformers, or PEFT, loads each of the files with the held-out loss that the engine had."""
+    for name in names:
+        if adapters:
+            net = peft.PeftModel.from_pretrained(model(), directory / name)
+        else:
+            net = loaded(directory / name, DTYPES[dtype])
+        assert held_out_loss(net) == pytest.approx(expected, abs=1e-3), name
+
+
+@pytest.fixture
+def directory(tmp_path):
+    model().save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+@pytest.mark.parametrize("stage, adapters, dtype, ep_size", slow_except(
+    [(2, None, "bf16", 2), (3, None, "fp32", 2), (3, None, "bf16", 1), (0, "attention", "fp32", 2),
+     (3, "attention", "fp32", 2), (2, "experts", "fp32", 2), (3, "experts", "fp32", 2)],
+    (2, None, "bf16", 2), (3, None, "fp32", 2), (3, "attention", "fp32", 2), (2, "experts", "fp32", 2)))
+def test_the_trainer(ranks2, directory, stage, adapters, dtype, ep_size):
+    results = ranks2.run(by_trainer, directory, stage, adapters, dtype, ep_size)
+    assert results[0] == results[1]
+    expected, losses, resumed = results[0]
+    assert all(map(math.isfinite, losses)) and resumed[-3:] == losses[3:]
+    check_files(directory, ("final", "whole", "checkpoint-6"), adapters, dtype, expected)
+    if adapters:
+        assert abs(held_out_loss(made(directory, adapters)) - expected) > 1e-3
+    else:
         assert losses[-1] < losses[0] - 0.5
-    assert results[0] == results[-1]
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").num_parameters() > 0
+
+
+@enabled()
+def trained_without_the_section(directory):
+    trainer = trainer_of(directory, 2, None, "fp32", 2, {"enabled": False})
+    before = gathered(trainer.model.model.layers[0].mlp.experts.gate_up_proj).clone()
+    trainer.train()
+    layer = autoep_layers(trainer.model_wrapped.module)[0]
+    first = layer.ep_rank * layer.num_local_experts
+    w1 = gathered(layer.experts.w1)
+    moved = not torch.allclose(w1, before[first:first + len(w1), :w1.shape[1]], atol=1e-3)
+    return converted(trainer.model_wrapped), moved, logged_losses(trainer)
 
 
 def test_without_the_section_the_trainer_is_plain(ranks2, tmp_path):
-    for converted, moved, losses, _ in ranks2.run(trained, {"enabled": False}, 2, 2, "fp32", tmp_path, False):
-        assert converted == 0 and moved
+    for count, moved, losses in ranks2.run(trained_without_the_section, tmp_path):
+        assert count == 0 and moved
         assert all(map(math.isfinite, losses))
+
+
+# ---- Accelerate
+
+
+def own_optimizer(net):
+    """Parameter groups as scripts write them: no weight decay for norms."""
+    norms = [p for name, p in net.named_parameters() if "norm" in name and p.requires_grad]
+    others = [p for name, p in net.named_parameters() if "norm" not in name and p.requires_grad]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups if norms else groups[:1], lr=RATES[0])
+
+
+def prepared(directory, stage, adapters, dtype, own):
+    """The accelerator, the engine, the optimizer and the schedule."""
+    reset_hugging_face()
+    given = config(stage, adapters, bf16={"enabled": dtype == "bf16"}, optimizer=AUTO)
+    if own:
+        del given["optimizer"]
+    if stage == 2:  # otherwise it finds no GPUs and takes each rank for the main process
+        accelerate.PartialState(cpu=True)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=given))
+    assert accelerator.is_main_process == (stage != 2 or dist.get_rank() == 0)
+    net = made(directory, adapters)
+    if not own:
+        optimizer = accelerate.utils.DummyOptim(net.parameters(), lr=3e-3)
+        return (accelerator, *accelerator.prepare(net, optimizer), None)
+    optimizer = own_optimizer(net)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, len(RATES))
+    # By default each of two processes would make two steps of the schedule.
+    accelerator.step_scheduler_with_optimizer = False
+    return (accelerator, *accelerator.prepare(net, optimizer, schedule))
+
+
+def steps(parts, numbers) -> list[float]:
+    accelerator, engine, optimizer, schedule = parts
+    losses = []
+    for number in numbers:
+        ids = batch(number)
+        loss = engine(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@enabled()
+def by_accelerate(directory, stage, adapters, dtype, own):
+    """The held-out loss; the losses of four steps; those of the last two after a resume. Which parameters stayed as
+    they were, and what each step of the inner optimizer used: whether for experts, rate, weight decay."""
+    parts, used = prepared(directory, stage, adapters, dtype, own), []
+    accelerator, engine = parts[:2]
+    inner = engine.optimizer.optimizer
+    inner.register_step_pre_hook(lambda *_: used.append(
+        {(group.get("moe", False), group["lr"], group["weight_decay"]) for group in inner.param_groups}))
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    before = {name: gathered(p) for name, p in trained.items()}
+    losses = steps(parts, range(2))
+    if not adapters:  # of which ZeRO-3 says how they are saved: test_users.py
+        accelerator.save_state(directory / "state")
+    losses += steps(parts, range(2, 4))
+    still = [name for name, p in trained.items() if torch.equal(before[name], gathered(p))]
+    unwrapped = accelerator.unwrap_model(engine)
+    unwrapped.save_pretrained(directory / "state_dict", is_main_process=dist.get_rank() == 0,
+                              save_function=accelerator.save, state_dict=accelerator.get_state_dict(engine))
+    save_pretrained(engine, directory / "whole")
+    if not adapters:
+        accelerator.save_model(engine, directory / "model")
+        write_config(unwrapped, directory / "model")
+        with pytest.raises(RuntimeError, match="pass the model that accelerator.prepare returned"):
+            accelerator.get_state_dict(unwrapped)
+    expected, resumed = loss_of(engine), losses[2:]
+    if not adapters:
+        again = prepared(directory, stage, adapters, dtype, own)
+        again[0].load_state(directory / "state")
+        resumed = steps(again, range(2, 4))
+    return expected, losses, resumed, still, used
+
+
+@pytest.mark.parametrize("stage, adapters, dtype, own", slow_except(
+    [(1, None, "fp32", False), (2, None, "fp32", False), (3, None, "fp32", False), (1, None, "bf16", True),
+     (2, None, "fp32", True), (3, None, "fp32", True), (1, "experts", "fp32", True), (3, "experts", "fp32", True)],
+    (2, None, "fp32", False), (3, None, "fp32", False), (1, None, "bf16", True), (3, None, "fp32", True)))
+def test_accelerate(ranks2, directory, stage, adapters, dtype, own):
+    results = ranks2.run(by_accelerate, directory, stage, adapters, dtype, own)
+    expected = results[0][0]
+    for loss, losses, resumed, still, used in results:
+        assert loss == expected and losses[2:] == resumed
+        assert not [name for name in still if "norm" not in name]  # bf16 norms hardly move
+        if own:
+            rates = sorted({rate for groups in used for _, rate, _ in groups}, reverse=True)
+            assert rates == pytest.approx(RATES)
+        if own and stage < 3 and not adapters:
+            of_experts = [groups for groups in used if any(moe for moe, *_ in groups)]
+            assert [rate for groups in of_experts for _, rate, _ in groups] == pytest.approx(RATES)
+            assert {decay for groups in of_experts for *_, decay in groups} == {0.1}
+    check_files(directory, ("state_dict", "whole") if adapters else ("state_dict", "whole", "model"), adapters, dtype,
+                expected)
+    if adapters:
+        assert abs(held_out_loss(made(directory, adapters)) - expected) > 1e-3

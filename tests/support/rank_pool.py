@@ -105,6 +105,9 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         os.environ.update(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1", NCCL_HOSTID=f"of-rank-{rank}",
                           NCCL_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    if accelerator == "cpu":
+        # DataLoaders of a rank fork their workers. Those of a fork server would import torch and DeepSpeed again.
+        mp.set_start_method("fork", force=True)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

@@ -106,10 +106,9 @@ def test_editable_install_imports_completely(copy, tmp_path):
     listing = f"import site; site.addsitedir({str(site)!r})\n{IMPORT_ALL}"
     others = [p for p in sys.path if p and not (Path(p) / "ds_mxfp8_moe").is_dir()]
     packages = os.pathsep.join([str(site), *others])
-    for cwd in (tmp_path, copy):
-        file, found = run("-S", "-c", listing, cwd=cwd, path=packages).splitlines()
-        assert file == str(copy / "ds_mxfp8_moe/__init__.py")
-        assert found.split() == modules()
+    file, found = run("-S", "-c", listing, cwd=tmp_path, path=packages).splitlines()
+    assert file == str(copy / "ds_mxfp8_moe/__init__.py")
+    assert found.split() == modules()
 
 
 @pytest.mark.slow
