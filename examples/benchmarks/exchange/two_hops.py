@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -185,8 +184,7 @@ def launched(nodes: Nodes, args: argparse.Namespace, folder: Path, clients: dict
     out = folder / f"{nodes.count}x{nodes.size}.json"
     command = [sys.executable, __file__, "--rows", out, "--node-size", nodes.size, "--cases", args.cases, "--budget",
                args.budget]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = world.free_port()
     ranks = [subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=sys.stderr,
                               env=os.environ | clients | environment(rank, nodes.ranks, port))
              for rank in range(nodes.ranks)]

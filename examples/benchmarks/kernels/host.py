@@ -283,7 +283,7 @@ MEASURES = [
             **ON_HOST),
     Measure("large layers: time in a row over the sum of kernels", OURS, figure="over_kernels", better=show.SMALLER,
             when=is_large),
-    *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large, main=name == HP)
+    *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large)
       for name in (HP, MXFP8, BEST))]
 
 

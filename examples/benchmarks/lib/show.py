@@ -89,6 +89,7 @@ class Shown(NamedTuple):
         measures: what is measured, in short.
         figures: (title, name in the rows, format or function) of what the table shows of each contender.
         plot: takes a result and matplotlib's pyplot.
+        more_plots: further plots of a prepared result for its page, by the name that is added to the file's.
         wide: the table has a line for each case, and columns for each contender. Else a line for each of both.
         contenders: those that the table shows. Empty: all.
         ratios: (over, contender) of speed-ups that a wide table shows too, or that a long one shows over each `over`.
@@ -107,6 +108,7 @@ class Shown(NamedTuple):
     prepare: Callable[[dict], list[dict]] = lambda result: result["rows"]
     note: str = ""
     sentences: Callable[[dict], list[str]] = lambda result: []
+    more_plots: Callable[[dict], dict[str, Callable]] = lambda result: {}
 
     def prepared(self, result: dict) -> dict:
         return {**result, "rows": self.prepare(result)}
@@ -228,8 +230,7 @@ def _misses(value: float, goal: float, better: str) -> bool:
 
 
 def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 2,
-          of_panels: dict[str, dict] | None = None, spans: dict[str, dict[str, list]] | None = None,
-          **settings) -> None:
+          of_panels: dict[str, dict] | None = None, **settings) -> None:
     """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
 
     Series of one color in a panel, which are a contender's, have lines of different styles.
@@ -237,18 +238,12 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
     Args:
         panels: a point may be (x, y, low, high): the area between low and high is shaded.
         settings: of each axis. `of_panels`: instead of them, by the panel's title.
-        spans: panels before these, as for `_intervals`: {title: {contender: [value, ...]}}.
     """
-    spans, of_panels = spans or {}, of_panels or {}
-    names = dict.fromkeys(name for series in (*spans.values(), *panels.values()) for name in series)
+    names = dict.fromkeys(name for series in panels.values() for name in series)
     of = colors(names)
     style = {name: STYLES[[other for other in names if of[other] == of[name]].index(name) % len(STYLES)]
              for name in names}
-    axes = _axes(pyplot, len(spans) + len(panels), columns, 2.7)
-    for axis, (title, rows) in zip(axes, spans.items(), strict=False):
-        _intervals(axis, rows, of)
-        axis.set(title=title, **of_panels.get(title, {}))
-    for axis, (title, series) in zip(axes[len(spans):], panels.items(), strict=True):
+    for axis, (title, series) in zip(_axes(pyplot, len(panels), columns, 2.7), panels.items(), strict=True):
         for name, points in series.items():
             if points:
                 x, y, *band = zip(*sorted(points), strict=True)
@@ -256,21 +251,25 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
                 axis.plot(x, y, ".", color=of[name], markersize=5)
                 if band:
                     axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | of_panels.get(title, {}))
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 
 
-def _intervals(axis, rows: dict[str, list[float]], of: dict[str, str]) -> None:
-    """A row for each contender: its values as ticks, and their mean with its 95 % interval. `of`: their colors."""
-    for name, values in rows.items():
-        mean = interval(values)
-        axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
-        axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
-        if mean.low is not None:
-            axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
-    axis.axvline(0, color=GRAY, linewidth=0.8)
-    axis.margins(y=0.15)
-    axis.invert_yaxis()
+def spans(pyplot, panels: dict[str, dict[str, list[float]]], **settings) -> None:
+    """Panels with a row for each contender: its values as ticks, and their mean with its 95 % interval."""
+    of = colors(name for rows in panels.values() for name in rows)
+    tallest = max((len(rows) for rows in panels.values()), default=1)
+    for axis, (title, rows) in zip(_axes(pyplot, len(panels), 2, 0.8 + 0.3 * tallest), panels.items(), strict=True):
+        for name, values in rows.items():
+            mean = interval(values)
+            axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
+            axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
+            if mean.low is not None:
+                axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        axis.margins(y=0.15)
+        axis.invert_yaxis()
+        axis.set(title=title, **settings)
 
 
 def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, columns: int = 2) -> None:
@@ -348,7 +347,7 @@ def _axes(pyplot, count: int, columns: int, height: float) -> list:
 
 
 def draw(plot: Callable[[dict, Any], None], path: Path, result: dict) -> None:
-    """Draws a plot of a prepared result beside its file, as wide as a page."""
+    """Draws a plot of a prepared result, as wide as a page. `path`: of the result file, or of the plot."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -356,6 +355,17 @@ def draw(plot: Callable[[dict, Any], None], path: Path, result: dict) -> None:
         plot(result, pyplot)
         pyplot.savefig(path.with_suffix(".png"), dpi=100)
         pyplot.close()
+
+
+def plots_of(shown: Shown, path: Path, result: dict) -> dict[Path, Callable[[dict, Any], None]]:
+    """The plots of a prepared result by their files, in the order of its page."""
+    more = {path.with_name(f"{path.stem}_{name}.png"): plot for name, plot in shown.more_plots(result).items()}
+    return {path.with_suffix(".png"): shown.plot, **more}
+
+
+def draw_all(shown: Shown, path: Path, result: dict) -> None:
+    for file, plot in plots_of(shown, path, result).items():
+        draw(plot, file, result)
 
 
 # ---- one result file ----------------------------------------------------------------------------------------------
@@ -380,7 +390,7 @@ def show(shown: Shown, path: Path, check: bool = False) -> str:
     if not result["rows"]:
         return f"{path} has no rows: there was no time for any case"
     prepared = shown.prepared(result)
-    draw(shown.plot, path, prepared)
+    draw_all(shown, path, prepared)
     print("\n\n".join([f"{path}: {origin(result)}; plot: {path.with_suffix('.png')}", *texts(shown, prepared)]))
     bars, aims = missed(shown, prepared) if check else ([], [])
     for line in (*bars, *aims):

@@ -38,22 +38,27 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
-def start(alone: bool = False) -> None:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def start(alone: bool = False, timeout: timedelta = TIMEOUT) -> None:
     """Sets up this rank's device, process group and random numbers from the launcher's environment.
 
     Args:
         alone: without a launcher, this process is the only rank.
+        timeout: of the process group.
     """
     if alone and "LOCAL_RANK" not in os.environ:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(free_port()))
     if "LOCAL_RANK" not in os.environ:
         sys.exit(f"this runs on ranks that a launcher starts: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}")
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False,
-                               timeout=TIMEOUT)
+                               timeout=timeout)
     torch.manual_seed(rank())
 
 

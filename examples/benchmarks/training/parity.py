@@ -10,7 +10,6 @@ GPUs at the same time, so their speed says nothing.
 """
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import run, show
+from lib import run, show, world
 from lib.show import Measure
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,12 +41,9 @@ def launch(model: str, contender: str, seed: int, args, folder: Path) -> subproc
         config["mxfp8_moe"] = CONTENDERS[contender]
     folder.mkdir()
     (folder / "ds_config.json").write_text(json.dumps(config))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port), str(TRAIN), *arguments,
-               "--deepspeed_config", str(folder / "ds_config.json"), "--steps", str(args.steps), "--warmup_steps",
-               "50", "--log_every", "1", "--seed", str(seed), "--save_dir", str(folder)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(world.free_port()), str(TRAIN),
+               *arguments, "--deepspeed_config", str(folder / "ds_config.json"), "--steps", str(args.steps),
+               "--warmup_steps", "50", "--log_every", "1", "--seed", str(seed), "--save_dir", str(folder)]
     print("==", *command, flush=True)
     with (folder / "output.txt").open("w") as output:
         return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

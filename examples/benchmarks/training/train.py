@@ -386,14 +386,20 @@ def on_one_rank(case: dict) -> bool:
     return case["ranks"] == 1
 
 
+def on_ranks(case: dict) -> bool:
+    return case["ranks"] > 1
+
+
 MEASURES = [
-    *(Measure(f"tokens per second: {HP} over {over}", (HP, ), over, main=True)
-      for over in (AUTOEP, CLASSIC, OURS_BF16)),
-    Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank),
+    Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, main=True),
+    Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank,
+            main=True),
+    Measure(f"several ranks, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_ranks),
+    Measure(f"tokens per second: {HP} over {OURS_BF16}", (HP, ), OURS_BF16),
     Measure(f"one rank, time of a step: {HP_CLASSIC}, of {HP}", (HP_CLASSIC, ), HP, when=on_one_rank,
             better=show.SMALLER),
     Measure("peak memory with staging, of AutoEP's", (HP, MXFP8), AUTOEP, "peak_bytes", better=show.SMALLER,
-            form="{:.1%}", main=True)]
+            form="{:.1%}")]
 
 
 def plot(result: dict, pyplot) -> None:
@@ -406,40 +412,39 @@ def plot(result: dict, pyplot) -> None:
     show.stacked(pyplot, panels, "ms of a step")
 
 
-GAIN = (CLASSIC, AUTOEP, OURS_BF16, HP)
+GAINS = ((AUTOEP, HP), (CLASSIC, HP_CLASSIC))  # layers of one kind: DeepSpeed's, ours
 
 
-def gained(result: dict) -> dict[str, dict[str, float]]:
-    """What the README's plot shows: tokens per second of each of GAIN, by the model's shape. Of the cases that every
-    contender may have: even routing, one micro-batch in a step."""
+def gained(result: dict, over: str, ours: str) -> dict[str, dict[str, float]]:
+    """What the README's plot shows of one kind of layers: tokens per second of both, by the model's shape.
+
+    Of cases with even routing, one micro-batch in a step, and DeepSpeed's default check for overflow.
+    """
     found: dict = {}
     for group in results_file.groups(result):
-        if group.case["routing"] == "even" and group.case["accumulation"] == 1:
-            rates = {name: rate for name in GAIN if (rate := group.figure(name, "tokens_per_s"))}
-            if AUTOEP in rates:
-                found.setdefault(f"{group.case['size']}, {group.case['layers']} layers", rates)
+        case, rates = group.case, {name: group.figure(name, "tokens_per_s") for name in (over, ours)}
+        if case["routing"] == "even" and case["accumulation"] == 1 and case.get("overflow_check", True) and all(
+                rates.values()):
+            gpus = result["machine"].replace("NVIDIA ", "")
+            found.setdefault(f"{case['size']}, {case['layers']} layers, {gpus}", rates)
     return found
 
 
-def plot_gain(result: dict, pyplot) -> None:
-    """Bars of one length for AutoEP bf16, and beside each its tokens per second."""
-    shapes = gained(result)
-    height = 0.5 + 0.3 * sum(1.4 + len(rates) for rates in shapes.values())
-    _, axis = pyplot.subplots(figsize=(show.WIDTH, height), layout="constrained")
-    at, ticks = 0.0, {}
-    widest = max(rate / rates[AUTOEP] for rates in shapes.values() for rate in rates.values())
-    for shape, rates in shapes.items():
-        for name, rate in rates.items():
-            gain = rate / rates[AUTOEP]
-            axis.barh(at, gain, 0.8, color=show.color_of(name))
-            axis.text(gain, at, f" {gain:.2f}x   {rate / 1000:.1f}k tokens/s", va="center")
-            ticks[at] = name
-            at += 1
-        axis.text(0, at - len(rates) - 0.75, shape, weight="bold", va="center")
-        at += 1.4
+def plot_gain(shapes: dict[str, dict[str, float]], pyplot) -> None:
+    """Two bars for each shape: DeepSpeed's layers, all of one length, and ours. Beside them tokens per second."""
+    _, axis = pyplot.subplots(figsize=(show.WIDTH, 0.5 + len(shapes)), layout="constrained")
+    ticks, widest = {}, 1.0
+    for i, (shape, rates) in enumerate(shapes.items()):
+        base = next(iter(rates.values()))
+        axis.text(0, 3.4 * i - 0.75, shape, weight="bold", va="center")
+        for at, (name, rate) in enumerate(rates.items(), 1):
+            gain, y = rate / base, 3.4 * i + at - 1
+            axis.barh(y, gain, 0.8, color=show.color_of(name))
+            axis.text(gain, y, f" {gain:.2f}x   {rate / 1000:.1f}k tokens/s", va="center")
+            ticks[y], widest = name, max(widest, gain)
     axis.set_yticks(list(ticks), list(ticks.values()))
-    axis.set(ylim=(at - 1.7, -1.4), xlim=(0, 1.25 * widest), xlabel="training speed, DeepSpeed's AutoEP in bf16 = 1",
-             title=f"Tokens per second in training on {result['machine'].replace('NVIDIA ', '')}")
+    axis.set(ylim=(3.4 * len(shapes) - 1.7, -1.4), xlim=(0, 1.25 * widest), title="Tokens per second in training",
+             xlabel="training speed, DeepSpeed's own layers of the same kind in bf16 = 1")
     axis.axvline(1, color=show.GRAY, linewidth=0.8)
 
 
@@ -450,7 +455,7 @@ SHOWN = show.Shown("train", MEASURES, [
     ("parameters", "parameters", "{}"), *((f"{phase}, ms", f"{phase}_ms", "{:.1f}") for phase in PHASES),
     ("peak, GiB", "peak_bytes", show.GIB), ("loss off", "loss_off", "{:.2%}"),
     ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")], plot, wide=False,
-    ratios=((AUTOEP, HP), (CLASSIC, HP)), prepare=prepare)
+    ratios=((AUTOEP, HP), (CLASSIC, HP_CLASSIC)), prepare=prepare)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------

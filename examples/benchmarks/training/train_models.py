@@ -180,10 +180,13 @@ def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
 def free(engine: nn.Module) -> None:
     """Gives the memory of an engine back, which lives on in cycles of references and, where a step failed, in losses
     that layers keep with all that they were computed from."""
+    zero = engine.optimizer
+    inner = getattr(zero, "optimizer", zero)  # without ZeRO there may be one alone
     parameters = list(engine.module.parameters())
-    states = [state for group in engine.optimizer.optimizer.state.values() for state in group.values()]
-    flat = [*engine.optimizer.bit16_groups_flat, *engine.optimizer.single_partition_of_fp32_groups]
-    holders = engine.optimizer.optimizer, engine.optimizer, *engine.module.modules()
+    states = [state for group in inner.state.values() for state in group.values()]
+    flat = [part for name in ("bit16_groups_flat", "single_partition_of_fp32_groups")
+            for part in getattr(zero, name, ())]
+    holders = inner, zero, *engine.module.modules()
     engine.destroy()
     for tensor in (*parameters, *states, *flat):
         if isinstance(tensor, torch.Tensor):
