@@ -109,9 +109,13 @@ def gains(found: Found) -> dict[tuple[Path, str], dict]:
 def gain_text(found: Found) -> str:
     """The README's plot, and what it shows."""
     files = [f"{origin}: [{path.name}](examples/benchmarks/results/{path.name})." for path, origin in gains(found)]
+    several = next(one for one in train.MEASURES if one.when is train.on_ranks)
+    path, result = shown_in_readme(found, several, train.SHOWN)
+    values = [several.form.format(one.value) for one in several.values(result)]
     return "\n".join([f"![tokens per second](examples/benchmarks/results/{GAIN.name})", "",
-                      "Trainings with even routing and one micro-batch a step: AutoEP's layers on several GPUs, and "
-                      "classic layers on", "one. [All cases](examples/benchmarks/results/train.md).", *files])
+                      "Trainings with even routing and one micro-batch a step. Classic layers on several GPUs were",
+                      f"measured last on {result['date'][:10]}: {values[0]} to {values[-1]}. "
+                      "[All cases](examples/benchmarks/results/train.md).", *files])
 
 
 def answer_text(found: Found) -> str:

@@ -25,7 +25,7 @@ from ds_mxfp8_moe import casts, crossover
 from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.mx import MXTensor, sqnr_db
+from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
 from kernels import shapes
@@ -196,11 +196,8 @@ def check(name: str, step: Step, plain: Step) -> dict:
     expected = compared(plain, plain())
     with poisoned():
         got = compared(step, step())
-    sqnr = {part: sqnr_db(expected[part], got[part]) for part in expected}
     least = LEAST_SQNR_DB if name in (PLAIN, BF16_RECIPE) else LEAST_SQNR_MXFP8_DB
-    correct = all(value >= least for value in sqnr.values())  # NaN is not
-    return {"correct": correct, "sqnr_db": {part: round(min(value, 99.0), 1) for part, value in sqnr.items()
-                                            if value == value}, **memory(step)}
+    return timing.close(expected, got, least) | memory(step)
 
 
 def memory(step: Step) -> dict[str, int]:
@@ -312,13 +309,8 @@ def main() -> None:
     args = run.parse(parser)
     torch.manual_seed(0)
     cases = shapes.chosen(args, bytes_needed)
-    if args.warm_up is not None:
-        for case in run.part(shapes.warm_up(cases), args):
-            for name in RECIPES:
-                our_step(Shape([case]), case, name, 0)()
-        return
-    if not args.show:
-        run.compile_beforehand(args)
+    run.compile_beforehand(args, [lambda case=case, name=name: our_step(Shape([case]), case, name, 0)()
+                                  for case in shapes.warm_up(cases) for name in RECIPES])
     run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert, args.seconds))
 
 

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe import grouped_gemm as ours
-from ds_mxfp8_moe.mx import sqnr_db
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing
@@ -161,10 +160,10 @@ def check(operation: str, case: Case, torchs: Contender, way: Contender) -> dict
     expected = compared(operation, case, torchs, torchs.call())
     with poisoned():
         out = way.call()
-    db = sqnr_db(expected, compared(operation, case, way, out))
     least = LEAST_SQNR_DB if way.name in BF16_GEMMS else LEAST_SQNR_FP8_DB
-    right = db >= least and not (way.name.startswith("ours") and stray(operation, case, way, out))  # NaN is not
-    return {"correct": right, "sqnr_db": round(min(db, 99.0), 1) if db == db else None}
+    found = timing.close({"out": expected}, {"out": compared(operation, case, way, out)}, least)
+    found["correct"] &= not (way.name.startswith("ours") and stray(operation, case, way, out))
+    return found
 
 
 def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
@@ -250,12 +249,7 @@ def main() -> None:
     args = run.parse(parser)
     torch.manual_seed(0)
     cases = shapes.chosen(args, bytes_needed)
-    if args.warm_up is not None:
-        for case in run.part(shapes.warm_up(cases), args):
-            warm_up(case)
-        return
-    if not args.show:
-        run.compile_beforehand(args)
+    run.compile_beforehand(args, [partial(warm_up, case) for case in shapes.warm_up(cases)])
     run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
                                         measured_rows(cases, args.budget, args.seconds)))
 

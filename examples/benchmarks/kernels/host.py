@@ -27,7 +27,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe.mx import sqnr_db
 from lib import run, show, timing, world
 from lib.show import Measure
 from lib.timing import poisoned
@@ -178,10 +177,9 @@ def check(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
         tokens.expected.update({part: value.clone() for part, value in got.items()})
     if not tokens.expected:
         raise RuntimeError(f"{AUTOEP} failed, with which this was to be compared")
-    sqnr = {part: sqnr_db(tokens.expected[part], value) for part, value in got.items()}
-    finite = all(bool(grad.isfinite().all()) for grad in grads)
-    return {"correct": finite and all(value >= one.least_db for value in sqnr.values()),
-            "sqnr_db": {part: round(min(value, 99.0), 1) for part, value in sqnr.items() if value == value}}
+    found = timing.close(tokens.expected, got, one.least_db)
+    found["correct"] &= all(bool(grad.isfinite().all()) for grad in grads)
+    return found
 
 
 def host_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
@@ -326,12 +324,9 @@ def main() -> None:
     cases = CASES[args.cases]
     if args.warm_up is not None:
         world.start(alone=True)
-        for one in run.part([one for case in cases for one in wanted(case) if one.name != SONIC], args):
-            built(one, Tokens(one.case), lambda *_: {})
-        world.leave("")
-        return
+    run.compile_beforehand(args, [lambda one=one: built(one, Tokens(one.case), lambda *_: {})
+                                  for case in cases for one in wanted(case) if one.name != SONIC])
     if not args.show:
-        run.compile_beforehand(args)
         world.start(alone=True)
     run.main(SHOWN, args, lambda: measured_rows(cases, args.seconds - world.ENDING_S))
 

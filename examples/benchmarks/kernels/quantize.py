@@ -253,13 +253,7 @@ def main() -> None:
     args = run.parse(run.timed_parser(__doc__, budget=0.1, jobs=True))
     torch.manual_seed(0)
     made = families(args.cases)
-    if args.warm_up is not None:
-        for make in run.part(made, args):
-            for kernel in make():
-                kernel.call()
-        return
-    if not args.show:
-        run.compile_beforehand(args)
+    run.compile_beforehand(args, [lambda make=make: [kernel.call() for kernel in make()] for make in made])
     run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")], measured_rows(made, args.budget)))
 
 

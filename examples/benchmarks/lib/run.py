@@ -117,14 +117,16 @@ def finish(shown: show.Shown, path: Path, check: bool) -> None:
     world.leave(error)
 
 
-def part(items: Iterable, args: argparse.Namespace) -> list:
-    """What this process of `compile_beforehand` takes."""
-    return list(items)[args.warm_up::args.jobs]
-
-
-def compile_beforehand(args: argparse.Namespace) -> None:
-    """Starts this very command --jobs times. Each process calls a part of the kernels once (`--warm-up` says which),
-    which leaves them in Triton's cache."""
+def compile_beforehand(args: argparse.Namespace, calls: Iterable[Callable[[], object]]) -> None:
+    """Starts this very command --jobs times. Each process makes a part of the calls (`--warm-up` says which), which
+    leaves their kernels in Triton's cache, and ends."""
+    if args.show:
+        return
+    if args.warm_up is not None:
+        for call in list(calls)[args.warm_up::args.jobs]:
+            call()
+        world.leave("")
+        sys.exit()
     started = [subprocess.Popen([sys.executable, *sys.argv, "--warm-up", str(part)], stdin=subprocess.DEVNULL,
                                 stdout=subprocess.DEVNULL) for part in range(args.jobs)]
     if any([process.wait() for process in started]):

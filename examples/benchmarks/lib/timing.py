@@ -6,13 +6,15 @@ With several ranks, a time is that of the slowest rank, sample by sample.
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
+from ds_mxfp8_moe.mx import sqnr_db
 
 from . import world
 from .world import device
@@ -240,6 +242,16 @@ def peak_bytes(call: Callable[[], object]) -> int:
     call()
     accelerator.synchronize()
     return accelerator.max_memory_allocated() - before
+
+
+def close(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], least_db: float) -> dict:
+    """What a check says of tensors that must come close: "correct" if the SQNR of each is at least `least_db`.
+
+    NaN is not.
+    """
+    sqnr = {part: sqnr_db(value, got[part]) for part, value in expected.items()}
+    return {"correct": all(value >= least_db for value in sqnr.values()),
+            "sqnr_db": {part: round(min(value, 99.0), 1) for part, value in sqnr.items() if value == value}}
 
 
 @contextmanager
