@@ -289,8 +289,9 @@ def test_a_bar_that_is_missed_and_the_plots(tmp_path, capsys):
 
 def _study(folder, *recipes):
     with tiny(folder):
-        return run_script(convergence, folder / "study.json", "--sizes", "tiny", "--steps", "2", "--heldout_windows",
-                          "4", "--data", folder / "texts", "--tokens", folder, "--seeds", "1", "--recipes", *recipes)
+        return run_script("training.convergence", folder / "study.json", "--sizes", "tiny", "--steps", "2", "--data",
+                          folder / "texts", "--tokens", folder, "--heldout_windows", "4", "--seeds", "1", "--recipes",
+                          *recipes)
 
 
 def test_a_study_goes_on_where_it_ended(ranks2, state):

@@ -49,12 +49,6 @@ def check_bits(two_hops, routing):
     return [two_nodes_ranks.right_bits(transports, routing, wire, 2) for wire in (Wire(False), Wire(True))]
 
 
-@pytest.mark.parametrize("routing", two_nodes_ranks.ROUTINGS)
-def test_the_right_bits_pass(ranks4, routing):
-    found = ranks4.run(check_bits, Hierarchical, routing)
-    assert all(one["correct"] for rank in found for one in rank), found
-
-
 @pytest.mark.parametrize("wrong, what", [(Nudged, "combine"), (Late, "dispatch")])
 def test_wrong_bits_are_noticed(ranks4, wrong, what):
     for one in ranks4.run(check_bits, wrong, "random")[0]:

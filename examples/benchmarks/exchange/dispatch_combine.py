@@ -274,8 +274,7 @@ SHOWN = show.Shown("dispatch_combine", MEASURES, [show.MS, ("GB/s", "gb_per_s", 
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.15, seconds=85)
-    args = run.parse(parser)
+    args = run.parse(run.timed_parser(__doc__, budget=0.15, seconds=85))
     run.main(SHOWN, args, lambda: measured_rows(cases(args.cases), args.budget, args.seconds - world.ENDING_S),
              ranks=True)
 

@@ -189,7 +189,7 @@ def contenders(case: Case, transport: Any) -> dict[str, Contender]:
     return found
 
 
-def measured_rows(shapes: list[tuple], rows: int, budget_s: float,
+def measured_rows(shapes: tuple, rows: int, budget_s: float,
                   seconds: float = float("inf")) -> Iterator[list[dict]]:
     for dim, hidden in world.in_time(shapes, seconds):
         case = Case(rows, dim, hidden, EXPERTS)
@@ -221,12 +221,10 @@ SHOWN = show.Shown("ep_pipeline", MEASURES, [show.MS], plot, ratios=PAIRS,
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=1.0, seconds=95)
-    parser.add_argument("--shapes", nargs="+", type=run.dims, metavar="DIMxHIDDEN", help="other shapes")
-    args = run.parse(parser)
+    args = run.parse(run.timed_parser(__doc__, budget=1.0, seconds=95))
     rows = TINY_ROWS if args.cases == "tiny" else ROWS
-    run.main(SHOWN, args, lambda: measured_rows(args.shapes or list(SHAPES[args.cases]), rows, args.budget,
-                                                args.seconds - world.ENDING_S), ranks=True)
+    run.main(SHOWN, args, lambda: measured_rows(SHAPES[args.cases], rows, args.budget, args.seconds - world.ENDING_S),
+             ranks=True)
 
 
 if __name__ == "__main__":

@@ -251,13 +251,9 @@ SHOWN = show.Shown("latency", MEASURES, [("us", "us", "{:.1f}")], plot, contende
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.1, seconds=85)
-    parser.add_argument("--config", nargs=3, type=run.one_or_more, metavar=("EXPERTS", "TOP_K", "HIDDEN"),
-                        help="only this one")
-    parser.add_argument("--tokens", nargs="+", type=run.one_or_more, help="of a rank")
-    args = run.parse(parser)
-    configs = [args.config] if args.config else TINY_CONFIGS if args.cases == "tiny" else CONFIGS
-    sizes = [Size(*config, count) for config in configs for count in args.tokens or TOKENS[args.cases]]
+    args = run.parse(run.timed_parser(__doc__, budget=0.1, seconds=85))
+    configs = TINY_CONFIGS if args.cases == "tiny" else CONFIGS
+    sizes = [Size(*config, count) for config in configs for count in TOKENS[args.cases]]
     run.main(SHOWN, args, lambda: measured_rows(sizes, args.budget, args.seconds - world.ENDING_S), ranks=True)
 
 

@@ -158,7 +158,7 @@ def sentences(result: dict) -> list[str]:
                for name, one in model.FABRICS.items()]
     sources = [f"{name}: {source}" for name, source in model.SOURCES.items()]
     return ["", f"Rates fitted to {' and '.join(model.MEASURED)}: {'; '.join(rates)}.", "",
-            f"Assumed of the networks (reasons in scale_model.py): {'; '.join(fabrics)}.", "",
+            f"Assumed of the networks (reasons in published.yaml): {'; '.join(fabrics)}.", "",
             f"Published by others: {'; '.join(sources)}. The efficiency of the networks is DeepEP's on 32 GPUs. That "
             "the model agrees with DeepEP there is no test of it."]
 

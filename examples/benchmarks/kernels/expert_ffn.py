@@ -301,16 +301,13 @@ SHOWN = show.Shown("expert_ffn", MEASURES, [show.MS, ("held, MiB", "held_bytes",
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.1, jobs=True)
-    shapes.add_arguments(parser)
+    parser = run.timed_parser(__doc__, budget=0.1)
     parser.add_argument("--min-tokens-per-expert", type=int,
                         help="below it, the layer runs the bf16 recipe (default: what was measured for its shape and "
                         "recipe; 0: never)")
     args = run.parse(parser)
     torch.manual_seed(0)
-    cases = shapes.chosen(args, bytes_needed)
-    run.compile_beforehand(args, [lambda case=case, name=name: our_step(Shape([case]), case, name, 0)()
-                                  for case in shapes.warm_up(cases) for name in RECIPES])
+    cases = shapes.that_fit(args.cases, bytes_needed)
     run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert, args.seconds))
 
 

@@ -236,20 +236,10 @@ SHOWN = show.Shown("grouped_gemm", MEASURES, [("TFLOP/s", "tflops", "{:.0f}")], 
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
-def warm_up(case: Case) -> None:
-    """Calls every kernel once."""
-    for ways in contenders(Shape([case]), case).values():
-        for way in ways:
-            way.call()
-
-
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.1, jobs=True)
-    shapes.add_arguments(parser)
-    args = run.parse(parser)
+    args = run.parse(run.timed_parser(__doc__, budget=0.1))
     torch.manual_seed(0)
-    cases = shapes.chosen(args, bytes_needed)
-    run.compile_beforehand(args, [partial(warm_up, case) for case in shapes.warm_up(cases)])
+    cases = shapes.that_fit(args.cases, bytes_needed)
     run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
                                         measured_rows(cases, args.budget, args.seconds)))
 

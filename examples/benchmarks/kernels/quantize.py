@@ -250,10 +250,9 @@ SHOWN = show.Shown("quantize", MEASURES, [("MiB moved", "mib", "{:.0f}"), show.M
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=0.1, jobs=True))
+    args = run.parse(run.timed_parser(__doc__, budget=0.1))
     torch.manual_seed(0)
     made = families(args.cases)
-    run.compile_beforehand(args, [lambda make=make: [kernel.call() for kernel in make()] for make in made])
     run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")], measured_rows(made, args.budget)))
 
 

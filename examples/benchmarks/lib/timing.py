@@ -188,7 +188,7 @@ def spread_ms(samples: Sequence[float] | torch.Tensor) -> dict[str, float]:
 
 def rate_rows(tiny: bool) -> list[dict]:
     """Rows with this device's rates: a copy in its memory, and cuBLAS' FP8 product with one scale for each matrix."""
-    copied_bytes, n = (1 << 20, 256) if tiny else (1 << 30, 8192)
+    copied_bytes, n = (1 << 20, 64) if tiny else (1 << 30, 8192)
     source = torch.randint(0, 256, (copied_bytes, ), dtype=torch.uint8, device=device())
     target = torch.zeros_like(source)
     a, b = (torch.randn(n, n, device=device()).to(torch.float8_e4m3fn) for _ in range(2))

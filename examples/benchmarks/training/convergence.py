@@ -42,8 +42,7 @@ import data
 import train
 from ds_mxfp8_moe import MXFP8MoEConfig, mx
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
-from lib import results_file, run, show, world
-from training import train_models
+from lib import models, results_file, run, show, world
 from training.convergence_results import BF16, JUDGED, NUDGED, OWN, SHOWN, YARDSTICK
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -307,7 +306,7 @@ def train_run(one: Run, args: argparse.Namespace) -> dict:
            "moe_layers": len(layers), "layers_converted": len(converted), "layers_quantized": len(quantized),
            "seconds": round(time.time() - begin, 1), "heldout_loss": curves["heldout_loss"][str(args.steps)],
            "curves": curves}
-    train_models.free(engine)
+    models.free(engine)
     failure = failure_of(row)
     return {**row, "correct": failure is None, **({"failure": failure} if failure else {})}
 

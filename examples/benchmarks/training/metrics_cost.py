@@ -20,9 +20,8 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import run, show, world
+from lib import models, run, show, world
 from lib.show import Measure
-from training import train_models as models
 from training.train import Training
 
 OFF, ON = "no sample", "one sampled step"
@@ -45,9 +44,8 @@ def block_ms(training: Training) -> float:
 def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     """The rows of one case."""
     size, ranks = models.SIZES[args.size], world.size()
-    ep = models.expert_parallel(size, ranks)[0]
     with tempfile.TemporaryDirectory() as folder:
-        engine = models.engine_of(size, args.layers, ep, 1, classic=False, section={"metrics": {"every": STEPS}},
+        engine = models.engine_of(size, args.layers, ranks, 1, classic=False, section={"metrics": {"every": STEPS}},
                                   csv_monitor={"enabled": True, "output_path": folder, "job_name": "cost"})
         training, metrics = Training(engine, size), engine._mxfp8_metrics
         samples: dict[str, list] = {OFF: [], ON: []}
@@ -57,7 +55,7 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
             samples[contender].append(block_ms(training))
     off, on = (samples[name][WARM_UP_BLOCKS:] for name in (OFF, ON))
     cost_ms = median(b - a for a, b in zip(off, on, strict=True))
-    case = {"size": args.size, "layers": args.layers, "ranks": ranks, "ep": ep, "steps": STEPS}
+    case = {"size": args.size, "layers": args.layers, "ranks": ranks, "ep": ranks, "steps": STEPS}
     step_ms = median(off) / STEPS
     yield [{"case": case, "contender": OFF, "median_ms": median(off), "correct": True},
            {"case": case, "contender": ON, "median_ms": median(on), "correct": True, "sample_ms": cost_ms,

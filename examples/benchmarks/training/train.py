@@ -15,8 +15,8 @@ their own after all times.
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/training/train.py --cases short  # again, until nothing is lacking
-    python examples/benchmarks/training/train.py                                     # one rank
+    torchrun --nproc-per-node 8 examples/benchmarks/training/train.py  # again, until nothing is lacking
+    python examples/benchmarks/training/train.py                       # one rank
 """
 
 import argparse
@@ -39,12 +39,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-from exchange.moe_layer import RECIPES, staging_bytes
-from lib import results_file, run, show, timing, world
+from exchange.moe_layer import RECIPES
+from lib import models, results_file, run, show, timing, world
 from lib.show import Measure
 from lib.timing import spread_ms
 from lib.world import device, on_gpu
-from training import train_models as models
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
@@ -56,7 +55,6 @@ PHASES = ("forward", "backward", "optimizer")  # of a step
 # Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
 TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
-UNFINISHED = "did not end"
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Case:
         return {**told, "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
                 "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
                 "tokens_per_expert": self.tokens_per_expert,
-                "predicted_bytes": round(size.bytes_of(self.layers, self.ranks, self.ep, self.zero))}
+                "predicted_bytes": round(size.bytes_of(self.layers, self.ranks))}
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -188,7 +186,7 @@ def measure(training: Training, case: Case, before: int) -> dict:
         training.noted()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
     *phases, step, host = (spread_ms(column) for column in samples.T)
-    staging = staging_bytes(models.moe_layers(engine)[0])
+    staging = models.staging_bytes(models.moe_layers(engine)[0])
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
     return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
@@ -297,30 +295,17 @@ def stored(path: Path) -> list[dict]:
     return result["rows"]
 
 
-def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict],
-           retry: bool) -> list[Run]:
-    """What the rows lack. An engine runs all its cases again if one is lacking; with `retry`, if one failed."""
-
-    def lacks(run: Run) -> bool:
-        there = [rows.get(run.key(case)) for case in run.cases]
-        return any(row is None or retry and "failure" in row for row in there)
-
-    return [run for cases in engines for name in contenders if lacks(run := Run(cases, name))]
+def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict]) -> list[Run]:
+    """What the rows lack. An engine runs all its cases again if one is lacking."""
+    every = [Run(cases, name) for cases in engines for name in contenders]
+    return [run for run in every if any(run.key(case) not in rows for case in run.cases)]
 
 
 def fill(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
-    """Fills `rows`, and yields whenever they are to be written. That is before each run too: one that ends the process
-    does not do so again and again."""
-
-    def note(one: Run, case: Case, found: dict) -> None:
-        rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
-
+    """Fills `rows`, and yields whenever they are to be written."""
     for one in world.in_time(wanted_runs, seconds):
-        for case in one.cases:
-            note(one, case, {"correct": False, "failure": UNFINISHED})
-        yield
         for case, found in one.rows():
-            note(one, case, found)
+            rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
             if "failure" in found:
                 world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {found['failure']}")
             settle(rows.values())
@@ -345,8 +330,8 @@ def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> It
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine; full: ZeRO-1 and 2, expert parallelism over the world and over half of it. One
-    rank: ZeRO-1, even routing, with and without DeepSpeed's check for overflow."""
+    """What was asked for, by engine, in ZeRO-1 and with the experts over all ranks. One rank: even routing, with and
+    without DeepSpeed's check for overflow."""
     ranks = world.size()
     alone = ranks == 1
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
@@ -359,13 +344,9 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
         if not layers:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
-        parallel, stages = models.expert_parallel(size, ranks), (1, 2)
-        if args.cases == "short" or alone:
-            parallel, stages = parallel[:1], (1, )
-        found += [tuple(Case(name, layers, zero, ep, ranks, math.ceil(args.steps / count), routing, count, checked)
+        found += [tuple(Case(name, layers, 1, ranks, ranks, math.ceil(args.steps / count), routing, count, checked)
                         for count in sorted(set(args.accumulation or counts)) for routing in routings)
-                  for checked in checks for ep in parallel for zero in stages
-                  if zero in (args.zero or stages) and ep in (args.ep or parallel)]
+                  for checked in checks]
     return found
 
 
@@ -463,10 +444,7 @@ SHOWN = show.Shown("train", MEASURES, [
 
 def parse_args() -> argparse.Namespace:
     parser = run.parser(__doc__)
-    parser.add_argument("--cases", choices=("short", "full"), default="full", help="short: ZeRO-1, EP over all ranks")
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
-    parser.add_argument("--zero", nargs="+", type=int, choices=(1, 2))
-    parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as many as fit")
     parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N",
@@ -476,7 +454,6 @@ def parse_args() -> argparse.Namespace:
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
-    parser.add_argument("--retry", action="store_true", help="run again what failed, or did not end")
     return run.parse(parser)
 
 
@@ -488,9 +465,8 @@ def train(args: argparse.Namespace) -> None:
     rows, commit = {key(row): row for row in box[0]}, box[1]
     engines = cases_of(args)
     if not engines:
-        sys.exit(f"there is no such case on {world.size()} ranks: its expert parallelism is over all of them or half, "
-                 "ZeRO is 1 in --cases short, and a layer has to fit")
-    runs, seconds = wanted(engines, args.contenders, rows, args.retry), args.seconds - world.ENDING_S
+        sys.exit(f"there is no such case on {world.size()} ranks: they have to divide the experts, and a layer to fit")
+    runs, seconds = wanted(engines, args.contenders, rows), args.seconds - world.ENDING_S
     filled = fill(runs, rows, seconds, commit)
     if world.size() == 1 and on_gpu():
         every = [Run(cases, name) for cases in engines for name in args.contenders]
