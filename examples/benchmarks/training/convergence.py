@@ -43,7 +43,7 @@ import train
 from ds_mxfp8_moe import MXFP8MoEConfig, mx
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
 from lib import models, results_file, run, show, world
-from training.convergence_results import BF16, JUDGED, NUDGED, OWN, SHOWN, YARDSTICK
+from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
 
 ROOT = Path(__file__).resolve().parents[3]
 HELDOUT_SHARE = 0.05  # of the texts
@@ -64,15 +64,12 @@ class Size(NamedTuple):
 SIZES = {"50M": Size("configs/models/qwen3_moe_50m.yaml", 6e-4, 16, 1024),
          "300M": Size("configs/models/qwen3_moe_300m.yaml", 3e-4, 16, 1024),
          "tiny": Size("configs/models/qwen3_moe_tiny.yaml", 1e-3, 4, 128)}
-RECIPES = {BF16: {"recipe": BF16}, "default_128": {"scale_block_size": 128}, YARDSTICK: {"recipe": BF16},
-           "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, NUDGED: {"recipe": BF16},
-           "default_32": {"scale_block_size": 32},
-           "wires_128": {"scale_block_size": 128, **dict.fromkeys(WIRE_KEYS, "mxfp8")}}
-FURTHER = ("default_32", "wires_128")
-# Seeds of each recipe. With 16, the standard error of a mean difference is 0.2 % at 50M, and 0.1 % at 300M.
-MAIN = (BF16, *JUDGED, YARDSTICK, NUDGED)
-STUDY = {"50M": dict.fromkeys(MAIN, 16) | dict.fromkeys(FURTHER, 3), "300M": dict.fromkeys(MAIN, 16),
-         "tiny": dict.fromkeys(MAIN, 2), OWN: dict.fromkeys((BF16, OWN, YARDSTICK), 3)}
+RECIPES = {BF16: {"recipe": BF16}, "default_128": {"scale_block_size": 128},
+           "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, YARDSTICK: {"recipe": BF16},
+           NUDGED: {"recipe": BF16}}
+OWN_RECIPES = (BF16, OWN, YARDSTICK)
+# With them, the standard error of a mean difference is 0.2 % at 50M, and 0.1 % at 300M.
+SEEDS = 16
 
 
 class Run(NamedTuple):
@@ -169,8 +166,7 @@ def build(one: Run, args: argparse.Namespace) -> tuple:
     section = section_of(one, args)
     if one.size == OWN:
         config = own_config(args.ds_config)
-        model = ["--hf_model", args.hf_model] if args.hf_model else ["--model", str(args.model)]
-        model += ["--seq_len", str(args.seq_len)] if args.seq_len else []
+        model = ["--hf_model", args.hf_model, "--seq_len", str(args.seq_len)]
     else:
         size = SIZES[one.size]
         config = json.loads((ROOT / "configs/ds/zero2.json").read_text())
@@ -200,11 +196,10 @@ def case_of(one: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
     if epochs > EPOCHS_AT_MOST:
         raise ValueError(f"{one}: {args.steps} steps of {per_step} tokens are {epochs:.1f} epochs "
                          f"of --data {tokens['source']}; at most {EPOCHS_AT_MOST}")
-    model = "autoep" if one.size != OWN else Path(args.hf_model or args.model).name
-    return {"size": one.size, "model": model, "parameters": train.number_of_parameters(engine),
-            "expert_parallel": train.moe_layers(engine)[0].ep_size, "zero_stage": engine.zero_optimization_stage(),
-            "tokens_per_step": per_step, "lr": engine.optimizer.param_groups[0].get("initial_lr"),
-            "dtype": str(next(engine.module.parameters()).dtype).removeprefix("torch."), "data": Path(args.data).name,
+    return {"size": one.size, "model": "autoep" if one.size != OWN else Path(args.hf_model).name,
+            "parameters": train.number_of_parameters(engine), "expert_parallel": train.moe_layers(engine)[0].ep_size,
+            "zero_stage": engine.zero_optimization_stage(), "tokens_per_step": per_step,
+            "lr": engine.optimizer.param_groups[0].get("initial_lr"), "data": Path(args.data).name,
             "training_tokens": tokens["training_tokens"], "seed": one.seed, **asked(args)}
 
 
@@ -335,7 +330,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="for this piece with its start (default: %(default)s): what does not fit is left out")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
     parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="default: the study's")
-    parser.add_argument("--seeds", type=run.one_or_more, help="of each recipe (default: as many as the study has)")
+    parser.add_argument("--seeds", type=run.one_or_more, default=SEEDS, help="of each recipe (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=1000)
     parser.add_argument("--heldout_windows", type=run.one_or_more, default=128)
     parser.add_argument("--data", default="installed", help="stdlib, pydoc, installed, or a folder of texts")
@@ -343,35 +338,27 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     own.add_argument("--ds_config", type=Path, metavar="FILE", help='your DeepSpeed config with its section '
                      '"mxfp8_moe": it is compared with the same in bf16')
     own.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
-    own.add_argument("--model", type=Path, help="sizes of the GPT of examples/gpt_moe, instead of --hf_model")
-    own.add_argument("--seq_len", type=run.one_or_more, help="tokens of a sequence")
+    own.add_argument("--seq_len", type=run.one_or_more, default=1024, help="tokens of a sequence")
     args = run.parse(parser, arguments)
     if args.ds_config:
         if not args.ds_config.is_file():
             parser.error(f"--ds_config: there is no file {args.ds_config}")
-        if (args.hf_model is None) == (args.model is None):
-            parser.error("--ds_config: name your model by either --hf_model or --model")
+        if args.hf_model is None:
+            parser.error("--ds_config: name your model by --hf_model")
         own_config(args.ds_config)
         args.sizes = [OWN]
-    elif args.hf_model or args.model:
-        parser.error("--hf_model and --model need --ds_config: a DeepSpeed config with your section \"mxfp8_moe\"")
-    valid = STUDY[OWN] if args.ds_config else RECIPES
+    elif args.hf_model:
+        parser.error("--hf_model needs --ds_config: a DeepSpeed config with your section \"mxfp8_moe\"")
+    valid = OWN_RECIPES if args.ds_config else RECIPES
     if unknown := [name for name in args.recipes or () if name not in valid]:
         parser.error(f"--recipes: unknown {', '.join(unknown)}; expected some of {', '.join(valid)}")
     return args
 
 
 def plan(args: argparse.Namespace) -> list[Run]:
-    """All runs, the most important ones first: seed by seed, and the recipes of FURTHER last."""
-    runs = []
-    for size in args.sizes:
-        seeds = dict.fromkeys(args.recipes, STUDY[size][BF16]) if args.recipes else STUDY[size]
-        if args.seeds:
-            seeds = dict.fromkeys(seeds, args.seeds)
-        found = [Run(size, recipe, seed) for seed in range(max(seeds.values())) for recipe in seeds
-                 if seed < seeds[recipe]]
-        runs += found if args.recipes else sorted(found, key=lambda one: one.recipe in FURTHER)
-    return runs
+    """All runs, seed by seed."""
+    recipes = args.recipes or (OWN_RECIPES if args.ds_config else RECIPES)
+    return [Run(size, recipe, seed) for size in args.sizes for seed in range(args.seeds) for recipe in recipes]
 
 
 def known(path: Path, args: argparse.Namespace) -> dict[tuple, dict]:

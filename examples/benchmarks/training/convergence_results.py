@@ -38,7 +38,7 @@ def training_differences(found: dict[int, dict], bases: dict[int, dict]) -> dict
     It has far less noise than the held-out loss of one step.
     """
     result = {}
-    for seed in (seed for seed in found if seed in bases):
+    for seed in sorted(found.keys() & bases.keys()):
         mine, other = found[seed]["curves"]["loss"], bases[seed]["curves"]["loss"]
         steps = [step for step in mine if int(step) > BEGUN * found[seed]["case"]["steps"] and step in other]
         if steps:
@@ -54,7 +54,7 @@ def base_of(contender: str) -> str:
 def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None = None) -> dict[int, float]:
     """(recipe - bf16) / bf16 of the held-out loss of a step, by seed. None: the recipe's end."""
     result = {}
-    for seed in (seed for seed in found if seed in bases):
+    for seed in sorted(found.keys() & bases.keys()):
         at = step or end(found[seed])
         value = found[seed]["curves"]["heldout_loss"].get(at)
         base = bases[seed]["curves"]["heldout_loss"].get(at)
