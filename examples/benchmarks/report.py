@@ -129,12 +129,6 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
-def between(text: str, name: str) -> str:
-    """What stands between two marks."""
-    begin, end = marks(name)
-    return text.partition(begin)[2].partition(end)[0]
-
-
 def replaced(text: str, name: str, new: str) -> str:
     begin, end = marks(name)
     before, found, rest = text.partition(begin)
@@ -168,8 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
         shown = importlib.import_module(name).SHOWN
         for path, result in results(shown.benchmark):
             if check:
-                bars, _ = show.missed(shown, shown.prepared(result))
-                missed += [f"{path.name}: {line}" for line in bars]
+                missed += [f"{path.name}: {line}" for line in show.missed(shown, shown.prepared(result))]
             else:
                 show.draw_all(shown, path, shown.prepared(result))
     if check:

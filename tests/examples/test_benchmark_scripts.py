@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each benchmark's script from its arguments to its result file, on CPUs with tiny sizes. All its results are right.
 
-mx.py and plain torch stand in for the kernels. NVLink is played by the collective transport under its name. Of the
-scripts that start their ranks themselves, test_two_hops.py and test_two_nodes.py run theirs; test_scale.py runs the
-model. That wrong results are noticed is tested once, in test_benchmarks.py.
+mx.py and plain torch stand in for the kernels. NVLink is played by the collective transport under its name.
+test_two_hops.py, test_two_nodes.py, test_scale.py and test_convergence.py run theirs. test_benchmarks.py tests once,
+for all, that wrong results are noticed.
 """
 
 import subprocess

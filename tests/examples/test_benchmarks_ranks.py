@@ -115,6 +115,21 @@ def test_without_a_launcher_it_says_how_to_start(monkeypatch):
         world.start()
 
 
+def test_ranks_that_share_gpus_are_machines_of_their_own_for_nccl(monkeypatch):
+    accelerator = mock.Mock(**{"device_count.return_value": 2})
+    monkeypatch.setattr(world, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(world, "on_gpu", lambda: True)
+    monkeypatch.setattr(world.deepspeed, "init_distributed", mock.Mock())
+    for ranks, hosts in ((2, [None] * 2), (4, ["of-rank-0", "of-rank-1", "of-rank-2", "of-rank-3"])):
+        found = []
+        for rank in range(ranks):
+            with mock.patch.dict(world.os.environ, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)):
+                world.start()
+                found.append(world.os.environ.get("NCCL_HOSTID"))
+        assert found == hosts
+    assert [call.args[0] for call in accelerator.set_device.mock_calls] == [0, 1, 0, 1, 0, 1]
+
+
 def _in_time():
     shown = []
     for item in world.in_time(range(5), time.time() - world.STARTED + 1):

@@ -191,11 +191,6 @@ class Graphed:
         return self.way.check(stages)
 
 
-def _contender(way) -> Contender:
-    stages = way.stages()
-    return Contender(stages, partial(way.check, stages))
-
-
 def available() -> bool:
     return "nvlink" in world.transports()
 
@@ -211,7 +206,9 @@ def measure(size: Size, budget_s: float) -> list[dict]:
         launches["graph"] = {name: Graphed(way) for name, way in ways.items()}
     rows = []
     for launch, these in launches.items():
-        rows += timing.rows(size.case(launch), {name: _contender(way) for name, way in these.items()}, budget_s, **HOW)
+        stages = {name: way.stages() for name, way in these.items()}
+        contenders = {name: Contender(stages[name], partial(way.check, stages[name])) for name, way in these.items()}
+        rows += timing.rows(size.case(launch), contenders, budget_s, **HOW)
     return rows
 
 
@@ -244,7 +241,7 @@ MEASURES = [
 
 def plot(result: dict, pyplot) -> None:
     panels = show.points_over(result, "tokens", ("operation", "experts"), (*OURS, *NCCL), "launch", "us")
-    show.lines(pyplot, panels, "tokens of a rank", "us", columns=2, xscale="log", yscale="log")
+    show.lines(pyplot, panels, "tokens of a rank", "us", xscale="log", yscale="log")
 
 
 SHOWN = show.Shown("latency", MEASURES, [("us", "us", "{:.1f}")], plot, contenders=(*OURS, *NCCL), prepare=prepare)

@@ -169,24 +169,17 @@ def measured_rows(case: Case, budget_s: float, seconds: float = float("inf")) ->
             described = {"operation": TOTAL, "ranks": world.size(), **asdict(case)}
             yield [{"case": described, "contender": one.name, **built}]
         else:
-            contenders[one.name] = Contender(ways[one.name].stages, partial(_check, ways, one))
+            contenders[one.name] = Contender(ways[one.name].stages, lambda one=one: check(
+                ways[one.name], ways.get(one.reference), ways.get(one.twin), one.least_db))
     world.say("all are built")
     rows = timing.rows(asdict(case), contenders, budget_s, warm=True)
     yield rows
-    sound = [name for name in contenders if "failure" not in rows_of(rows, name)[0]]
+    sound = dict.fromkeys(row["contender"] for row in rows if "failure" not in row)
     for name in world.in_time(sound, seconds):
         found = world.everywhere(lambda way=ways[name]: memory(way) | waits(way))
-        for row in rows_of(rows, name):
+        for row in (row for row in rows if row["contender"] == name):
             row.update(found, correct=row["correct"] and found["correct"])
         yield []
-
-
-def _check(ways: dict, one: Wanted) -> dict:
-    return check(ways[one.name], ways.get(one.reference), ways.get(one.twin), one.least_db)
-
-
-def rows_of(rows: list[dict], contender: str) -> list[dict]:
-    return [row for row in rows if row["contender"] == contender]
 
 
 # ---- how results are shown ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ and at its peak.
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -226,7 +226,7 @@ def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: in
     """The rows of one case."""
     steps = {PLAIN: plain_step(shape, case)}
     steps |= {name: our_step(shape, case, name, min_tokens_per_expert) for name in RECIPES}
-    described = case.as_dict() | {"flops": 18 * sum(case.counts()) * case.dim * case.hidden,
+    described = asdict(case) | {"flops": 18 * sum(case.counts()) * case.dim * case.hidden,
                                   "min_tokens_per_expert": min_tokens_per_expert}
     contenders = {name: Contender({STEP: step}, partial(check, name, step, steps[PLAIN]), timed=name not in UNTIMED)
                   for name, step in steps.items()}

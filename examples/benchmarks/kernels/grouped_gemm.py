@@ -10,6 +10,7 @@ they take. Where a group is no whole number of tiles, ours run on padded rows an
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -172,7 +173,7 @@ def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
     for operation, ways in contenders(shape, case).items():
         timed = {way.name: timing.Contender({operation: way.call}, partial(check, operation, case, ways[0], way))
                  for way in ways}
-        rows += timing.rows({**case.as_dict(), **least_work(operation, case)}, timed, budget_s)
+        rows += timing.rows({**asdict(case), **least_work(operation, case)}, timed, budget_s)
     return rows
 
 

@@ -35,7 +35,6 @@ from lib.world import BF16, device, on_gpu
 RECIPES = ("bf16", "mxfp8_wgrad_with_hp", "mxfp8")
 AUTOEP, CLASSIC, SONIC = "AutoEP bf16", "classic bf16", "SonicMoE bf16"
 OURS = BF16_RECIPE, HP, MXFP8 = tuple(f"AutoEP, ours, {recipe}" for recipe in RECIPES)
-BEST = "the best of ours"
 SAMPLES = 30  # of the host's time
 ROUNDS, PASSES = 5, 20  # of passes in a row
 WARM_UP = 3  # passes
@@ -242,15 +241,9 @@ def measured_rows(cases: tuple[Case, ...], seconds: float) -> Iterator[list[dict
 
 
 def prepare(result: dict) -> list[dict]:
-    """The rows with wall over kernels, and for each case those of the fastest of our recipes once more."""
-    rows = [{**row, "over_kernels": row["median_ms"] / row["kernels_ms"]} if row.get("kernels_ms") else row
+    """The rows with wall over kernels."""
+    return [{**row, "over_kernels": row["median_ms"] / row["kernels_ms"]} if row.get("kernels_ms") else row
             for row in result["rows"]]
-    best: dict = {}
-    for row in rows:
-        if row["contender"] in OURS and row["correct"] and "median_ms" in row and is_large(row["case"]):
-            of_case = best.setdefault(str(row["case"]), row)
-            best[str(row["case"])] = min(of_case, row, key=lambda one: one["median_ms"])
-    return rows + [{**row, "contender": BEST} for row in best.values()]
 
 
 ON_HOST = {"figure": "host_ms", "better": show.SMALLER, "when": is_host_bound}
@@ -261,14 +254,14 @@ MEASURES = [
     Measure("large layers: time in a row over the sum of kernels", OURS, figure="over_kernels", better=show.SMALLER,
             when=is_large),
     *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large)
-      for name in (HP, MXFP8, BEST))]
+      for name in (HP, MXFP8))]
 
 
 def plot(result: dict, pyplot) -> None:
     panels: dict = {}
     keys = show.varying(result)
     for row in result["rows"]:
-        if "host_ms" not in row or row["contender"] == BEST:
+        if "host_ms" not in row:
             continue
         if is_host_bound(row["case"]):
             parts = {"host, forward": row["forward_host_ms"], "host, backward": row["backward_host_ms"]}

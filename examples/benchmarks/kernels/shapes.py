@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 
@@ -58,9 +58,6 @@ class Case:
     def rows(self) -> int:
         """Rows of all experts, each one's padded to whole tiles."""
         return sum(padded(self.counts()))
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
     def __str__(self) -> str:
         return (f"{self.dim}x{self.hidden}, {self.experts} experts, {self.tokens_per_expert} tokens each, "

@@ -2,9 +2,11 @@
 """The GPT-MoEs that are trained: their sizes, how many layers fit, engines around them, one layer, even routing."""
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import yaml
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
@@ -76,16 +78,8 @@ class Size:
                     and self.bytes_of(layers, ranks) <= FILLED * memory), default=0)
 
 
-SIZES = {
-    "deepseek": Size("qwen3_moe", 2048, 1408, 64, 6, heads=16, kv_heads=4, layers=28, batch=2),
-    "qwen3": Size("qwen3_moe", 2048, 768, 128, 8, heads=32, kv_heads=4, layers=48, batch=2),
-    "mixtral": Size("mixtral", 4096, 14336, 8, 2, heads=32, kv_heads=8, layers=32, batch=1),
-    "tiny": Size("qwen3_moe", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64, vocabulary=512),
-    "tiny-mixtral": Size("mixtral", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64,
-                         vocabulary=512),
-}
-SIZES |= {"deepseek-8x8": replace(SIZES["deepseek"], layers=8, experts=8),  # layers x experts, for one rank
-          "deepseek-6x64": replace(SIZES["deepseek"], layers=6)}
+SIZES = {name: Size(**figures)
+         for name, figures in yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text()).items()}
 FULL_SIZES, ONE_RANK_SIZES = ("deepseek", "qwen3", "mixtral"), ("deepseek-8x8", "deepseek-6x64")
 
 
@@ -196,10 +190,6 @@ def layer_of(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, ep: i
     return Layer(engine.module.model.layers[0].mlp, engine)
 
 
-def router_of(layer: nn.Module) -> nn.Module:
-    return layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
-
-
 def staging_bytes(layer: nn.Module) -> int:
     """Of the peer memory that a layer's transport shares with all others. It is not the allocator's."""
     settings = getattr(layer, "mxfp8_settings", None)
@@ -277,7 +267,7 @@ def route(engine: nn.Module, size: Size, routing: str) -> None:
     chosen_TE = torch.zeros(size.tokens, size.experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
     place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)
     for layer in moe_layers(engine):
-        router = router_of(layer)
+        router = layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
         if routing == "router":
             router.__class__ = TokenChoiceTopKRouter if isinstance(router, TokenChoiceTopKRouter) else TopKGate
             continue

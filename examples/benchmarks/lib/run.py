@@ -39,15 +39,10 @@ def timed_parser(doc: str, budget: float, seconds: float = float("inf")) -> argp
     return out
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
-          unwritten: tuple[str, ...] = ()) -> argparse.Namespace:
-    """A benchmark's arguments. A result file that cannot be written is refused before anything is measured.
-
-    Args:
-        unwritten: options beside --show with which no result file is written.
-    """
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """A benchmark's arguments. A result file that cannot be written is refused before anything is measured."""
     args = parser.parse_args(arguments)
-    if not world.on_gpu() and not args.out and all(getattr(args, name) is None for name in ("show", *unwritten)):
+    if not world.on_gpu() and not args.out and not args.show:
         parser.error("name the result file with --out: there is no GPU here, and the files under "
                      "examples/benchmarks/results are a GPU's")
     if args.out and (args.out.suffix == ".png" or args.out.is_dir()):

@@ -38,7 +38,6 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe.transport.deadline import PeerFailure
 from exchange.moe_layer import RECIPES
 from lib import models, results_file, run, show, timing, world
 from lib.show import Measure
@@ -172,7 +171,7 @@ class Training:
 
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over all ranks."""
-        return (world.total(torch.stack(self.losses)) / world.size()).tolist()
+        return world.gathered(torch.stack(self.losses)).mean(0).tolist()
 
 
 def measure(training: Training, case: Case, before: int) -> dict:
@@ -212,10 +211,8 @@ class Run(NamedTuple):
     contender: str
 
     def __str__(self) -> str:
-        case = self.cases[0]
-        unchecked = "without overflow check, " if case.overflow_check is False else ""
-        return (f"{case.size}, {case.layers} layers, ZeRO-{case.zero}, EP {case.ep} x DP {case.ranks // case.ep}, "
-                f"{unchecked}{self.contender}")
+        unchecked = "without overflow check, " if self.cases[0].overflow_check is False else ""
+        return f"{self.cases[0].size}, {self.cases[0].layers} layers, {unchecked}{self.contender}"
 
     def key(self, case: Case) -> tuple:
         return key({"case": case.described(), "contender": self.contender})
@@ -235,27 +232,15 @@ class Run(NamedTuple):
             training.accumulation = case.accumulation
             return measure(training, case, before)
 
-        found = _everywhere(build)
+        found = world.everywhere(build)
         training = None if "failure" in found else Training(held[0], of_all.shape)
         for case in self.cases:
             if "failure" not in found:  # it leaves gradients, and steps that were not made, to what comes after it
-                found = _everywhere(partial(trained, case))
+                found = world.everywhere(partial(trained, case))
             yield case, found
         training = None
         if held:
             models.free(held.pop())
-
-
-def _everywhere(call: Callable[[], dict]) -> dict:
-    """world.everywhere; but when ranks have lost each other nothing further can be measured, and this process ends."""
-
-    def checked() -> dict:
-        try:
-            return call()
-        except (dist.DistError, PeerFailure) as error:
-            sys.exit(f"rank {world.rank()}: {type(error).__name__}: {error}")
-
-    return world.everywhere(checked)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -474,7 +459,6 @@ def train(args: argparse.Namespace) -> None:
     for _ in filled:
         if world.rank() == 0:
             results_file.write("train", list(rows.values()), path, commit)
-    world.say("nothing is lacking" if not runs else "measured")
     run.finish(SHOWN, path, args.check)
 
 
