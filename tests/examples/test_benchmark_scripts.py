@@ -9,7 +9,6 @@ for all, that wrong results are noticed.
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import emulator
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from benchmark_runs import run_script
 from rank_pool import RankPool
-from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
@@ -94,45 +92,6 @@ def test_host(ranks1, tmp_path):
     assert all(row["host_ms"] > 0 and "kernels_ms" not in row for row in rows)
     assert {row["contender"] for row in rows if row["sqnr_db"]["y"] > 35} == {
         host.AUTOEP, host.BF16_RECIPE, host.CLASSIC, "classic, ours, bf16"}
-
-
-def _sonic() -> dict:
-    """SonicMoE's check. It is played in plain torch, with the rows of gate and up in turn as it has them."""
-
-    class MoE(torch.nn.Module):
-
-        def __init__(self, experts, top_k, hidden, ffn, *_others):
-            super().__init__()
-            self.top_k = top_k
-            self.router = torch.nn.Linear(hidden, experts, bias=False)
-            self.c_fc, self.c_proj = torch.nn.Module(), torch.nn.Module()
-            self.c_fc.weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden))
-            self.c_proj.weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn))
-
-        def forward(self, x):
-            weight_TK, expert_TK = self.router(x).float().topk(self.top_k)
-            weight_TE = torch.zeros(*x.shape[:-1], len(self.c_fc.weight)).scatter(
-                -1, expert_TK, weight_TK.softmax(-1)).to(x.dtype)
-            y = 0
-            for e, (up_GH, down_HF) in enumerate(zip(self.c_fc.weight, self.c_proj.weight, strict=True)):
-                pre = x @ up_GH.t()
-                y = y + weight_TE[..., e:e + 1] * ((functional.silu(pre[..., ::2]) * pre[..., 1::2]) @ down_HF.t())
-            return y, None
-
-    tiles = SimpleNamespace(gemm=lambda tuned=True: tuned)
-    modules = {"sonicmoe": mock.Mock(MoE=MoE), "sonicmoe.enums": mock.Mock(),
-               "sonicmoe.functional": SimpleNamespace(forward=tiles, backward=SimpleNamespace())}
-    tokens, reference = host.Tokens(host.TINY), host.wanted(host.TINY)[0]
-    host.built(reference, tokens, host.check)
-    with mock.patch.dict(sys.modules, modules):
-        layer = host.sonic(host.TINY)
-    assert tiles.gemm() is False
-    one = reference._replace(name=host.SONIC, least_db=host.LEAST_SQNR_OTHER_ROUTER_DB)
-    return host.check(layer, tokens, one)
-
-
-def test_sonic_gets_the_same_weights(ranks1):
-    assert ranks1.run(_sonic)[0]["correct"]
 
 
 # ---- several GPUs -------------------------------------------------------------------------------------------------

@@ -230,22 +230,6 @@ def test_differences_are_paired_by_seed():
     assert "verdict" not in found[YARDSTICK, 200] and found[YARDSTICK, 200]["difference"] == pytest.approx(0)
 
 
-def test_runs_that_were_stopped_are_compared_with_the_beginning_of_whole_ones():
-    rows = [row(BF16, seed, 1.0 + seed) for seed in range(3)]
-    for seed, cost in enumerate((0.01, 0.02, 0.03)):
-        one = row("default_128-h", seed, 2 * (1 + cost), steps=100)
-        one["case"] |= {"steps": 200, "stopped_after": 100}
-        one["curves"]["loss"] = {"100": 1.9 * (1 + 2 * cost)}
-        rows.append(one)
-    found = convergence_results.prepare({"rows": rows})
-    stopped = next(one for one in found if one["case"].get("stopped_after"))
-    assert stopped["difference"] == pytest.approx(0.02) and stopped["training"] == pytest.approx(0.04)
-    assert stopped["pairs"] == 3 and "verdict" not in stopped
-    told = convergence_results.sentences({"rows": found})
-    assert told == [f"- tiny, stopped after 100 steps, default_128-h: +4.00% [{stopped['training_low']:+.2%}, "
-                    f"{stopped['training_high']:+.2%}] of the training loss after a fifth of the steps; seeds: 3."]
-
-
 def test_runs_that_do_not_start_alike_are_no_pair():
     rows = [row(BF16, 0, 1.0), row(BF16, 1, 1.0), row("mxfp8_128", 0, 1.0), row("mxfp8_128", 1, 1.0, start=5.7)]
     of = prepared(rows)["mxfp8_128", 200]

@@ -224,9 +224,10 @@ class Node:
 
     def exchange(self) -> list[dict]:
         """The rows of `exchange_main`. On node 1, none."""
-        out = self.folder / "exchange.json"
-        self.launch("exchange", [__file__, *self.args.arguments, "--out", out, "--rank"])
-        return json.loads(out.read_text()) if self.args.node_rank == 0 else []
+        args, out = self.args, self.folder / "exchange.json"
+        self.launch("exchange", [__file__, "--rank", "--ranks", args.ranks, "--cases", args.cases, "--out", out,
+                                 *["--one-host"] * args.one_host])
+        return json.loads(out.read_text()) if args.node_rank == 0 else []
 
     def train(self) -> list[dict]:
         """Trains the same model over both transports."""
@@ -285,8 +286,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="of each training, at least 2 (default: 30)")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # this process is a rank of both nodes
     args = run.parse(parser, arguments)
-    args.arguments = sys.argv[1:] if arguments is None else arguments
-    if not args.show and (args.node_rank is None or not args.master):
+    if not args.show and not args.rank and (args.node_rank is None or not args.master):
         parser.error("name this node by --node-rank 0 or 1, and node 0's address by --master")
     if args.ranks < 2:
         parser.error(f"--ranks {args.ranks}: the transport in two hops needs at least two ranks on each node")
