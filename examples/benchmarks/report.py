@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
 GAIN = results_file.RESULTS / "gain.png"
-BENCHMARKS = ("training.train", "training.convergence", "training.parity", "training.metrics_cost",
-              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+BENCHMARKS = ("training.train", "training.convergence", "training.metrics_cost", "exchange.moe_layer",
+              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
               "exchange.scale", "exchange.two_hops",
               "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
@@ -58,30 +58,35 @@ def page(module, found: Found) -> str:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items() if version)
         about = [f"{show.origin(result)}: [{path.name}]({path.name}), by `{result['command']}`.",
                  f"Versions: {versions}.", spread(result)]
-        parts += [f"## {path.stem}", "\n".join(filter(None, about)),
-                  *show.texts(module.SHOWN, module.SHOWN.prepared(result)), f"![{path.stem}]({path.stem}.png)"]
+        prepared = module.SHOWN.prepared(result)
+        parts += [f"## {path.stem}", "\n".join(filter(None, about)), *show.texts(module.SHOWN, prepared)]
+        for plot in show.plots_of(module.SHOWN, path, prepared):
+            heading = plot.stem.removeprefix(path.stem).replace("_", " ")
+            parts += [f"###{heading}"] * bool(heading) + [f"![{plot.stem}]({plot.name})"]
     return compact("\n\n".join(parts)) + "\n"
 
 
-def shown_in_readme(found: Found) -> tuple[Path, dict]:
-    """A file of one rank has no exchange in it, and one of short cases not the worst: others come first."""
-    return next((file for file in found if not re.search("_1ranks|_short", file[0].stem)), found[0])
+def shown_in_readme(found: Found, measure: show.Measure, shown: show.Shown) -> tuple[Path, dict] | None:
+    """The latest file that has the measure, prepared. A file of one rank has no exchange in it, and one of short cases
+    not the worst: others come first."""
+    for path, result in sorted(found, key=lambda file: bool(re.search("_1ranks|_short", file[0].stem))):
+        prepared = shown.prepared(result)
+        if measure.values(prepared):
+            return path, prepared
+    return None
 
 
 def measured_table(pages: dict) -> str:
-    """The main measures of each benchmark's latest file."""
+    """The main measures of each benchmark."""
     lines = []
     for module, found in pages.items():
-        _, result = shown_in_readme(found)
-        prepared = module.SHOWN.prepared(result)
-        keys = show.varying(prepared)
         name = module.SHOWN.benchmark
         for measure in module.SHOWN.measures:
-            values = measure.values(prepared)
-            if measure.main and values:
+            if measure.main and (file := shown_in_readme(found, measure, module.SHOWN)):
+                values = measure.values(file[1])
                 spans = dict.fromkeys(measure.form.format(one.value) for one in (values[0], values[-1]))
                 lines.append([f"[{name}](examples/benchmarks/results/{name}.md): {measure.what}", " to ".join(spans),
-                              measure.place(values[0], keys), origin_of(values[0], prepared)])
+                              measure.place(values[0], show.varying(file[1])), origin_of(values[0], file[1])])
     return compact(show.markdown(lines, ["measured", "worst to best", "worst case", "on"]))
 
 
@@ -91,13 +96,26 @@ def origin_of(one: show.Value, prepared: dict) -> str:
     return show.origin({**prepared, "commit": row.get("commit") or prepared["commit"]})
 
 
+def gains(found: Found) -> dict[tuple[Path, str], dict]:
+    """What the README's plot shows, by the file and its origin."""
+    shown = {}
+    for over, ours in train.GAINS:
+        measure = next(one for one in train.MEASURES if one.main and (one.over, one.contenders) == (over, (ours, )))
+        path, result = shown_in_readme(found, measure, train.SHOWN)
+        shown[path, show.origin(result)] = train.gained(result, over, ours)
+    return shown
+
+
 def gain_text(found: Found) -> str:
     """The README's plot, and what it shows."""
-    path, result = shown_in_readme(found)
-    return (f"![tokens per second](examples/benchmarks/results/{GAIN.name})\n\n"
-            "Trainings of three model shapes, with even routing and one micro-batch a step. What is missing was not "
-            f"measured.\n{show.origin(result)}: [all cases](examples/benchmarks/results/train.md), from\n"
-            f"[{path.name}](examples/benchmarks/results/{path.name}).")
+    files = [f"{origin}: [{path.name}](examples/benchmarks/results/{path.name})." for path, origin in gains(found)]
+    several = next(one for one in train.MEASURES if one.when is train.on_ranks)
+    path, result = shown_in_readme(found, several, train.SHOWN)
+    values = [several.form.format(one.value) for one in several.values(result)]
+    return "\n".join([f"![tokens per second](examples/benchmarks/results/{GAIN.name})", "",
+                      "Trainings with even routing and one micro-batch a step. Classic layers on several GPUs were",
+                      f"measured last on {result['date'][:10]}: {values[0]} to {values[-1]}. "
+                      "[All cases](examples/benchmarks/results/train.md).", *files])
 
 
 def answer_text(found: Found) -> str:
@@ -109,12 +127,6 @@ def answer_text(found: Found) -> str:
 
 def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-
-
-def between(text: str, name: str) -> str:
-    """What stands between two marks."""
-    begin, end = marks(name)
-    return text.partition(begin)[2].partition(end)[0]
 
 
 def replaced(text: str, name: str, new: str) -> str:
@@ -150,14 +162,13 @@ def main(arguments: list[str] | None = None) -> None:
         shown = importlib.import_module(name).SHOWN
         for path, result in results(shown.benchmark):
             if check:
-                bars, _ = show.missed(shown, shown.prepared(result))
-                missed += [f"{path.name}: {line}" for line in bars]
+                missed += [f"{path.name}: {line}" for line in show.missed(shown, shown.prepared(result))]
             else:
-                show.draw(shown.plot, path, shown.prepared(result))
+                show.draw_all(shown, path, shown.prepared(result))
     if check:
         sys.exit("\n".join(missed) or 0)
-    _, result = shown_in_readme(results(train.SHOWN.benchmark))
-    show.draw(train.plot_gain, GAIN, train.SHOWN.prepared(result))
+    shapes = gains(results(train.SHOWN.benchmark)).values()
+    show.draw(train.plot_gain, GAIN, {name: rates for shown in shapes for name, rates in shown.items()})
     for path, text in texts().items():
         path.write_text(text)
 

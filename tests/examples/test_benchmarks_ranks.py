@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of several GPUs on two gloo ranks: tiny sizes, and checks that notice wrong results.
-
-NVLink is played by the collective transport under its name, and for few tokens by the emulator of CUDA.
-"""
+"""What the benchmarks of several GPUs share, on two gloo ranks: rows, times, failures and ends of ranks."""
 
 import json
 import sys
@@ -11,52 +8,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
-import deepspeed.comm as dist
-import emulator
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from ds_mxfp8_moe.all_to_all import AllToAll
-from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
-from exchange.dispatch_combine import Today
+from exchange import ep_pipeline
 from lib import run, timing, world
 from lib.timing import Contender
 
-BF16 = torch.bfloat16
 pytestmark = pytest.mark.slow
-
-
-class NVLink(Collective):
-    """The collective transport under the name of NVLink's."""
-
-
-def nvlink_played(spoilt=None):
-    """While it lasts, the machine has NVLink: the one above, or `spoilt` under its name."""
-    nvlink = type("NVLink", (spoilt or NVLink, ), {})
-
-    def choose(group, name, requested):
-        return (Collective if requested == "collective" else nvlink)(group, name)
-
-    return mock.patch.object(world, "choose", choose)
-
-
-def flat(batches) -> list[dict]:
-    return [row for rows in batches for row in rows]
-
-
-def correct(results) -> list[dict]:
-    """Rank 0's rows, all of them correct."""
-    assert all(row["correct"] for row in results[0]), [row for row in results[0] if not row["correct"]]
-    assert [[row["contender"] for row in rows] for rows in results] == [[row["contender"] for row in results[0]]] * 2
-    return results[0]
-
-
-# ---- world --------------------------------------------------------------------------------------------------------
 
 
 def _agree():
@@ -154,9 +115,25 @@ def test_without_a_launcher_it_says_how_to_start(monkeypatch):
         world.start()
 
 
+def test_ranks_that_share_gpus_are_machines_of_their_own_for_nccl(monkeypatch):
+    accelerator = mock.Mock(**{"device_count.return_value": 2})
+    monkeypatch.setattr(world, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(world, "on_gpu", lambda: True)
+    monkeypatch.setattr(world.deepspeed, "init_distributed", mock.Mock())
+    for ranks, hosts in ((2, [None] * 2), (4, ["of-rank-0", "of-rank-1", "of-rank-2", "of-rank-3"])):
+        found = []
+        for rank in range(ranks):
+            with mock.patch.dict(world.os.environ, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks)):
+                world.start()
+                found.append(world.os.environ.get("NCCL_HOSTID"))
+        assert found == hosts
+    assert [call.args[0] for call in accelerator.set_device.mock_calls] == [0, 1, 0, 1, 0, 1]
+
+
 def _in_time():
     shown = []
-    for item in world.in_time(range(5), time.time() - world.STARTED + 1):
+    age = world.largest(torch.tensor([time.time() - world.STARTED])).item()  # the ranks began at different times
+    for item in world.in_time(range(5), age + 1):
         shown.append(item)
         time.sleep(0.4 * world.rank())
     return shown
@@ -204,170 +181,3 @@ def test_what_failed_keeps_no_rank_from_its_end(failures, error, code, monkeypat
         world.leave(error)
     assert left.called != bool(failures) and gone.mock_calls == [mock.call(code)] * bool(failures)
     assert (error in capsys.readouterr().err) or not failures
-
-
-# ---- ep_pipeline --------------------------------------------------------------------------------------------------
-
-
-def _pipeline(spoilt=None):
-    with nvlink_played(spoilt), mock.patch.object(ep_pipeline, "EXPERTS", 2):
-        return flat(ep_pipeline.measured_rows([(128, 64)], 1024, 0.001))
-
-
-def test_pipelines_are_correct_by_their_own_check(ranks2):
-    rows = correct(ranks2.run(_pipeline))
-    total = [row for row in rows if row["case"]["operation"] == "total"]
-    assert [row["contender"] for row in total] == [ep_pipeline.NCCL_BF16, ep_pipeline.NCCL_MXFP8_GEMM,
-                                                   *ep_pipeline.OURS]
-    assert [row.get("transport") for row in total] == [None, None, "nvlink", "nvlink", "nvlink"]
-    assert {row["case"]["operation"] for row in rows} == {"forward", "backward", "total"}
-    # Only what is quantised is far from float32, and each further wire adds its noise.
-    noise = {row["contender"]: row["sqnr_db"]["y"] for row in total}
-    assert noise["ours, mxfp8"] < noise["ours, mxfp8_wgrad_with_hp"] < 35 < 45 < noise["NCCL bf16"]
-
-
-class Shifted(NVLink):
-
-    def combine(self, *args, **kwargs):
-        y_TH, weight_TK = super().combine(*args, **kwargs)
-        return y_TH.roll(world.rank(), 0), weight_TK
-
-
-def test_a_pipeline_that_mixes_rows_up_is_noticed(ranks2):
-    rows = [row for row in ranks2.run(_pipeline, Shifted)[0] if row["case"]["operation"] == "total"]
-    assert [row["correct"] for row in rows] == [True, True, False, False, False]
-
-
-# ---- dispatch_combine ---------------------------------------------------------------------------------------------
-
-
-def _exchanges(case, spoilt=None):
-    with nvlink_played(spoilt):
-        return flat(dispatch_combine.measured_rows([case], 0.001))
-
-
-@pytest.mark.parametrize("routing", dispatch_combine.ROUTINGS)
-def test_exchanges_are_correct_by_their_own_check(ranks2, routing):
-    case = dispatch_combine.Case(96, 128, 2, 8, routing)
-    rows = correct(ranks2.run(_exchanges, case))
-    names = [row["contender"] for row in rows if row["case"]["operation"] == "dispatch"]
-    plans = [row["contender"] for row in rows if row["case"]["operation"] == "plan"]
-    assert plans == [dispatch_combine.TODAY, "collective", "nvlink"]
-    assert set(names + plans) == set(dispatch_combine.CONTENDERS)
-    moved = {row["contender"]: row["bytes"] for row in rows if row["case"]["operation"] == "combine"}
-    assert moved[dispatch_combine.TODAY] > moved["nvlink, bf16"]
-    assert moved["nvlink, bf16"] * (128 + 4) == moved["nvlink, mxfp8"] * 256
-
-
-class Rounded(NVLink):
-
-    def dispatch(self, *args, **kwargs):
-        x_PH, weight_P = super().dispatch(*args, **kwargs)
-        if isinstance(x_PH, MXTensor):
-            x_PH.qdata.view(torch.uint8)[0, 0] ^= 1
-        return x_PH, weight_P
-
-
-def test_an_exchange_that_rounds_otherwise_is_noticed(ranks2):
-    rows = ranks2.run(_exchanges, dispatch_combine.Case(96, 128, 2, 8, "random"), Rounded)[0]
-    wrong = {row["contender"] for row in rows if not row["correct"]}
-    assert wrong == {"nvlink, mxfp8"}
-
-
-class Unwritten(NVLink):
-    """Leaves the rows behind the last group as they are, as the kernels do."""
-
-    def dispatch(self, plan, *args, **kwargs):
-        x_PH, weight_P = super().dispatch(plan, *args, **kwargs)
-        behind = (x_PH.qdata.view(torch.uint8) if isinstance(x_PH, MXTensor) else x_PH)[plan.group_ends_E[-1]:]
-        assert len(behind)  # else this test tests nothing
-        behind.fill_(3)
-        return x_PH, weight_P
-
-
-def test_rows_behind_the_last_group_may_hold_anything(ranks2):
-    correct(ranks2.run(_exchanges, dispatch_combine.Case(4200, 32, 2, 2, "random"), Unwritten))
-
-
-def _today(tokens, top_k):
-    x, expert_TK = world.randn(tokens, 64), torch.rand(tokens, 8).topk(top_k).indices
-    today, collective = Today(world.group()), Collective(world.group())
-    plan, other = today.plan(expert_TK, 4), collective.plan(expert_TK, 4)
-    rows, _ = today.dispatch(plan, x)
-    assert plan.group_ends_E.tolist() == other.group_ends_E.tolist()
-    assert torch.equal(rows, collective.dispatch(other, x, dispatch_combine.Wire(False))[0])
-    y, _ = today.combine(plan, rows)
-    return torch.equal(y, (x.float() * top_k).to(BF16))
-
-
-@pytest.mark.parametrize("tokens, top_k", [(50, 3), (64, 1), (1, 2), (2200, 2)])
-def test_todays_exchange_gives_the_collective_transport_s_rows(ranks2, tokens, top_k):
-    assert ranks2.run(_today, tokens, top_k) == [True, True]
-
-
-# ---- moe_layer ----------------------------------------------------------------------------------------------------
-
-
-def _layers():
-    case = moe_layer.Case(tokens=64, dim=64, hidden=96, experts=8, top_k=2)
-    return flat(moe_layer.measured_rows(case, 0.001))
-
-
-def test_layers_are_correct_by_their_own_check(ranks2):
-    rows = correct(ranks2.run(_layers))
-    totals = {row["contender"]: row for row in rows if row["case"]["operation"] == "total"}
-    assert set(totals) == {moe_layer.AUTOEP, moe_layer.CLASSIC, moe_layer.DROPLESS,
-                           *(f"collective, {recipe}" for recipe in moe_layer.RECIPES),
-                           "collective, mxfp8_wgrad_with_hp, classic"}
-    assert all(("counted_waits" in row) == name.startswith("collective") for name, row in totals.items())
-    assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
-
-
-# ---- latency ------------------------------------------------------------------------------------------------------
-
-
-class Spoilt(AllToAll):
-
-    def combine(self, out_tokens, *args, **kwargs):
-        super().combine(out_tokens, *args, **kwargs)
-        out_tokens[0] *= 1.25
-
-
-def _latencies(kind, sizes):
-    """With AllToAll over the emulator of CUDA."""
-    memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), provider=emulator.Shared)
-
-    def intranode(rank, world_size, dp_size, group, **sizes):
-        return kind(memory, **sizes)
-
-    with mock.patch.object(latency.AllToAll, "intranode", intranode), \
-            mock.patch.object(latency, "available", lambda: True):
-        return flat(latency.measured_rows(sizes, 0.001))
-
-
-@pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")
-def test_exchanges_of_few_tokens_are_right_and_a_wrong_one_is_noticed(ranks2):
-    emulator.build()
-    sizes = [latency.Size(8, 2, 256, 1), latency.Size(8, 2, 256, 4)]
-    rows = correct(ranks2.run(_latencies, AllToAll, sizes))
-    for size in sizes:
-        for operation in ("dispatch", "combine", "total"):
-            found = {row["contender"]: row["median_ms"] for row in rows
-                     if row["case"] == {"operation": operation, "ranks": 2, **size.case("eager")}}
-            assert set(found) == {*latency.OURS, *latency.NCCL} and all(ms > 0 for ms in found.values())
-    rows = ranks2.run(_latencies, Spoilt, sizes[:1])[0]
-    assert {row["contender"] for row in rows if not row["correct"]} == set(latency.OURS)
-
-
-# ---- arguments ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module, arguments, told", [
-    (moe_layer, ["--tokens", "0"], "0 is less than 1"), (ep_pipeline, ["--shapes", "big"], "dims value: 'big'"),
-    (ep_pipeline, ["--shapes", "64x0"], "0 is less than 1"), (latency, ["--tokens", "-1"], "-1 is less than 1"),
-    (dispatch_combine, ["--cases", "big"], "invalid choice: 'big'")])
-def test_odd_arguments_end_in_one_line(monkeypatch, capsys, module, arguments, told):
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--out", "x.json", *arguments])
-    with pytest.raises(SystemExit):
-        module.main()
-    assert told in capsys.readouterr().err.splitlines()[-1]

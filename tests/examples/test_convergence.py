@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -13,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from benchmark_runs import run_script
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_fp32_param
-from rounding_cases import DEFAULT, OF_WGRAD
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
 from ds_mxfp8_moe import mx
 from lib import paired, results_file, show
-from training import convergence, convergence_results, convergence_run
-from training.convergence import STUDY
-from training.convergence_run import BF16, RECIPES, YARDSTICK, Recipe, Run
+from training import convergence, convergence_results
+from training.convergence import BF16, NUDGED, RECIPES, YARDSTICK, Run
 
 pytestmark = pytest.mark.slow
 CONFIGS = convergence.ROOT / "configs"
@@ -31,112 +29,91 @@ CONFIGS = convergence.ROOT / "configs"
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory):
-    """A folder with two tiny models and the tokens of some texts."""
+    """A folder with a tiny model and the tokens of some texts."""
     folder = tmp_path_factory.mktemp("convergence")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
              "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 4, "max_position_embeddings": 32}
     model = yaml.safe_load((CONFIGS / "models/qwen3_moe_tiny.yaml").read_text()) | sizes
-    (folder / "autoep.yaml").write_text(yaml.safe_dump(model))
-    (folder / "classic.yaml").write_text(
-        "{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}")
-    texts(folder)
-    convergence_run.store_tokens(str(folder / "texts"), folder)
+    (folder / "model.yaml").write_text(yaml.safe_dump(model))
+    texts(folder, 200)
+    convergence.store_tokens(str(folder / "texts"), folder)
     return folder
 
 
-def texts(folder):
+def texts(folder, count, copies=1):
     (folder / "texts").mkdir()
-    for i in range(200):
-        (folder / f"texts/{i}.txt").write_text(f"{i} green bottles hanging on the wall\n" * 4)
+    for i in range(count * copies):
+        (folder / f"texts/{i}.txt").write_text(f"{i % count:05} green bottles hanging on the wall\n" * 4)
 
 
-def _train(state, recipe, seed, *arguments):
-    args = convergence.parse_args(["--out", "unused", "--state", str(state), "--steps", "6", "--log_every", "2",
-                                   "--heldout_every", "4", "--heldout_windows", "16", "--ranks", "2", *arguments])
-    size = convergence_run.Size(str(state / "autoep.yaml"), str(state / "classic.yaml"), 1e-2, 8, 32)
-    with mock.patch.dict(convergence_run.SIZES, {"tiny": size}):
-        convergence_run.train_run(Run("tiny", recipe, seed), args)
+def arguments(folder, *more):
+    return convergence.parse_args(["--out", "unused", "--tokens", str(folder), "--heldout_windows", "16", *more])
 
 
-def trained(ranks2, state, recipe, seed, *arguments):
-    """The log and the summary of a run of six steps on two ranks."""
-    ranks2.run(_train, state, recipe, seed, *arguments)
-    folder = state / f"tiny-{recipe}-{seed}"
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return log, json.loads((folder / "summary.json").read_text())
+def tiny(folder):
+    """The size of the model in the folder."""
+    size = convergence.Size(str(folder / "model.yaml"), 1e-2, 8, 32)
+    return mock.patch.dict(convergence.SIZES, {"tiny": size})
 
 
-def curve(log, name):
-    return {row["step"]: row[name] for row in log if name in row}
+def _train(folder, recipes, seed, *more):
+    with tiny(folder):
+        return [convergence.train_run(Run("tiny", recipe, seed), arguments(folder, "--steps", "6", *more))
+                for recipe in recipes]
 
 
 def test_runs_of_a_seed_are_pairs(ranks2, state):
-    runs = {name: trained(ranks2, state, name, 0) for name in (BF16, YARDSTICK, "mxfp8_128")}
-    logs = {name: log for name, (log, _) in runs.items()}
+    names = (BF16, YARDSTICK, "mxfp8_128", NUDGED)
+    rows = dict(zip(names, ranks2.run(_train, state, names, 0)[0], strict=True))
+    other, = ranks2.run(_train, state, (BF16, ), 1)[0]
+    again, = ranks2.run(_train, state, ("mxfp8_128", ), 0)[0]
+    assert all(row["correct"] for row in rows.values()), rows
+    curves = {name: row["curves"] for name, row in rows.items()}
     # The same weights before the first step, and the same batches.
-    start = logs[BF16][0]["heldout_loss"]
-    assert logs[YARDSTICK][0]["heldout_loss"] == logs["mxfp8_128"][0]["heldout_loss_bf16"] == start
-    assert logs["mxfp8_128"][0]["heldout_loss"] != start
-    losses = {name: curve(log, "loss") for name, log in logs.items()}
-    for name in (YARDSTICK, "mxfp8_128"):
+    start = curves[BF16]["heldout_loss"]["0"]
+    assert curves[YARDSTICK]["heldout_loss"]["0"] == curves["mxfp8_128"]["heldout_loss_bf16"]["0"] == start
+    assert curves["mxfp8_128"]["heldout_loss"]["0"] != start
+    losses = {name: list(found["loss"].values()) for name, found in curves.items()}
+    for name in names[1:]:
         assert losses[name] != losses[BF16] and losses[name] == pytest.approx(losses[BF16], rel=0.01)
-    other, _ = trained(ranks2, state, BF16, 1)
-    assert abs(curve(other, "loss")[2] - losses[BF16][2]) > 10 * abs(losses[YARDSTICK][2] - losses[BF16][2])
-    # A run repeats itself, whatever is measured on the way.
-    again, _ = trained(ranks2, state, "mxfp8_128", 0, "--heldout_every", "2")
-    assert curve(again, "loss") == losses["mxfp8_128"]
-    assert curve(again, "grad_norm") == curve(logs["mxfp8_128"], "grad_norm")
-    # What is logged.
-    assert [row["step"] for row in logs[BF16]] == [0, 2, 4, 6]
-    assert list(curve(logs[BF16], "heldout_loss")) == list(curve(logs["mxfp8_128"], "sqnr_db")) == [0, 4, 6]
-    for log, summary in runs.values():
-        assert log[-1]["loss"] < log[1]["loss"] and log[-1]["heldout_loss"] < log[0]["heldout_loss"]
-        assert all(row["grad_norm"] > 0 and 1 / 4 <= row["busiest_expert"] < 1 for row in log[1:])
-        assert summary["case"]["expert_parallel"] == summary["case"]["ranks"] == 2
-        assert summary["case"]["tokens_per_step"] == 8 * 32 and summary["case"]["lr"] == 1e-2
-    assert [set(runs[name][1]["roundings"]) for name in runs] == [set(), set(), DEFAULT | OF_WGRAD]
+    assert abs(other["curves"]["loss"]["1"] - losses[BF16][0]) > 10 * abs(losses[YARDSTICK][0] - losses[BF16][0])
+    assert again["curves"] == curves["mxfp8_128"]  # a run repeats itself
+    # What is noted.
+    assert list(curves[BF16]["loss"]) == list("123456") and list(curves[BF16]["heldout_loss"]) == list("0123456")
+    for name, row in rows.items():
+        loss = losses[name]
+        assert loss[-1] < loss[0] and row["heldout_loss"] == curves[name]["heldout_loss"]["6"]
+        assert all(norm > 0 for norm in curves[name]["grad_norm"].values())
+        assert all(1 / 4 <= share < 1 for share in curves[name]["busiest_expert"].values())
+        assert row["case"]["expert_parallel"] == row["case"]["ranks"] == 2
+        assert row["case"]["tokens_per_step"] == 8 * 32 and row["case"]["lr"] == 1e-2
+        assert row["layers_quantized"] == (2 if name == "mxfp8_128" else 0)
 
 
-@pytest.mark.parametrize("recipe, expected", [
-    ("wires_128", DEFAULT | {"combine_fwd", "dispatch_bwd"}), ("classic_default_128", DEFAULT), ("plain", set()),
-    ("default_128-pre", DEFAULT - {"pre"}), ("default_128-x", DEFAULT - {"dispatch_fwd"}),
-    ("mxfp8_128-g", (DEFAULT | OF_WGRAD) - {"combine_bwd", "g_wgrad"}),
-    ("default_128-fp8_sums", DEFAULT)])
-def test_each_row_says_which_roundings_acted(ranks2, state, recipe, expected):
-    log, summary = trained(ranks2, state, recipe, 0)
-    assert set(summary["roundings"]) == expected and log[-1]["loss"] < log[1]["loss"]
-    assert summary["section"] == RECIPES[recipe].section
-    assert summary["layers_converted"] == (0 if recipe == "plain" else 2) and summary["moe_layers"] == 2
-    for row in log:
-        for name, db in row.get("sqnr_db", {}).items():
-            assert db > 25 and abs(row["shrinkage"][name]) < 0.01
-    done = convergence_results.row(state / f"tiny-{recipe}-0")
-    assert done["correct"] and done["step_ms"] > 0
-    assert done["heldout_loss"] == pytest.approx(log[-1]["heldout_loss"], rel=1e-5)
-    summary_path = state / f"tiny-{recipe}-0/summary.json"
-    summary_path.write_text(json.dumps(summary | {"roundings": [] if expected else ["h"]}))
-    assert convergence_results.row(state / f"tiny-{recipe}-0")["failure"] == (
-        "no rounding acted" if expected else "a rounding acted")
+def test_a_run_that_is_not_what_it_should_be_says_so():
+    right = {"curves": {"loss": {"1": 2.0}, "heldout_loss": {"0": 3.0, "1": 2.0}}, "moe_layers": 2,
+             "layers_converted": 2, "layers_quantized": 2, "section": RECIPES["default_128"]}
+    assert convergence.failure_of(right) is None
+    for changed, told in (({"curves": right["curves"] | {"loss": {"1": float("nan")}}}, "the loss is not finite"),
+                          ({"curves": right["curves"] | {"heldout_loss": {"0": 2.0, "1": 2.0}}}, "did not fall"),
+                          ({"layers_converted": 1}, "1 layers were converted, expected 2 of 2"),
+                          ({"section": RECIPES[BF16]}, "2 layers were quantized, expected 0 of 2")):
+        assert told in convergence.failure_of(right | changed)
 
 
-def _nudged(state):
-    args = convergence.parse_args(["--out", "unused", "--state", str(state), "--ranks", "2"])
-    size = convergence_run.Size(str(state / "autoep.yaml"), str(state / "classic.yaml"), 1e-2, 8, 32)
+def _nudged(folder):
     found = []
-    with mock.patch.dict(convergence_run.SIZES, {"tiny": size}):
-        for recipe in ("nudged", "classic_bf16"):
-            engine, *_ = convergence_run.build(Run("tiny", recipe, 0), args)
-            experts = {name: p for name, p in engine.module.named_parameters() if is_moe_param(p) and p.dim() > 1}
-            before = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
-            convergence_run.nudge(engine)
-            for name, p in engine.module.named_parameters():
-                wanted = mx.quantize_tiles(before[name]).dequantize() if name in experts else before[name]
-                found.append(torch.equal(p.detach().float(), wanted)
-                             and torch.equal(safe_get_full_fp32_param(p).float(), wanted))
-            found.append(len(experts) > 0 and any(not torch.equal(before[name], p.detach().float())
-                                                  for name, p in experts.items()))
-            engine.destroy()
-    return found
+    with tiny(folder):
+        engine, *_ = convergence.build(Run("tiny", NUDGED, 0), arguments(folder))
+    experts = {name: p for name, p in engine.module.named_parameters() if is_moe_param(p) and p.dim() > 1}
+    before = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+    convergence.nudge(engine)
+    for name, p in engine.module.named_parameters():
+        wanted = mx.quantize_tiles(before[name]).dequantize() if name in experts else before[name]
+        found.append(torch.equal(p.detach().float(), wanted)
+                     and torch.equal(safe_get_full_fp32_param(p).float(), wanted))
+    engine.destroy()
+    return found + [any(not torch.equal(before[name], p.detach().float()) for name, p in experts.items())]
 
 
 def test_a_nudge_rounds_the_weights_of_experts_and_of_their_optimizer(ranks2, state):
@@ -144,180 +121,72 @@ def test_a_nudge_rounds_the_weights_of_experts_and_of_their_optimizer(ranks2, st
         assert all(found) and len(found) > 10
 
 
-def test_a_run_that_is_stopped_is_the_beginning_of_a_whole_one(ranks2, state):
-    whole, _ = trained(ranks2, state, "default_128", 0)
-    begun, summary = trained(ranks2, state, "default_128", 0, "--stop_after", "4")
-    assert [row["step"] for row in begun] == [0, 2, 4] and summary["case"]["stopped_after"] == 4
-    assert summary["case"]["steps"] == 6 and curve(begun, "loss") == {
-        step: loss for step, loss in curve(whole, "loss").items() if step <= 4}
-
-
 def test_more_than_two_epochs_are_refused(ranks2, state):
     with pytest.raises(AssertionError, match="epochs of --data"):
-        ranks2.run(_train, state, BF16, 0, "--steps", "10000")
+        ranks2.run(_train, state, (BF16, ), 0, "--steps", "10000")
 
 
-def test_a_yardstick_without_another_order_is_refused(ranks2, state):
-    with pytest.raises(AssertionError, match="a rank has one sequence in a step, so no sum has another order"):
-        ranks2.run(_one_sequence, state)
-
-
-def _one_sequence(state):
+def test_a_yardstick_without_another_order_is_refused(state):
     engine = mock.Mock(**{"train_micro_batch_size_per_gpu.return_value": 1,
                           "gradient_accumulation_steps.return_value": 1})
-    windows = convergence_run.stored(state, "training", 32)
-    convergence_run.batches_of_step(windows, engine, Run("tiny", BF16, 0), 0, True)
+    with pytest.raises(ValueError, match="a rank has one sequence in a step, so no sum has another order"):
+        convergence.batches_of_step(convergence.stored(state, "training", 32), engine, Run("tiny", YARDSTICK, 0), 0)
 
 
 # ---- what needs no ranks ------------------------------------------------------------------------------------------
 
 
-def test_switches_change_one_thing():
-    for name, recipe in RECIPES.items():
-        for base in ("default_128", "mxfp8_128"):
-            if name.startswith(base) and name != base:
-                changed = {key: value for key, value in recipe.section.items() if key not in RECIPES[base].section}
-                assert len(changed) + len(recipe.off or ()) > 0 or recipe.off == ()
-                assert RECIPES[base].section.items() <= recipe.section.items()
-                assert len(changed) <= 1 or name.endswith(tuple(convergence_run.TOGETHER))
-
-
 def test_copies_of_a_text_are_left_out_and_none_is_on_both_sides(tmp_path):
-    (tmp_path / "texts").mkdir()
-    for i in range(400):
-        (tmp_path / f"texts/{i}").write_text(f"text {i % 200:05}")
-    convergence_run.store_tokens(str(tmp_path / "texts"), tmp_path)
+    texts(tmp_path, 200, copies=2)
+    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
     about = json.loads((tmp_path / "tokens.json").read_text())
-    assert about["training_tokens"] + about["heldout_tokens"] == 200 * 11 and about["heldout_tokens"] < 400
-    sides = [{bytes(text[1:].astype(np.uint8)) for text in np.load(tmp_path / f"{name}.npy").reshape(-1, 11)}
+    size = 1 + 4 * len("00000 green bottles hanging on the wall\n")
+    assert about["training_tokens"] + about["heldout_tokens"] == 200 * size and about["heldout_tokens"] < 40 * size
+    sides = [{bytes(text[1:].astype(np.uint8)) for text in np.load(tmp_path / f"{name}.npy").reshape(-1, size)}
              for name in ("training", "heldout")]
     assert len(sides[0] | sides[1]) == 200 and not sides[0] & sides[1]
     (tmp_path / "texts/new").write_text("later texts change nothing")
-    convergence_run.store_tokens(str(tmp_path / "texts"), tmp_path)
+    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
     assert json.loads((tmp_path / "tokens.json").read_text()) == about
+    with pytest.raises(SystemExit, match="has those of --data .*texts, not of pydoc"):
+        convergence.store_tokens("pydoc", tmp_path)
     (tmp_path / "one").write_text("a single text")
     with pytest.raises(SystemExit, match="leave none for .*; expected a folder of many files"):
-        convergence_run.store_tokens(str(tmp_path / "one"), tmp_path / "other")
+        convergence.store_tokens(str(tmp_path / "one"), tmp_path / "other")
 
 
-def test_a_state_keeps_to_its_data(tmp_path):
-    (tmp_path / "tokens.json").write_text('{"source": "stdlib"}')
-    convergence_run.store_tokens("stdlib", tmp_path)
-    with pytest.raises(SystemExit, match="has the tokens of --data stdlib, not of pydoc"):
-        convergence_run.store_tokens("pydoc", tmp_path)
-
-
-def arguments(state, *more):
-    (state / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
-    return convergence.parse_args(["--out", "unused", "--state", str(state), *more])
-
-
-def test_the_most_important_runs_come_first(tmp_path):
-    names = [run.name for run in convergence.plan(arguments(tmp_path))]
-    assert names[:6] == ["50M-bf16-0", "50M-default_128-0", "50M-reordered-0", "50M-mxfp8_128-0", "50M-bf16-1",
-                         "50M-default_128-1"]
-    assert len(names) == len(set(names)) == (4 * 16 + 4 * 3) + 5 * 16
-    assert names[64:68] == ["50M-default_32-0", "50M-wires_128-0", "50M-classic_bf16-0", "50M-classic_default_128-0"]
-    assert names[76:78] == ["300M-bf16-0", "300M-default_128-0"]
-    few = convergence.plan(arguments(tmp_path, "--recipes", "bf16", "default_128-h", "--seeds", "2", "--sizes",
-                                     "300M"))
-    assert [run.name for run in few] == ["300M-bf16-0", "300M-default_128-h-0", "300M-bf16-1", "300M-default_128-h-1"]
+def test_runs_go_seed_by_seed(tmp_path):
+    names = [str(run) for run in convergence.plan(arguments(tmp_path))]
+    assert names[:6] == ["50M-bf16-0", "50M-default_128-0", "50M-mxfp8_128-0", "50M-reordered-0", "50M-nudged-0",
+                         "50M-bf16-1"]
+    assert len(names) == len(set(names)) == 2 * 5 * 16 and names[80] == "300M-bf16-0"
 
 
 @pytest.mark.parametrize("given, told", [
     (["--recipes", "flor"], "unknown flor; expected some of bf16, default_128"),
-    (["--stop_after", "1001"], "--stop_after 1001: expected at most the 1000 --steps"),
-    (["--heldout_every", "15"], "--heldout_every must be a multiple of --log_every"),
-    (["--ranks", "3"], "--ranks 3: expected a divisor of the 16 sequences of a step of 50M"),
-    (["--hf_model", "x"], "--hf_model and --model need --ds_config"),
-    (["--ds_config", "nowhere.json"], "there is no file nowhere.json"),
-    (["--state", str(convergence.ROOT / "runs")], "name a folder outside of the repository")])
+    (["--hf_model", "x"], "--hf_model needs --ds_config"),
+    (["--ds_config", "nowhere.json"], "there is no file nowhere.json")])
 def test_wrong_arguments(given, told, capsys, tmp_path):
     with pytest.raises(SystemExit):
-        convergence.parse_args(["--out", "unused", *given])
+        arguments(tmp_path, *given)
     assert told in capsys.readouterr().err
 
 
-class Ranks:
-    """Stands for the ranks of a run of `seconds`, which fails if `fails`. It leaves a summary if it does not."""
-
-    def __init__(self, folder, case, seconds=0.5, fails=False):
-        self.folder, self.case, self.fails, self.ended = folder, case, fails, False
-        self.at = time.monotonic() + seconds
-
-    def poll(self):
-        if time.monotonic() < self.at:
-            return None
-        if not self.fails:
-            (self.folder / "summary.json").write_text(json.dumps(self.case))
-        return int(self.fails)
-
-    def end(self):
-        self.ended = True
-
-
-@pytest.mark.parametrize("codes, expected", [([0, 0], 0), ([0, 7], 7), ([None, 0], None), ([None, 7], 7)])
-def test_a_run_ends_with_its_first_rank_that_fails(codes, expected):
-    """None: the rank runs on."""
-    sleeping = "import sys, time; time.sleep(60)"
-    processes = [subprocess.Popen([sys.executable, "-c", sleeping if code is None else f"raise SystemExit({code})"])
-                 for code in codes]
-    ranks = convergence.Ranks(processes)
-    for code, process in zip(codes, processes, strict=True):
-        if code is not None:
-            process.wait(timeout=30)
-    assert ranks.poll() == expected
-    ranks.end()
-    assert all(process.returncode is not None for process in processes)
-
-
-def test_a_rank_ends_with_the_study():
-    """Although the process that started it is killed."""
-    reads, writes = os.pipe()
-    study = os.fork()
-    if study == 0:
-        me = os.getpid()
-        if os.fork() == 0:
-            convergence_run._end_with(me)
-        os.kill(me, 9)
-    os.close(writes)
-    os.waitpid(study, 0)
-    assert os.read(reads, 1) == b""  # the rank, too, has closed its end
-    os.close(reads)
-
-
-def test_as_many_runs_side_by_side_as_there_are_places(tmp_path, monkeypatch, capsys):
-    """Seed 2 fails, and seed 4 takes longer than there is time."""
-    args = arguments(tmp_path, "--recipes", "bf16", "--sizes", "50M", "--seeds", "5", "--seconds", "1e9")
-    started, stored, launched = [], [], []
-
-    def launch(run, place, args):
-        started.append((place, run.seed))
-        folder = tmp_path / run.name
-        folder.mkdir(exist_ok=True)
-        (folder / "output.txt").write_text("out of memory")
-        done = {"case": convergence.asked(args), "section": RECIPES[BF16].section}
-        launched.append(Ranks(folder, done, 60 if run.seed == 4 else 0.5, run.seed == 2))
-        return launched[-1]
-
-    monkeypatch.setattr(convergence, "launch", launch)
-    monkeypatch.setattr(convergence, "places", lambda _: ["0", "1"])
-    monkeypatch.setattr(convergence, "ENDING_S", 0)
-    monkeypatch.setattr(convergence, "SHORTEST_S", 0)
-    args.seconds = time.time() - convergence.STARTED + 3
-    assert not convergence.work(convergence.plan(args), args, lambda: stored.append(1))
-    assert [seed for _, seed in started] == [0, 1, 2, 3, 4] and {place for place, _ in started} == {"0", "1"}
-    told = capsys.readouterr().err
-    assert len(stored) == 3 and "50M-bf16-4: no time to finish it" in told and "out of memory" in told
-    assert [ranks.ended for ranks in launched] == [False] * 4 + [True]
-    # What is finished is not started again, and nothing is started that would not end in time.
-    started.clear()
-    args.seconds = 0.0
-    assert convergence.work(convergence.plan(args), args, stored.clear) and not started
-    assert "no time for 2 runs, beginning with 50M-bf16-2" in capsys.readouterr().err
-    # With other arguments, nothing is.
-    args.steps = 7
-    assert not any(convergence.finished(run, args) for run in convergence.plan(args))
+def test_runs_of_a_result_file_are_not_run_again(tmp_path):
+    path = tmp_path / "known.json"
+    (tmp_path / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
+    args = arguments(tmp_path, "--sizes", "tiny", "--steps", "200", "--heldout_windows", "128")
+    assert convergence.known(path, args) == {}
+    stopped = row(BF16, 0, 3.5, stopped_after=100)  # stands for no whole run, and stays in the file
+    results_file.write("convergence", [row(BF16, 0, 1.5), stopped], path, of_commit="older")
+    found = convergence.known(path, args)
+    assert list(found) == [Run("tiny", BF16, 0), ("tiny", BF16, 0, "stopped")]
+    with mock.patch.dict(RECIPES, {BF16: {"recipe": BF16, "overlap": False}}):
+        with pytest.raises(SystemExit, match="has tiny-bf16-0 of .*, and asked for is .*'overlap': False"):
+            convergence.known(path, args)
+    args.steps = 300
+    with pytest.raises(SystemExit, match="has tiny-bf16-0 of {'steps': 200, .*, and asked for is {'steps': 300"):
+        convergence.known(path, args)
 
 
 def row(recipe, seed, heldout, steps=200, start=5.6, **case):
@@ -326,8 +195,8 @@ def row(recipe, seed, heldout, steps=200, start=5.6, **case):
     curves = dict.fromkeys(("loss", "grad_norm", "busiest_expert"), losses) | {
         "heldout_loss": {"0": start, "100": 2.0, str(steps): heldout}, "heldout_loss_bf16": {}, "sqnr_db": {},
         "shrinkage": {}}
-    section = RECIPES[recipe].section
-    quantizes = RECIPES[recipe].quantizes
+    section = RECIPES.get(recipe, {"scale_block_size": 128})
+    quantizes = convergence.quantizes(section)
     if quantizes:
         curves |= {"heldout_loss_bf16": {"0": start, str(steps): heldout - 0.05},
                    "sqnr_db": {"0": {"h": 31.5, "pre": 31.0}, str(steps): {"h": 31.6, "pre": 31.2}},
@@ -361,22 +230,6 @@ def test_differences_are_paired_by_seed():
     assert "verdict" not in found[YARDSTICK, 200] and found[YARDSTICK, 200]["difference"] == pytest.approx(0)
 
 
-def test_runs_that_were_stopped_are_compared_with_the_beginning_of_whole_ones():
-    rows = [row(BF16, seed, 1.0 + seed) for seed in range(3)]
-    for seed, cost in enumerate((0.01, 0.02, 0.03)):
-        one = row("default_128-h", seed, 2 * (1 + cost), steps=100)
-        one["case"] |= {"steps": 200, "stopped_after": 100}
-        one["curves"]["loss"] = {"100": 1.9 * (1 + 2 * cost)}
-        rows.append(one)
-    found = convergence_results.prepare({"rows": rows})
-    stopped = next(one for one in found if one["case"].get("stopped_after"))
-    assert stopped["difference"] == pytest.approx(0.02) and stopped["training"] == pytest.approx(0.04)
-    assert stopped["pairs"] == 3 and "verdict" not in stopped
-    told = convergence_results.sentences({"rows": found})
-    assert told == [f"- tiny, stopped after 100 steps, default_128-h: +4.00% [{stopped['training_low']:+.2%}, "
-                    f"{stopped['training_high']:+.2%}] of the training loss after a fifth of the steps; seeds: 3."]
-
-
 def test_runs_that_do_not_start_alike_are_no_pair():
     rows = [row(BF16, 0, 1.0), row(BF16, 1, 1.0), row("mxfp8_128", 0, 1.0), row("mxfp8_128", 1, 1.0, start=5.7)]
     of = prepared(rows)["mxfp8_128", 200]
@@ -392,82 +245,39 @@ def test_runs_that_do_not_start_alike_are_no_pair():
      "most 2.567% above bf16. If it costs 0.07%, about 239 seeds", True),
     ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: at most 1.801% above bf16.", False),
     ([0.01], [0.0], "one pair says nothing about the spread.", None)])
-def test_verdicts(costs, yardstick, said, beyond, tmp_path, capsys):
+def test_verdicts(costs, yardstick, said, beyond):
     rows = [one for seed, (cost, other) in enumerate(zip(costs, yardstick, strict=True))
             for one in (row(BF16, seed, 1.0), row("default_128", seed, 1 + cost), row(YARDSTICK, seed, 1 + other))]
     of = prepared(rows)["default_128", 200]
     assert of["verdict"].startswith(said)
     assert of.get("beyond") == (None if beyond is None else 0 if beyond else pytest.approx(of["high"] - 0.0025))
+
+
+def test_a_bar_that_is_missed_and_the_plots(tmp_path, capsys):
+    rows = [row(recipe, seed, 1 + cost * seed) for seed in (1, 2) for recipe, cost in (
+        (BF16, 0), (YARDSTICK, 1e-4), ("default_128", 0.01), ("default_32", 0))]
     path = tmp_path / "convergence.json"
     results_file.write("convergence", rows, path, of_commit="abc")
-    assert show.show(convergence.SHOWN, path, check=True) == ("bars not reached: 1" if beyond is False else "")
-    assert said in capsys.readouterr().out and path.with_suffix(".png").stat().st_size > 5000
-
-
-def test_result_files_of_before_are_shown():
-    for path in results_file.RESULTS.glob("convergence*.json"):
-        for one in convergence_results.prepare(results_file.read(path)):
-            assert one["correct"] and np.isfinite(one["heldout_loss"])
-
-
-def test_runs_that_a_file_knows_are_taken_from_it(tmp_path, monkeypatch, capsys):
-    """All but one of two; that one finishes at once."""
-    known, out, state = tmp_path / "known.json", tmp_path / "out.json", tmp_path / "state"
-    stopped = row(BF16, 1, 3.5, stopped_after=100)  # stands for no whole run, and stays in the file
-    results_file.write("convergence", [row(BF16, 0, 1.5), stopped], known, of_commit="older")
-    state.mkdir()
-    (state / "tokens.json").write_text(json.dumps({"sha256": "ab" * 32}))
-    asked = []
-
-    def work(runs, args, store):
-        asked.extend(run.name for run in runs)
-        for run in runs:
-            (state / run.name).mkdir()
-            summary = {"case": convergence.asked(args), "section": RECIPES[run.recipe].section}
-            (state / run.name / "summary.json").write_text(json.dumps(summary))
-        return True
-
-    monkeypatch.setattr(convergence, "work", work)
-    monkeypatch.setattr(convergence_run, "store_tokens", lambda *_: None)
-    monkeypatch.setattr(convergence, "row", lambda folder: row(BF16, 1, 2.5))
-    monkeypatch.setattr(sys, "argv", ["convergence.py", "--state", str(state), "--sizes", "tiny", "--recipes", "bf16",
-                                      "--seeds", "2", "--known", str(known), "--out", str(out), "--steps", "200"])
-    with pytest.raises(SystemExit) as ended:
-        convergence.main()
-    assert not ended.value.code and asked == ["tiny-bf16-1"]
-    assert "2 of 2 runs are finished" in capsys.readouterr().err
-    result = results_file.read(out)
-    assert [one["heldout_loss"] for one in result["rows"]] == [1.5, 2.5, 3.5] and result["commit"] == "older"
-    monkeypatch.setitem(RECIPES, BF16, Recipe({"recipe": BF16, "overlap": False}))
-    with pytest.raises(SystemExit, match="has tiny-bf16-0 with the section {'recipe': 'bf16'}, and it is .* now"):
-        convergence.main()
-    sys.argv[-1] = "300"
-    with pytest.raises(SystemExit, match="known.json has runs of {'steps': 200, .* and these are of {'steps': 300"):
-        convergence.main()
+    assert show.show(convergence.SHOWN, path, check=True) == "bars not reached: 1"
+    assert "tiny, default_128:" in capsys.readouterr().out
+    assert {file.name for file in tmp_path.glob("*.png")} == {
+        f"convergence{name}.png" for name in ("", "_others", "_tiny_training", "_tiny_roundings")}
 
 
 # ---- whole commands -------------------------------------------------------------------------------------------------
 
 
-def command(*arguments):
-    script = convergence.ROOT / "examples/benchmarks/training/convergence.py"
-    done = subprocess.run([sys.executable, str(script), *map(str, arguments)], env=os.environ | {
-        "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(convergence.ROOT)}, capture_output=True, text=True, timeout=280)
-    return done.returncode, done.stdout, done.stderr
+def _study(folder, *recipes):
+    with tiny(folder):
+        return run_script("training.convergence", folder / "study.json", "--sizes", "tiny", "--steps", "2", "--data",
+                          folder / "texts", "--tokens", folder, "--heldout_windows", "4", "--seeds", "1", "--recipes",
+                          *recipes)
 
 
-def test_the_study_of_a_tiny_model(tmp_path):
-    given = ("--sizes", "tiny", "--steps", "4", "--log_every", "2", "--heldout_every", "2", "--heldout_windows", "8",
-             "--data", "pydoc", "--sharing", "2", "--state", tmp_path, "--seconds", "250")
-    first = tmp_path / "first.json"
-    status, _, told = command(*given, "--recipes", "bf16", "--seeds", "1", "--out", first)
-    assert status == 0, told
-    status, shown, told = command(*given, "--recipes", "bf16", "default_128", "--seeds", "1", "--known", first,
-                                  "--out", tmp_path / "second.json")
-    assert status == 0 and "2 of 2 runs are finished" in told and "tiny-bf16" not in told, told
-    assert "tiny, default_128:" in shown and "seeds: 1" in shown
-    of = {one["contender"]: one["curves"] for one in results_file.read(tmp_path / "second.json")["rows"]}
-    assert not of["bf16"]["gradient_sqnr_db"] and min(of["default_128"]["gradient_sqnr_db"].values()) > 20
+def test_a_study_goes_on_where_it_ended(ranks2, state):
+    first = ranks2.run(_study, state, "bf16")[0]
+    rows = ranks2.run(_study, state, "bf16", "default_128")[0]
+    assert [row["contender"] for row in rows] == ["bf16", "default_128"] and rows[0] == first[0]
 
 
 def test_an_ab_of_ones_own_model(tmp_path):
@@ -475,17 +285,20 @@ def test_an_ab_of_ones_own_model(tmp_path):
     config |= {"expert_parallel": {"enabled": True, "autoep_size": 1}, "train_micro_batch_size_per_gpu": 1,
                "gradient_accumulation_steps": 2}
     path, out = tmp_path / "ds_config.json", tmp_path / "ab.json"
-    given = ("--ds_config", path, "--hf_model", CONFIGS / "models/qwen3_moe_tiny.yaml", "--seq_len", "32", "--steps",
-             "2", "--log_every", "1", "--heldout_every", "1", "--heldout_windows", "4", "--data", "pydoc", "--state",
-             tmp_path, "--seeds", "1", "--out", out, "--seconds", "250", "--sharing", "2")
+    given = ("--ds_config", path, "--hf_model", CONFIGS / "models/qwen3_moe_tiny.yaml", "--seq_len", "32", "--out",
+             out, "--steps", "2", "--heldout_windows", "4", "--data", "pydoc", "--tokens", tmp_path, "--seeds", "1")
     path.write_text(json.dumps(config))
-    status, _, told = command(*given)
-    assert status and 'expected a section "mxfp8_moe" with "enabled": true' in told
+    with pytest.raises(SystemExit, match='expected a section "mxfp8_moe" with "enabled": true'):
+        convergence.parse_args(list(map(str, given)))
     path.write_text(json.dumps(config | {"mxfp8_moe": {"enabled": True, "recipe": "mxfp8", "min_tokens_per_expert": 0,
                                                        "combine_fwd_dtype": "mxfp8"}}))
-    status, shown, told = command(*given)
-    assert status == 0 and "own, own:" in shown, told
+    script = convergence.ROOT / "examples/benchmarks/training/convergence.py"
+    without_ranks = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, script, *map(str, given)], capture_output=True, text=True, timeout=280,
+                          env=without_ranks | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(convergence.ROOT)})
+    assert done.returncode == 0 and "own, own:" in done.stdout, done.stderr
     rows = {one["contender"]: one for one in results_file.read(out)["rows"]}
-    assert rows.keys() == {"bf16", "own", "reordered"} and "combine_fwd" in rows["own"]["roundings"]
-    assert rows["bf16"]["roundings"] == [] and rows["bf16"]["section"]["recipe"] == "bf16"
-    assert str(tmp_path) not in out.read_text() and len(STUDY["own"]) == 3
+    assert rows.keys() == {"bf16", "own", "reordered"} and all(row["correct"] for row in rows.values())
+    assert rows["own"]["section"]["combine_fwd_dtype"] == "mxfp8"
+    assert rows["bf16"]["section"]["recipe"] == "bf16" and "combine_fwd_dtype" not in rows["bf16"]["section"]
+    assert str(tmp_path) not in out.read_text()

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
-from ds_mxfp8_moe.mx import MXTensor, sqnr_db
+from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
 from lib import run, show, timing, world
 from lib.show import Measure
@@ -197,11 +197,9 @@ def check(batch: Batch, calls: dict[str, Callable], wire: Wire, collective: Call
     with poisoned():
         x_PH = calls["dispatch"]()
         y_TH = calls["combine"](None)
-    db = sqnr_db(batch.x_TH.float() * batch.case.top_k, y_TH)
-    right = batch.right_rows(x_PH, wire) and db >= LEAST_SQNR_DB[wire.mxfp8]
-    if collective is not None:
-        right &= torch.equal(y_TH, collective(None))
-    return {"correct": right, "sqnr_db": round(db, 1)}
+    found = timing.close({"y": batch.x_TH.float() * batch.case.top_k}, {"y": y_TH}, LEAST_SQNR_DB[wire.mxfp8])
+    found["correct"] &= batch.right_rows(x_PH, wire) and (collective is None or torch.equal(y_TH, collective(None)))
+    return found
 
 
 def measure(case: Case, budget_s: float, transports: dict | None = None) -> list[dict]:
@@ -221,12 +219,9 @@ def measure(case: Case, budget_s: float, transports: dict | None = None) -> list
             exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, wire, same),
                                                       {"bytes": batch.bytes_on_links(wire, "ours")})
     return timing.rows(described, exchanges, budget_s) + timing.rows(
-        described, {name: Contender({"plan": call}, partial(_planned, call)) for name, call in planners.items()},
+        described, {name: Contender({"plan": call}, lambda call=call: {"correct": call().num_rows > 0})
+                    for name, call in planners.items()},
         budget_s / 4)
-
-
-def _planned(call: Callable) -> dict:
-    return {"correct": call().num_rows > 0}
 
 
 def measured_rows(cases: list[Case], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
@@ -276,8 +271,7 @@ SHOWN = show.Shown("dispatch_combine", MEASURES, [show.MS, ("GB/s", "gb_per_s", 
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.15, seconds=85)
-    args = run.parse(parser)
+    args = run.parse(run.timed_parser(__doc__, budget=0.15, seconds=85))
     run.main(SHOWN, args, lambda: measured_rows(cases(args.cases), args.budget, args.seconds - world.ENDING_S),
              ranks=True)
 

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.all_to_all import AllToAll
-from ds_mxfp8_moe.mx import sqnr_db
 from lib import run, show, timing, world
 from lib.show import Measure
 from lib.timing import Contender
@@ -131,8 +130,8 @@ class Ours:
         stages["combine"](None)
         x_TH, weight_TK = self.batch.mx_TH.dequantize(torch.float32), self.batch.weight_TK
         wanted = x_TH * (weight_TK * self.factors[self.batch.expert_TK]).sum(1, keepdim=True)
-        db = sqnr_db(wanted, self.out_TH)
-        return {"correct": right and db >= LEAST_SQNR_DB, "sqnr_db": round(db, 1)}
+        found = timing.close({"y": wanted}, {"y": self.out_TH}, LEAST_SQNR_DB)
+        return {**found, "correct": found["correct"] and right}
 
 
 class Nccl:
@@ -192,11 +191,6 @@ class Graphed:
         return self.way.check(stages)
 
 
-def _contender(way) -> Contender:
-    stages = way.stages()
-    return Contender(stages, partial(way.check, stages))
-
-
 def available() -> bool:
     return "nvlink" in world.transports()
 
@@ -212,7 +206,9 @@ def measure(size: Size, budget_s: float) -> list[dict]:
         launches["graph"] = {name: Graphed(way) for name, way in ways.items()}
     rows = []
     for launch, these in launches.items():
-        rows += timing.rows(size.case(launch), {name: _contender(way) for name, way in these.items()}, budget_s, **HOW)
+        stages = {name: way.stages() for name, way in these.items()}
+        contenders = {name: Contender(stages[name], partial(way.check, stages[name])) for name, way in these.items()}
+        rows += timing.rows(size.case(launch), contenders, budget_s, **HOW)
     return rows
 
 
@@ -238,27 +234,23 @@ def prepare(result: dict) -> list[dict]:
 
 
 MEASURES = [
-    Measure("AllToAll over NCCL's all-to-all of exactly the rows that move", OURS, NCCL_EXACT, main=True),
+    Measure("AllToAll over NCCL's all-to-all of exactly the rows that move", OURS, NCCL_EXACT),
     Measure("AllToAll over NCCL's all-to-all of padded rows", OURS, NCCL_PADDED),
     Measure("AllToAll, microseconds", OURS, figure="us", better=show.SMALLER, form="{:.1f}")]
 
 
 def plot(result: dict, pyplot) -> None:
     panels = show.points_over(result, "tokens", ("operation", "experts"), (*OURS, *NCCL), "launch", "us")
-    show.lines(pyplot, panels, "tokens of a rank", "us", columns=2, xscale="log", yscale="log")
+    show.lines(pyplot, panels, "tokens of a rank", "us", xscale="log", yscale="log")
 
 
 SHOWN = show.Shown("latency", MEASURES, [("us", "us", "{:.1f}")], plot, contenders=(*OURS, *NCCL), prepare=prepare)
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.1, seconds=85)
-    parser.add_argument("--config", nargs=3, type=run.one_or_more, metavar=("EXPERTS", "TOP_K", "HIDDEN"),
-                        help="only this one")
-    parser.add_argument("--tokens", nargs="+", type=run.one_or_more, help="of a rank")
-    args = run.parse(parser)
-    configs = [args.config] if args.config else TINY_CONFIGS if args.cases == "tiny" else CONFIGS
-    sizes = [Size(*config, count) for config in configs for count in args.tokens or TOKENS[args.cases]]
+    args = run.parse(run.timed_parser(__doc__, budget=0.1, seconds=85))
+    configs = TINY_CONFIGS if args.cases == "tiny" else CONFIGS
+    sizes = [Size(*config, count) for config in configs for count in TOKENS[args.cases]]
     run.main(SHOWN, args, lambda: measured_rows(sizes, args.budget, args.seconds - world.ENDING_S), ranks=True)
 
 

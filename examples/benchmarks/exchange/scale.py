@@ -11,7 +11,7 @@ is checked against what was measured inside one host.
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import comb, isclose
 from pathlib import Path
 
@@ -124,12 +124,11 @@ def rows() -> Iterator[list[dict]]:
         yield predicted(case, routing, rates)
 
 
-def is_near(case: dict) -> bool:
-    return case.get("check", "").partition(": ")[2] in model.NEAR
+def is_check(of: dict) -> Callable[[dict], bool]:
+    return lambda case: case.get("check", "").partition(": ")[2] in of
 
 
-def is_far(case: dict) -> bool:
-    return case.get("check", "").partition(": ")[2] in model.FAR
+is_near, is_far = is_check(model.NEAR), is_check(model.FAR)
 
 
 def plot(result: dict, pyplot) -> None:
@@ -145,7 +144,7 @@ def plot(result: dict, pyplot) -> None:
             for title, series in found.items():
                 panels.setdefault(title, {}).update(series)
     show.lines(pyplot, panels, "GPUs, 8 a node, InfiniBand NDR",
-               "ms (model; published)", columns=2, yscale="log")
+               "ms (model; published)", yscale="log")
     for axis in pyplot.gcf().axes:
         axis.set_xscale("log", base=2)
 
@@ -158,7 +157,7 @@ def sentences(result: dict) -> list[str]:
                for name, one in model.FABRICS.items()]
     sources = [f"{name}: {source}" for name, source in model.SOURCES.items()]
     return ["", f"Rates fitted to {' and '.join(model.MEASURED)}: {'; '.join(rates)}.", "",
-            f"Assumed of the networks (reasons in scale_model.py): {'; '.join(fabrics)}.", "",
+            f"Assumed of the networks (reasons in published.yaml): {'; '.join(fabrics)}.", "",
             f"Published by others: {'; '.join(sources)}. The efficiency of the networks is DeepEP's on 32 GPUs. That "
             "the model agrees with DeepEP there is no test of it."]
 

@@ -17,9 +17,11 @@ Bytes are of one rank, as a mean: all ranks get the same load. Dispatch is in MX
 """
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
 
 from lib import results_file
 
@@ -34,9 +36,11 @@ MEASURED = ("dispatch_combine_2ranks.json", "dispatch_combine_4ranks.json")
 MB = 1e6
 
 
+OTHERS = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
+
+
 class Fabric(NamedTuple):
-    """A network. Rates are of one GPU and one direction. Latencies are what a call over it costs beside one inside a
-    host; `host` is NCCL's, `device` that of puts which the GPU starts."""
+    """A network, as published.yaml describes it."""
 
     line_gb_per_s: float
     efficiency: float
@@ -45,15 +49,7 @@ class Fabric(NamedTuple):
     message_us: float
 
 
-# Assumptions. Efficiency: DeepEP's 58 GB/s on 4 nodes, of which 3/4 leave a node, on a line of 50 GB/s. Latencies:
-# pplx-kernels' table of one token, 16 GPUs less 8: "Torch AtA" (host), and "IBGDA Combine" less "NVLINK Combine"
-# (device). Messages: "Torch AtA" of 128 GPUs less 16. RoCE is assumed to be like InfiniBand, and EFA to have twice its
-# latencies.
-FABRICS = {
-    "InfiniBand NDR, 400 Gb/s a GPU": Fabric(50, 0.87, 85, 21, 0.2),
-    "RoCE, 200 Gb/s a GPU": Fabric(25, 0.87, 85, 21, 0.2),
-    "EFA of p5, 400 Gb/s a GPU": Fabric(50, 0.87, 170, 42, 0.4),
-}
+FABRICS = {name: Fabric(**figures) for name, figures in OTHERS["fabrics"].items()}
 INFINIBAND = next(iter(FABRICS))
 NO_NETWORK = "NVLink 4, one host"
 
@@ -160,27 +156,9 @@ def times_ms(sent: Traffic, collective: Rates, nvlink: Rates, nodes: int, fabric
 
 # ---- what others publish ------------------------------------------------------------------------------------------
 
-DEEPEP, DEEPEP_FEW = "DeepEP V1, normal", "DeepEP V1, low latency"
-IBGDA, IBRC = "pplx-kernels, IBGDA", "pplx-kernels, IBRC"
-PUBLISHED = (DEEPEP, DEEPEP_FEW, IBGDA, IBRC)
-SOURCES = {
-    DEEPEP: "github.com/deepseek-ai/DeepEP, docs/legacy.md: H800, ConnectX-7 of 400 Gb/s, 4096 tokens, FP8 dispatch, "
-            "bf16 combine. It gives GB/s that include what stays in the node; the ms follow by counting its bytes",
-    DEEPEP_FEW: "the same page, 128 tokens",
-    IBGDA: "github.com/perplexityai/pplx-kernels, README.md: 128 tokens",
-    IBRC: "the same page",
-}
-# GB/s by GPUs. On 8 nodes, DeepEP's tokens choose from 4 of 8 groups; on fewer, from any.
-DEEPEP_GB_PER_S = {DISPATCH: {16: 43, 32: 58, 64: 51}, COMBINE: {16: 43, 32: 57, 64: 50}}
-# Microseconds by GPUs, of 128 tokens.
-FEW_TOKENS_US = {
-    (DEEPEP_FEW, DISPATCH): {8: 77, 16: 118, 32: 155, 64: 173, 128: 192, 256: 194},
-    (DEEPEP_FEW, COMBINE): {8: 114, 16: 195, 32: 273, 64: 314, 128: 369, 256: 360},
-    (IBGDA, DISPATCH): {16: 622.4, 32: 427.6, 64: 317.4, 128: 307.7},
-    (IBGDA, COMBINE): {16: 668.1, 32: 481.4, 64: 529.9, 128: 593.9},
-    (IBRC, DISPATCH): {16: 687.1, 32: 973.5, 64: 1669.3, 128: 2038.5},
-    (IBRC, COMBINE): {16: 633.4, 32: 916.5, 64: 1058.5, 128: 1184.8},
-}
+SOURCES = OTHERS["sources"]
+PUBLISHED = DEEPEP, DEEPEP_FEW, *_ = tuple(SOURCES)
+DEEPEP_GB_PER_S, FEW_TOKENS_US = (OTHERS[name] for name in ("deepep_gb_per_s", "few_tokens_us"))
 
 
 def published_ms(case: dict, nodes_met: float) -> dict[str, float]:
@@ -189,8 +167,7 @@ def published_ms(case: dict, nodes_met: float) -> dict[str, float]:
     if case["fabric"] not in (INFINIBAND, NO_NETWORK) or case["top_k"] != 8:
         return {}
     if case["tokens"] == 128 and case["routing"] == "random":
-        return {name: of_gpus[gpus] / 1000 for (name, of), of_gpus in FEW_TOKENS_US.items()
-                if of == operation and gpus in of_gpus}
+        return {name: of[operation][gpus] / 1000 for name, of in FEW_TOKENS_US.items() if gpus in of[operation]}
     grouped = "4 of 8 groups" if gpus == 64 else "random"
     if case["tokens"] == 4096 and case["routing"] == grouped and gpus in DEEPEP_GB_PER_S[operation]:
         row = HIDDEN * (1 + 4 / 128 if operation == DISPATCH else 2)

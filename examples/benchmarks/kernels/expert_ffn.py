@@ -10,7 +10,7 @@ and at its peak.
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from ds_mxfp8_moe import casts, crossover
 from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.mx import MXTensor, sqnr_db
+from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
 from kernels import shapes
@@ -196,11 +196,8 @@ def check(name: str, step: Step, plain: Step) -> dict:
     expected = compared(plain, plain())
     with poisoned():
         got = compared(step, step())
-    sqnr = {part: sqnr_db(expected[part], got[part]) for part in expected}
     least = LEAST_SQNR_DB if name in (PLAIN, BF16_RECIPE) else LEAST_SQNR_MXFP8_DB
-    correct = all(value >= least for value in sqnr.values())  # NaN is not
-    return {"correct": correct, "sqnr_db": {part: round(min(value, 99.0), 1) for part, value in sqnr.items()
-                                            if value == value}, **memory(step)}
+    return timing.close(expected, got, least) | memory(step)
 
 
 def memory(step: Step) -> dict[str, int]:
@@ -229,7 +226,7 @@ def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: in
     """The rows of one case."""
     steps = {PLAIN: plain_step(shape, case)}
     steps |= {name: our_step(shape, case, name, min_tokens_per_expert) for name in RECIPES}
-    described = case.as_dict() | {"flops": 18 * sum(case.counts()) * case.dim * case.hidden,
+    described = asdict(case) | {"flops": 18 * sum(case.counts()) * case.dim * case.hidden,
                                   "min_tokens_per_expert": min_tokens_per_expert}
     contenders = {name: Contender({STEP: step}, partial(check, name, step, steps[PLAIN]), timed=name not in UNTIMED)
                   for name, step in steps.items()}
@@ -276,7 +273,7 @@ MEASURES = [
     Measure("smaller shapes from 2048 tokens each: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
             when=is_smaller),
     Measure("every case, min_tokens_per_expert left out: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
-            when=lambda case: case.get("min_tokens_per_expert") is None, main=True),
+            when=lambda case: case.get("min_tokens_per_expert") is None),
     Measure("our bf16 recipe over plain torch", (BF16_RECIPE, ), PLAIN),
     Measure("bytes held for backward, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "held_bytes", better=show.SMALLER,
             form="{:.1%}"),
@@ -304,21 +301,13 @@ SHOWN = show.Shown("expert_ffn", MEASURES, [show.MS, ("held, MiB", "held_bytes",
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.1, jobs=True)
-    shapes.add_arguments(parser)
+    parser = run.timed_parser(__doc__, budget=0.1)
     parser.add_argument("--min-tokens-per-expert", type=int,
                         help="below it, the layer runs the bf16 recipe (default: what was measured for its shape and "
                         "recipe; 0: never)")
     args = run.parse(parser)
     torch.manual_seed(0)
-    cases = shapes.chosen(args, bytes_needed)
-    if args.warm_up is not None:
-        for case in run.part(shapes.warm_up(cases), args):
-            for name in RECIPES:
-                our_step(Shape([case]), case, name, 0)()
-        return
-    if not args.show:
-        run.compile_beforehand(args)
+    cases = shapes.that_fit(args.cases, bytes_needed)
     run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert, args.seconds))
 
 

@@ -10,6 +10,7 @@ they take. Where a group is no whole number of tiles, ours run on padded rows an
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe import casts
 from ds_mxfp8_moe import grouped_gemm as ours
-from ds_mxfp8_moe.mx import sqnr_db
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing
@@ -161,10 +161,10 @@ def check(operation: str, case: Case, torchs: Contender, way: Contender) -> dict
     expected = compared(operation, case, torchs, torchs.call())
     with poisoned():
         out = way.call()
-    db = sqnr_db(expected, compared(operation, case, way, out))
     least = LEAST_SQNR_DB if way.name in BF16_GEMMS else LEAST_SQNR_FP8_DB
-    right = db >= least and not (way.name.startswith("ours") and stray(operation, case, way, out))  # NaN is not
-    return {"correct": right, "sqnr_db": round(min(db, 99.0), 1) if db == db else None}
+    found = timing.close({"out": expected}, {"out": compared(operation, case, way, out)}, least)
+    found["correct"] &= not (way.name.startswith("ours") and stray(operation, case, way, out))
+    return found
 
 
 def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
@@ -173,7 +173,7 @@ def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
     for operation, ways in contenders(shape, case).items():
         timed = {way.name: timing.Contender({operation: way.call}, partial(check, operation, case, ways[0], way))
                  for way in ways}
-        rows += timing.rows({**case.as_dict(), **least_work(operation, case)}, timed, budget_s)
+        rows += timing.rows({**asdict(case), **least_work(operation, case)}, timed, budget_s)
     return rows
 
 
@@ -237,25 +237,10 @@ SHOWN = show.Shown("grouped_gemm", MEASURES, [("TFLOP/s", "tflops", "{:.0f}")], 
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
-def warm_up(case: Case) -> None:
-    """Calls every kernel once."""
-    for ways in contenders(Shape([case]), case).values():
-        for way in ways:
-            way.call()
-
-
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=0.1, jobs=True)
-    shapes.add_arguments(parser)
-    args = run.parse(parser)
+    args = run.parse(run.timed_parser(__doc__, budget=0.1))
     torch.manual_seed(0)
-    cases = shapes.chosen(args, bytes_needed)
-    if args.warm_up is not None:
-        for case in run.part(shapes.warm_up(cases), args):
-            warm_up(case)
-        return
-    if not args.show:
-        run.compile_beforehand(args)
+    cases = shapes.that_fit(args.cases, bytes_needed)
     run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
                                         measured_rows(cases, args.budget, args.seconds)))
 

@@ -23,21 +23,18 @@ from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe.mx import sqnr_db
-from lib import run, show, timing, world
+from lib import models, run, show, timing, world
+from lib.models import Layer
 from lib.show import Measure
 from lib.timing import poisoned
 from lib.world import BF16, device, on_gpu
-from training import train_models as models
 
 RECIPES = ("bf16", "mxfp8_wgrad_with_hp", "mxfp8")
 AUTOEP, CLASSIC, SONIC = "AutoEP bf16", "classic bf16", "SonicMoE bf16"
 OURS = BF16_RECIPE, HP, MXFP8 = tuple(f"AutoEP, ours, {recipe}" for recipe in RECIPES)
-BEST = "the best of ours"
 SAMPLES = 30  # of the host's time
 ROUNDS, PASSES = 5, 20  # of passes in a row
 WARM_UP = 3  # passes
@@ -55,11 +52,6 @@ class Case:
 
     def __str__(self) -> str:
         return "x".join(map(str, asdict(self).values()))
-
-    @property
-    def size(self) -> models.Size:
-        return models.Size("qwen3_moe", self.hidden, self.ffn, self.experts, self.top_k, heads=1, kv_heads=1, layers=1,
-                           batch=1, sequence=self.tokens, vocabulary=128)
 
 
 TINY, HOST_BOUND = Case(64, 128, 64, 8, 2), Case(512, 2048, 1408, 8, 6)
@@ -93,30 +85,9 @@ class Tokens:
         self.expected: dict[str, torch.Tensor] = {}
 
 
-class Layer:
-    """A contender. `engine` holds `module`, if there is one."""
-
-    def __init__(self, module: nn.Module, engine: nn.Module | None = None):
-        self.module, self.engine = module, engine
-        self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
-
-    def forward(self, tokens: Tokens) -> torch.Tensor:
-        out = self.module(tokens.x)
-        return out[0] if isinstance(out, tuple) else out
-
-    def backward(self, tokens: Tokens, y: torch.Tensor) -> tuple:
-        return torch.autograd.grad(y, (tokens.x, *self.parameters), tokens.g.view_as(y))
-
-    def step(self, tokens: Tokens) -> tuple[torch.Tensor, tuple]:
-        """The output, and the gradients of tokens and parameters."""
-        y = self.forward(tokens)
-        return y.detach(), self.backward(tokens, y)
-
-
 def of_engine(case: Case, classic: bool, recipe: str | None) -> Layer:
     section = None if recipe is None else {"recipe": recipe, "min_tokens_per_expert": 0}
-    engine = models.engine_of(case.size, 1, 1, 1, classic=classic, section=section)
-    return Layer(engine.module.model.layers[0].mlp, engine)
+    return models.layer_of(**asdict(case), classic=classic, section=section)
 
 
 def sonic(case: Case) -> Layer:
@@ -128,7 +99,7 @@ def sonic(case: Case) -> Layer:
         for name in {"gemm", "gemm_gated", "gemm_dgated"}.intersection(vars(module)):
             if not isinstance(getattr(module, name), partial):
                 setattr(module, name, partial(getattr(module, name), tuned=False))
-    source = models.hugging_face(case.size, 1).model.layers[0].mlp
+    source = models.hugging_face(models.one_layer(**asdict(case)), 1).model.layers[0].mlp
     moe = MoE(case.experts, case.top_k, case.hidden, case.ffn, ActivationType.SWIGLU, False, 0.02).to(device(), BF16)
     gate_up_EGH = source.experts.gate_up_proj  # all rows of gate, then those of up; SonicMoE has them in turn
     with torch.no_grad():
@@ -166,22 +137,27 @@ def wanted(case: Case) -> list[Wanted]:
     return found
 
 
+def step(layer: Layer, tokens: Tokens) -> tuple[torch.Tensor, tuple]:
+    """The output, and the gradients of tokens and parameters."""
+    y = layer.forward(tokens.x)
+    return y.detach(), layer.backward(tokens.x, y, tokens.g)
+
+
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 def check(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
     """Compares one pass, on poisoned memory, with AutoEP's in bf16."""
     with poisoned():
-        y, (dx, *grads) = layer.step(tokens)
+        y, (dx, *grads) = step(layer, tokens)
     got = {"y": y.view_as(dx), "x": dx}
     if one.name == AUTOEP:
         tokens.expected.update({part: value.clone() for part, value in got.items()})
     if not tokens.expected:
         raise RuntimeError(f"{AUTOEP} failed, with which this was to be compared")
-    sqnr = {part: sqnr_db(tokens.expected[part], value) for part, value in got.items()}
-    finite = all(bool(grad.isfinite().all()) for grad in grads)
-    return {"correct": finite and all(value >= one.least_db for value in sqnr.values()),
-            "sqnr_db": {part: round(min(value, 99.0), 1) for part, value in sqnr.items() if value == value}}
+    found = timing.close(tokens.expected, got, one.least_db)
+    found["correct"] &= all(bool(grad.isfinite().all()) for grad in grads)
+    return found
 
 
 def host_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
@@ -190,11 +166,11 @@ def host_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
     for _ in range(SAMPLES):
         synchronize()
         begin = now()
-        y = layer.forward(tokens)
+        y = layer.forward(tokens.x)
         forward = now() - begin
         synchronize()
         begin = now()
-        grads = layer.backward(tokens, y)
+        grads = layer.backward(tokens.x, y, tokens.g)
         backward = now() - begin
         synchronize()
         del y, grads
@@ -211,7 +187,7 @@ def in_a_row_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
         get_accelerator().synchronize()
         begin = time.perf_counter()
         for _ in range(PASSES):
-            layer.step(tokens)
+            step(layer, tokens)
         get_accelerator().synchronize()
         samples.append((time.perf_counter() - begin) * 1e3 / PASSES)
     return timing.spread_ms(samples)
@@ -220,7 +196,7 @@ def in_a_row_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
 def timed(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
     found = check(layer, tokens, one) | host_ms(layer, tokens)
     if on_gpu():
-        found |= in_a_row_ms(layer, tokens) | {"peak_bytes": timing.peak_bytes(partial(layer.step, tokens))}
+        found |= in_a_row_ms(layer, tokens) | {"peak_bytes": timing.peak_bytes(partial(step, layer, tokens))}
     return found
 
 
@@ -228,8 +204,8 @@ def profiled(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
     """What the device does in a pass of many in a row. A GPU under load lowers its clock: the first passes are faster
     than those that `in_a_row_ms` times."""
     for _ in range(PASSES):
-        layer.step(tokens)
-    return timing.profiled(partial(layer.step, tokens), PASSES)
+        step(layer, tokens)
+    return timing.profiled(partial(step, layer, tokens), PASSES)
 
 
 def built(one: Wanted, tokens: Tokens, measure: Callable[[Layer, Tokens, Wanted], dict]) -> dict:
@@ -237,7 +213,7 @@ def built(one: Wanted, tokens: Tokens, measure: Callable[[Layer, Tokens, Wanted]
     layer = one.build()
     try:
         for _ in range(WARM_UP):  # compiles and records
-            layer.step(tokens)
+            step(layer, tokens)
         return measure(layer, tokens, one)
     finally:
         if layer.engine is not None:
@@ -265,15 +241,9 @@ def measured_rows(cases: tuple[Case, ...], seconds: float) -> Iterator[list[dict
 
 
 def prepare(result: dict) -> list[dict]:
-    """The rows with wall over kernels, and for each case those of the fastest of our recipes once more."""
-    rows = [{**row, "over_kernels": row["median_ms"] / row["kernels_ms"]} if row.get("kernels_ms") else row
+    """The rows with wall over kernels."""
+    return [{**row, "over_kernels": row["median_ms"] / row["kernels_ms"]} if row.get("kernels_ms") else row
             for row in result["rows"]]
-    best: dict = {}
-    for row in rows:
-        if row["contender"] in OURS and row["correct"] and "median_ms" in row and is_large(row["case"]):
-            of_case = best.setdefault(str(row["case"]), row)
-            best[str(row["case"])] = min(of_case, row, key=lambda one: one["median_ms"])
-    return rows + [{**row, "contender": BEST} for row in best.values()]
 
 
 ON_HOST = {"figure": "host_ms", "better": show.SMALLER, "when": is_host_bound}
@@ -283,15 +253,15 @@ MEASURES = [
             **ON_HOST),
     Measure("large layers: time in a row over the sum of kernels", OURS, figure="over_kernels", better=show.SMALLER,
             when=is_large),
-    *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large, main=name == HP)
-      for name in (HP, MXFP8, BEST))]
+    *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large)
+      for name in (HP, MXFP8))]
 
 
 def plot(result: dict, pyplot) -> None:
     panels: dict = {}
     keys = show.varying(result)
     for row in result["rows"]:
-        if "host_ms" not in row or row["contender"] == BEST:
+        if "host_ms" not in row:
             continue
         if is_host_bound(row["case"]):
             parts = {"host, forward": row["forward_host_ms"], "host, backward": row["backward_host_ms"]}
@@ -321,19 +291,10 @@ def main() -> None:
                         help="default: full, and without a GPU tiny, which takes seconds there")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
-    run.add_jobs(parser, 4)  # each has a whole layer on the GPU
     args = run.parse(parser)
-    cases = CASES[args.cases]
-    if args.warm_up is not None:
-        world.start(alone=True)
-        for one in run.part([one for case in cases for one in wanted(case) if one.name != SONIC], args):
-            built(one, Tokens(one.case), lambda *_: {})
-        world.leave("")
-        return
     if not args.show:
-        run.compile_beforehand(args)
         world.start(alone=True)
-    run.main(SHOWN, args, lambda: measured_rows(cases, args.seconds - world.ENDING_S))
+    run.main(SHOWN, args, lambda: measured_rows(CASES[args.cases], args.seconds - world.ENDING_S))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes that every benchmark of one rank's experts runs, and how the tokens fall on its experts."""
 
-import argparse
 import random
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 
@@ -61,9 +59,6 @@ class Case:
         """Rows of all experts, each one's padded to whole tiles."""
         return sum(padded(self.counts()))
 
-    def as_dict(self) -> dict:
-        return asdict(self)
-
     def __str__(self) -> str:
         return (f"{self.dim}x{self.hidden}, {self.experts} experts, {self.tokens_per_expert} tokens each, "
                 f"{self.split}")
@@ -102,31 +97,9 @@ def cases(which: str) -> list[Case]:
 # ---- choosing and running cases -------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", metavar="DIMxHIDDEN", help="of the cases, only those of these shapes")
-    parser.add_argument("--experts", nargs="+", type=int, help="only those with this many experts")
-    parser.add_argument("--tokens", nargs="+", type=int, help="only those with this many tokens per expert")
-    parser.add_argument("--splits", nargs="+", choices=SPLITS, help="only those split like this")
-
-
-def chosen(args: argparse.Namespace, bytes_of: Callable[[Case], float]) -> list[Case]:
-    """The cases that are asked for and fit. If there are none, exits with a line that names those that there are."""
-    every = cases(args.cases)
-    found = [case for case in every
-             if (not args.shapes or f"{case.dim}x{case.hidden}" in args.shapes)
-             and (not args.experts or case.experts in args.experts)
-             and (not args.tokens or case.tokens_per_expert in args.tokens)
-             and (not args.splits or case.split in args.splits) and bytes_of(case) <= BYTES_AT_MOST]
-    if not found:
-        there = ", ".join(dict.fromkeys(f"{case.dim}x{case.hidden}" for case in every))
-        sys.exit(f"--cases {args.cases} has no such case of at most {BYTES_AT_MOST / 1e9:.0f} GB; its shapes: {there}")
-    return found
-
-
-def warm_up(some: list[Case]) -> list[Case]:
-    """One for each kernel: compiled ones differ with the shape, and between few and many experts."""
-    dims = {(case.dim, case.hidden): None for case in some}
-    return [Case(*shape, experts, TILE, "even") for shape, experts in product(dims, (4, 32))]
+def that_fit(which: str, bytes_of: Callable[[Case], float]) -> list[Case]:
+    """The cases of "tiny", "short" or "full" that need at most BYTES_AT_MOST."""
+    return [case for case in cases(which) if bytes_of(case) <= BYTES_AT_MOST]
 
 
 def with_buffers(some: list[Case], make: Callable[[list[Case]], Any], seconds: float) -> Iterator[tuple[Any, Case]]:

@@ -2,7 +2,6 @@
 """A benchmark from its arguments to its result file, tables and plot."""
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,12 +16,6 @@ def one_or_more(text: str) -> int:
     return int(text)
 
 
-def dims(text: str) -> tuple[int, int]:
-    """The type of an argument like 7168x2048."""
-    dim, _, hidden = text.partition("x")
-    return one_or_more(dim), one_or_more(hidden)
-
-
 def parser(doc: str) -> argparse.ArgumentParser:
     """The arguments of every benchmark."""
     out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,9 +27,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return out
 
 
-def timed_parser(doc: str, budget: float, seconds: float = float("inf"),
-                 jobs: bool = False) -> argparse.ArgumentParser:
-    """The arguments of benchmarks that time contenders case by case. `jobs`: with those of `compile_beforehand`."""
+def timed_parser(doc: str, budget: float, seconds: float = float("inf")) -> argparse.ArgumentParser:
+    """The arguments of benchmarks that time contenders case by case."""
     out = parser(doc)
     out.add_argument("--cases", choices=("tiny", "short", "full"), default="full" if world.on_gpu() else "tiny",
                      help="default: full, and without a GPU tiny, which takes seconds there")
@@ -44,27 +36,13 @@ def timed_parser(doc: str, budget: float, seconds: float = float("inf"),
                      help="seconds for each contender of a case (default: %(default)s)")
     out.add_argument("--seconds", type=float, default=seconds,
                      help="for the whole run with its start (default: %(default)s): what does not fit is left out")
-    if jobs:
-        add_jobs(out, 8)
     return out
 
 
-def add_jobs(parser: argparse.ArgumentParser, jobs: int) -> None:
-    """The arguments of `compile_beforehand`."""
-    parser.add_argument("--jobs", type=int, default=jobs if world.on_gpu() else 0,
-                        help="processes that compile kernels beforehand; 0: none do")
-    parser.add_argument("--warm-up", type=int, help=argparse.SUPPRESS)
-
-
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None,
-          unwritten: tuple[str, ...] = ()) -> argparse.Namespace:
-    """A benchmark's arguments. A result file that cannot be written is refused before anything is measured.
-
-    Args:
-        unwritten: options beside --show with which no result file is written.
-    """
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """A benchmark's arguments. A result file that cannot be written is refused before anything is measured."""
     args = parser.parse_args(arguments)
-    if not world.on_gpu() and not args.out and all(getattr(args, name) is None for name in ("show", *unwritten)):
+    if not world.on_gpu() and not args.out and not args.show:
         parser.error("name the result file with --out: there is no GPU here, and the files under "
                      "examples/benchmarks/results are a GPU's")
     if args.out and (args.out.suffix == ".png" or args.out.is_dir()):
@@ -115,18 +93,3 @@ def finish(shown: show.Shown, path: Path, check: bool) -> None:
                 raise
             error = f"{type(problem).__name__}: {problem}"
     world.leave(error)
-
-
-def part(items: Iterable, args: argparse.Namespace) -> list:
-    """What this process of `compile_beforehand` takes."""
-    return list(items)[args.warm_up::args.jobs]
-
-
-def compile_beforehand(args: argparse.Namespace) -> None:
-    """Starts this very command --jobs times. Each process calls a part of the kernels once (`--warm-up` says which),
-    which leaves them in Triton's cache."""
-    started = [subprocess.Popen([sys.executable, *sys.argv, "--warm-up", str(part)], stdin=subprocess.DEVNULL,
-                                stdout=subprocess.DEVNULL) for part in range(args.jobs)]
-    if any([process.wait() for process in started]):
-        print("a process that compiles kernels beforehand failed: they are compiled on their first call",
-              file=sys.stderr)

@@ -2,7 +2,7 @@
 """Tables and plots of result files. Each benchmark describes its own in a `Shown`.
 
 What a run measured in short is a list of `Measure`s: each has one value for a case and a contender, of which the worst
-one is stated. bars.yaml says which of them must reach a bar, and which should reach an aim.
+one is stated. bars.yaml says which of them must reach a bar.
 """
 
 import statistics
@@ -74,7 +74,6 @@ class Measure(NamedTuple):
             return group.ratio(name, self.over, self.figure)
         return group.ratio(self.over, name, self.figure)
 
-
     def place(self, one: Value, keys: list[str]) -> str:
         """In words, where a value was measured; `keys`: of its case."""
         name = [one.contender] if len(self.contenders) > 1 else []
@@ -89,6 +88,7 @@ class Shown(NamedTuple):
         measures: what is measured, in short.
         figures: (title, name in the rows, format or function) of what the table shows of each contender.
         plot: takes a result and matplotlib's pyplot.
+        more_plots: further plots of a prepared result for its page, by the name that is added to the file's.
         wide: the table has a line for each case, and columns for each contender. Else a line for each of both.
         contenders: those that the table shows. Empty: all.
         ratios: (over, contender) of speed-ups that a wide table shows too, or that a long one shows over each `over`.
@@ -107,6 +107,7 @@ class Shown(NamedTuple):
     prepare: Callable[[dict], list[dict]] = lambda result: result["rows"]
     note: str = ""
     sentences: Callable[[dict], list[str]] = lambda result: []
+    more_plots: Callable[[dict], dict[str, Callable]] = lambda result: {}
 
     def prepared(self, result: dict) -> dict:
         return {**result, "rows": self.prepare(result)}
@@ -199,37 +200,30 @@ def texts(shown: Shown, result: dict) -> list[str]:
 # ---- bars ---------------------------------------------------------------------------------------------------------
 
 
-def missed(shown: Shown, result: dict) -> tuple[list[str], list[str]]:
-    """One line for each bar, and one for each aim, that this prepared result does not reach."""
-    goals = yaml.safe_load(BARS.read_text()).get(shown.benchmark, {})
+def missed(shown: Shown, result: dict) -> list[str]:
+    """One line for each bar that this prepared result does not reach."""
+    bars = yaml.safe_load(BARS.read_text()).get(shown.benchmark, {})
     measures = {measure.what: measure for measure in shown.measures}
-    unknown = goals.keys() - measures.keys()
+    unknown = bars.keys() - measures.keys()
     if unknown:
         sys.exit(f"{BARS} has bars of {shown.benchmark} that it does not measure: {', '.join(sorted(unknown))}")
-    bars, aims = [], []
-    for what, goals_of_it in goals.items():
-        values = measures[what].values(result)
-        for goal in goals_of_it:
-            of_it = [one for one in values if goal.get("where", {}).items() <= one.case.items()]
-            for kind, found in (("bar", bars), ("aim", aims)):
-                if of_it and kind in goal and _misses(of_it[0].value, goal[kind], measures[what].better):
-                    place = measures[what].place(of_it[0], varying(result))
-                    found.append(f"{shown.benchmark}: {what} is {of_it[0].value:.4g} ({place or 'its only case'}); "
-                                 f"the {kind} is {goal[kind]:g}")
-                    break
-    return bars, aims
-
-
-def _misses(value: float, goal: float, better: str) -> bool:
-    return value > goal if better == SMALLER else value < goal
+    found = []
+    for what, bars_of_it in bars.items():
+        measure = measures[what]
+        for one in bars_of_it:
+            values = [value for value in measure.values(result) if one.get("where", {}).items() <= value.case.items()]
+            if values and (values[0].value - one["bar"]) * (1 if measure.better == SMALLER else -1) > 0:
+                place = measure.place(values[0], varying(result)) or "its only case"
+                found.append(f"{shown.benchmark}: {what} is {values[0].value:.4g} ({place}); the bar is "
+                             f"{one['bar']:g}")
+    return found
 
 
 # ---- plots --------------------------------------------------------------------------------------------------------
 
 
-def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, columns: int = 2,
-          of_panels: dict[str, dict] | None = None, spans: dict[str, dict[str, list]] | None = None,
-          **settings) -> None:
+def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
+          of_panels: dict[str, dict] | None = None, **settings) -> None:
     """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
 
     Series of one color in a panel, which are a contender's, have lines of different styles.
@@ -237,18 +231,12 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
     Args:
         panels: a point may be (x, y, low, high): the area between low and high is shaded.
         settings: of each axis. `of_panels`: instead of them, by the panel's title.
-        spans: panels before these, as for `_intervals`: {title: {contender: [value, ...]}}.
     """
-    spans, of_panels = spans or {}, of_panels or {}
-    names = dict.fromkeys(name for series in (*spans.values(), *panels.values()) for name in series)
+    names = dict.fromkeys(name for series in panels.values() for name in series)
     of = colors(names)
     style = {name: STYLES[[other for other in names if of[other] == of[name]].index(name) % len(STYLES)]
              for name in names}
-    axes = _axes(pyplot, len(spans) + len(panels), columns, 2.7)
-    for axis, (title, rows) in zip(axes, spans.items(), strict=False):
-        _intervals(axis, rows, of)
-        axis.set(title=title, **of_panels.get(title, {}))
-    for axis, (title, series) in zip(axes[len(spans):], panels.items(), strict=True):
+    for axis, (title, series) in zip(_axes(pyplot, len(panels), 2.7), panels.items(), strict=True):
         for name, points in series.items():
             if points:
                 x, y, *band = zip(*sorted(points), strict=True)
@@ -256,24 +244,28 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, 
                 axis.plot(x, y, ".", color=of[name], markersize=5)
                 if band:
                     axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | of_panels.get(title, {}))
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 
 
-def _intervals(axis, rows: dict[str, list[float]], of: dict[str, str]) -> None:
-    """A row for each contender: its values as ticks, and their mean with its 95 % interval. `of`: their colors."""
-    for name, values in rows.items():
-        mean = interval(values)
-        axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
-        axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
-        if mean.low is not None:
-            axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
-    axis.axvline(0, color=GRAY, linewidth=0.8)
-    axis.margins(y=0.15)
-    axis.invert_yaxis()
+def spans(pyplot, panels: dict[str, dict[str, list[float]]], **settings) -> None:
+    """Panels with a row for each contender: its values as ticks, and their mean with its 95 % interval."""
+    of = colors(name for rows in panels.values() for name in rows)
+    tallest = max((len(rows) for rows in panels.values()), default=1)
+    for axis, (title, rows) in zip(_axes(pyplot, len(panels), 0.8 + 0.3 * tallest), panels.items(), strict=True):
+        for name, values in rows.items():
+            mean = interval(values)
+            axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
+            axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
+            if mean.low is not None:
+                axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        axis.margins(y=0.15)
+        axis.invert_yaxis()
+        axis.set(title=title, **settings)
 
 
-def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, columns: int = 2) -> None:
+def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str) -> None:
     """Panels with one bar for each label, made of parts: {title: {label: {part: length}}}.
 
     A contender's bar has its color, and its parts are tints of it. Other bars have the color of their part.
@@ -281,7 +273,7 @@ def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str,
     parts_of = [list(dict.fromkeys(part for bar in bars.values() for part in bar)) for bars in panels.values()]
     of_labels = colors(label for panel in panels.values() for label in panel)
     tallest = max((len(panel) for panel in panels.values()), default=1)
-    axes = _axes(pyplot, len(panels), columns, 0.8 + 0.24 * tallest)
+    axes = _axes(pyplot, len(panels), 0.8 + 0.24 * tallest)
     for axis, (title, bars), parts in zip(axes, panels.items(), parts_of, strict=True):
         for label, bar in bars.items():
             left = 0.0
@@ -337,8 +329,8 @@ def parts_of_cases(result: dict, parts: tuple[str, ...]) -> dict[str, dict[str, 
     return panels
 
 
-def _axes(pyplot, count: int, columns: int, height: float) -> list:
-    columns = max(1, min(columns, count))
+def _axes(pyplot, count: int, height: float) -> list:
+    columns = max(1, min(2, count))
     rows = max(1, -(-count // columns))
     _, axes = pyplot.subplots(rows, columns, figsize=(WIDTH, height * rows + 0.5), squeeze=False,
                               layout="constrained")
@@ -348,7 +340,7 @@ def _axes(pyplot, count: int, columns: int, height: float) -> list:
 
 
 def draw(plot: Callable[[dict, Any], None], path: Path, result: dict) -> None:
-    """Draws a plot of a prepared result beside its file, as wide as a page."""
+    """Draws a plot of a prepared result, as wide as a page. `path`: of the result file, or of the plot."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -356,6 +348,17 @@ def draw(plot: Callable[[dict, Any], None], path: Path, result: dict) -> None:
         plot(result, pyplot)
         pyplot.savefig(path.with_suffix(".png"), dpi=100)
         pyplot.close()
+
+
+def plots_of(shown: Shown, path: Path, result: dict) -> dict[Path, Callable[[dict, Any], None]]:
+    """The plots of a prepared result by their files, in the order of its page."""
+    more = {path.with_name(f"{path.stem}_{name}.png"): plot for name, plot in shown.more_plots(result).items()}
+    return {path.with_suffix(".png"): shown.plot, **more}
+
+
+def draw_all(shown: Shown, path: Path, result: dict) -> None:
+    for file, plot in plots_of(shown, path, result).items():
+        draw(plot, file, result)
 
 
 # ---- one result file ----------------------------------------------------------------------------------------------
@@ -371,7 +374,7 @@ def show(shown: Shown, path: Path, check: bool = False) -> str:
     """Prints the tables of a result file and draws its plot beside it.
 
     Args:
-        check: also compares with bars.yaml, and prints a line for each bar or aim that is not reached.
+        check: also compares with bars.yaml, and prints a line for each bar that is not reached.
 
     Returns:
         What is wrong with the result, in one line; "" if nothing is.
@@ -380,10 +383,10 @@ def show(shown: Shown, path: Path, check: bool = False) -> str:
     if not result["rows"]:
         return f"{path} has no rows: there was no time for any case"
     prepared = shown.prepared(result)
-    draw(shown.plot, path, prepared)
+    draw_all(shown, path, prepared)
     print("\n\n".join([f"{path}: {origin(result)}; plot: {path.with_suffix('.png')}", *texts(shown, prepared)]))
-    bars, aims = missed(shown, prepared) if check else ([], [])
-    for line in (*bars, *aims):
+    bars = missed(shown, prepared) if check else []
+    for line in bars:
         print(line, file=sys.stderr)
     if not all(row["correct"] for row in result["rows"]):
         return "some results were wrong"

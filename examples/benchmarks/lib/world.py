@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport.choose import choose
+from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 BF16 = torch.bfloat16
 TIMEOUT = timedelta(minutes=1)
@@ -39,22 +40,32 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
-def start(alone: bool = False) -> None:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def start(alone: bool = False, timeout: timedelta = TIMEOUT) -> None:
     """Sets up this rank's device, process group and random numbers from the launcher's environment.
 
     Args:
         alone: without a launcher, this process is the only rank.
+        timeout: of the process group.
     """
     if alone and "LOCAL_RANK" not in os.environ:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(free_port()))
     if "LOCAL_RANK" not in os.environ:
         sys.exit(f"this runs on ranks that a launcher starts: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}")
-    accelerator = get_accelerator()
-    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    if on_gpu() and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > accelerator.device_count():
+        # torch and NCCL refuse ranks that share a GPU. NCCL is told that each is a machine of its own.
+        local_rank %= accelerator.device_count()
+        os.environ.update(LOCAL_RANK=str(local_rank), TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
+                          NCCL_HOSTID=f"of-rank-{os.environ['RANK']}", NCCL_SOCKET_IFNAME="lo")
+    accelerator.set_device(local_rank)
     deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False,
-                               timeout=TIMEOUT)
+                               timeout=timeout)
     torch.manual_seed(rank())
 
 
@@ -146,19 +157,16 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     return x.cpu()
 
 
-def total(x: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks, in place."""
-    dist.all_reduce(x)
-    return x
-
-
 def everywhere(call: Callable[[], dict]) -> dict:
     """What `call` returns on rank 0. "correct" is False, with the first "failure", if it raises on any rank.
 
-    If it raises here and some rank does not come to its end, this process ends, and with it the run.
+    If it raises here and some rank does not come to its end, this process ends, and with it the run. It also ends when
+    ranks have lost each other.
     """
     try:
         found = call()
+    except (dist.DistError, PeerFailure) as error:
+        sys.exit(f"rank {rank()}: {type(error).__name__}: {error}")
     except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
         found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
     if not dist.is_initialized():

@@ -1,302 +1,402 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does MXFP8 cost quality? Whole trainings in pairs: each recipe beside bf16, seed by seed.
 
-Runs of one seed have the same initial weights, batches and random draws (convergence_run.py). The result is the mean
-of the paired differences of held-out loss, with a 95 % interval. Training amplifies every difference of rounding. The
-yardstick is therefore bf16 against "reordered": bf16 with another order of sums. examples/guides/quality.md explains
-the method.
+Runs of one seed have the same initial weights, the same batches in the same order and the same random draws. The
+result is the mean of the paired differences of held-out loss, with a 95 % interval. Training amplifies every
+difference of rounding. The yardstick is therefore bf16 against "reordered": bf16 with another order of sums.
+examples/guides/quality.md explains the method.
 
-    python examples/benchmarks/training/convergence.py --sizes 50M --sharing 8 --seconds 540
-    python examples/benchmarks/training/convergence.py --hf_model FOLDER --ds_config FILE --data FOLDER --out ab.json
+    python examples/benchmarks/training/convergence.py --sizes 50M --out study.json
+    torchrun --nproc-per-node 8 examples/benchmarks/training/convergence.py \\
+        --hf_model FOLDER --ds_config FILE --data FOLDER --out ab.json
 
-The first command trains for that many seconds, the most important runs first, as many side by side as --sharing says,
-and shows what is finished. A run that does not finish in time is lost. --known FILE takes the finished runs of a
-result file as they are, so that the study goes on in pieces, also on other machines. Runs share the machine, so their
-speed says nothing. The second command compares a user's section "mxfp8_moe" with bf16, on their model and data.
+The first command trains on one GPU what the result file lacks, the most important runs first, so that a study goes on
+in pieces. The second command compares a user's section "mxfp8_moe" with bf16, on their model and data.
 """
 
 import argparse
+import hashlib
 import json
-import os
-import subprocess
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from deepspeed.accelerator import get_accelerator
+import numpy as np
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import safe_set_full_fp32_param
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
-from arguments import one_or_more
-from finetune import free_port
-from lib import results_file, run, show
-from training import convergence_run
-from training.convergence_results import SHOWN, row
-from training.convergence_run import BF16, NUDGED, OWN, RECIPES, ROOT, SIZES, YARDSTICK, Run
+import data
+import train
+from ds_mxfp8_moe import MXFP8MoEConfig, mx
+from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
+from lib import models, results_file, run, show, world
+from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
 
-MAIN = (BF16, "default_128", YARDSTICK, "mxfp8_128")
-FURTHER = ("default_32", "wires_128", "classic_bf16", "classic_default_128")
-# Seeds of each recipe. With 16, the standard error of a mean difference is 0.2 % at 50M, and 0.1 % at 300M.
-STUDY = {"50M": dict.fromkeys(MAIN, 16) | dict.fromkeys(FURTHER, 3), "300M": dict.fromkeys((*MAIN, NUDGED), 16),
-         "tiny": dict.fromkeys(MAIN, 2), OWN: dict.fromkeys((BF16, OWN, YARDSTICK), 3)}
-ENDING_S = 20  # of the budget, for tables and plots
-SHORTEST_S = 60  # a run is not started for less, before the time of one is known
-STARTED = time.time()
+ROOT = Path(__file__).resolve().parents[3]
+HELDOUT_SHARE = 0.05  # of the texts
+EPOCHS_AT_MOST = 2
+LOGGED, EVALUATED = 100, 10  # times in a run
+TIMEOUT = timedelta(minutes=30)  # the first rank encodes all texts while the others wait
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = run.parser(__doc__)
-    parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "convergence",
-                        help="folder of tokens and logs, outside of the repository (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=540, help="for this piece with its start")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
-    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="default: the study's. There are also plain, "
-                        "mxfp8_32, and recipes with one rounding changed, such as default_128-h. An unknown name "
-                        "lists all")
-    parser.add_argument("--seeds", type=one_or_more, help="of each recipe (default: as many as the study has)")
-    parser.add_argument("--steps", type=one_or_more, default=1000)
-    parser.add_argument("--stop_after", type=one_or_more, metavar="STEPS", help="end each run after this many of its "
-                        "steps. The training loss shows early where a rounding does harm")
-    parser.add_argument("--log_every", type=one_or_more, default=10, help="steps")
-    parser.add_argument("--heldout_every", type=one_or_more, default=100, help="steps")
-    parser.add_argument("--heldout_windows", type=one_or_more, default=128)
-    parser.add_argument("--data", default="installed", help="stdlib, pydoc, installed, or a folder of texts")
-    parser.add_argument("--ranks", type=one_or_more, default=1, help="of a run, which its experts are spread over. "
-                        "They share a GPU if there are fewer GPUs")
-    parser.add_argument("--sharing", type=one_or_more, default=1, help="runs that share a GPU")
-    parser.add_argument("--known", type=Path, metavar="FILE", help="a result file whose runs are not run again; they "
-                        "stand in the new file too, which is then called as old as that one")
-    own = parser.add_argument_group("a model of your own")
-    own.add_argument("--ds_config", type=Path, metavar="FILE", help='your DeepSpeed config with its section '
-                     '"mxfp8_moe": it is compared with the same in bf16')
-    own.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
-    own.add_argument("--model", type=Path, help="sizes of the GPT of examples/gpt_moe, instead of --hf_model")
-    own.add_argument("--seq_len", type=one_or_more, help="tokens of a sequence")
-    parser.add_argument("--rank_of", nargs=3, help=argparse.SUPPRESS)  # this process is a rank of that run
-    args = run.parse(parser, arguments, ("rank_of", ))
-    args.arguments = sys.argv[1:] if arguments is None else arguments
-    if args.show or args.rank_of:
-        return args
-    if ROOT in (args.state.resolve(), *args.state.resolve().parents):
-        parser.error("--state: name a folder outside of the repository")
-    if args.stop_after and args.stop_after > args.steps:
-        parser.error(f"--stop_after {args.stop_after}: expected at most the {args.steps} --steps")
-    if args.heldout_every % args.log_every:
-        parser.error("--heldout_every must be a multiple of --log_every")
-    if args.ds_config:
-        if not args.ds_config.is_file():
-            parser.error(f"--ds_config: there is no file {args.ds_config}")
-        if (args.hf_model is None) == (args.model is None):
-            parser.error("--ds_config: name your model by either --hf_model or --model")
-        convergence_run.own_config(args.ds_config)
-        args.sizes = [OWN]
-    elif args.hf_model or args.model:
-        parser.error("--hf_model and --model need --ds_config: a DeepSpeed config with your section \"mxfp8_moe\"")
-    valid = STUDY[OWN] if args.ds_config else RECIPES
-    if unknown := [name for name in args.recipes or () if name not in valid]:
-        parser.error(f"--recipes: unknown {', '.join(unknown)}; expected some of {', '.join(valid)}")
-    for size in args.sizes:
-        if size != OWN and SIZES[size].sequences % args.ranks:
-            parser.error(f"--ranks {args.ranks}: expected a divisor of the {SIZES[size].sequences} sequences of a "
-                         f"step of {size}")
-    return args
+class Size(NamedTuple):
+    """Attributes: model: its file. sequences: of a step, over all ranks."""
+
+    model: str
+    lr: float
+    sequences: int
+    seq_len: int
 
 
-def plan(args: argparse.Namespace) -> list[Run]:
-    """All runs, the most important ones first: seed by seed, and the recipes of FURTHER last."""
-    runs = []
-    for size in args.sizes:
-        seeds = dict.fromkeys(args.recipes, STUDY[size][BF16]) if args.recipes else STUDY[size]
-        if args.seeds:
-            seeds = dict.fromkeys(seeds, args.seeds)
-        found = [Run(size, recipe, seed) for seed in range(max(seeds.values())) for recipe in seeds
-                 if seed < seeds[recipe]]
-        runs += found if args.recipes else sorted(found, key=lambda one: one.recipe in FURTHER)
-    return runs
+SIZES = {"50M": Size("configs/models/qwen3_moe_50m.yaml", 6e-4, 16, 1024),
+         "300M": Size("configs/models/qwen3_moe_300m.yaml", 3e-4, 16, 1024),
+         "tiny": Size("configs/models/qwen3_moe_tiny.yaml", 1e-3, 4, 128)}
+RECIPES = {BF16: {"recipe": BF16}, "default_128": {"scale_block_size": 128},
+           "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, YARDSTICK: {"recipe": BF16},
+           NUDGED: {"recipe": BF16}}
+OWN_RECIPES = (BF16, OWN, YARDSTICK)
+# With them, the standard error of a mean difference is 0.2 % at 50M, and 0.1 % at 300M.
+SEEDS = 16
+
+
+class Run(NamedTuple):
+    size: str
+    recipe: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.size}-{self.recipe}-{self.seed}"
+
+
+def quantizes(section: dict) -> bool:
+    return section.get("recipe") != BF16
+
+
+def own_config(path: Path) -> dict:
+    """A user's DeepSpeed config. Exits if its section "mxfp8_moe" does not quantise anything."""
+    config = load_ds_config(str(path))
+    section = config.get(SECTION, {})
+    if not section.get("enabled") or not quantizes(section):
+        sys.exit(f'--ds_config {path}: expected a section "{SECTION}" with "enabled": true and another recipe than '
+                 f'"{BF16}", which it is compared with')
+    return config
+
+
+def section_of(one: Run, args: argparse.Namespace) -> dict:
+    """The section of a run: the study's, the user's as it is, or the user's without quantisation."""
+    if one.size != OWN:
+        return RECIPES[one.recipe]
+    section = own_config(args.ds_config)[SECTION]
+    if one.recipe == OWN:
+        return section
+    dropped = (*WIRE_KEYS, "preactivation_dtype")
+    return {key: value for key, value in section.items() if key not in dropped} | {"recipe": BF16}
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+
+def encoder(model: str | None) -> data.Encode:
+    """Of a Hugging Face model that has a tokenizer. Else bytes."""
+    if model and not train.models.is_yaml(model) and (
+            not Path(model).exists() or (Path(model) / "tokenizer_config.json").is_file()):
+        from transformers import AutoTokenizer
+        return data.hf_encoder(AutoTokenizer.from_pretrained(model))
+    return data.encode_bytes
+
+
+def store_tokens(source: str, folder: Path, model: str | None = None) -> None:
+    """Writes the tokens of a source's texts for memory-maps, once.
+
+    The hash of a text says whether it is held out, so a copy of it is on the same side, and copies are left out.
+
+    Args:
+        model: the Hugging Face model of the user, whose tokenizer encodes the texts.
+    """
+    of = source if model is None else f"{source} for {model}"
+    if (folder / "tokens.json").exists():
+        there = json.loads((folder / "tokens.json").read_text())["source"]
+        if there != of:
+            sys.exit(f"--tokens {folder} has those of --data {there}, not of {of}: name another folder")
+        return
+    encode = encoder(model)
+    parts: dict[str, list] = {"training": [], "heldout": []}
+    seen, whole = set(), hashlib.sha256()
+    for text in data.documents(source):
+        digest = hashlib.sha256(text).digest()
+        if text and digest not in seen:
+            seen.add(digest)
+            whole.update(digest)
+            heldout = int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
+            parts["heldout" if heldout else "training"].append(encode(text))
+    about = {"source": of, "sha256": whole.hexdigest()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tokens in parts.items():
+        if not tokens:
+            sys.exit(f"--data {source}: {len(seen)} different texts leave none for {name}; expected a folder of many "
+                     f"files, of which {HELDOUT_SHARE:.0%} are held out")
+        stream = np.concatenate(tokens)
+        np.save(folder / f"{name}.npy", stream)
+        about[f"{name}_tokens"] = len(stream)
+    (folder / "tokens.json").write_text(json.dumps(about))
+
+
+def stored(folder: Path, name: str, seq_len: int) -> data.Windows:
+    return data.Windows(np.load(folder / f"{name}.npy", mmap_mode="r"), seq_len)
+
+
+# ---- one run ------------------------------------------------------------------------------------------------------
+
+
+def build(one: Run, args: argparse.Namespace) -> tuple:
+    """(engine, the tokens of a sequence, the arguments that examples/gpt_moe takes)"""
+    section = section_of(one, args)
+    if one.size == OWN:
+        config = own_config(args.ds_config)
+        model = ["--hf_model", args.hf_model, "--seq_len", str(args.seq_len)]
+    else:
+        size = SIZES[one.size]
+        config = json.loads((ROOT / "configs/ds/zero2.json").read_text())
+        config["train_micro_batch_size_per_gpu"] = size.sequences // world.size()
+        config["optimizer"]["params"]["lr"] = size.lr
+        config["expert_parallel"] = {"enabled": True, "autoep_size": world.size()}
+        section = {"enabled": True, "min_tokens_per_expert": 0, "transport": "collective", **section}
+        model = ["--hf_model", str(ROOT / size.model), "--seq_len", str(size.seq_len)]
+    settings = train.parse_args([*model, "--seed", str(one.seed), "--steps", str(args.steps), "--warmup_steps",
+                                 str(max(1, args.steps // 10)), "--heldout_windows", str(args.heldout_windows)])
+    settings.deepspeed_config = config | {SECTION: section}
+    settings.float32 = train.would_emulate_bf16(settings)
+    return *train.initialize(settings), settings
+
+
+def asked(args: argparse.Namespace) -> dict:
+    """What all runs of a result file agree in."""
+    sha256 = json.loads((args.tokens / "tokens.json").read_text())["sha256"]
+    return {"steps": args.steps, "ranks": world.size(), "heldout_windows": args.heldout_windows,
+            "data_sha256": sha256[:16]}
+
+
+def case_of(one: Run, engine, seq_len: int, args: argparse.Namespace) -> dict:
+    tokens = json.loads((args.tokens / "tokens.json").read_text())
+    per_step = engine.train_batch_size() * seq_len
+    epochs = per_step * args.steps / tokens["training_tokens"]
+    if epochs > EPOCHS_AT_MOST:
+        raise ValueError(f"{one}: {args.steps} steps of {per_step} tokens are {epochs:.1f} epochs "
+                         f"of --data {tokens['source']}; at most {EPOCHS_AT_MOST}")
+    return {"size": one.size, "model": "autoep" if one.size != OWN else Path(args.hf_model).name,
+            "parameters": train.number_of_parameters(engine), "expert_parallel": train.moe_layers(engine)[0].ep_size,
+            "zero_stage": engine.zero_optimization_stage(), "tokens_per_step": per_step,
+            "lr": engine.optimizer.param_groups[0].get("initial_lr"), "data": Path(args.data).name,
+            "training_tokens": tokens["training_tokens"], "seed": one.seed, **asked(args)}
+
+
+def nudge(engine) -> None:
+    """Rounds the experts' weights to MXFP8, those that the optimizer keeps too. Not in ZeRO-3.
+
+    A change of MXFP8's size, which costs nothing: training then goes on in bf16.
+    """
+    for p in engine.module.parameters():
+        if is_moe_param(p) and p.dim() > 1:
+            rounded = mx.quantize_tiles(p).dequantize(torch.float32)
+            p.data.copy_(rounded)
+            safe_set_full_fp32_param(p, rounded)
+
+
+@contextmanager
+def in_bf16(layers: list) -> Iterator[None]:
+    """Computes converted layers in the bf16 recipe within, with the weights that they have."""
+    recipe = resolve(MXFP8MoEConfig(recipe=BF16), *current_device())
+    settings = [layer.mxfp8_settings for layer in layers]
+    try:
+        for layer, own in zip(layers, settings, strict=True):
+            layer.mxfp8_settings = replace(own, recipe=recipe, min_tokens_per_expert=0)
+        yield
+    finally:
+        for layer, own in zip(layers, settings, strict=True):
+            layer.mxfp8_settings = own
+
+
+def batches_of_step(windows: data.Windows, engine, one: Run, step: int) -> list[torch.Tensor]:
+    """This rank's micro-batches of a step, each [B, seq_len + 1].
+
+    Those of the yardstick are reversed, each within too. Every token gets the same result, and only the sums over
+    tokens have another order: those of weight gradients and of the loss.
+    """
+    batch_size, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    batches = [windows.training_batch(one.seed, step * accumulation + micro, batch_size, world.rank(), world.size())
+               for micro in range(accumulation)]
+    if one.recipe != YARDSTICK:
+        return batches
+    if batch_size * accumulation == 1:
+        raise ValueError(f"{one}: a rank has one sequence in a step, so no sum has another order; expected a larger "
+                         f'"train_micro_batch_size_per_gpu" or "gradient_accumulation_steps"')
+    return [batch.flip(0) for batch in reversed(batches)]
+
+
+def train_run(one: Run, args: argparse.Namespace) -> dict:
+    """Trains from scratch to the end. Every rank calls it. Returns the run's row of the result file."""
+    begin = time.time()
+    section = section_of(one, args)
+    engine, seq_len, settings = build(one, args)
+    case = case_of(one, engine, seq_len, args)
+    windows, heldout = (stored(args.tokens, name, seq_len) for name in ("training", "heldout"))
+    if one.recipe == NUDGED:
+        nudge(engine)
+    layers = train.moe_layers(engine)
+    converted = [inner for layer in layers if hasattr(inner := getattr(layer, "deepspeed_moe", layer),
+                                                      "mxfp8_settings")]
+    quantized = [layer for layer in converted if layer.mxfp8_settings.recipe.quantize_gemm]
+    curves: dict[str, dict[str, float]] = {name: {} for name in (
+        "loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16")}
+
+    def note(step: int, **figures: float) -> None:
+        for name, value in figures.items():
+            curves[name][str(step)] = float(f"{value:.6g}")  # differences are hundredths of a per cent
+
+    def evaluate(step: int) -> None:
+        """Held-out losses in the recipe, and of the same weights in bf16: what a model costs that is used, not
+        trained, in MXFP8."""
+        note(step, heldout_loss=train.heldout_loss(engine, heldout, settings))
+        if quantized:
+            with in_bf16(quantized):
+                note(step, heldout_loss_bf16=train.heldout_loss(engine, heldout, settings))
+
+    evaluate(0)
+    load = train.ExpertLoad(layers)
+    total, norms = torch.zeros((), device=engine.device), []
+    for done in range(1, args.steps + 1):
+        # What a step draws at random depends on seed, step and rank alone, so that runs of a seed draw the same.
+        torch.manual_seed((one.seed * 1_000_003 + done) * world.size() + world.rank())
+        batches = batches_of_step(windows, engine, one, done - 1)
+        for tokens_BS in batches:
+            cross_entropy, aux_loss = train.losses(engine, tokens_BS)
+            engine.backward(cross_entropy + settings.moe_loss_coeff * aux_loss)
+            engine.step()
+            total += cross_entropy.detach() / len(batches)
+        norms.append(engine.get_global_grad_norm())
+        last = done == args.steps
+        if last or done % max(1, args.steps // LOGGED) == 0:
+            loss, = train.mean_over_ranks([total.item() / len(norms)], engine.device)
+            note(done, loss=loss, grad_norm=float(sum(norms) / len(norms)),
+                 busiest_expert=load.read() / layers[0].num_experts)
+            total.zero_()
+            norms.clear()
+        if last or done % max(1, args.steps // EVALUATED) == 0:
+            evaluate(done)
+            load = train.ExpertLoad(layers)  # whose counts leave out what was evaluated
+    row = {"case": case, "contender": one.recipe, "section": section, "machine": results_file.machine(),
+           "moe_layers": len(layers), "layers_converted": len(converted), "layers_quantized": len(quantized),
+           "seconds": round(time.time() - begin, 1), "heldout_loss": curves["heldout_loss"][str(args.steps)],
+           "curves": curves}
+    models.free(engine)
+    failure = failure_of(row)
+    return {**row, "correct": failure is None, **({"failure": failure} if failure else {})}
+
+
+def failure_of(row: dict) -> str | None:
+    """Why a finished run is not what it should be. None if it is."""
+    heldout, layers = list(row["curves"]["heldout_loss"].values()), row["moe_layers"]
+    if not all(map(math.isfinite, row["curves"]["loss"].values())):
+        return "the loss is not finite"
+    if heldout[-1] >= heldout[0]:
+        return "the held-out loss did not fall"
+    for what, expected in (("converted", layers), ("quantized", layers if quantizes(row["section"]) else 0)):
+        if row[f"layers_{what}"] != expected:
+            return f"{row[f'layers_{what}']} layers were {what}, expected {expected} of {layers}"
+    return None
 
 
 # ---- all runs -----------------------------------------------------------------------------------------------------
 
 
-def places(args: argparse.Namespace) -> list[str | None]:
-    """The GPUs of each run that there is room for, as CUDA_VISIBLE_DEVICES has them; None for a place on CPUs."""
-    if get_accelerator().device_name() == "cpu":
-        return [None] * args.sharing
-    count = get_accelerator().device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    each = min(args.ranks, count) if count else sys.exit("there is no GPU")
-    return [",".join(visible[i:i + each]) for i in range(0, count - each + 1, each)] * args.sharing
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = run.parser(__doc__)
+    parser.add_argument("--tokens", type=Path, default=Path(tempfile.gettempdir()) / "convergence",
+                        help="folder of the encoded texts (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=540,
+                        help="for this piece with its start (default: %(default)s): what does not fit is left out")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="default: the study's")
+    parser.add_argument("--seeds", type=run.one_or_more, default=SEEDS, help="of each recipe (default: %(default)s)")
+    parser.add_argument("--steps", type=run.one_or_more, default=1000)
+    parser.add_argument("--heldout_windows", type=run.one_or_more, default=128)
+    parser.add_argument("--data", default="installed", help="stdlib, pydoc, installed, or a folder of texts")
+    own = parser.add_argument_group("a model of your own")
+    own.add_argument("--ds_config", type=Path, metavar="FILE", help='your DeepSpeed config with its section '
+                     '"mxfp8_moe": it is compared with the same in bf16')
+    own.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
+    own.add_argument("--seq_len", type=run.one_or_more, default=1024, help="tokens of a sequence")
+    args = run.parse(parser, arguments)
+    if args.ds_config:
+        if not args.ds_config.is_file():
+            parser.error(f"--ds_config: there is no file {args.ds_config}")
+        if args.hf_model is None:
+            parser.error("--ds_config: name your model by --hf_model")
+        own_config(args.ds_config)
+        args.sizes = [OWN]
+    elif args.hf_model:
+        parser.error("--hf_model needs --ds_config: a DeepSpeed config with your section \"mxfp8_moe\"")
+    valid = OWN_RECIPES if args.ds_config else RECIPES
+    if unknown := [name for name in args.recipes or () if name not in valid]:
+        parser.error(f"--recipes: unknown {', '.join(unknown)}; expected some of {', '.join(valid)}")
+    return args
 
 
-class Ranks:
-    """The processes of one run. They belong to this process's session, and end with it."""
-
-    def __init__(self, processes: list[subprocess.Popen]):
-        self.processes = processes
-
-    def poll(self) -> int | None:
-        """None while they run, 0 if all have ended well. If one has failed, the others are ended too."""
-        codes = [process.poll() for process in self.processes]
-        failed = next((code for code in codes if code), None)
-        if failed:
-            self.end()
-        return failed or (None if None in codes else 0)
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()  # nothing of it is kept
-        for process in self.processes:
-            process.wait()
+def plan(args: argparse.Namespace) -> list[Run]:
+    """All runs, seed by seed."""
+    recipes = args.recipes or (OWN_RECIPES if args.ds_config else RECIPES)
+    return [Run(size, recipe, seed) for size in args.sizes for seed in range(args.seeds) for recipe in recipes]
 
 
-def launch(run: Run, place: str | None, args: argparse.Namespace) -> Ranks:
-    """Starts the ranks of one run, which write into its folder."""
-    folder = args.state / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").unlink(missing_ok=True)  # of a run with other arguments
-    threads = max(1, (os.cpu_count() or 1) // (len(places(args)) * args.ranks))
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": place} if place else {"DS_ACCELERATOR": "cpu"}) | {
-        "OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(args.ranks), "LOCAL_WORLD_SIZE": str(args.ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, __file__, *args.arguments, "--rank_of", *map(str, run)]
-    with (folder / "output.txt").open("w") as output:
-        return Ranks([subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-                      for rank in range(args.ranks)])
-
-
-def asked(args: argparse.Namespace) -> dict:
-    """What a case must agree in with the arguments."""
-    return {"steps": args.steps, "stopped_after": args.stop_after, "ranks": args.ranks,
-            "heldout_windows": args.heldout_windows,
-            "data_sha256": json.loads((args.state / "tokens.json").read_text())["sha256"][:16]}
-
-
-def given(case: dict, wanted: dict) -> dict:
-    """What a case has where `asked` has what is wanted."""
-    return {key: case.get(key) for key in wanted}
-
-
-def finished(run: Run, args: argparse.Namespace) -> bool:
-    """Whether --state has this run from its start to its end, with these arguments."""
-    path = args.state / run.name / "summary.json"
-    if not path.exists():
-        return False
-    summary, wanted = json.loads(path.read_text()), asked(args)
-    return (given(summary["case"], wanted) == wanted
-            and summary["section"] == convergence_run.recipe_of(run, args).section)
-
-
-def say(line: str) -> None:
-    print(f"{time.time() - STARTED:5.0f} s  {line}", file=sys.stderr, flush=True)
-
-
-def known_rows(args: argparse.Namespace) -> tuple[dict[Run, dict], list[dict], str | None]:
-    """The rows of --known by their runs, those of runs that were stopped elsewhere, and its commit.
-
-    Exits if they are of other runs than asked for.
-    """
-    if args.known is None:
-        return {}, [], None
-    result = results_file.read(args.known, "convergence")
-    found, elsewhere = {}, []
-    for one in result["rows"]:
-        if one["case"].get("stopped_after") == args.stop_after:
-            found[Run(one["case"]["size"], one["contender"], one["case"]["seed"])] = one
-        else:
-            elsewhere.append(one)
-    planned, wanted = set(plan(args)), asked(args)
-    for one, known in found.items():
-        of = given(known["case"], wanted)
-        if of != wanted:
-            sys.exit(f"--known {args.known} has runs of {of}, and these are of {wanted}: leave it out")
-        if one in planned and known.get("section") != (section := convergence_run.recipe_of(one, args).section):
-            sys.exit(f"--known {args.known} has {one.name} with the section {known.get('section')}, and it is "
-                     f"{section} now: leave it out")
-    return found, elsewhere, result["commit"]
-
-
-def work(runs: Iterable[Run], args: argparse.Namespace, store: Callable[[], None]) -> bool:
-    """Runs what is not finished until this process is args.seconds old. Calls `store` whenever a run has finished.
-
-    A run is started if as much time is left as the longest one of its size took here.
-
-    Returns:
-        Whether no run failed.
-    """
-    until = STARTED + args.seconds - ENDING_S
-    waiting = [one for one in runs if not finished(one, args)]
-    free, running, took, good = places(args), {}, {}, True
-    try:
-        while True:
-            for one in list(waiting):
-                if free and time.time() + took.get(one.size, SHORTEST_S) <= until:
-                    waiting.remove(one)
-                    place = free.pop(0)
-                    say(f"{one.name} on {place or 'the CPU'}")
-                    running[one] = place, launch(one, place, args), time.time()
-            if not running or time.time() > until:
-                break
-            time.sleep(0.2)
-            for one, (place, ranks, begin) in list(running.items()):
-                code = ranks.poll()
-                if code is None:
-                    continue
-                del running[one]
-                free.append(place)
-                if code or not finished(one, args):
-                    good = False
-                    output = (args.state / one.name / "output.txt").read_text()
-                    say(f"{one.name} failed with {code}:\n{output[-3000:]}")
-                    continue
-                took[one.size] = max(took.get(one.size, 0.0), time.time() - begin)
-                say(f"{one.name}: finished")
-                store()
-    finally:
-        for one, (_, ranks, _) in running.items():
-            ranks.end()
-            say(f"{one.name}: no time to finish it")
-    if waiting:
-        say(f"no time for {len(waiting)} runs, beginning with {waiting[0].name}: "
-            f"--seconds {args.seconds:.0f} leaves less than a run takes")
-    return good
-
-
-# ---- command line ---------------------------------------------------------------------------------------------------
+def known(path: Path, args: argparse.Namespace) -> dict[tuple, dict]:
+    """The rows of the result file: those of whole runs by the run. Exits if they are of others than asked for."""
+    found: dict[tuple, dict] = {}
+    planned = set(plan(args))
+    for row in results_file.read(path, "convergence")["rows"] if path.exists() else []:
+        one, stopped = Run(row["case"]["size"], row["contender"], row["case"]["seed"]), "stopped_after" in row["case"]
+        found[(*one, "stopped") if stopped else one] = row
+        wanted = asked(args) | ({"section": section_of(one, args)} if one in planned and not stopped else {})
+        there = {key: row.get(key, row["case"].get(key)) for key in wanted}
+        if there != wanted:
+            sys.exit(f"{path} has {one} of {there}, and asked for is {wanted}: name another file by --out")
+    return found
 
 
 def main() -> None:
     args = parse_args()
-    if args.rank_of:
-        size, recipe, seed = args.rank_of
-        convergence_run.rank_main(Run(size, recipe, int(seed)), args)
-        return
     if args.show:
         sys.exit(show.show(SHOWN, args.show, args.check) or None)
-    convergence_run.store_tokens(args.data, args.state, args.hf_model)
-    known, elsewhere, known_commit = known_rows(args)
-    runs = plan(args)
+    world.start(alone=True, timeout=TIMEOUT)
+    if world.rank() == 0:
+        store_tokens(args.data, args.tokens, args.hf_model)
+    world.barrier()
     path = args.out or results_file.RESULTS / "convergence.json"
-    commit = known_commit or args.commit or results_file.commit()
-
-    def store() -> int:
-        """Writes what is finished; how many runs of this study that is."""
-        rows = known | {one: row(args.state / one.name) for one in runs if one not in known and finished(one, args)}
-        if rows:
-            results_file.write("convergence", [*rows.values(), *elsewhere], path, commit)
-        return len(rows.keys() & set(runs))
-
-    good = work([one for one in runs if one not in known], args, store)
-    done = store()
-    say(f"{done} of {len(runs)} runs are finished" + (
-        "" if done == len(runs) else f": run this again with --known {path.name}"))
-    if not done:
-        sys.exit("no run is finished: nothing to show yet")
-    error = show.show(SHOWN, path, args.check)
-    sys.exit(error or (None if good else "a run failed"))
+    rows, commit = known(path, args), args.commit or results_file.commit()
+    runs = plan(args)
+    for one in world.in_time([one for one in runs if one not in rows], args.seconds - world.ENDING_S):
+        row = world.everywhere(partial(train_run, one, args))
+        if "curves" not in row:
+            world.leave(f"{one}: {row['failure']}")
+            return
+        rows[one] = {"commit": commit, **row}
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows.values() if row.get("commit")))
+        if world.rank() == 0:
+            results_file.write("convergence", list(rows.values()), path, commits or None)
+    world.say(f"{sum(one in rows for one in runs)} of {len(runs)} runs are finished")
+    run.finish(SHOWN, path, args.check)
 
 
 if __name__ == "__main__":

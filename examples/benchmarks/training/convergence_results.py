@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs of the paired study (convergence.py) say: rows, paired differences, verdicts, tables and plots."""
+"""What the runs of the paired study (convergence.py) say: paired differences, verdicts, tables and plots."""
 
 import json
-import math
-from collections.abc import Iterable
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import fmean, median
 
 from lib import paired, show
 from lib.paired import Interval
 from lib.show import Measure
 
-from .convergence_run import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Recipe
-
+BF16, YARDSTICK, NUDGED = "bf16", "reordered", "nudged"
+OWN = "own"  # the size, and the recipe, of a user's model and config
 LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
 JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
 NOT_JUDGED = {YARDSTICK: "The yardstick.", NUDGED: "A change of MXFP8's size that costs nothing."}
@@ -24,41 +22,6 @@ CURVES = ("loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_b
 TRAINING = {"loss": "training loss", "grad_norm": "gradient norm", "busiest_expert": "share of the busiest expert"}
 MOST_DB = 60  # that a plot shows: re-scaling is nearly exact
 SHOWN_PERCENT = 2.5  # of differences to bf16, in plots: classic layers' are wider
-
-
-def row(folder: Path) -> dict:
-    """The result row of a finished run."""
-    summary = json.loads((folder / "summary.json").read_text())
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    curves: dict = {name: {str(entry["step"]): _short(entry[name]) for entry in log if name in entry}
-                    for name in CURVES}
-    heldout = list(curves["heldout_loss"].values())
-    times = [(entry["step"], entry["seconds"]) for entry in log if "seconds" in entry]
-    per_step = [(after - before) / (done - begun) for (begun, before), (done, after) in pairwise(times)]
-    failure = _failure(summary, log[-1]["loss"], heldout)
-    return {**summary, "step_ms": round(1e3 * median(per_step), 1) if per_step else None,
-            "heldout_loss": heldout[-1], "curves": curves, "correct": failure is None} | (
-        {"failure": failure} if failure else {})
-
-
-def _failure(summary: dict, loss: float, heldout: list[float]) -> str | None:
-    """Why a finished run is not what it should be. None if it is."""
-    name, roundings = summary["contender"], summary["roundings"]
-    expected = 0 if name == "plain" else summary["moe_layers"]
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if heldout[-1] >= heldout[0]:
-        return "the held-out loss did not fall"
-    if summary["layers_converted"] != expected:
-        return f"{summary['layers_converted']} of {expected} layers were converted"
-    if roundings is not None and bool(roundings) != (name == OWN or RECIPES[name].quantizes):
-        return "a rounding acted" if roundings else "no rounding acted"
-    return None
-
-
-def _short(value: float | dict) -> float | dict:
-    """Six digits: differences are hundredths of a per cent."""
-    return {key: _short(one) for key, one in value.items()} if isinstance(value, dict) else float(f"{value:.6g}")
 
 
 # ---- differences in pairs -------------------------------------------------------------------------------------------
@@ -75,7 +38,7 @@ def training_differences(found: dict[int, dict], bases: dict[int, dict]) -> dict
     It has far less noise than the held-out loss of one step.
     """
     result = {}
-    for seed in (seed for seed in found if seed in bases):
+    for seed in sorted(found.keys() & bases.keys()):
         mine, other = found[seed]["curves"]["loss"], bases[seed]["curves"]["loss"]
         steps = [step for step in mine if int(step) > BEGUN * found[seed]["case"]["steps"] and step in other]
         if steps:
@@ -84,13 +47,14 @@ def training_differences(found: dict[int, dict], bases: dict[int, dict]) -> dict
 
 
 def base_of(contender: str) -> str:
-    return RECIPES.get(contender, Recipe()).base
+    """The recipe that this one is compared with."""
+    return f"classic_{BF16}" if contender.startswith("classic_") else BF16
 
 
 def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None = None) -> dict[int, float]:
     """(recipe - bf16) / bf16 of the held-out loss of a step, by seed. None: the recipe's end."""
     result = {}
-    for seed in (seed for seed in found if seed in bases):
+    for seed in sorted(found.keys() & bases.keys()):
         at = step or end(found[seed])
         value = found[seed]["curves"]["heldout_loss"].get(at)
         base = bases[seed]["curves"]["heldout_loss"].get(at)
@@ -221,16 +185,14 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
 MEASURES = [
     Measure("held-out loss, mean of paired differences to bf16", (*JUDGED, OWN), figure="difference",
             better=show.SMALLER, form="{:+.2%}", main=True),
-    Measure("upper end of its 95 % interval", (*JUDGED, OWN), figure="high", better=show.SMALLER, form="{:+.2%}",
-            main=True),
+    Measure("upper end of its 95 % interval", (*JUDGED, OWN), figure="high", better=show.SMALLER, form="{:+.2%}"),
     Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
             figure="beyond", better=show.SMALLER, form="{:.2%}")]
 
 
 def answer(prepared: dict) -> str:
     """A Markdown table of whole runs by the judged recipes and by the changes that cost nothing, and the verdicts."""
-    rows = [one for one in prepared["rows"] if one["contender"] in (*JUDGED, *NOT_JUDGED) and "difference" in one
-            and "stopped_after" not in one["case"]]
+    rows = list(filter(answers, prepared["rows"]))
     lines = [[one["case"]["size"], one["contender"], str(one["pairs"]),
               _with_interval(one["difference"], one["low"], one["high"]),
               _with_interval(one["less"], one["less_low"], one["less_high"]) if "less" in one else "",
@@ -266,39 +228,74 @@ def _with_interval(mean: float, low: float | None, high: float | None, form: str
     return f"{mean:{form}}" if high is None else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
+# ---- plots ----------------------------------------------------------------------------------------------------------
+
+
+def answers(one: dict) -> bool:
+    """Whether a row is of a whole training by a recipe in question, or by a change that costs nothing."""
+    return (one["contender"] in (*JUDGED, *NOT_JUDGED, OWN) and "difference" in one
+            and "stopped_after" not in one["case"])
+
+
 def plot(result: dict, pyplot) -> None:
-    spans: dict = {}
-    differences: dict = {}
+    """The answer: a panel for each size."""
     panels: dict = {}
-    shown: dict = {}  # of a panel's axis
-    for one in result["rows"]:
-        size, name = one["case"]["size"], one["contender"]
-        if stopped := one["case"].get("stopped_after"):
-            if "training" in one:
-                title = f"{size}, {stopped} steps: training loss over bf16's, %"
-                spans.setdefault(title, {})[name] = [100 * value for value in one["training_by_seed"].values()]
-                shown[title] = {"xlim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
-            continue
-        if "difference" in one:
-            title = f"{size}: held-out loss over bf16's, %"
-            spans.setdefault(title, {})[name] = [100 * value for value in one["by_seed"].values()]
-            shown[title] = {"xlim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
-            if name in (*JUDGED, YARDSTICK, OWN):
-                title = f"{size}: the same over training, %"
-                differences.setdefault(title, {})[name] = [
-                    (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
-                    for step, of in one["over_steps"].items()]
-                shown[title] = {"ylim": (-SHOWN_PERCENT, SHOWN_PERCENT)}
+    order = (*JUDGED, *NOT_JUDGED, OWN)
+    for one in sorted(filter(answers, result["rows"]), key=lambda one: order.index(one["contender"])):
+        title = f"{one['case']['size']}: held-out loss over bf16's, %"
+        panels.setdefault(title, {})[one["contender"]] = [100 * value for value in one["by_seed"].values()]
+    show.spans(pyplot, panels)
+
+
+def more_plots(result: dict) -> dict[str, Callable]:
+    """The plots of the page alone, by name: what else was tried, and for each size its curves and its roundings."""
+    rows, found = result["rows"], {}
+    if others := [one for one in rows if "difference" in one and not answers(one)]:
+        found["others"] = partial(_others, others)
+    for size in dict.fromkeys(one["case"]["size"] for one in rows):
+        whole = [one for one in rows if one["case"]["size"] == size and "stopped_after" not in one["case"]]
+        found[f"{size}_training"] = partial(_training, whole)
+        if rounded := [one for one in whole if one["contender"] in JUDGED and one["curves"]["sqnr_db"]]:
+            found[f"{size}_roundings"] = partial(_roundings, rounded)
+    return found
+
+
+def _others(rows: list[dict], _, pyplot) -> None:
+    panels: dict = {}
+    for one in rows:
+        size, stopped = one["case"]["size"], one["case"].get("stopped_after")
+        values, title = one["by_seed"], f"{size}: held-out loss over bf16's, %"
+        if stopped:
+            values, title = one.get("training_by_seed", {}), f"{size}, {stopped} steps: training loss over bf16's, %"
+        panels.setdefault(title, {})[one["contender"]] = [100 * value for value in values.values()]
+    show.spans(pyplot, panels, xlim=(-SHOWN_PERCENT, SHOWN_PERCENT))
+
+
+def _training(rows: list[dict], _, pyplot) -> None:
+    panels: dict = {}
+    over = "held-out loss over bf16's, %"
+    for one in rows:
+        name = one["contender"]
+        if "over_steps" in one and name in (*JUDGED, YARDSTICK, OWN):
+            panels.setdefault(over, {})[name] = [
+                (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
+                for step, of in one["over_steps"].items()]
         for curve, title in ({"heldout_loss": "held-out loss"} | TRAINING).items():
-            title = f"{size}: {title}"
             panels.setdefault(title, {})[name] = list(one["curves"][curve].items())
-            shown[title] = {"yscale": "log"}
-        for curve, title in (("sqnr_db", "SQNR, dB"), ("shrinkage", "shrinkage")) if name in (*JUDGED, OWN) else ():
-            for step, of in one["curves"].get(curve, {}).items():
+    show.lines(pyplot, panels, "step", "", yscale="log",
+               of_panels={over: {"yscale": "linear", "ylim": (-SHOWN_PERCENT, SHOWN_PERCENT)}})
+
+
+def _roundings(rows: list[dict], _, pyplot) -> None:
+    """Of files of before, whose runs measured each rounding."""
+    panels: dict = {}
+    for one in rows:
+        for curve, title in (("sqnr_db", "SQNR, dB"), ("shrinkage", "shrinkage")):
+            for step, of in one["curves"][curve].items():
                 for rounding, value in of.items():
-                    panels.setdefault(f"{size}, {name}: {title}", {}).setdefault(rounding, []).append(
+                    panels.setdefault(f"{one['contender']}: {title}", {}).setdefault(rounding, []).append(
                         (step, min(value, MOST_DB)))
-    show.lines(pyplot, differences | panels, "step", "", of_panels=shown, spans=spans)
+    show.lines(pyplot, panels, "step", "")
 
 
 SHOWN = show.Shown("convergence", MEASURES, [
@@ -312,4 +309,4 @@ SHOWN = show.Shown("convergence", MEASURES, [
     ("lowest SQNR, dB", "sqnr_db", "{:.1f}"),
     ("gradient's SQNR, dB", "gradient_sqnr_db", "{:.1f}"),
     ("its shrinkage", "gradient_shrinkage", "{:+.2%}"), ("roundings that acted", "roundings", "{}")], plot, wide=False,
-    prepare=prepare, sentences=sentences)
+    prepare=prepare, sentences=sentences, more_plots=more_plots)

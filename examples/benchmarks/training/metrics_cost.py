@@ -20,15 +20,15 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import run, show, world
+from lib import models, run, show, world
 from lib.show import Measure
-from training import train_models as models
 from training.train import Training
 
 OFF, ON = "no sample", "one sampled step"
 STEPS = 10  # of a block
 EVERY = 100  # for which the cost is told
 WARM_UP_BLOCKS = 2
+SIZE = "deepseek" if world.on_gpu() else "tiny"
 
 
 def block_ms(training: Training) -> float:
@@ -44,10 +44,9 @@ def block_ms(training: Training) -> float:
 
 def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     """The rows of one case."""
-    size, ranks = models.SIZES[args.size], world.size()
-    ep = models.expert_parallel(size, ranks)[0]
+    size, ranks = models.SIZES[SIZE], world.size()
     with tempfile.TemporaryDirectory() as folder:
-        engine = models.engine_of(size, args.layers, ep, 1, classic=False, section={"metrics": {"every": STEPS}},
+        engine = models.engine_of(size, args.layers, ranks, 1, classic=False, section={"metrics": {"every": STEPS}},
                                   csv_monitor={"enabled": True, "output_path": folder, "job_name": "cost"})
         training, metrics = Training(engine, size), engine._mxfp8_metrics
         samples: dict[str, list] = {OFF: [], ON: []}
@@ -57,7 +56,7 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
             samples[contender].append(block_ms(training))
     off, on = (samples[name][WARM_UP_BLOCKS:] for name in (OFF, ON))
     cost_ms = median(b - a for a, b in zip(off, on, strict=True))
-    case = {"size": args.size, "layers": args.layers, "ranks": ranks, "ep": ep, "steps": STEPS}
+    case = {"size": SIZE, "layers": args.layers, "ranks": ranks, "ep": ranks, "steps": STEPS}
     step_ms = median(off) / STEPS
     yield [{"case": case, "contender": OFF, "median_ms": median(off), "correct": True},
            {"case": case, "contender": ON, "median_ms": median(on), "correct": True, "sample_ms": cost_ms,
@@ -65,10 +64,8 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
 
 
 def plot(result: dict, pyplot) -> None:
-    panels = {f"{row['case']['size']}, {row['case']['ranks']} ranks": {} for row in result["rows"]}
-    for row in result["rows"]:
-        panels[f"{row['case']['size']}, {row['case']['ranks']} ranks"][row["contender"]] = {"all": row["median_ms"]}
-    show.stacked(pyplot, panels, f"ms of {STEPS} steps")
+    case, blocks = result["rows"][0]["case"], {row["contender"]: {"all": row["median_ms"]} for row in result["rows"]}
+    show.stacked(pyplot, {f"{case['size']}, {case['ranks']} ranks": blocks}, f"ms of {STEPS} steps")
 
 
 SHOWN = show.Shown(
@@ -80,7 +77,6 @@ SHOWN = show.Shown(
 
 def main() -> None:
     parser = run.parser(__doc__)
-    parser.add_argument("--size", choices=models.SIZES, default="deepseek" if world.on_gpu() else "tiny")
     parser.add_argument("--layers", type=run.one_or_more, default=4 if world.on_gpu() else 2)
     parser.add_argument("--pairs", type=run.one_or_more, default=15, help="of blocks (default: %(default)s)")
     args = run.parse(parser)

@@ -15,8 +15,8 @@ their own after all times.
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended.
 
-    torchrun --nproc-per-node 8 examples/benchmarks/training/train.py --cases short  # again, until nothing is lacking
-    python examples/benchmarks/training/train.py                                     # one rank
+    torchrun --nproc-per-node 8 examples/benchmarks/training/train.py  # again, until nothing is lacking
+    python examples/benchmarks/training/train.py                       # one rank
 """
 
 import argparse
@@ -38,13 +38,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe.transport.deadline import PeerFailure
-from exchange.moe_layer import RECIPES, staging_bytes
-from lib import results_file, run, show, timing, world
+from exchange.moe_layer import RECIPES
+from lib import models, results_file, run, show, timing, world
 from lib.show import Measure
 from lib.timing import spread_ms
 from lib.world import device, on_gpu
-from training import train_models as models
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
@@ -56,7 +54,6 @@ PHASES = ("forward", "backward", "optimizer")  # of a step
 # Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
 TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
-UNFINISHED = "did not end"
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Case:
         return {**told, "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
                 "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
                 "tokens_per_expert": self.tokens_per_expert,
-                "predicted_bytes": round(size.bytes_of(self.layers, self.ranks, self.ep, self.zero))}
+                "predicted_bytes": round(size.bytes_of(self.layers, self.ranks))}
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -174,7 +171,7 @@ class Training:
 
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over all ranks."""
-        return (world.total(torch.stack(self.losses)) / world.size()).tolist()
+        return world.gathered(torch.stack(self.losses)).mean(0).tolist()
 
 
 def measure(training: Training, case: Case, before: int) -> dict:
@@ -188,7 +185,7 @@ def measure(training: Training, case: Case, before: int) -> dict:
         training.noted()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
     *phases, step, host = (spread_ms(column) for column in samples.T)
-    staging = staging_bytes(models.moe_layers(engine)[0])
+    staging = models.staging_bytes(models.moe_layers(engine)[0])
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
     losses = training.mean_losses()[first:]
     return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
@@ -214,10 +211,8 @@ class Run(NamedTuple):
     contender: str
 
     def __str__(self) -> str:
-        case = self.cases[0]
-        unchecked = "without overflow check, " if case.overflow_check is False else ""
-        return (f"{case.size}, {case.layers} layers, ZeRO-{case.zero}, EP {case.ep} x DP {case.ranks // case.ep}, "
-                f"{unchecked}{self.contender}")
+        unchecked = "without overflow check, " if self.cases[0].overflow_check is False else ""
+        return f"{self.cases[0].size}, {self.cases[0].layers} layers, {unchecked}{self.contender}"
 
     def key(self, case: Case) -> tuple:
         return key({"case": case.described(), "contender": self.contender})
@@ -237,27 +232,15 @@ class Run(NamedTuple):
             training.accumulation = case.accumulation
             return measure(training, case, before)
 
-        found = _everywhere(build)
+        found = world.everywhere(build)
         training = None if "failure" in found else Training(held[0], of_all.shape)
         for case in self.cases:
             if "failure" not in found:  # it leaves gradients, and steps that were not made, to what comes after it
-                found = _everywhere(partial(trained, case))
+                found = world.everywhere(partial(trained, case))
             yield case, found
         training = None
         if held:
             models.free(held.pop())
-
-
-def _everywhere(call: Callable[[], dict]) -> dict:
-    """world.everywhere; but when ranks have lost each other nothing further can be measured, and this process ends."""
-
-    def checked() -> dict:
-        try:
-            return call()
-        except (dist.DistError, PeerFailure) as error:
-            sys.exit(f"rank {world.rank()}: {type(error).__name__}: {error}")
-
-    return world.everywhere(checked)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -297,30 +280,17 @@ def stored(path: Path) -> list[dict]:
     return result["rows"]
 
 
-def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict],
-           retry: bool) -> list[Run]:
-    """What the rows lack. An engine runs all its cases again if one is lacking; with `retry`, if one failed."""
-
-    def lacks(run: Run) -> bool:
-        there = [rows.get(run.key(case)) for case in run.cases]
-        return any(row is None or retry and "failure" in row for row in there)
-
-    return [run for cases in engines for name in contenders if lacks(run := Run(cases, name))]
+def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict]) -> list[Run]:
+    """What the rows lack. An engine runs all its cases again if one is lacking."""
+    every = [Run(cases, name) for cases in engines for name in contenders]
+    return [run for run in every if any(run.key(case) not in rows for case in run.cases)]
 
 
 def fill(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
-    """Fills `rows`, and yields whenever they are to be written. That is before each run too: one that ends the process
-    does not do so again and again."""
-
-    def note(one: Run, case: Case, found: dict) -> None:
-        rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
-
+    """Fills `rows`, and yields whenever they are to be written."""
     for one in world.in_time(wanted_runs, seconds):
-        for case in one.cases:
-            note(one, case, {"correct": False, "failure": UNFINISHED})
-        yield
         for case, found in one.rows():
-            note(one, case, found)
+            rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
             if "failure" in found:
                 world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {found['failure']}")
             settle(rows.values())
@@ -345,8 +315,8 @@ def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> It
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine; full: ZeRO-1 and 2, expert parallelism over the world and over half of it. One
-    rank: ZeRO-1, even routing, with and without DeepSpeed's check for overflow."""
+    """What was asked for, by engine, in ZeRO-1 and with the experts over all ranks. One rank: even routing, with and
+    without DeepSpeed's check for overflow."""
     ranks = world.size()
     alone = ranks == 1
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
@@ -359,13 +329,9 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
         if not layers:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
-        parallel, stages = models.expert_parallel(size, ranks), (1, 2)
-        if args.cases == "short" or alone:
-            parallel, stages = parallel[:1], (1, )
-        found += [tuple(Case(name, layers, zero, ep, ranks, math.ceil(args.steps / count), routing, count, checked)
+        found += [tuple(Case(name, layers, 1, ranks, ranks, math.ceil(args.steps / count), routing, count, checked)
                         for count in sorted(set(args.accumulation or counts)) for routing in routings)
-                  for checked in checks for ep in parallel for zero in stages
-                  if zero in (args.zero or stages) and ep in (args.ep or parallel)]
+                  for checked in checks]
     return found
 
 
@@ -386,14 +352,20 @@ def on_one_rank(case: dict) -> bool:
     return case["ranks"] == 1
 
 
+def on_ranks(case: dict) -> bool:
+    return case["ranks"] > 1
+
+
 MEASURES = [
-    *(Measure(f"tokens per second: {HP} over {over}", (HP, ), over, main=True)
-      for over in (AUTOEP, CLASSIC, OURS_BF16)),
-    Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank),
+    Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, main=True),
+    Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank,
+            main=True),
+    Measure(f"several ranks, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_ranks),
+    Measure(f"tokens per second: {HP} over {OURS_BF16}", (HP, ), OURS_BF16),
     Measure(f"one rank, time of a step: {HP_CLASSIC}, of {HP}", (HP_CLASSIC, ), HP, when=on_one_rank,
             better=show.SMALLER),
     Measure("peak memory with staging, of AutoEP's", (HP, MXFP8), AUTOEP, "peak_bytes", better=show.SMALLER,
-            form="{:.1%}", main=True)]
+            form="{:.1%}")]
 
 
 def plot(result: dict, pyplot) -> None:
@@ -406,40 +378,39 @@ def plot(result: dict, pyplot) -> None:
     show.stacked(pyplot, panels, "ms of a step")
 
 
-GAIN = (CLASSIC, AUTOEP, OURS_BF16, HP)
+GAINS = ((AUTOEP, HP), (CLASSIC, HP_CLASSIC))  # layers of one kind: DeepSpeed's, ours
 
 
-def gained(result: dict) -> dict[str, dict[str, float]]:
-    """What the README's plot shows: tokens per second of each of GAIN, by the model's shape. Of the cases that every
-    contender may have: even routing, one micro-batch in a step."""
+def gained(result: dict, over: str, ours: str) -> dict[str, dict[str, float]]:
+    """What the README's plot shows of one kind of layers: tokens per second of both, by the model's shape.
+
+    Of cases with even routing, one micro-batch in a step, and DeepSpeed's default check for overflow.
+    """
     found: dict = {}
     for group in results_file.groups(result):
-        if group.case["routing"] == "even" and group.case["accumulation"] == 1:
-            rates = {name: rate for name in GAIN if (rate := group.figure(name, "tokens_per_s"))}
-            if AUTOEP in rates:
-                found.setdefault(f"{group.case['size']}, {group.case['layers']} layers", rates)
+        case, rates = group.case, {name: group.figure(name, "tokens_per_s") for name in (over, ours)}
+        if case["routing"] == "even" and case["accumulation"] == 1 and case.get("overflow_check", True) and all(
+                rates.values()):
+            gpus = result["machine"].replace("NVIDIA ", "")
+            found.setdefault(f"{case['size']}, {case['layers']} layers, {gpus}", rates)
     return found
 
 
-def plot_gain(result: dict, pyplot) -> None:
-    """Bars of one length for AutoEP bf16, and beside each its tokens per second."""
-    shapes = gained(result)
-    height = 0.5 + 0.3 * sum(1.4 + len(rates) for rates in shapes.values())
-    _, axis = pyplot.subplots(figsize=(show.WIDTH, height), layout="constrained")
-    at, ticks = 0.0, {}
-    widest = max(rate / rates[AUTOEP] for rates in shapes.values() for rate in rates.values())
-    for shape, rates in shapes.items():
-        for name, rate in rates.items():
-            gain = rate / rates[AUTOEP]
-            axis.barh(at, gain, 0.8, color=show.color_of(name))
-            axis.text(gain, at, f" {gain:.2f}x   {rate / 1000:.1f}k tokens/s", va="center")
-            ticks[at] = name
-            at += 1
-        axis.text(0, at - len(rates) - 0.75, shape, weight="bold", va="center")
-        at += 1.4
+def plot_gain(shapes: dict[str, dict[str, float]], pyplot) -> None:
+    """Two bars for each shape: DeepSpeed's layers, all of one length, and ours. Beside them tokens per second."""
+    _, axis = pyplot.subplots(figsize=(show.WIDTH, 0.5 + len(shapes)), layout="constrained")
+    ticks, widest = {}, 1.0
+    for i, (shape, rates) in enumerate(shapes.items()):
+        base = next(iter(rates.values()))
+        axis.text(0, 3.4 * i - 0.75, shape, weight="bold", va="center")
+        for at, (name, rate) in enumerate(rates.items(), 1):
+            gain, y = rate / base, 3.4 * i + at - 1
+            axis.barh(y, gain, 0.8, color=show.color_of(name))
+            axis.text(gain, y, f" {gain:.2f}x   {rate / 1000:.1f}k tokens/s", va="center")
+            ticks[y], widest = name, max(widest, gain)
     axis.set_yticks(list(ticks), list(ticks.values()))
-    axis.set(ylim=(at - 1.7, -1.4), xlim=(0, 1.25 * widest), xlabel="training speed, DeepSpeed's AutoEP in bf16 = 1",
-             title=f"Tokens per second in training on {result['machine'].replace('NVIDIA ', '')}")
+    axis.set(ylim=(3.4 * len(shapes) - 1.7, -1.4), xlim=(0, 1.25 * widest), title="Tokens per second in training",
+             xlabel="training speed, DeepSpeed's own layers of the same kind in bf16 = 1")
     axis.axvline(1, color=show.GRAY, linewidth=0.8)
 
 
@@ -450,7 +421,7 @@ SHOWN = show.Shown("train", MEASURES, [
     ("parameters", "parameters", "{}"), *((f"{phase}, ms", f"{phase}_ms", "{:.1f}") for phase in PHASES),
     ("peak, GiB", "peak_bytes", show.GIB), ("loss off", "loss_off", "{:.2%}"),
     ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")], plot, wide=False,
-    ratios=((AUTOEP, HP), (CLASSIC, HP)), prepare=prepare)
+    ratios=((AUTOEP, HP), (CLASSIC, HP_CLASSIC)), prepare=prepare)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -458,10 +429,7 @@ SHOWN = show.Shown("train", MEASURES, [
 
 def parse_args() -> argparse.Namespace:
     parser = run.parser(__doc__)
-    parser.add_argument("--cases", choices=("short", "full"), default="full", help="short: ZeRO-1, EP over all ranks")
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
-    parser.add_argument("--zero", nargs="+", type=int, choices=(1, 2))
-    parser.add_argument("--ep", nargs="+", type=int, help="of the cases, only those of this expert parallelism")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as many as fit")
     parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N",
@@ -471,7 +439,6 @@ def parse_args() -> argparse.Namespace:
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
-    parser.add_argument("--retry", action="store_true", help="run again what failed, or did not end")
     return run.parse(parser)
 
 
@@ -483,9 +450,8 @@ def train(args: argparse.Namespace) -> None:
     rows, commit = {key(row): row for row in box[0]}, box[1]
     engines = cases_of(args)
     if not engines:
-        sys.exit(f"there is no such case on {world.size()} ranks: its expert parallelism is over all of them or half, "
-                 "ZeRO is 1 in --cases short, and a layer has to fit")
-    runs, seconds = wanted(engines, args.contenders, rows, args.retry), args.seconds - world.ENDING_S
+        sys.exit(f"there is no such case on {world.size()} ranks: they have to divide the experts, and a layer to fit")
+    runs, seconds = wanted(engines, args.contenders, rows), args.seconds - world.ENDING_S
     filled = fill(runs, rows, seconds, commit)
     if world.size() == 1 and on_gpu():
         every = [Run(cases, name) for cases in engines for name in args.contenders]
@@ -493,7 +459,6 @@ def train(args: argparse.Namespace) -> None:
     for _ in filled:
         if world.rank() == 0:
             results_file.write("train", list(rows.values()), path, commit)
-    world.say("nothing is lacking" if not runs else "measured")
     run.finish(SHOWN, path, args.check)
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT-MoEs of the training benchmark: their sizes, how many layers fit, engines around them, even routing."""
+"""The GPT-MoEs that are trained: their sizes, how many layers fit, engines around them, one layer, even routing."""
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import yaml
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
@@ -13,9 +15,9 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
-from exchange.moe_layer import SwiGLU
-from lib import world
-from lib.world import BF16, device
+
+from . import world
+from .world import BF16, device
 
 HEAD = 128
 VOCABULARY = 32000
@@ -52,48 +54,33 @@ class Size:
         """Of a rank in a micro-batch."""
         return self.batch * self.sequence
 
-    def bytes_of(self, layers: int, ranks: int, ep: int, zero: int) -> float:
-        """What a rank needs for the contender that needs most: weights and gradients in bf16, AdamW's master weights
-        and two moments in float32 in shares over the ranks with the same parameters (with ZeRO-2 gradients too), and
-        activations of the dropless classic layer."""
-
-        def state(parameters: float, sharers: int) -> float:
-            return parameters * (2 + 2 / (sharers if zero >= 2 else 1) + 12 / sharers)
-
+    def bytes_of(self, layers: int, ranks: int) -> float:
+        """What a rank needs in ZeRO-1 for the contender that needs most: weights and gradients in bf16, AdamW's master
+        weights and two moments in float32 in shares over the ranks with the same parameters, and activations of the
+        dropless classic layer. Every rank has other experts."""
         attention, keys = self.heads * HEAD, self.kv_heads * HEAD
-        experts = 3 * self.hidden * self.ffn * self.experts / ep
+        experts = 3 * self.hidden * self.ffn * self.experts / ranks
         dense = self.hidden * (2 * attention + 2 * keys + self.experts)
         # Rows that an expert reads and writes, once more in float32 to be weighed, and four values of the FFN's width.
         routed = IMBALANCE * self.tokens * self.top_k * 8 * (self.hidden + self.ffn)
         others = self.tokens * (16 * self.hidden + 10 * attention + 12 * keys)
         logits = 12 * self.tokens * self.vocabulary  # bf16, float32, and their gradients
-        return (layers * (state(experts, ranks // ep) + state(dense, ranks) + routed + others)
-                + state(2 * self.vocabulary * self.hidden, ranks) + logits + SCRATCH_BYTES)
+        shared = 4 + 12 / ranks  # bytes of a parameter that all ranks have
+        return (layers * (experts * 16 + dense * shared + routed + others)
+                + 2 * self.vocabulary * self.hidden * shared + logits + SCRATCH_BYTES)
 
     def most_layers(self, ranks: int, memory: float) -> int:
-        """How many fit into `memory` bytes of a rank in every layout, and with all experts in bf16 while built."""
+        """How many fit into `memory` bytes of a rank, and with all experts in bf16 while built. 0 if the ranks do
+        not divide the experts."""
         whole = 2 * 3 * self.hidden * self.ffn * self.experts
         return max((layers for layers in range(1, self.layers + 1) if layers * whole <= FILLED * memory
-                    and all(self.bytes_of(layers, ranks, ep, zero) <= FILLED * memory
-                            for ep in expert_parallel(self, ranks) for zero in (1, 2))), default=0)
+                    and self.experts % ranks == 0
+                    and self.bytes_of(layers, ranks) <= FILLED * memory), default=0)
 
 
-SIZES = {
-    "deepseek": Size("qwen3_moe", 2048, 1408, 64, 6, heads=16, kv_heads=4, layers=28, batch=2),
-    "qwen3": Size("qwen3_moe", 2048, 768, 128, 8, heads=32, kv_heads=4, layers=48, batch=2),
-    "mixtral": Size("mixtral", 4096, 14336, 8, 2, heads=32, kv_heads=8, layers=32, batch=1),
-    "tiny": Size("qwen3_moe", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64, vocabulary=512),
-    "tiny-mixtral": Size("mixtral", 128, 64, 8, 2, heads=1, kv_heads=1, layers=2, batch=2, sequence=64,
-                         vocabulary=512),
-}
-SIZES |= {"deepseek-8x8": replace(SIZES["deepseek"], layers=8, experts=8),  # layers x experts, for one rank
-          "deepseek-6x64": replace(SIZES["deepseek"], layers=6)}
+SIZES = {name: Size(**figures)
+         for name, figures in yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text()).items()}
 FULL_SIZES, ONE_RANK_SIZES = ("deepseek", "qwen3", "mixtral"), ("deepseek-8x8", "deepseek-6x64")
-
-
-def expert_parallel(size: Size, ranks: int) -> list[int]:
-    """The world, and half of it."""
-    return [ep for ep in (ranks, ranks // 2) if ep > 1 and size.experts % ep == 0] or [1]
 
 
 def hugging_face(size: Size, layers: int) -> nn.Module:
@@ -112,15 +99,26 @@ def hugging_face(size: Size, layers: int) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=BF16)
 
 
-class Classic(nn.Module):
-    """deepspeed.moe.layer.MoE with the router and the experts of a Hugging Face layer; dropless, so that it computes
-    the same."""
+class SwiGLU(nn.Module):
 
-    def __init__(self, source: nn.Module, size: Size, ep: int):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Classic(nn.Module):
+    """deepspeed.moe.layer.MoE with the router and the experts of a Hugging Face layer. Without `drop` it computes the
+    same."""
+
+    def __init__(self, source: nn.Module, size: Size, ep: int, drop: bool):
         super().__init__()
         with torch.device(device()):
             self.moe = MoE(size.hidden, SwiGLU(size.hidden, size.ffn).to(BF16), size.experts, ep, k=size.top_k,
-                           drop_tokens=False, top2_2nd_expert_sampling=False)
+                           drop_tokens=drop, top2_2nd_expert_sampling=False)
         inner = self.moe.deepspeed_moe
         first = world.rank() % ep * self.moe.num_local_experts
         with torch.no_grad():
@@ -136,11 +134,12 @@ class Classic(nn.Module):
 
 
 def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool | None = None, *, classic: bool,
-              section: dict | None, **more) -> nn.Module:
+              section: dict | None, drop: bool = False, **more) -> nn.Module:
     """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe".
 
     Args:
         overflow_check: DeepSpeed's bf16.check_grad_overflow. None leaves it out.
+        drop: classic layers drop tokens beyond a capacity.
         more: other keys of the config.
     """
     model = hugging_face(size, layers).train()
@@ -151,7 +150,7 @@ def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool 
         config["bf16"]["check_grad_overflow"] = overflow_check
     if classic:
         for layer in model.model.layers:
-            layer.mlp = Classic(layer.mlp, size, ep)
+            layer.mlp = Classic(layer.mlp, size, ep, drop)
     else:
         config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "preset_model": size.family}
     if section is not None:
@@ -163,8 +162,39 @@ def moe_layers(engine: nn.Module) -> list[nn.Module]:
     return [module for module in engine.modules() if isinstance(module, (AutoEPMoELayer, MOELayer))]
 
 
-def router_of(layer: nn.Module) -> nn.Module:
-    return layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
+class Layer:
+    """The MoE layer of an engine's model, or a module alone, with gradients of tokens and parameters."""
+
+    def __init__(self, module: nn.Module, engine: nn.Module | None = None):
+        self.module, self.engine = module, engine
+        self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.module(x)
+        return out[0] if isinstance(out, tuple) else out
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> tuple:
+        return torch.autograd.grad(y, (x, *self.parameters), g.view_as(y))
+
+
+def one_layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> Size:
+    return Size("qwen3_moe", hidden, ffn, experts, top_k, heads=1, kv_heads=1, layers=1, batch=1, sequence=tokens,
+                vocabulary=128)
+
+
+def layer_of(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, ep: int = 1, *, classic: bool,
+             section: dict | None, **more) -> Layer:
+    """The layer of `one_layer`, as users make it."""
+    size = one_layer(tokens, hidden, ffn, experts, top_k)
+    engine = engine_of(size, 1, ep, 1, classic=classic, section=section, **more)
+    return Layer(engine.module.model.layers[0].mlp, engine)
+
+
+def staging_bytes(layer: nn.Module) -> int:
+    """Of the peer memory that a layer's transport shares with all others. It is not the allocator's."""
+    settings = getattr(layer, "mxfp8_settings", None)
+    memory = getattr(settings and settings.choose_transport(layer.ep_group), "memory", None)
+    return 0 if memory is None else 2 * memory.half_bytes
 
 
 def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
@@ -180,10 +210,13 @@ def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
 def free(engine: nn.Module) -> None:
     """Gives the memory of an engine back, which lives on in cycles of references and, where a step failed, in losses
     that layers keep with all that they were computed from."""
+    zero = engine.optimizer
+    inner = getattr(zero, "optimizer", zero)  # without ZeRO there may be one alone
     parameters = list(engine.module.parameters())
-    states = [state for group in engine.optimizer.optimizer.state.values() for state in group.values()]
-    flat = [*engine.optimizer.bit16_groups_flat, *engine.optimizer.single_partition_of_fp32_groups]
-    holders = engine.optimizer.optimizer, engine.optimizer, *engine.module.modules()
+    states = [state for group in inner.state.values() for state in group.values()]
+    flat = [part for name in ("bit16_groups_flat", "single_partition_of_fp32_groups")
+            for part in getattr(zero, name, ())]
+    holders = inner, zero, *engine.module.modules()
     engine.destroy()
     for tensor in (*parameters, *states, *flat):
         if isinstance(tensor, torch.Tensor):
@@ -234,7 +267,7 @@ def route(engine: nn.Module, size: Size, routing: str) -> None:
     chosen_TE = torch.zeros(size.tokens, size.experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
     place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)
     for layer in moe_layers(engine):
-        router = router_of(layer)
+        router = layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
         if routing == "router":
             router.__class__ = TokenChoiceTopKRouter if isinstance(router, TokenChoiceTopKRouter) else TopKGate
             continue

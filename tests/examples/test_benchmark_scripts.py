@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each benchmark's script from its arguments to its result file, on CPUs with tiny sizes. All its results are right.
+
+mx.py and plain torch stand in for the kernels. NVLink is played by the collective transport under its name.
+test_two_hops.py, test_two_nodes.py, test_scale.py and test_convergence.py run theirs. test_benchmarks.py tests once,
+for all, that wrong results are noticed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import emulator
+import pytest
+import torch
+import torch.distributed as dist
+from benchmark_runs import run_script
+from rank_pool import RankPool
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
+
+from ds_mxfp8_moe import autoep
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
+from kernels import expert_ffn, grouped_gemm, host, quantize
+from lib import world
+from training import metrics_cost, train
+
+pytestmark = pytest.mark.slow
+BRIEF = ("--budget", "0.001")
+
+
+@pytest.fixture(scope="module")
+def ranks1():
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+class NVLink(Collective):
+    """The collective transport under the name of NVLink's."""
+
+
+def with_nvlink(name, out, *arguments, **constants) -> list[dict]:
+    """A script on this rank of a pool, whose machine has the NVLink above."""
+
+    def choose(group, name, requested):
+        return (Collective if requested == "collective" else NVLink)(group, name)
+
+    with mock.patch.object(world, "choose", choose):
+        return run_script(name, out, *arguments, **constants)
+
+
+def contenders(rows, operation=None) -> list[str]:
+    return [row["contender"] for row in rows if operation in (None, row["case"].get("operation"))]
+
+
+# ---- one GPU ------------------------------------------------------------------------------------------------------
+
+
+def test_grouped_gemm(tmp_path):
+    rows = run_script("kernels.grouped_gemm", tmp_path / "x.json", *BRIEF)
+    assert contenders(rows, "wgrad") == 3 * [grouped_gemm.TORCH, grouped_gemm.LOOP, grouped_gemm.OURS_BF16,
+                                             grouped_gemm.FROM_MXFP8, grouped_gemm.MXFP8]
+    assert {row["case"]["split"] for row in rows if "split" in row["case"]} == {"even", "skewed"}
+
+
+def test_quantize(tmp_path):
+    rows = run_script("kernels.quantize", tmp_path / "x.json", *BRIEF)
+    moved = {row["case"]["kernel"]: row["case"]["bytes"] for row in rows if "kernel" in row["case"]}
+    assert len(moved) == 5 + 4 + 3 and moved["rows"] == 512 * 256 * 3 + 512 * 2
+    for shape in (*quantize.ROWS, *quantize.HIDDEN):
+        assert shape[0] * shape[1] * 2 >= 256 << 20  # larger than any L2
+
+
+def test_expert_ffn(tmp_path):
+    rows = run_script("kernels.expert_ffn", tmp_path / "x.json", *BRIEF, "--min-tokens-per-expert", "65")
+    assert contenders(rows) == 3 * [expert_ffn.PLAIN, *expert_ffn.RECIPES]
+    for row in rows:
+        few, plain = row["case"]["tokens_per_expert"] < 65, row["contender"] in ("bf16", expert_ffn.PLAIN)
+        assert ("median_ms" in row) == (row["contender"] not in expert_ffn.UNTIMED)
+        # Only what is quantised is far from plain PyTorch. With few tokens, nothing is.
+        assert (row["sqnr_db"]["y"] > 38) == (few or plain) and row.get("unquantized", False) == (few and not plain)
+
+
+def test_host(ranks1, tmp_path):
+    rows = ranks1.run(run_script, "kernels.host", tmp_path / "x.json", SAMPLES=1, WARM_UP=1)[0]
+    assert contenders(rows) == list(host.SHOWN.contenders[:-1])
+    assert all(row["host_ms"] > 0 and "kernels_ms" not in row for row in rows)
+    assert {row["contender"] for row in rows if row["sqnr_db"]["y"] > 35} == {
+        host.AUTOEP, host.BF16_RECIPE, host.CLASSIC, "classic, ours, bf16"}
+
+
+# ---- several GPUs -------------------------------------------------------------------------------------------------
+
+
+def test_ep_pipeline(ranks2, tmp_path):
+    rows = ranks2.run(with_nvlink, "exchange.ep_pipeline", tmp_path / "x.json", *BRIEF, EXPERTS=2)[0]
+    noise = {row["contender"]: row["sqnr_db"]["y"] for row in rows if row["case"]["operation"] == "total"}
+    assert list(noise) == [ep_pipeline.NCCL_BF16, ep_pipeline.NCCL_MXFP8_GEMM, *ep_pipeline.OURS]
+    # Only what is quantised is far from float32, and each further wire adds its noise.
+    assert noise["ours, mxfp8"] < noise["ours, mxfp8_wgrad_with_hp"] < 35 < 45 < noise["NCCL bf16"]
+
+
+def test_dispatch_combine(ranks2, tmp_path):
+    rows = ranks2.run(with_nvlink, "exchange.dispatch_combine", tmp_path / "x.json", *BRIEF)[0]
+    assert {row["case"]["routing"] for row in rows} == set(dispatch_combine.ROUTINGS)
+    assert contenders(rows, "plan") == 2 * [dispatch_combine.TODAY, "collective", "nvlink"]
+    assert set(contenders(rows)) == set(dispatch_combine.CONTENDERS)
+    moved = {row["contender"]: row["bytes"] for row in rows if row["case"]["operation"] == "combine"}
+    assert moved[dispatch_combine.TODAY] > moved["nvlink, bf16"]
+    assert moved["nvlink, bf16"] * (256 + 8) == moved["nvlink, mxfp8"] * 512
+
+
+def _today(tokens, top_k):
+    x, expert_TK = world.randn(tokens, 64), torch.rand(tokens, 8).topk(top_k).indices
+    today, collective = dispatch_combine.Today(world.group()), Collective(world.group())
+    plan, other = today.plan(expert_TK, 4), collective.plan(expert_TK, 4)
+    rows, _ = today.dispatch(plan, x)
+    assert plan.group_ends_E.tolist() == other.group_ends_E.tolist()
+    assert torch.equal(rows, collective.dispatch(other, x, dispatch_combine.Wire(False))[0])
+    y, _ = today.combine(plan, rows)
+    return torch.equal(y, (x.float() * top_k).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("tokens, top_k", [(64, 1), (2200, 2)])
+def test_todays_exchange_gives_the_collective_transport_s_rows(ranks2, tokens, top_k):
+    assert ranks2.run(_today, tokens, top_k) == [True, True]
+
+
+def test_moe_layer(ranks2, tmp_path):
+    """Over the machine's own transport."""
+    rows = ranks2.run(run_script, "exchange.moe_layer", tmp_path / "x.json", *BRIEF)[0]
+    totals = {row["contender"]: row for row in rows if row["case"]["operation"] == "total"}
+    assert set(totals) == {moe_layer.AUTOEP, moe_layer.CLASSIC, moe_layer.DROPLESS,
+                           *(f"collective, {recipe}" for recipe in moe_layer.RECIPES),
+                           "collective, mxfp8_wgrad_with_hp, classic"}
+    assert all(("counted_waits" in row) == name.startswith("collective") for name, row in totals.items())
+    assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
+
+
+def _latency(out):
+    """With AllToAll over the emulator of CUDA."""
+    memory = PeerMemory(dist.group.WORLD, emulator.load(dist.get_rank()), provider=emulator.Shared)
+
+    def intranode(rank, world_size, dp_size, group, **sizes):
+        return AllToAll(memory, **sizes)
+
+    with mock.patch.object(latency.AllToAll, "intranode", intranode):
+        return with_nvlink("exchange.latency", out, *BRIEF)
+
+
+@pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+def test_latency(ranks2, tmp_path):
+    emulator.build()
+    rows = ranks2.run(_latency, tmp_path / "x.json")[0]
+    for operation in ("dispatch", "combine", "total"):
+        assert set(contenders(rows, operation)) == {*latency.OURS, *latency.NCCL}
+    assert all(row["median_ms"] > 0 for row in rows)
+
+
+# ---- trainings ----------------------------------------------------------------------------------------------------
+
+
+def _train(out, *arguments):
+    with mock.patch.object(train.models, "LEARNING_RATE", 1.3e-3):
+        return run_script("training.train", out, *arguments, WARM_UP=1)
+
+
+def test_train(ranks2, tmp_path):
+    """Both families are what the classic layer computes. A second run adds what the first one lacks."""
+    given = tmp_path / "x.json", "--sizes", "tiny", "tiny-mixtral", "--steps", "1", "--accumulation", "1"
+    ranks2.run(_train, *given, "--contenders", train.AUTOEP, train.HP)
+    names = train.AUTOEP, train.HP, train.CLASSIC
+    rows = ranks2.run(_train, *given, "--contenders", *names)[0]
+    assert contenders(rows) == [name for name in names[:2] for _ in "12"] * 2 + [train.CLASSIC] * 4
+    for row in rows:
+        # Whole tokens a second, of which a slow machine has few.
+        assert row["tokens_per_s"] == pytest.approx(2 * 128 / row["median_ms"] * 1e3, rel=1e-3, abs=0.5)
+        # Each stage's and the step's are the slowest rank's.
+        assert row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"] > 0.999 * row["median_ms"]
+        assert row.get("experts_in") == ("MXFP8" if row["contender"] == train.HP else None)
+        if row["contender"] == train.CLASSIC:
+            assert row["loss_off"] < 1e-3
+
+
+def _alone(out):
+    with mock.patch.object(train.timing, "profiled", lambda step: step() or {"kernels_ms": 7.0}), \
+            mock.patch.object(train, "on_gpu", lambda: False):
+        return _train(out, "--sizes", "tiny", "--steps", "1", "--contenders", train.HP_CLASSIC)
+
+
+def test_train_on_one_rank_with_and_without_the_check_for_overflow(ranks1, tmp_path):
+    rows = ranks1.run(_alone, tmp_path / "x.json")[0]
+    assert [row["case"]["overflow_check"] for row in rows] == [True, False]
+    assert all(row["case"]["routing"] == "even" and row["host_ms"] > 0 for row in rows)
+    assert all(row["parameters"] == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 8) for row in rows)
+
+
+def _metrics_cost(out):
+    """The rows, and how many samples the layers took."""
+    with mock.patch.object(autoep, "watch", wraps=autoep.watch) as watch:
+        rows = run_script("training.metrics_cost", out, "--layers", "1", "--pairs", "1", STEPS=2)
+    return rows, watch.call_count
+
+
+def test_metrics_cost(ranks2, tmp_path):
+    (off, on), samples = ranks2.run(_metrics_cost, tmp_path / "x.json")[0]
+    assert samples == metrics_cost.WARM_UP_BLOCKS + 1  # one in each block of a kind, none in the others
+    assert off["contender"] == metrics_cost.OFF and on["contender"] == metrics_cost.ON
+    assert off["median_ms"] > 0 and on["cost_share"] == pytest.approx(on["sample_ms"] / (100 * off["median_ms"] / 2))
+
+
+# ---- as a command -------------------------------------------------------------------------------------------------
+
+
+def test_a_script_as_a_command(tmp_path):
+    """What it cannot show ends in one line."""
+    script = Path(grouped_gemm.__file__)
+    ended = subprocess.run([sys.executable, script, "--show", tmp_path / "none"], capture_output=True, text=True)
+    assert ended.returncode == 1 and "No such file" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
