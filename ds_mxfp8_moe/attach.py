@@ -10,12 +10,14 @@ from .advice import about_enabled, about_expert_parallel, about_keys
 from .autoep_presets import announcement, why_no_layers
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from .convert import ConversionReport, convert_layers
-from .engine_hooks import converted_layers, engine_of, hook_engine, print_on_rank_0, say_if_missing
+from .engine_hooks import engine_of, hook_engine
 from .executor import unknown_launcher
+from .found import converted_layers
 from .loading import hook_checkpoints
 from .ops.device import has_kernels
 from .ops.op_builder import replay
 from .saving import save_whole_models
+from .say import print_on_rank_0, say_if_missing
 from .self_check import check, kinds_of, line_about, worst
 from .transport.deadline import answers_of_all, tell_peers_on_error
 

@@ -14,10 +14,10 @@ from .experts import LowRank
 from .extended_experts import ExtendedGroupedExperts
 from .kept_weights import KeptWeights
 from .layer import LayerSettings
-from .metrics import watch
 from .router import route
 from .routing import Routes, round_robin
 from .transport.deadline import tell_peers_on_error
+from .watch import watch
 
 
 class MXFP8GroupedExperts(GroupedExperts):

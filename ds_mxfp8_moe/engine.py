@@ -23,10 +23,12 @@ from .attach import attach
 from .autoep_presets import added_preset
 from .autoep_transformers import named_recorders
 from .config import SECTION, ConfigError, MXFP8MoEConfig, parse
-from .engine_hooks import converted_layers, print_on_rank_0, remember_engine, say_if_missing
+from .engine_hooks import remember_engine
 from .expert_groups import any_groups_allowed
+from .found import converted_layers
 from .lora import adapted_experts
 from .patches import wrap
+from .say import print_on_rank_0, say_if_missing
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
 _READ = ContextVar("read", default=False)

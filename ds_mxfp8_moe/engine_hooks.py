@@ -5,19 +5,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from . import balance
 from .autoep import MXFP8AutoEPMoELayer
 from .config import MXFP8MoEConfig
+from .found import converted_layers
 from .kept_weights import KeptWeights
-from .layer import MXFP8MOELayer
 from .metrics import Metrics
 from .not_finite import FirstNotFinite
-from .ops.private_names import line_about, missing
 from .patches import wrap
+from .say import print_on_rank_0, say_if_missing
 from .transport.peer_memory import PeerMemory
 
 
@@ -47,24 +46,6 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     keep_quantized_weights(engine)
     balance_loads(engine)
     write_metrics(engine, config)
-
-
-def print_on_rank_0(what: Any) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(what, flush=True)
-
-
-def say_if_missing(feature: str) -> bool:
-    """Whether another library lacks a name that a feature needs (ops/private_names.py). Rank 0 says so."""
-    if missing(feature) is None:
-        return False
-    print_on_rank_0(line_about(feature))
-    return True
-
-
-def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
-    """The model's layers on the MXFP8 path."""
-    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
 
 
 def hook_steps(engine: DeepSpeedEngine) -> None:

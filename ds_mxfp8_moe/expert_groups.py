@@ -12,19 +12,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param, is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
+from .found import trains_experts
 from .patches import lent, patched
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
-
-
-def trains_experts(engine: DeepSpeedEngine) -> bool:
-    """Whether any parameter that belongs to this rank's experts alone is trained."""
-    return any(is_moe_param(p) and p.requires_grad for p in engine.module.parameters())
 
 
 def any_groups_allowed() -> AbstractContextManager:

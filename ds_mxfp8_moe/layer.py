@@ -19,12 +19,12 @@ from .config import MXFP8MoEConfig, Recipe
 from .expert_ffn import ExpertFFN
 from .experts import DTYPES, ExpertFormula, expert_weights
 from .kept_weights import KeptWeights
-from .metrics import watch
 from .recognise import ExpertsAtConversion
 from .routing import Routes, round_robin
 from .transport import Transport
 from .transport.choose import choose
 from .transport.deadline import deadline_for, tell_peers_on_error
+from .watch import watch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .expert_groups import trains_experts
+from .found import trains_experts
 from .patches import lent, wrap
 from .transport.deadline import tell_peers_on_error
 

@@ -26,7 +26,6 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from .engine_hooks import say_if_missing
 from .lora import is_peft, with_pefts_names
 from .patches import lent, wrap
 from .pretrained import (
@@ -38,6 +37,7 @@ from .pretrained import (
     refuse_tensor_parallelism,
     whole_state_dict,
 )
+from .say import say_if_missing
 from .transport.deadline import tell_peers_on_error
 
 MARK = "_mxfp8_spread"  # on an engine, its model and the model's parts, if they hold one rank's experts: a Spread

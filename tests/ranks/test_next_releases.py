@@ -18,7 +18,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe import attach as attach_module
 from ds_mxfp8_moe import self_check
 from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-from ds_mxfp8_moe.engine_hooks import converted_layers
+from ds_mxfp8_moe.found import converted_layers
 from ds_mxfp8_moe.ops import private_names
 from ds_mxfp8_moe.ops.private_names import FEATURES, Row
 
