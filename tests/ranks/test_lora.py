@@ -21,6 +21,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ds_mxfp8_moe
 from ds_mxfp8_moe import casts, lora, saving
 from ds_mxfp8_moe.config import ConfigError
+from ds_mxfp8_moe.found import converted_layers
 from ds_mxfp8_moe.mx import sqnr_db
 
 BF16 = {"enabled": True, "recipe": "bf16"}
@@ -334,7 +335,7 @@ def frozen_but_for_attention(stage):
     net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     engine = build(net, MXFP8, stage)
     losses = train_engine(engine, [0] * 3)
-    return losses, len(ds_mxfp8_moe.engine_hooks.converted_layers(net))
+    return losses, len(converted_layers(net))
 
 
 @pytest.mark.parametrize("stage", slow_except([1, 2], 1))
