@@ -13,14 +13,15 @@ from setuptools import setup
 
 PACKAGE_DIRS = {
     "ds_mxfp8_moe": "ds_mxfp8_moe",
-    "ds_mxfp8_moe.transport": "ds_mxfp8_moe/transport",
+    **{f"ds_mxfp8_moe.{floor}": f"ds_mxfp8_moe/{floor}"
+       for floor in ("compute", "transport", "ffn", "layers", "checkpoint", "engine")},
     "ds_mxfp8_moe.ops": "ops",
     "ds_mxfp8_moe.ops.op_builder": "ops/op_builder",
     "ds_mxfp8_moe.ops.triton_kernels": "ops/triton_kernels",
 }
 
-# With which AutoEP of DeepSpeed 0.19.8 starts under this package. TRANSFORMERS in ds_mxfp8_moe/advice.py says what was
-# tested.
+# With which AutoEP of DeepSpeed 0.19.8 starts under this package. TRANSFORMERS in ds_mxfp8_moe/engine/advice.py says
+# what was tested.
 TRANSFORMERS = "transformers>=5.17,<5.25"
 MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
 DOCS = ["pdoc"]  # the API reference, from the docstrings

@@ -4,13 +4,13 @@
 from .ops.private_names import line_about, missing
 
 if missing("import") is None:
-    from .attach import convert
+    from .checkpoint.pretrained import save_pretrained
     from .config import ConfigError, MXFP8MoEConfig
-    from .convert import ConversionReport
-    from .engine import enable, initialize
-    from .layer import MoE
-    from .pretrained import save_pretrained
-    from .recognise import register_expert
+    from .engine.attach import convert
+    from .engine.convert import ConversionReport
+    from .engine.start import enable, initialize
+    from .layers.classic import MoE
+    from .layers.recognise import register_expert
     from .transport.deadline import PeerFailure
 else:
     from .plain import convert, enable, initialize

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .casts import quantize
-from .mx import MXTensor, ScaleCalculationMode, check_quantizable
+from .compute.casts import quantize
+from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
 from .transport.deadline import all_to_all
 
 __all__ = ["a2a_combine_hp_fwd_mxfp8_bwd", "a2a_dispatch_mxfp8_fwd_hp_bwd", "generate_permute_indices",

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .compute.mx import BLOCK_SIZES, SCALING_MODES, ScaleCalculationMode, check_quantizable
 from .ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
@@ -22,7 +23,6 @@ from .ep import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from .mx import BLOCK_SIZES, SCALING_MODES, ScaleCalculationMode, check_quantizable
 from .transport.deadline import all_to_all
 
 __all__ = ["MXFP8ExpertParallel"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .metrics import PREFIX
+from .engine.metrics import PREFIX
 
 # Of each panel: its title, the unit, and its figures with how their lines look. Those not in dB begin at 0.
 PANELS = [

@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .advice import about_enabled, about_expert_parallel, about_keys
+from .compute.executor import unknown_launcher
+from .compute.grouped_gemm import multiplies_mxfp8
+from .compute.mx import BLOCK_SIZES
 from .config import READERS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
-from .executor import unknown_launcher
-from .grouped_gemm import multiplies_mxfp8
-from .mx import BLOCK_SIZES
+from .engine.advice import about_enabled, about_expert_parallel, about_keys
+from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
 from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
-from .self_check import line_about, remembered, worst
 
 PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "peft", "accelerate", "mpi4py")
 

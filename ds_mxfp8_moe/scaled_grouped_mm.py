@@ -24,9 +24,9 @@ from enum import StrEnum
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import casts
-from .grouped_gemm import grouped_mm, grouped_mm_wgrad, multiplies_mxfp8
-from .mx import BLOCK_SIZES, SCALING_MODES, MXTensor, ScaleCalculationMode
+from .compute import casts
+from .compute.grouped_gemm import grouped_mm, grouped_mm_wgrad, multiplies_mxfp8
+from .compute.mx import BLOCK_SIZES, SCALING_MODES, MXTensor, ScaleCalculationMode
 from .transport import ROW_ALIGNMENT
 
 __all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"]

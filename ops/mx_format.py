@@ -13,7 +13,7 @@ BLOCK_SIZES = (32, 128)
 
 
 class MXParts(NamedTuple):
-    """What an MXFP8 tensor consists of. ds_mxfp8_moe.mx.MXTensor is the same as a torch.Tensor.
+    """What an MXFP8 tensor consists of. ds_mxfp8_moe.compute.mx.MXTensor is the same as a torch.Tensor.
 
     Attributes:
         qdata: float8_e4m3fn, [..., R, K].

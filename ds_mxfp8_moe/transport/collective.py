@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from ..routing import count
+from ..compute.routing import count
 from . import Plan, Transport, Wire
 from .deadline import all_to_all, check_same_calls, read_counts
 from .rows import (

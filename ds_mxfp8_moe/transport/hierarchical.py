@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..routing import count
+from ..compute.routing import count
 from . import Transport, Wire
 from .deadline import check_same_calls, read_counts
 from .hops import Hops

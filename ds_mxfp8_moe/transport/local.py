@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .. import casts
-from ..mx import MXTensor
+from ..compute import casts
+from ..compute.mx import MXTensor
+from ..compute.routing import count
 from ..ops.device import has_kernels
-from ..routing import count
 from . import ROW_ALIGNMENT, Transport, Wire, with_zero_row
 
 

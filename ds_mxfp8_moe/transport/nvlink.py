@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ..mx import MXTensor
+from ..compute.mx import MXTensor
 from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, room_for
 from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense

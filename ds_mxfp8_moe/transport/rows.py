@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import casts
-from ..mx import MXTensor
+from ..compute import casts
+from ..compute.mx import MXTensor
 from ..ops.device import has_kernels
 from . import ROW_ALIGNMENT, Wire, room_for, with_zero_row
 

@@ -35,7 +35,7 @@ import data
 import ds_mxfp8_moe
 import model as models
 from arguments import none_or_more, one_or_more
-from ds_mxfp8_moe.grouped_gemm import emulated
+from ds_mxfp8_moe.compute.grouped_gemm import emulated
 from plot import plot_losses
 
 ROOT = Path(__file__).resolve().parents[2]

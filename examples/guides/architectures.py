@@ -27,8 +27,8 @@ import transformers  # noqa: E402
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: E402
 
 import ds_mxfp8_moe  # noqa: E402
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer  # noqa: E402
-from ds_mxfp8_moe.autoep_presets import PRESETS, UNSUPPORTED  # noqa: E402
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer  # noqa: E402
+from ds_mxfp8_moe.layers.presets import PRESETS, UNSUPPORTED  # noqa: E402
 
 VOCABULARY, STEPS, RANKS = 128, 6, 2
 BAR = 0.01  # the largest relative difference of losses, at any step

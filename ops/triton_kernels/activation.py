@@ -7,8 +7,8 @@ experts. `layout` says what the G columns of pre_PG are: "mlp" (G = F), "gate_up
     forward    h_PF = w_P * act(pre_PG). Also keeps pre_PG in MXFP8 for backward
     backward   dw_P = <t_PF, act(pre_PG)>, and dpre_PG = t_PF w_P act'(pre_PG) in up to three forms
 
-The oracle is ds_mxfp8_moe/activation.py, with the same roundings. exp and erf differ from torch's in the last bits of
-float32, so a byte may differ by one step of rounding.
+The oracle is ds_mxfp8_moe/compute/activation.py, with the same roundings. exp and erf differ from torch's in the last
+bits of float32, so a byte may differ by one step of rounding.
 
 A program has a tile of rows and of columns of F, with the gate and up of each. Every byte is read and written once.
 Scales of rows are stored as [F / block, P]. A program's scales then lie together, and the GEMMs read that order.
@@ -413,7 +413,7 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int = 32,
              scaling_mode: str = "rceil", *, quantize: bool = True, keep: bool = False,
              bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None) -> tuple:
-    """`activate` of ds_mxfp8_moe/activation.py, which explains the arguments. pre_PG is contiguous.
+    """`activate` of ds_mxfp8_moe/compute/activation.py, which explains the arguments. pre_PG is contiguous.
 
     Returns:
         h [P, F], a tensor in pre's dtype, or with `quantize` MXParts whose scales lie in memory as [F / block, P]. And
@@ -443,7 +443,7 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
                       layout: str, block_size: int = 32, scaling_mode: str = "rceil", *, plain: bool = False,
                       rows: bool = False, columns: bool = False, bias_EG: torch.Tensor | None = None,
                       ends_E: torch.Tensor | None = None) -> tuple:
-    """`activate_backward` of ds_mxfp8_moe/activation.py, which explains the arguments. t_PF is contiguous.
+    """`activate_backward` of ds_mxfp8_moe/compute/activation.py, which explains the arguments. t_PF is contiguous.
 
     Returns:
         The fields of its `Gradients`, with MXParts in place of MXTensors.

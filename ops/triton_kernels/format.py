@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8's arithmetic inside kernels, and the order of a GEMM's tiles.
 
-The oracle of the arithmetic is ds_mxfp8_moe/mx.py: the bits are the same for every input.
+The oracle of the arithmetic is ds_mxfp8_moe/compute/mx.py: the bits are the same for every input.
 
     data, byte = quantized_rows(x, B, FLOOR)   # e4m3 data and E8M0 scales, both as uint8
     x = from_e4m3(data) * power_of_two(byte)

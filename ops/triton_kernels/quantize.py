@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts to and from MXFP8. Each function names its oracle in ds_mxfp8_moe/mx.py, which it equals to the byte.
+"""Casts to and from MXFP8. Each function names its oracle in ds_mxfp8_moe/compute/mx.py, which it equals to the byte.
 
 All kernels are bound by memory. They read the input once and write each output once. A thread moves 16 bytes at a
 time, or 8 where the threads of a warp then cover one row of the tile. Neighbouring programs handle neighbouring

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transposes and re-scales MXFP8 rows in blocks of 128, if tiles divide the matrix. In Gluon.
 
-The oracle is transpose_rescale in ds_mxfp8_moe/mx.py. A program handles one tile of BP rows by BK columns; the grid is
-the number of tiles. A value is read as one byte and written as one byte.
+The oracle is transpose_rescale in ds_mxfp8_moe/compute/mx.py. A program handles one tile of BP rows by BK columns; the
+grid is the number of tiles. A value is read as one byte and written as one byte.
 
 Gluon lets the load and the store have different layouts. The largest value of a column of 128 rows is cheap to find if
 one warp holds all of them, but then a warp reads only a few bytes of each row, which costs bandwidth. Here a warp

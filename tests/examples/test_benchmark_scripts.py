@@ -20,8 +20,8 @@ from rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from ds_mxfp8_moe import autoep
 from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.layers import autoep
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
-from ds_mxfp8_moe import mx
+from ds_mxfp8_moe.compute import mx
 from lib import paired, results_file, show
 from training import convergence, convergence_results
 from training.convergence import BF16, NUDGED, RECIPES, YARDSTICK, Run

@@ -5,7 +5,7 @@ import pytest
 import torch
 from activation_cases import problem, run_biases, run_case, run_no_rows
 
-from ds_mxfp8_moe.activation import Gradients
+from ds_mxfp8_moe.compute.activation import Gradients
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ENDS = (128, 128, 640, 1024, 1024, 1536)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_pool import set_timeout
 
-from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, tell_peers_on_error

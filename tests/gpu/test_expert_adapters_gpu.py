@@ -8,7 +8,7 @@ import torch
 from test_expert_adapters import check, run
 from test_expert_ffn import RECIPES
 
-from ds_mxfp8_moe import expert_ffn
+from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ops.triton_kernels import recording
 
 

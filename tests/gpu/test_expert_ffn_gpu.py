@@ -11,10 +11,11 @@ import torch
 from test_expert_ffn import FORMULAS, RECIPES, formula, problem, run_layer, transport
 from triton.runtime.jit import JITFunction
 
-from ds_mxfp8_moe import expert_ffn, grouped_gemm
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.compute import grouped_gemm
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn import expert_ffn
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
 

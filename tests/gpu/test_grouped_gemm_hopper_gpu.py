@@ -5,7 +5,7 @@ import pytest
 import torch
 from reference_moe import tiled_rows
 
-from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles
+from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
                                 reason="the kernels are Hopper's own")
@@ -198,7 +198,7 @@ def test_wgrads_convert_for_more_experts_than_programs(sms):
 
 @pytest.mark.parametrize("N, splits", [(384, 2), (128, 2), (512, 2), (192, 2), (192, 3), (192, 1)])
 def test_splits_of_a_wgrad_are_contiguous(N, splits):
-    from ds_mxfp8_moe.grouped_gemm import grouped_mm_wgrad_rows
+    from ds_mxfp8_moe.compute.grouped_gemm import grouped_mm_wgrad_rows
     rows, ends = rows_of(SIZES["skewed"])
     g, a = data(rows, N).to(BF16), data(rows, 320, seed=1).to(BF16)
     mx_g, mx_a = (k_major(quantize(x, 128)) for x in (g, a))

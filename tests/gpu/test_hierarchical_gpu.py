@@ -28,7 +28,7 @@ from test_hierarchical import check_ffn
 from test_hierarchical_layers import FLAT, TWO_HOPS, classic
 from test_peer_wire import check_puts
 
-from ds_mxfp8_moe import grouped_gemm
+from ds_mxfp8_moe.compute import grouped_gemm
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder.builder import CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load

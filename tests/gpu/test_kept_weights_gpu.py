@@ -9,10 +9,10 @@ from capture import capture
 from test_expert_ffn import RECIPES, formula, problem
 from test_kept_weights import calls, counted, equal, parameters_of
 
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.kept_weights import KeptWeights
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.local import Local
 
 

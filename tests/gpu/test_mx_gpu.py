@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from ds_mxfp8_moe.grouped_gemm import grouped_mm, grouped_mm_wgrad
-from ds_mxfp8_moe.mx import quantize, quantize_tiles, sqnr_db, transpose_rescale
+from ds_mxfp8_moe.compute.grouped_gemm import grouped_mm, grouped_mm_wgrad
+from ds_mxfp8_moe.compute.mx import quantize, quantize_tiles, sqnr_db, transpose_rescale
 
 
 def hard_values(dtype):

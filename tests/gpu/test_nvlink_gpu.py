@@ -44,10 +44,10 @@ from rank_pool import set_timeout
 from test_expert_ffn import RECIPES, formula, make_routes
 from test_expert_ffn import problem as ffn_problem
 
+from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
-from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure

@@ -20,7 +20,7 @@ from quantize_cases import (
     same,
 )
 
-from ds_mxfp8_moe import mx
+from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 

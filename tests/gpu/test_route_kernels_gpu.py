@@ -25,7 +25,7 @@ def test_odd_scores():
 def test_half_precision_takes_one_launch_each_way():
     case = Case(4096, 64, 6, dtype=torch.bfloat16)
     router, x = case.router("cuda"), torch.randn(4096, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    from ds_mxfp8_moe.router import route
+    from ds_mxfp8_moe.layers.router import route
     route(router, x, None)[0].sum().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         route(router, x, None)[0].backward(torch.ones(4096, 6, device="cuda"))

@@ -5,8 +5,8 @@ import pytest
 import torch
 from test_scaled_grouped_mm import CASES, ENDS, compiled_and_eager, loop, operands, run
 
+from ds_mxfp8_moe.compute.mx import quantize, sqnr_db
 from ds_mxfp8_moe.ep import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
-from ds_mxfp8_moe.mx import quantize, sqnr_db
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles
+from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles
 
 # Of every group; then rows that belong to none. Empty groups, all rows in one, no rows at all.
 SIZES = [((128, 0, 256), 128), ((0, 0, 384), 0), ((384, 0, 0), 256), ((0, 0, 0), 128), ((0, 0, 0), 0)]

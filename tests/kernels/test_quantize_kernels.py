@@ -5,7 +5,7 @@ import pytest
 import torch
 from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights
 
-from ds_mxfp8_moe import casts, mx
+from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from ds_mxfp8_moe.mx import quantize
+from ds_mxfp8_moe.compute.mx import quantize
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor

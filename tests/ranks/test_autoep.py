@@ -13,8 +13,8 @@ from slow import slow_except
 from torch.nn.utils import parametrize
 
 from ds_mxfp8_moe import convert, initialize
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
-from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.compute.mx import sqnr_db
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
 
 PLAIN = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from slow import slow_except
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 
 PLAIN = {"enabled": False}
 MXFP8 = {"enabled": True}

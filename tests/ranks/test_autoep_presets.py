@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture that AutoEP or autoep_presets.py knows computes what transformers' own layers do."""
+"""Every architecture that AutoEP or presets.py knows computes what transformers' own layers do."""
 
 import io
 from contextlib import redirect_stdout
@@ -17,8 +17,8 @@ from slow import slow_except
 import ds_mxfp8_moe
 from architectures import ARCHITECTURES, COMMON, NARROW, VOCABULARY, difference, losses, tiny_model
 from ds_mxfp8_moe import ConfigError
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-from ds_mxfp8_moe.autoep_presets import PRESETS
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.layers.presets import PRESETS
 
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32
 # Without clipping: in ZeRO-0 with expert parallelism, DeepSpeed's norm of all gradients is another one.

@@ -14,7 +14,7 @@ from transformers import modeling_utils
 from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.autoep_transformers import named_recorders
+from ds_mxfp8_moe.layers.recorders import named_recorders
 
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32
 NAME = "<class 'torch.nn.modules.module.Module'>"

@@ -7,7 +7,7 @@ import torch
 from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import balance
+from ds_mxfp8_moe.engine import balance
 
 COEFF = 0.01
 SECTION = {"enabled": True, "load_balance_coeff": COEFF}

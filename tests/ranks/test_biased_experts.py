@@ -11,8 +11,8 @@ from test_autoep_presets import BF16, SGD, beside_hugging_face, model_of
 
 import ds_mxfp8_moe
 from architectures import difference, losses
-from ds_mxfp8_moe.autoep import MXFP8ExtendedGroupedExperts
-from ds_mxfp8_moe.extended_experts import ExtendedGroupedExperts
+from ds_mxfp8_moe.layers.autoep import MXFP8ExtendedGroupedExperts
+from ds_mxfp8_moe.layers.extended_experts import ExtendedGroupedExperts
 
 MXFP8 = {"enabled": True}
 

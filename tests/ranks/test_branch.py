@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-from ds_mxfp8_moe.branch import Branch
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.branch import Branch
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.transport.collective import Collective
 
 

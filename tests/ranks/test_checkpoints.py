@@ -31,7 +31,7 @@ from models import (
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 
-from ds_mxfp8_moe.found import converted_layers
+from ds_mxfp8_moe.layers.found import converted_layers
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}

@@ -16,8 +16,8 @@ from models import Block, SwiGLU, moe_layer
 from rank_pool import set_timeout
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import layer
 from ds_mxfp8_moe.config import MXFP8MoEConfig
+from ds_mxfp8_moe.layers import classic as layer
 from ds_mxfp8_moe.transport import choose as module
 from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose, in_words

@@ -25,7 +25,7 @@ from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.compute.mx import sqnr_db
 
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
 EVERY_WAY = "zero0", "half-zero2-bf16"

@@ -177,7 +177,7 @@ def run_out_of_memory():
     """Rank 1 raises between dispatch and combine; then every rank tries once more."""
     layer = layer_with_deadline()
     if dist.get_rank() == 1:
-        with mock.patch("ds_mxfp8_moe.expert_math.activate", side_effect=MemoryError("no room")):
+        with mock.patch("ds_mxfp8_moe.ffn.expert_math.activate", side_effect=MemoryError("no room")):
             with pytest.raises(MemoryError):
                 layer(torch.ones(4, 32))
         return None

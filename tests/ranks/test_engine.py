@@ -33,10 +33,10 @@ from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
-from ds_mxfp8_moe import attach as attaching
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-from ds_mxfp8_moe.engine import NO_ENGINE, UNREAD
-from ds_mxfp8_moe.layer import MXFP8MOELayer
+from ds_mxfp8_moe.engine import attach as attaching
+from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
 from ds_mxfp8_moe.transport.deadline import PeerFailure, answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
@@ -215,7 +215,7 @@ def unread_at_an_error(start) -> str:
     config = ds_config(MXFP8, 2)
     del config["optimizer"]
     with pytest.raises(AssertionError, match="None of the param groups are marked as MoE") as error:
-        with mock.patch("ds_mxfp8_moe.engine.any_groups_allowed", nullcontext):
+        with mock.patch("ds_mxfp8_moe.engine.start.any_groups_allowed", nullcontext):
             start(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
     return traceback.format_exception(error.value)[-1]
 
@@ -287,7 +287,7 @@ def alone():
     set_timeout(timedelta(seconds=3))
     if dist.get_rank() == 1:
         error = ValueError("an adapter of its own")
-        with mock.patch("ds_mxfp8_moe.attach.convert_layers", side_effect=error), pytest.raises(ValueError):
+        with mock.patch("ds_mxfp8_moe.engine.attach.convert_layers", side_effect=error), pytest.raises(ValueError):
             ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
         return None
     with pytest.raises(PeerFailure) as error:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import set_timeout
 
+from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
@@ -15,7 +16,6 @@ from ds_mxfp8_moe.ep import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 

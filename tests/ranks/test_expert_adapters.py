@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_expert_ffn import BF16, RECIPES, formula, problem
 
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.experts import LowRank
-from ds_mxfp8_moe.mx import sqnr_db
-from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.compute.formula import LowRank
+from ds_mxfp8_moe.compute.mx import sqnr_db
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local
 
 SIZES = dict(hidden=256, ffn=512, tokens=(256, ), num_experts=4)
@@ -60,6 +60,6 @@ def test_equals_merged_weights(one_rank, recipe_name, dtype):
 
 
 def test_frozen_weights_get_no_gradient(one_rank):
-    with mock.patch("ds_mxfp8_moe.expert_math.grouped_mm_wgrad_rows") as wgrad:
+    with mock.patch("ds_mxfp8_moe.ffn.expert_math.grouped_mm_wgrad_rows") as wgrad:
         run(RECIPES["hp-32"], torch.bfloat16)
     assert not wgrad.called

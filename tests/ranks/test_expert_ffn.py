@@ -10,12 +10,13 @@ import pytest
 import torch
 from reference_moe import reference
 
-from ds_mxfp8_moe import casts, expert_math, grouped_gemm
+from ds_mxfp8_moe.compute import casts, grouped_gemm
+from ds_mxfp8_moe.compute.formula import ExpertFormula
+from ds_mxfp8_moe.compute.mx import sqnr_db
+from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.mx import sqnr_db
-from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.ffn import expert_math
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import Pending
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local

@@ -19,7 +19,7 @@ from test_engine import enabled
 from test_trainer import Sentences
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.found import converted_layers
+from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from models import PLAIN, Layout, make_engine, parameters, train_steps
 from slow import slow_except
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 

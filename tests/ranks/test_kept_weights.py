@@ -25,12 +25,13 @@ from test_recompute import CheckpointedNet
 from test_zero import poison
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import casts, expert_ffn, grouped_gemm, kept_weights
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.kept_weights import KeptWeights
+from ds_mxfp8_moe.compute import casts, grouped_gemm
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn import expert_ffn, kept_weights
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport.local import Local
 
 KEPT = {**DEFAULT, "keep_quantized_weights": True}

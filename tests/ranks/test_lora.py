@@ -19,10 +19,12 @@ from test_autoep import call, decibels
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import casts, lora, saving
+from ds_mxfp8_moe.checkpoint import saving
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.found import converted_layers
-from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.layers import lora
+from ds_mxfp8_moe.layers.found import converted_layers
 
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}

@@ -18,8 +18,9 @@ from slow import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import layer, metrics
-from ds_mxfp8_moe.found import converted_layers
+from ds_mxfp8_moe.engine import metrics
+from ds_mxfp8_moe.layers import classic as layer
+from ds_mxfp8_moe.layers.found import converted_layers
 
 FIGURES = {"load_most", "load_fewest", "load_entropy", "rank_most", "dropped", "amax", "zero_blocks",
            "saturated_blocks", "sqnr_db", "wait_ms", "wait_ms_most", "exchange_ms"}

@@ -15,10 +15,10 @@ from models import DEFAULT, Layout, make_engine, train_steps
 from rank_pool import reset_deepspeed_groups
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import attach as attach_module
-from ds_mxfp8_moe import self_check
-from ds_mxfp8_moe.autoep import MXFP8AutoEPMoELayer
-from ds_mxfp8_moe.found import converted_layers
+from ds_mxfp8_moe.engine import attach as attach_module
+from ds_mxfp8_moe.engine import self_check
+from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
+from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.ops import private_names
 from ds_mxfp8_moe.ops.private_names import FEATURES, Row
 

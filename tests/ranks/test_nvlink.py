@@ -39,8 +39,8 @@ from rank_pool import KEPT_GROUPS, set_timeout
 from slow import slow_except
 from test_expert_ffn import RECIPES
 
-from ds_mxfp8_moe import casts
-from ds_mxfp8_moe.kept_weights import KeptWeights
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport import kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -551,7 +551,7 @@ def raised_inside() -> str | None:
     """Rank 1 runs out of memory between dispatch and combine."""
     memory, recipe = new_memory(), next(iter(RECIPES.values()))
     if memory.rank == 1:
-        with mock.patch("ds_mxfp8_moe.expert_math.activate", side_effect=MemoryError("no room")):
+        with mock.patch("ds_mxfp8_moe.ffn.expert_math.activate", side_effect=MemoryError("no room")):
             with pytest.raises(MemoryError):
                 layer(nvlink(memory), recipe)
         dist.barrier()

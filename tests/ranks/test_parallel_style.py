@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from ds_mxfp8_moe.mx import MXTensor, sqnr_db
+from ds_mxfp8_moe.compute.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.parallel_style import MXFP8ExpertParallel
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm as mxfp8_mm
 

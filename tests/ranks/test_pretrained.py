@@ -14,7 +14,8 @@ from slow import slow_except
 from transformers import AutoModelForCausalLM, Qwen2MoeForSequenceClassification
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import pretrained, save_pretrained
+from ds_mxfp8_moe import save_pretrained
+from ds_mxfp8_moe.checkpoint import pretrained
 
 HELD_OUT = 99
 

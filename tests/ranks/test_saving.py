@@ -15,7 +15,7 @@ from test_pretrained import build, held_out_loss, loaded
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
-from ds_mxfp8_moe.saving import MARK
+from ds_mxfp8_moe.checkpoint.saving import MARK
 
 
 def loss_of(engine) -> float:

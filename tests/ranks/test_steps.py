@@ -11,14 +11,15 @@ import torch
 from slow import slow_except
 from test_expert_ffn import HIDDEN, RECIPES, formula, make_routes, problem, transport
 
-from ds_mxfp8_moe import expert_ffn, grouped_gemm
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.expert_math import ExpertMath
-from ds_mxfp8_moe.experts import LowRank
-from ds_mxfp8_moe.kept_weights import KeptWeights
+from ds_mxfp8_moe.compute import grouped_gemm
+from ds_mxfp8_moe.compute.formula import LowRank
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn import expert_ffn
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.expert_math import ExpertMath
+from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.routing import Routes
 from ds_mxfp8_moe.transport import room_for
 
 pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),

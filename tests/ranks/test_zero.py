@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import zero
+from ds_mxfp8_moe.engine import zero
 
 CLIPPED = {**ADAM, "gradient_clipping": 0.1}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}

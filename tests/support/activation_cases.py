@@ -3,8 +3,8 @@
 
 import torch
 
-from ds_mxfp8_moe import activation as plain
-from ds_mxfp8_moe.mx import MXTensor, sqnr_db
+from ds_mxfp8_moe.compute import activation as plain
+from ds_mxfp8_moe.compute.mx import MXTensor, sqnr_db
 
 LEAST_DB = 45
 ENDS = (128, 128, 256)

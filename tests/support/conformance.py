@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_mxfp8_moe.mx import MXTensor, quantize
+from ds_mxfp8_moe.compute.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
 from ds_mxfp8_moe.transport.local import most_rows
 

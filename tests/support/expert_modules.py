@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from deepspeed.moe.experts import Experts
 from torch import nn
 
-from ds_mxfp8_moe.experts import NotRecognised
-from ds_mxfp8_moe.recognise import recognise
+from ds_mxfp8_moe.compute.formula import NotRecognised
+from ds_mxfp8_moe.layers.recognise import recognise
 
 H, FFN = 64, 96
 

@@ -13,9 +13,9 @@ from test_expert_ffn import formula
 from test_expert_ffn import problem as ffn_problem
 from torch.utils.checkpoint import checkpoint
 
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.kept_weights import KeptWeights
-from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink

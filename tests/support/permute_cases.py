@@ -14,7 +14,7 @@ import torch
 from conformance import BF16, FP16, FP32, MX32, MX128, PLAIN, bits, poisoned  # noqa: F401
 from conformance import FLOOR32 as FLOOR
 
-from ds_mxfp8_moe.mx import quantize
+from ds_mxfp8_moe.compute.mx import quantize
 from ds_mxfp8_moe.transport import collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical

@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch
 
-from ds_mxfp8_moe import mx
-from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.compute import mx
+from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 

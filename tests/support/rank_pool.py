@@ -111,7 +111,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from ds_mxfp8_moe.autoep_transformers import named_recorders
+    from ds_mxfp8_moe.layers.recorders import named_recorders
     gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
     linear = torch.nn.functional.linear

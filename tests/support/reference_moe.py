@@ -7,7 +7,7 @@ expert_ffn.py on purpose: it shares only the casts of mx.py with it.
 
 import torch
 
-from ds_mxfp8_moe.mx import quantize, quantize_tiles
+from ds_mxfp8_moe.compute.mx import quantize, quantize_tiles
 
 
 def at_most(x, limit):

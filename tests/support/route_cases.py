@@ -9,8 +9,8 @@ import torch
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from permute_cases import poisoned
 
-from ds_mxfp8_moe import router as router_module
-from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.compute.mx import sqnr_db
+from ds_mxfp8_moe.layers import router as router_module
 
 HIDDEN = 32
 

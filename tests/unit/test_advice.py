@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig
-from ds_mxfp8_moe.advice import TRANSFORMERS, about_expert_parallel, about_keys, explaining_transformers
+from ds_mxfp8_moe.engine.advice import TRANSFORMERS, about_expert_parallel, about_keys, explaining_transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,10 +10,11 @@ from deepspeed.moe.layer import MoE as PlainMoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
-from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, crossover
-from ds_mxfp8_moe.attach import build_executor
-from ds_mxfp8_moe.convert import AUTOEP_ACTIVATIONS
-from ds_mxfp8_moe.experts import ExpertFormula, evaluate
+from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert
+from ds_mxfp8_moe.compute import crossover
+from ds_mxfp8_moe.compute.formula import ExpertFormula, evaluate
+from ds_mxfp8_moe.engine.attach import build_executor
+from ds_mxfp8_moe.engine.convert import AUTOEP_ACTIVATIONS
 from ds_mxfp8_moe.ops.op_builder import replay
 
 HIDDEN = 64

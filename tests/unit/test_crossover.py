@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_mxfp8_moe import crossover
+from ds_mxfp8_moe.compute import crossover
+from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
-from ds_mxfp8_moe.experts import ExpertFormula
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

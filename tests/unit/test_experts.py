@@ -5,8 +5,8 @@ import torch
 from expert_modules import Gated, H, Packed, local_experts, mlp
 from torch import nn
 
-from ds_mxfp8_moe.experts import ROLES, evaluate, expert_weights
-from ds_mxfp8_moe.recognise import recognise
+from ds_mxfp8_moe.compute.formula import ROLES, evaluate, expert_weights
+from ds_mxfp8_moe.layers.recognise import recognise
 
 
 def test_evaluate_is_what_the_expert_computes():

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from ds_mxfp8_moe.grouped_gemm import emulated, grouped_mm, grouped_mm_wgrad
-from ds_mxfp8_moe.mx import quantize, quantize_tiles, sqnr_db
+from ds_mxfp8_moe.compute.grouped_gemm import emulated, grouped_mm, grouped_mm_wgrad
+from ds_mxfp8_moe.compute.mx import quantize, quantize_tiles, sqnr_db
 
 P, K, N = 130, 64, 96
 ENDS = torch.tensor([40, 40, 127], dtype=torch.int32)

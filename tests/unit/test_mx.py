@@ -16,7 +16,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ds_mxfp8_moe.mx import (
+from ds_mxfp8_moe.compute.mx import (
     MXTensor,
     ScaleCalculationMode,
     quantize,

@@ -38,8 +38,7 @@ def run(*command, cwd, path=None) -> str:
 
 def modules() -> list[str]:
     """The modules that the checkout's files say there are."""
-    sources = [p.relative_to(ROOT) for p in (ROOT / "ds_mxfp8_moe").glob("*.py")]
-    sources += [p.relative_to(ROOT) for p in (ROOT / "ds_mxfp8_moe/transport").rglob("*.py")]
+    sources = [p.relative_to(ROOT) for p in (ROOT / "ds_mxfp8_moe").rglob("*.py") if "ops" not in p.parts]
     sources += ["ds_mxfp8_moe" / p.relative_to(ROOT) for p in (ROOT / "ops").rglob("*.py")]
     names = {".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in sources}
     return sorted(names - {"ds_mxfp8_moe"})

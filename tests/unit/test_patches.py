@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from ds_mxfp8_moe.patches import lent, lent_entry, patched, wrap
+from ds_mxfp8_moe.layers.patches import lent, lent_entry, patched, wrap
 
 
 class Engine:

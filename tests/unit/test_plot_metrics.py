@@ -10,7 +10,8 @@ from deepspeed.monitor.csv_monitor import csvMonitor
 from PIL import Image
 from slow import slow_except
 
-from ds_mxfp8_moe import metrics, plot_metrics
+from ds_mxfp8_moe import plot_metrics
+from ds_mxfp8_moe.engine import metrics
 
 
 def written(folder, layers: int, figures=("load_most", "load_fewest", "dropped", "sqnr_db", "wait_ms",

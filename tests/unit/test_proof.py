@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from expert_modules import Gated, H, Mlp, local_experts, mlp, refused
 from torch import nn
 
-from ds_mxfp8_moe import proof
-from ds_mxfp8_moe.experts import NotRecognised
-from ds_mxfp8_moe.recognise import recognise
+from ds_mxfp8_moe.compute.formula import NotRecognised
+from ds_mxfp8_moe.layers import proof
+from ds_mxfp8_moe.layers.recognise import recognise
 
 # ---- big experts --------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
-from ds_mxfp8_moe import recognise as recognise_file
-from ds_mxfp8_moe.experts import NotRecognised, expert_weights
-from ds_mxfp8_moe.recognise import recognise, register_expert
+from ds_mxfp8_moe.compute.formula import NotRecognised, expert_weights
+from ds_mxfp8_moe.layers import recognise as recognise_file
+from ds_mxfp8_moe.layers.recognise import recognise, register_expert
 
 
 def nothing(*args):

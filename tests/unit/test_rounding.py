@@ -9,8 +9,8 @@ import pytest
 import torch
 from float64_oracle import Bytes, cast, shrinkage, values
 
-from ds_mxfp8_moe import casts, mx
-from ds_mxfp8_moe.activation import activate, activate_backward
+from ds_mxfp8_moe.compute import casts, mx
+from ds_mxfp8_moe.compute.activation import activate, activate_backward
 
 ROWS, COLUMNS = 384, 512
 

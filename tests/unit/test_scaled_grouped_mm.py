@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_mxfp8_moe.mx import MXTensor, quantize, quantize_tiles, sqnr_db
+from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.scaled_grouped_mm import (
     KernelPreference,
     ScaleCalculationMode,
@@ -163,7 +163,8 @@ def test_dtypes(a_dtype, w_dtype, out_dtype, hp):
 @pytest.mark.parametrize("hp", (True, False))
 def test_gradients_of_float32_operands_are_not_rounded_to_bf16(hp, mx_input, monkeypatch):
     """A bf16 result rounds the gradient that comes back to bf16, and nothing after it."""
-    monkeypatch.setattr("ds_mxfp8_moe.grouped_gemm.emulated", lambda *_: False)  # would compute in float32 anyway
+    # Emulation would compute in float32 anyway.
+    monkeypatch.setattr("ds_mxfp8_moe.compute.grouped_gemm.emulated", lambda *_: False)
     a, w, grad = operands(torch.float32)
     grad = grad.bfloat16()
     given = quantize(a) if mx_input else a

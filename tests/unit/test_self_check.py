@@ -9,10 +9,12 @@ import pytest
 import torch
 from slow import slow_except
 
-from ds_mxfp8_moe import casts, expert_math, self_check
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
-from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.self_check import Kind, Verdict, small
+from ds_mxfp8_moe.engine import self_check
+from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
+from ds_mxfp8_moe.ffn import expert_math
 
 CPU = torch.device("cpu")
 BIASES = {"gate_bias": "x", "up_bias": "y", "down_bias": "z"}

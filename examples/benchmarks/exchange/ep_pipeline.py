@@ -21,11 +21,11 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe import casts
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute.formula import ExpertFormula
+from ds_mxfp8_moe.compute.grouped_gemm import wgrad_cost
 from ds_mxfp8_moe.config import WIRE_KEYS, MXFP8MoEConfig, Recipe, current_device, resolve
-from ds_mxfp8_moe.expert_math import ExpertMath
-from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.grouped_gemm import wgrad_cost
+from ds_mxfp8_moe.ffn.expert_math import ExpertMath
 from ds_mxfp8_moe.transport import Wire
 from exchange.dispatch_combine import Today
 from kernels.shapes import SEED_SHAPES

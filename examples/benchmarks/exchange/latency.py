@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe import casts
 from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.compute import casts
 from lib import run, show, timing, world
 from lib.show import Measure
 from lib.timing import Contender

@@ -23,8 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.config import WIRE_KEYS
-from ds_mxfp8_moe.mx import sqnr_db
 from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from lib import models, run, show, timing, world

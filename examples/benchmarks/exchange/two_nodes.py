@@ -29,9 +29,9 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe import casts
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
-from ds_mxfp8_moe.mx import MXTensor
 from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.choose import choose
 from exchange import dispatch_combine

@@ -21,12 +21,12 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe import casts, crossover
+from ds_mxfp8_moe.compute import casts, crossover
+from ds_mxfp8_moe.compute.formula import ExpertFormula
+from ds_mxfp8_moe.compute.mx import MXTensor
+from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
-from ds_mxfp8_moe.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.experts import ExpertFormula
-from ds_mxfp8_moe.mx import MXTensor
-from ds_mxfp8_moe.routing import Routes
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts

@@ -20,8 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe import casts
-from ds_mxfp8_moe import grouped_gemm as ours
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute import grouped_gemm as ours
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing

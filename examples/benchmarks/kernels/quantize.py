@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe import casts, mx
-from ds_mxfp8_moe.activation import activate, activate_backward
-from ds_mxfp8_moe.mx import MXTensor
+from ds_mxfp8_moe.compute import casts, mx
+from ds_mxfp8_moe.compute.activation import activate, activate_backward
+from ds_mxfp8_moe.compute.mx import MXTensor
 from lib import run, show, timing, world
 from lib.show import Measure
 from lib.timing import Contender, poisoned

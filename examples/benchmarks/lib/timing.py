@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_mxfp8_moe.mx import sqnr_db
+from ds_mxfp8_moe.compute.mx import sqnr_db
 
 from . import world
 from .world import device

@@ -40,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
 import data
 import train
-from ds_mxfp8_moe import MXFP8MoEConfig, mx
+from ds_mxfp8_moe import MXFP8MoEConfig
+from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
 from lib import models, results_file, run, show, world
 from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK

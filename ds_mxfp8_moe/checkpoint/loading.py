@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine does beside DeepSpeed when it loads a checkpoint, and when it saves one without frozen experts.
+
+Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-1 and 2 give every rank its own
+frozen experts: DeepSpeed would give rank 0's to all. They read what was trained before and is frozen now: DeepSpeed
+would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as with LoRA: DeepSpeed would refuse.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..layers.found import trains_experts
+from ..layers.patches import lent, wrap
+from ..transport.deadline import tell_peers_on_error
+
+
+def hook_checkpoints(engine: DeepSpeedEngine) -> None:
+    """Does the above for an engine, until it is destroyed. A second call changes nothing."""
+    if engine.checkpoint_engine is not None:  # ZeRO-3 without an optimizer, for evaluation, has none
+        wrap(engine.checkpoint_engine, "load", _name_broken_file, until=engine)
+
+    def load_own(plain: Callable, checkpoint: dict, *args, **kwargs) -> None:
+        plain(_with_own_frozen(engine, checkpoint), *args, **kwargs)
+
+    def without_frozen(plain: Callable, *args, **kwargs) -> Any:
+        return _without_moe_layers(engine, plain, *args, **kwargs)
+
+    if engine.zero_optimization_partition_weights():
+        wrap(engine, "save_checkpoint", without_frozen, until=engine)
+        wrap(engine, "load_checkpoint", without_frozen, until=engine)
+    else:
+        wrap(engine, "load_module_state_dict", load_own, until=engine)
+
+
+@tell_peers_on_error  # only some ranks read this file
+def _name_broken_file(plain: Callable, path: str, *args, **kwargs) -> Any:
+    """Reads a file of a checkpoint. An error names it."""
+    try:
+        return plain(path, *args, **kwargs)
+    except Exception as error:
+        if not os.path.isfile(path):
+            raise
+        size = os.path.getsize(path)
+        why = str(error).rstrip(".")
+        raise RuntimeError(f"the checkpoint file {path} ({size} bytes) cannot be read: {type(error).__name__}: "
+                           f"{why}. It was probably cut short while it was saved or copied: load an earlier "
+                           "checkpoint (tag= of load_checkpoint), or copy it again") from error
+
+
+def _with_own_frozen(engine: DeepSpeedEngine, checkpoint: dict) -> dict:
+    """A checkpoint whose frozen parameters come from where this rank saved them.
+
+    DeepSpeed first loads all parameters, experts from their own files. Then it takes all frozen ones from what rank 0
+    saved as frozen.
+    """
+    if (fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS)) is None:
+        return checkpoint
+    frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
+    own = {name: checkpoint["module"][name] for name in frozen if name in checkpoint["module"]}
+    return {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
+
+
+def _without_moe_layers(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:
+    """Saves or loads a checkpoint in ZeRO-3. If all experts are frozen, it may be without them.
+
+    It is saved with `exclude_frozen_parameters=True`, as the Trainer does for PEFT. When it is loaded, frozen
+    parameters stay as they are.
+    """
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    without = given.arguments.get("exclude_frozen_parameters", True) and not trains_experts(engine)
+    try:
+        with lent(engine, "has_moe_layers", engine.has_moe_layers and not without):
+            return plain(*args, **kwargs)
+    except RuntimeError as error:
+        if "does not support frozen expert" not in str(error):
+            raise
+        raise RuntimeError(f"{error}. If all experts are frozen, as with LoRA, pass "
+                           "exclude_frozen_parameters=True to save_checkpoint, and load_module_strict=False to "
+                           "load_checkpoint. If some are trained, use ZeRO-1. In every stage, "
+                           "ds_mxfp8_moe.save_pretrained(engine, directory) writes the model, or a PeftModel's "
+                           "adapters") from error

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the ways of saving that people already use write whole models, with the experts of all ranks.
+
+DeepSpeed, Accelerate and transformers would save one rank's experts, without a word. Of AutoEP's layers, transformers
+would load them as a model with new experts. They get Hugging Face's names here, as by `save_pretrained`. Classic
+layers get the names that one process has with `ep_size=1`. With the section enabled, these calls are right or raise an
+error that names the call that is:
+
+    engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
+    trainer.save_model and the Trainer's checkpoints, which call accelerator.get_state_dict
+    save_pretrained and push_to_hub of the model itself, and of a PeftModel
+    engine.save_checkpoint in ZeRO-3 with frozen experts, which DeepSpeed refuses
+"""
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ..layers.lora import is_peft, with_pefts_names
+from ..layers.patches import lent, wrap
+from ..layers.say import say_if_missing
+from ..transport.deadline import tell_peers_on_error
+from .pretrained import (
+    all_experts,
+    autoep_layers,
+    is_partitioned,
+    needs_peers,
+    on_host,
+    refuse_tensor_parallelism,
+    whole_state_dict,
+)
+
+MARK = "_mxfp8_spread"  # on an engine, its model and the model's parts, if they hold one rank's experts: a Spread
+CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
+USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
+               "accelerator.prepare or initialize returned, or the Trainer")
+
+
+class Spread(NamedTuple):
+    """What a MARK says.
+
+    Attributes:
+        expert_parallel: DeepSpeed's section of that name.
+        whole: whether this is the whole model, and not a part of it.
+    """
+
+    expert_parallel: Any
+    whole: bool
+
+
+def save_whole_models(engine: DeepSpeedEngine) -> None:
+    """Applies the above to an engine with MoE layers. A second call changes nothing.
+
+    All of it stays when the engine is destroyed, since its model can still be saved, and holds one rank's experts. The
+    classes of other libraries stay as they are here for that reason, too. For models without a MARK they do as before.
+
+    One stage of a pipeline is no model: its engine refuses to save one.
+    """
+    autoep = bool(autoep_layers(engine.module))
+    classic = bool(classic_layers(engine.module)) and not isinstance(engine, PipelineEngine)
+    if MARK in vars(engine) or not (autoep or classic) or say_if_missing("saving"):
+        return
+    section = engine._config.expert_parallel_config
+    vars(engine)[MARK] = Spread(section, whole=True)
+    wrap(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
+    by_libraries = not say_if_missing("saving by Trainer and Accelerate")
+    accelerate, transformers, peft = map(sys.modules.get, ("accelerate", "transformers", "peft"))
+    if accelerate and by_libraries:
+        wrap(accelerate.Accelerator, "get_state_dict", _get_state_dict)
+        wrap(accelerate.Accelerator, "save_model", _save_model)
+    if not autoep or not by_libraries:
+        return
+    # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
+    wrap(engine, "zero_gather_16bit_weights_on_model_save", lambda plain: True)
+    wrap(engine, "_raise_if_autoep_zero3_consolidated_export", lambda plain, operation: None)
+    wrap(engine, "_zero3_consolidated_16bit_state_dict",
+         lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
+    if transformers:
+        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+        for module in engine.module.modules():
+            if isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
+                vars(module)[MARK] = Spread(section, whole=False)
+    if is_peft(engine.module):
+        wrap(peft.PeftModel, "save_pretrained", _save_adapters)
+    if peft:
+        for module in (peft, peft.peft_model):  # the one for transformers' own add_adapter, the other for PeftModel
+            wrap(module, "get_peft_model_state_dict", _adapters_of)
+    vars(engine.module)[MARK] = Spread(section, whole=True)
+
+
+@tell_peers_on_error
+def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
+    """The whole model on rank 0, None elsewhere. Collective."""
+    refuse_tensor_parallelism(engine)
+    buffers = {name for name, _ in engine.module.named_buffers()}
+
+    def wanted(name: str, value: torch.Tensor) -> bool:
+        return value.requires_grad or not exclude_frozen_parameters or name in buffers
+
+    if autoep_layers(engine.module):
+        return whole_state_dict(engine.module, engine._config.expert_parallel_config, wanted)
+    return _whole_classic_state_dict(engine.module, wanted)
+
+
+def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
+    """The inner layers of `deepspeed.moe.layer.MoE` by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
+
+
+def _whole_classic_state_dict(model: torch.nn.Module, wanted: Callable[[str, torch.Tensor], bool]) -> dict | None:
+    """The state dict of a model with classic layers, as it is with `ep_size=1`. Collective. None off rank 0."""
+    layers, state, keep = classic_layers(model), {}, dist.get_rank() == 0
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not wanted(name, value):
+            continue
+        found = CLASSIC_EXPERT.fullmatch(name)
+        layer = layers.get(found["layer"]) if found else None
+        if layer is None:
+            state[name] = on_host(value.detach(), keep)
+            continue
+        of_ranks = all_experts(layer, value.unsqueeze(0), keep)
+        for rank, tensor in enumerate(of_ranks if keep else ()):
+            index = rank * layer.num_local_experts + int(found["index"])
+            state[f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}"] = tensor.clone()
+    return state if keep else None
+
+
+def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
+                      save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+    _refuse_adapters(engine, "save_16bit_model")
+    # What it writes in ZeRO-0 to 2. In ZeRO-3 it asks for _zero3_consolidated_16bit_state_dict.
+    with lent(engine, "module_state_dict", functools.partial(_state_dict, engine)):
+        return plain(save_dir, save_filename, exclude_frozen_parameters)
+
+
+def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
+    if isinstance(model, DeepSpeedEngine) and MARK in vars(model):
+        return _state_dict(model)
+    if MARK in vars(model):
+        raise RuntimeError(f"this {type(model).__name__} holds one rank's experts: pass the model that "
+                           "accelerator.prepare returned, on every rank, to get those of all ranks")
+    return plain(accelerator, model, *args, **kwargs)
+
+
+def _save_model(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> None:
+    if isinstance(model, DeepSpeedEngine) and MARK in vars(model):
+        _refuse_adapters(model, "accelerator.save_model")
+    return plain(accelerator, model, *args, **kwargs)
+
+
+def _refuse_adapters(engine: DeepSpeedEngine, method: str) -> None:
+    """Weights beside adapters are a file that neither transformers nor PEFT loads."""
+    if is_peft(engine.module) or getattr(engine.module, "_hf_peft_config_loaded", False):
+        raise RuntimeError(f"{method} does not write adapters as PEFT loads them. {USE_INSTEAD}")
+
+
+def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
+    if MARK not in vars(model):
+        return plain(model, *args, **kwargs)
+    given = inspect.signature(plain).bind(model, *args, **kwargs)
+    if _rank_0_writes(given.arguments):
+        return None
+    state = given.arguments.get("state_dict")
+    stray = [name for name in autoep_layers(model) if state is not None and f"{name}.experts.w1" in state]
+    if stray:
+        raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
+                           f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
+    if state is None:
+        expert_parallel, whole = vars(model)[MARK]
+        if not whole or needs_peers(model):
+            raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
+                               f"so it cannot save itself. {USE_INSTEAD}")
+        given.arguments["state_dict"] = whole_state_dict(model, expert_parallel, keep=True)
+    return plain(*given.args, **given.kwargs)
+
+
+def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
+    # Outside ZeRO-3 each rank has all adapters. PEFT takes the state dict from the keyword arguments.
+    if MARK in vars(model):
+        if _rank_0_writes(kwargs):
+            return None
+        if is_partitioned(model) and kwargs.get("state_dict") is None:
+            raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
+                               f"by itself. {USE_INSTEAD}")
+    return plain(model, *args, **kwargs)
+
+
+def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
+    # What is written as adapters. PEFT finds them by the names of their modules.
+    return with_pefts_names(plain(model, *args, **kwargs), model)
+
+
+def _rank_0_writes(arguments: dict) -> bool:
+    """Whether this rank was told to write nothing, or to write the None that `get_state_dict` returns off rank 0.
+
+    On CPUs, Accelerate takes every rank for the main process, so that the second case is common there.
+    """
+    without_state = "state_dict" in arguments and arguments["state_dict"] is None
+    return not arguments.get("is_main_process", True) or (without_state and dist.get_rank() > 0)

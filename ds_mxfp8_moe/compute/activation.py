@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens between an expert's two GEMMs: activation, routing weight and quantisation, forward and backward.
+
+Where the device runs Triton kernels, these functions call them (ops/triton_kernels/activation.py). Elsewhere they
+compute in plain torch, which is the kernels' reference. P: rows, G: width of the first GEMM, F: FFN size, E: experts.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..ops.device import runs_triton
+from .formula import ACTIVATIONS, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, up_value
+from .mx import MXTensor, quantize
+
+
+def _silu_slope(x):
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _gelu_slope(x):
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh_slope(x):
+    c = math.sqrt(2 / math.pi)
+    t = torch.tanh(c * (x + 0.044715 * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
+
+
+def _swiglu_oai_slope(x):
+    c = x.clamp(max=SWIGLU_OAI_LIMIT)
+    s = torch.sigmoid(SWIGLU_OAI_ALPHA * c)
+    return torch.where(x > SWIGLU_OAI_LIMIT, 0.0, s * (1 + SWIGLU_OAI_ALPHA * c * (1 - s)))
+
+
+# Derivatives of experts.ACTIVATIONS, on float32.
+SLOPES: dict[str, Callable] = {
+    "relu": lambda x: (x > 0).to(x.dtype),
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "silu": _silu_slope,
+    "swiglu_oai": _swiglu_oai_slope,
+}
+
+
+class Gradients(NamedTuple):
+    """What `activate_backward` returns. A form of dpre that was not asked for is None.
+
+    Attributes:
+        dweight_P: float32, <t, act(pre)>.
+        plain: dpre [P, G] in t's dtype.
+        rows: MXTensor [P, G], blocks along G.
+        columns: MXTensor [G, P], blocks along P.
+    """
+
+    dweight_P: torch.Tensor
+    plain: torch.Tensor | None
+    rows: MXTensor | None
+    columns: MXTensor | None
+
+
+def bias_rows(bias_EN: torch.Tensor, ends_E: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The bias of each row's expert, [P, N]. Rows past the last group get the last expert's."""
+    row_P = torch.arange(num_rows, device=bias_EN.device, dtype=torch.int32)
+    group_P = torch.searchsorted(ends_E, row_P, right=True).clamp_max(bias_EN.shape[0] - 1)
+    return bias_EN.index_select(0, group_P)
+
+
+def _halves(pre_PG: torch.Tensor, layout: str) -> tuple:
+    """Gate and up, float32."""
+    one, other = pre_PG.float().chunk(2, dim=-1)
+    return (other, one) if layout == "up_gate" else (one, other)
+
+
+def _activated(pre_PG: torch.Tensor, activation: str, layout: str) -> torch.Tensor:
+    value = ACTIVATIONS[activation]
+    if layout == "mlp":
+        return value(pre_PG.float())
+    gate_PF, up_PF = _halves(pre_PG, layout)
+    return value(gate_PF) * up_value(up_PF, activation)
+
+
+def _up_slope(value_PF: torch.Tensor, up_PF: torch.Tensor, activation: str) -> torch.Tensor:
+    """value_PF times the slope of `up_value`."""
+    return torch.where(up_PF.abs() > SWIGLU_OAI_LIMIT, 0.0, value_PF) if activation == "swiglu_oai" else value_PF
+
+
+def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int,
+             scaling_mode: str, *, quantized: bool, keep: bool, bias_EG: torch.Tensor | None = None,
+             ends_E: torch.Tensor | None = None) -> tuple:
+    """h = weight * act(pre + bias), and the pre-activation kept for backward.
+
+    Args:
+        pre_PG: bf16, fp16 or fp32: the result of the first grouped GEMM.
+        weight_P: float32 routing weights, 0 in padding rows.
+        activation: a key of ACTIVATIONS.
+        layout: "mlp", "gate_up" or "up_gate": the order of pre's columns.
+        quantized: return h as an MXTensor. Otherwise h is a plain tensor of pre's dtype.
+        keep: also return pre + bias in MXFP8, with no block across gate and up.
+        bias_EG, ends_E: each expert's bias, and int32 ends of the groups. pre + bias is rounded to pre's dtype.
+
+    Returns:
+        h [P, F], and what is kept: an MXTensor [P, G / F, F], or None.
+    """
+    if runs_triton(pre_PG):
+        from ..ops.triton_kernels import activation as kernels
+        h, kept = kernels.activate(pre_PG, weight_P, activation, layout, block_size, scaling_mode, quantize=quantized,
+                                   keep=keep, bias_EG=bias_EG, ends_E=ends_E)
+        return MXTensor.of(h, pre_PG.dtype) if quantized else h, MXTensor.of(kept, pre_PG.dtype) if keep else None
+    pre_PG = _with_bias(pre_PG, bias_EG, ends_E)
+    h_PF = _activated(pre_PG, activation, layout) * weight_P.unsqueeze(1)
+    if quantized:
+        h_PF = MXTensor.of(quantize(h_PF, block_size, scaling_mode).parts, pre_PG.dtype)
+    else:
+        h_PF = h_PF.to(pre_PG.dtype)
+    if not keep:
+        return h_PF, None
+    # No block lies across gate and up.
+    return h_PF, quantize(pre_PG.unflatten(-1, (1 if layout == "mlp" else 2, -1)), block_size, scaling_mode)
+
+
+def _with_bias(pre_PG, bias_EG, ends_E) -> torch.Tensor:
+    if bias_EG is None:
+        return pre_PG
+    return (pre_PG + bias_rows(bias_EG, ends_E, pre_PG.shape[0])).to(pre_PG.dtype)
+
+
+def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
+                      block_size: int, scaling_mode: str, *, plain: bool = False, rows: bool = False,
+                      columns: bool = False, bias_EG: torch.Tensor | None = None,
+                      ends_E: torch.Tensor | None = None) -> Gradients:
+    """The gradients of `activate`: of the routing weights, and of pre in the forms that are asked for.
+
+    Args:
+        t_PF: the gradient of h: bf16, fp16 or fp32.
+        kept: what `activate` kept, which includes the bias. Or pre_PG itself, together with bias_EG and ends_E.
+        plain, rows, columns: the forms of dpre to return, see Gradients.
+    """
+    if runs_triton(t_PF):
+        from ..ops.triton_kernels import activation as kernels
+        kept = kept.parts if isinstance(kept, MXTensor) else kept
+        dweight_P, dpre, *forms = kernels.activate_backward(
+            t_PF, kept, weight_P, activation, layout, block_size, scaling_mode, plain=plain, rows=rows,
+            columns=columns, bias_EG=bias_EG, ends_E=ends_E)
+        return Gradients(dweight_P, dpre, *(MXTensor.of(form, t_PF.dtype) if form else None for form in forms))
+    if isinstance(kept, MXTensor):
+        pre_PG = kept.dequantize(torch.float32).flatten(-2)
+    else:
+        pre_PG = _with_bias(kept, bias_EG, ends_E)
+    value, slope, t = ACTIVATIONS[activation], SLOPES[activation], t_PF.float()
+    dweight_P = (t * _activated(pre_PG, activation, layout)).sum(-1)
+    t = t * weight_P.unsqueeze(1)
+    if layout == "mlp":
+        dpre = t * slope(pre_PG.float())
+    else:
+        gate_PF, up_PF = _halves(pre_PG, layout)
+        halves = [t * up_value(up_PF, activation) * slope(gate_PF),
+                  t * _up_slope(value(gate_PF), up_PF, activation)]
+        dpre = torch.cat(halves[::-1] if layout == "up_gate" else halves, dim=-1)
+    forms = (MXTensor.of(quantize(x, block_size, scaling_mode).parts, t_PF.dtype) if wanted else None
+             for x, wanted in ((dpre, rows), (dpre.t(), columns)))
+    return Gradients(dweight_P, dpre.to(t_PF.dtype) if plain else None, *forms)
+
+
+def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
+    """Sums the rows of each group, times weight_P if given: [E, N] float32. The order of additions is fixed.
+
+    Groups are multiples of 128 rows. Plain torch reads `ends_E` from the device, so the host waits for the device.
+    """
+    if runs_triton(x_PN):
+        from ..ops.triton_kernels import activation as kernels
+        return kernels.group_sums(x_PN.contiguous(), ends_E, weight_P)
+    x_PN = x_PN.float() if weight_P is None else x_PN.float() * weight_P.unsqueeze(1)
+    starts = [0, *ends_E.tolist()]
+    return torch.stack([x_PN[start:end].sum(0) for start, end in zip(starts, starts[1:], strict=False)])
+
+
+def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor
+                      ) -> torch.Tensor:
+    """y + weight * bias of each row's expert, in float32."""
+    if runs_triton(y_PN):
+        from ..ops.triton_kernels import activation as kernels
+        return kernels.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E)
+    return y_PN.float() + bias_rows(bias_EN, ends_E, y_PN.shape[0]) * weight_P.unsqueeze(1)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens with an engine whose config has the section "mxfp8_moe": `attach`. `convert` does it by hand."""
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..checkpoint.loading import hook_checkpoints
+from ..checkpoint.saving import save_whole_models
+from ..compute.executor import unknown_launcher
+from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
+from ..layers.found import converted_layers
+from ..layers.presets import announcement, why_no_layers
+from ..layers.say import print_on_rank_0, say_if_missing
+from ..ops.device import has_kernels
+from ..ops.op_builder import replay
+from ..transport.deadline import answers_of_all, tell_peers_on_error
+from .advice import about_enabled, about_expert_parallel, about_keys
+from .convert import ConversionReport, convert_layers
+from .hooks import engine_of, hook_engine
+from .self_check import check, kinds_of, line_about, worst
+
+
+def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
+    """Does what the section asks of an engine, for `initialize`, `enable` and `convert`. Collective over all ranks.
+
+    A second call replaces what the first one did. A section that is not enabled takes it back. Without a section,
+    converted layers stay converted.
+
+    Returns:
+        The report about the layers of all ranks.
+
+    Raises:
+        ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
+    """
+    engine._mxfp8_moe_config = config
+    report = ConversionReport(())
+    if config.enabled:
+        report = _checked(engine, config, tell_peers_on_error(convert_layers)(engine, config))
+    elif config.model_fields_set:
+        report = convert_layers(engine, MXFP8MoEConfig(enabled=False))
+    report = _agree_across_ranks(config, report)
+    if config.enabled:
+        if added := announcement(engine.module):
+            print_on_rank_0(added)
+        print_on_rank_0((why_no_layers(engine) if not report.layers else None) or report)
+        _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
+        _print_advice(about_keys(config, converted_layers(engine.module)))
+        choose_transports(engine.module)
+        build_executor(engine.module)
+        save_whole_models(engine)
+        if not say_if_missing("loading"):
+            hook_checkpoints(engine)
+    else:
+        _print_advice(about_enabled(config))
+    hook_engine(engine, config, report.converted)
+    return report
+
+
+def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
+    """Puts the model's MoE layers on the MXFP8 path, in place; prints one line a layer on rank 0.
+
+    Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize. AutoEP's layers
+    exist only after it. The section needs no "enabled" here. Converting again replaces the earlier conversion.
+    Converting the model of an engine is converting the engine, as `initialize` does with the section in its config.
+    This is collective over all ranks.
+
+    With `capacity_factor` the host does not wait for exchanges. An engine then raises their errors before the
+    optimizer's step. Without an engine, a later exchange raises them.
+
+    Args:
+        model_or_engine: a module, or a DeepSpeed engine.
+        config: the section "mxfp8_moe" (parsed or as a dict), or a whole DeepSpeed config that has it, as
+            deepspeed.initialize takes it. None: the default recipe. `"enabled": false` puts every layer back on
+            DeepSpeed's path.
+
+    Raises:
+        ConfigError: the section is wrong, or a whole config has none. Of an engine: ranks differ.
+    """
+    section = _section(config)
+    if "enabled" not in section.model_fields_set:
+        section = section.model_copy(update={"enabled": True})
+    engine = engine_of(model_or_engine)
+    if engine is not None:
+        report = attach(engine, section)
+        if not section.enabled:
+            print_on_rank_0(report)
+        return report
+    report = convert_layers(model_or_engine, section)
+    print_on_rank_0(report)
+    for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
+        if report.converted and getattr(section, key):
+            print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
+    return report
+
+
+def _section(config) -> MXFP8MoEConfig:
+    if config is None or isinstance(config, MXFP8MoEConfig):
+        return parse(config)
+    if isinstance(config, dict):
+        return parse(config if SECTION in config else {SECTION: config})
+    section = parse(config)
+    if not section.model_fields_set:
+        raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
+                          "pass no config to convert in the default recipe")
+    return section
+
+
+def _print_advice(lines: list[str]) -> None:
+    for line in lines:
+        print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
+
+
+def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
+    """The report after the check of the kernels at their first use, by which ranks convert their layers again if one
+    of them found a broken kernel."""
+    device = torch.device(get_accelerator().current_device_name())
+    if not config.self_check or not has_kernels(device):
+        return report
+    verdict = worst(check(kind, device) for kind in kinds_of(converted_layers(engine.module)))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        verdict = worst(answers_of_all(dist.get_world_group(), verdict, "the check of the kernels"))
+    if verdict.runs == "all":
+        return report
+    print_on_rank_0(line_about(verdict, device))
+    if verdict.runs == "bf16":
+        return convert_layers(engine, config.model_copy(update={"recipe": "bf16"}))
+    return convert_layers(engine, config, broken="a kernel is broken here")
+
+
+def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
+    """The report about the layers of all ranks. The stages of a pipeline hold different ones. One all-gather.
+
+    Raises:
+        ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return report
+    mine = config.model_dump_json(), report.layers
+    answers = answers_of_all(dist.get_world_group(), mine, "the engine's start (all ranks enable ds_mxfp8_moe)")
+    sections = [section for section, _ in answers]
+    if len(set(sections)) > 1:
+        different = [rank for rank, section in enumerate(sections) if section != sections[0]]
+        raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
+                          "same config")
+    held = [{layer.name: layer for layer in layers} for _, layers in answers]
+    first = []
+    for name in dict.fromkeys(name for layers in held for name in layers):
+        by_rank = {rank: layers[name] for rank, layers in enumerate(held) if name in layers}
+        first.append(next(iter(by_rank.values())))
+        # Reasons for layers that are not converted may differ, as they may name one rank's experts.
+        if len({layer.detail if layer.converted else "not converted" for layer in by_rank.values()}) > 1:
+            told = "; ".join(f"rank {rank}: {'' if layer.converted else 'not converted: '}{layer.detail}"
+                             for rank, layer in by_rank.items())
+            raise ConfigError(f"{name} is treated differently on different ranks, which would hang: {told}. Look for "
+                              "sizes, hooks, adapters or devices that only some ranks have, or leave the layer out "
+                              "with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
+    return ConversionReport.of(first, config)
+
+
+def choose_transports(model: torch.nn.Module) -> None:
+    """Chooses the transport of every converted layer now. Collective over the layers' groups.
+
+    Layers whose group does not exist yet choose in their first forward.
+
+    Raises:
+        RuntimeError: the config asks for nvlink, which is not possible here.
+        ValueError: ranks of a group ask for different transports.
+    """
+    for module in converted_layers(model):
+        if module.ep_size > 1:
+            module.mxfp8_settings.choose_transport(module.ep_group)
+
+
+def build_executor(model: torch.nn.Module) -> None:
+    """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
+    device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
+    if device is not None and has_kernels(device):
+        reason = unknown_launcher() or replay.try_load()[1]
+        if reason:
+            print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
+                            f"slower: {reason}")

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which MoE layers take the MXFP8 path, and why the others do not.
+
+Conversion swaps classes in place: every Parameter object, buffer, hook and name stays. A layer that cannot be shown to
+be safe stays on DeepSpeed's own path, exactly as DeepSpeed made it, and the report gives the reason.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+
+from ..compute.crossover import min_tokens_per_expert
+from ..compute.formula import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
+from ..config import MXFP8MoEConfig, current_device, resolve
+from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
+from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
+from ..layers.extended_experts import ExtendedGroupedExperts
+from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
+from ..ops.private_names import missing
+
+AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
+LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Whether one MoE layer was converted, and how or why not."""
+
+    name: str
+    kind: str
+    converted: bool
+    detail: str
+
+    def __str__(self) -> str:
+        state = "converted" if self.converted else "not converted"
+        return f"mxfp8_moe: {self.name} ({self.kind}) {state}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """One entry for each MoE layer of the model, in the order of named_modules().
+
+    Attributes:
+        idle_patterns: patterns in `include` and `exclude` that match no layer.
+    """
+
+    layers: tuple[LayerReport, ...]
+    idle_patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, layers: Iterable[LayerReport], config: MXFP8MoEConfig) -> "ConversionReport":
+        """The report about all MoE layers of a model."""
+        layers = tuple(layers)
+        return cls(layers, tuple(config.idle_patterns(layer.name for layer in layers)))
+
+    @property
+    def converted(self) -> int:
+        """How many layers were converted."""
+        return sum(layer.converted for layer in self.layers)
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor AutoEP's. Hugging Face "
+                    'models also need DeepSpeed\'s section "expert_parallel": {"enabled": true, "autoep_size": ...}')
+        lines = [str(layer) for layer in self.layers]
+        lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
+                  for pattern in self.idle_patterns]
+        reasons = {layer.detail for layer in self.layers}
+        warning = "" if self.converted or reasons == {SWITCHED_OFF} else "WARNING: "
+        cause = "; 'include' and 'exclude' leave no layer" if reasons == {LEFT_OUT} else ""
+        counts = f"{self.converted} of {len(self.layers)} MoE layers converted"
+        return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
+
+
+def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
+    """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted."""
+    model = getattr(model_or_engine, "module", model_or_engine)
+    recipe = resolve(config, *current_device())
+    shared = _shared_parameters(model)
+    layers = []
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
+            continue
+        _restore_layer(module)
+        classic = isinstance(module, deepspeed_layer.MoE)
+        kind, label = "classic" if classic else "AutoEP", name or "(the model itself)"
+        if not config.enabled or not config.selects(name):
+            layers.append(LayerReport(label, kind, False, LEFT_OUT if config.enabled else SWITCHED_OFF))
+            continue
+        try:
+            if gone := broken or missing(f"{kind} layers"):
+                raise NotRecognised(gone)
+            formula = (_classic_formula if classic else _autoep_formula)(module, shared)
+        except NotRecognised as reason:
+            layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
+            continue
+        fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, module.num_local_experts,
+                                              torch.device(current_device()[0]))
+        settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
+                                 min_tokens_per_expert=fewest_tokens)
+        if classic:
+            module.__class__ = MoE
+            module.deepspeed_moe.__class__ = MXFP8MOELayer
+            module.deepspeed_moe.mxfp8_settings = settings
+            module.deepspeed_moe.mxfp8_experts = ExpertsAtConversion(module.deepspeed_moe.experts)
+        else:
+            module.__class__ = MXFP8AutoEPMoELayer
+            module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
+            module.mxfp8_settings = settings
+        instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
+        detail = f"{_placement(module)}, {_describe(settings)}{_trained(module)}{instead}"
+        layers.append(LayerReport(label, kind, True, detail))
+    return ConversionReport.of(layers, config)
+
+
+def _placement(layer: torch.nn.Module) -> str:
+    if layer.ep_size == 1:
+        return f"{layer.num_experts} experts on every rank"
+    return f"{layer.num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
+
+
+def _trained(layer: torch.nn.Module) -> str:
+    """What of the experts is trained, if it is not their weights alone."""
+    if hasattr(layer, "expert_adapters"):
+        return f", with PEFT's adapters of {' and '.join(layer.expert_adapters.parameter_names())}"
+    experts = getattr(layer, "deepspeed_moe", layer).experts
+    return "" if any(p.requires_grad for p in experts.parameters()) else ", experts frozen, no adapters"
+
+
+def _describe(settings: LayerSettings) -> str:
+    recipe, fewest_tokens = settings.recipe, settings.min_tokens_per_expert
+    if not recipe.quantize_gemm:
+        return f"recipe bf16 (no quantisation), {settings.formula}"
+    if fewest_tokens == 0:
+        threshold = ""
+    elif math.isinf(fewest_tokens):
+        threshold = ", bf16 for batches of any size"
+    else:
+        threshold = f", bf16 below {fewest_tokens:.0f} tokens per expert"
+    return f"recipe {settings.config.recipe}{threshold}, blocks of {recipe.block_size}, {settings.formula}"
+
+
+def _restore_layer(module: torch.nn.Module) -> None:
+    """Undoes an earlier conversion. Our `MoE` stays: around DeepSpeed's inner layer it is DeepSpeed's MoE."""
+    original = {ours: plain for plain, ours in CONVERTED_EXPERTS.items()}
+    original |= {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8MOELayer: MOELayer}
+    for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
+        if type(part) in original:
+            part.__class__ = original[type(part)]
+            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples"):
+                vars(part).pop(ours, None)
+
+
+def _shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
+    """Parameters that the model holds in more than one place, with the name of the first place."""
+    places: dict = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append(f"{name}.{key}")
+    return {parameter: names[0] for parameter, names in places.items() if len(names) > 1}
+
+
+def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
+    """Raises NotRecognised for modules with hooks or a replaced forward that a converted layer would skip."""
+    for module in modules:
+        # ZeRO-3 hooks every module, and AutoEP's layers do call their experts, so its hooks may stay.
+        if foreign := foreign_code(module):
+            raise NotRecognised(f"its {type(module).__name__} has {foreign}, which this path would ignore")
+
+
+def _refuse_replaced_forward(*modules: torch.nn.Module) -> None:
+    if any("forward" in vars(module) for module in modules):
+        raise NotRecognised("the layer's forward method is replaced on the instance")
+
+
+def _refuse_subclass(module: torch.nn.Module, *classes: type) -> None:
+    if type(module) not in classes:
+        raise NotRecognised(f"its {classes[0].__name__} is a {type(module).__name__}, whose behaviour is unknown")
+
+
+def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
+    inner = layer.deepspeed_moe
+    _refuse_subclass(layer, deepspeed_layer.MoE, MoE)
+    _refuse_subclass(inner, MOELayer)
+    _refuse_subclass(inner.gate, TopKGate)
+    _refuse_subclass(inner.experts, Experts)
+    if inner.use_tutel:
+        raise NotRecognised("it uses Tutel")
+    # One layer with tensor-parallel experts makes DeepSpeed group and exchange that way in all layers.
+    split_experts = layer.enable_expert_tensor_parallelism or groups._get_expert_model_parallel_world_size() > 1
+    if split_experts and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
+        raise NotRecognised("its experts are tensor-parallel")
+    _refuse_foreign_code(inner.experts, inner.experts.deepspeed_experts)
+    _refuse_replaced_forward(layer, inner)
+    return recognise(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
+
+
+def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
+    experts = layer.experts
+    _refuse_subclass(layer, AutoEPMoELayer)
+    _refuse_subclass(experts, GroupedExperts, ExtendedGroupedExperts)
+    if layer.score_apply != "post":
+        raise NotRecognised(f"it applies the router's scores {layer.score_apply!r} the experts")
+    if layer.comm_backend not in ("comm", "deepep"):  # the conversion replaces both
+        raise NotRecognised(f"its comm_backend is {layer.comm_backend!r}")
+    handles = layer.folding_group_handles
+    if handles is not None and handles.spec.tp_size > 1:
+        raise NotRecognised("it is folded with AutoTP")
+    _refuse_foreign_code(experts)
+    _refuse_replaced_forward(layer)
+    if experts.activation not in AUTOEP_ACTIVATIONS:
+        raise NotRecognised(f"its experts' activation is {experts.activation}; recognised are "
+                            f"{', '.join(AUTOEP_ACTIVATIONS)}")
+    constants = experts.activation_alpha, experts.activation_limit
+    if experts.activation == "swiglu_oai" and constants != (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT):
+        raise NotRecognised(f"its experts' swiglu_oai has alpha {constants[0]} and limit {constants[1]}; recognised "
+                            f"are {SWIGLU_OAI_ALPHA} and {SWIGLU_OAI_LIMIT}")
+    for name, parameter in experts.named_parameters():
+        if parameter in shared:
+            raise NotRecognised(f"parameter {name} of its experts is shared with {shared[parameter]}")
+        if parameter.dtype not in DTYPES:
+            raise NotRecognised(f"parameter {name} of its experts is {parameter.dtype}")
+    if len({p.dtype for p in experts.parameters()}) > 1:
+        raise NotRecognised("the parameters of its experts have different dtypes")
+    _, ffn_size, hidden_size = getattr(experts.w1, "ds_shape", experts.w1.shape)
+    if hidden_size % 32 or ffn_size % 32:
+        raise NotRecognised(f"hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32")
+    biases = {}
+    if hasattr(layer, "expert_biases"):
+        biases = {f"{role}_bias": f"expert_biases.{role}" for role in ("gate", "up", "down")}
+    return ExpertFormula("gated", AUTOEP_ACTIVATIONS[experts.activation], hidden_size, ffn_size, gate="w1", up="w3",
+                         down="w2", **biases)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets an optimizer that the user made train experts in ZeRO-1 and 2.
+
+There, experts need parameter groups of their own, marked as "moe". `AdamW(model.parameters())` has one group for all.
+The user cannot always split it: AutoEP makes the experts' new parameters while the engine is made.
+
+And lets all experts be frozen there, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
+"""
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from ..layers.found import trains_experts
+from ..layers.patches import lent, patched
+
+NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
+OWN_KEYS = ("params", "name", "moe", NUMBER)
+
+
+def any_groups_allowed() -> AbstractContextManager:
+    """Engines made inside the context with ZeRO-1 or 2 take optimizers without groups of experts.
+
+    If all experts are frozen, their optimizers are made as if the model had no MoE layers.
+    """
+
+    def configure(plain, self, optimizer, parameters):
+        optimizer = split_experts(self, optimizer)
+        needed = self.zero_optimization_stage() not in (1, 2) or trains_experts(self)
+        with lent(self, "has_moe_layers", self.has_moe_layers and needed):
+            return plain(self, optimizer, parameters)
+
+    return patched(DeepSpeedEngine, "_configure_optimizer", configure)
+
+
+def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    """Returns the optimizer that DeepSpeed steps: the user's, or one with expert groups split off.
+
+    `optimizer`: may also be a function of parameters that makes one, or None.
+    """
+    needed = engine.has_moe_layers and engine.zero_optimization_stage() in (1, 2) and trains_experts(engine)
+    if optimizer is None or not needed:
+        return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return lambda parameters: split_experts(engine, optimizer(parameters))
+    return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer)
+
+
+def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A twin that shares the optimizer's state and has experts in groups of their own.
+
+    The optimizer keeps its groups, since a learning-rate scheduler made for it counts them. Whatever changes there
+    (the learning rate above all) changes in the twin's groups too.
+    """
+    twin = object.__new__(_twin_class(type(optimizer)))
+    vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # wrapped by schedulers
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        [{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)])
+    groups = [group for group in groups if group["params"]]
+    twin._followed = [optimizer.param_groups[group.pop("origin")] for group in groups]
+    twin._seen = [_values(group) for group in twin._followed]
+    twin.param_groups = [{**group, NUMBER: i} for i, group in enumerate(groups)]
+    optimizer._opt_called = True  # torch's schedulers would warn that it was not stepped before them
+    return twin
+
+
+@cache
+def _twin_class(plain: type) -> type:
+    """A subclass that ZeRO takes without `zero_allow_untested_optimizer` if it takes the plain one so."""
+    made = type(plain.__name__, (_Twin, plain), {})
+    if plain in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(made)
+    return made
+
+
+class _Twin:
+    """Mixed into the optimizer's class. Its groups take over what has changed in the original's since the last look.
+
+    Values that did not change there stay, so that a loaded checkpoint and DeepSpeed's own schedulers have effect.
+
+    Attributes:
+        _followed: for each group the one of the original, and `_seen`: its values at the last look.
+    """
+
+    @property
+    def param_groups(self) -> list[dict]:
+        groups = vars(self)["param_groups"]
+        if len(groups) == len(self._followed):
+            for i, group in enumerate(groups):
+                group.setdefault(NUMBER, i)  # loaded from a checkpoint of an optimizer without a twin
+        for group in groups:
+            i = group[NUMBER]
+            given, before = _values(self._followed[i]), self._seen[i]
+            group.update({key: value for key, value in given.items() if key not in before or before[key] != value})
+            self._seen[i] = given
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict]) -> None:
+        vars(self)["param_groups"] = groups
+
+
+def _values(group: dict) -> dict:
+    """The group's settings, such as its learning rate."""
+    return {key: value for key, value in group.items() if key not in OWN_KEYS}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a DeepSpeed engine does for its converted layers around the optimizer's step."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..config import MXFP8MoEConfig
+from ..ffn.kept_weights import KeptWeights
+from ..layers.autoep import MXFP8AutoEPMoELayer
+from ..layers.found import converted_layers
+from ..layers.patches import wrap
+from ..layers.say import print_on_rank_0, say_if_missing
+from ..transport.peer_memory import PeerMemory
+from . import balance
+from .metrics import Metrics
+from .not_finite import FirstNotFinite
+
+
+def engine_of(model_or_engine: torch.nn.Module) -> DeepSpeedEngine | None:
+    """The engine itself, or the engine of this model. None: there is none, or the module is only a part of a model."""
+    if isinstance(model_or_engine, DeepSpeedEngine):
+        return model_or_engine
+    engine = vars(model_or_engine).get("_mxfp8_engine", lambda: None)()
+    return engine if engine is not None and engine.module is model_or_engine else None  # a copy has the attribute, too
+
+
+def remember_engine(engine: DeepSpeedEngine) -> None:
+    """Lets `engine_of` find an engine."""
+    vars(engine.module)["_mxfp8_engine"] = weakref.ref(engine)
+
+
+def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
+    """Applies all of the following to an engine, as its layers' config asks for it. A second call replaces the first.
+
+    Args:
+        config: the section, which may be disabled.
+        converted: the number of layers that were converted on any rank.
+    """
+    if config.enabled or converted_layers(engine.module):
+        hook_steps(engine)
+    batch_gradients(engine, config, converted)
+    keep_quantized_weights(engine)
+    balance_loads(engine)
+    write_metrics(engine, config)
+
+
+def hook_steps(engine: DeepSpeedEngine) -> None:
+    """Gives the engine work around each step of its optimizer. A second call changes nothing.
+
+    Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After a
+    step that was skipped, it looks for the first NaN.
+    """
+    if say_if_missing("steps"):
+        return
+    first_not_finite = FirstNotFinite(engine)
+
+    def step(plain, *args, **kwargs):
+        PeerMemory.wait_and_check_all()
+        result = plain(*args, **kwargs)
+        if engine._mxfp8_balancer is not None:
+            engine._mxfp8_balancer.after_step()
+        if engine._mxfp8_metrics is not None:
+            engine._mxfp8_metrics.after_step()
+        first_not_finite.after_step()
+        return result
+
+    wrap(engine, "_take_model_step", step, until=engine)
+
+
+def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
+    """Applies the key of that name to an engine with converted layers, and takes it back from others."""
+    if say_if_missing("batch_gradients"):
+        return
+    from . import zero
+
+    obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and converted > 0)
+    if obstacle:
+        print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
+
+
+def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
+    """Lets the engine's layers keep quantised weights, if their config asks for it and the engine allows it.
+
+    The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
+    Steps leave those of frozen experts alone.
+    """
+    layers = [layer for layer in converted_layers(engine.module)
+              if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
+    if layers and say_if_missing("keep_quantized_weights"):
+        return
+    obstacle = _obstacle_to_keeping(engine) if layers else None
+    if obstacle:
+        print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
+    if not layers or obstacle:
+        return
+    for layer in layers:
+        layer.mxfp8_kept = KeptWeights()
+    size = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
+    trained = any(p.requires_grad for layer in layers for p in layer.experts.parameters())
+    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {'within each step' if trained else 'across steps'}, up to "
+                    f"{size / 2**30:.2f} GiB on this rank")
+    engine._mxfp8_keeping = layers
+
+    def clear(frozen: bool) -> None:
+        for layer in engine._mxfp8_keeping:
+            if "mxfp8_kept" in vars(layer) and (  # another conversion removes it
+                    frozen or any(p.requires_grad for p in layer.experts.parameters())):
+                layer.mxfp8_kept.clear()
+
+    def change_trained(plain: Callable, *args, frozen: bool = False, **kwargs) -> Any:
+        clear(frozen)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            clear(frozen)
+
+    def change_all(plain: Callable, *args, **kwargs) -> Any:
+        return change_trained(plain, *args, frozen=True, **kwargs)
+
+    def stop(plain: Callable) -> None:
+        for layer in engine._mxfp8_keeping:
+            vars(layer).pop("mxfp8_kept", None)
+        plain()
+
+    for owner, method in ((engine, "_take_model_step"), (engine.optimizer, "step")):
+        wrap(owner, method, change_trained, until=engine)
+    for owner, method in ((engine, "load_checkpoint"), (engine, "offload_states"),
+                          (engine.optimizer, "load_state_dict")):
+        wrap(owner, method, change_all, until=engine)
+    wrap(engine, "destroy", stop, until=engine)
+
+
+def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
+    if not hasattr(engine.optimizer, "step"):
+        return "the engine has no optimizer, so it does not know when weights change"
+    if engine.zero_optimization_partition_weights():
+        return "ZeRO-3 frees the weights after each call"
+    if engine.zenflow:
+        return "ZenFlow changes weights between the optimizer's steps"
+    return None
+
+
+def balance_loads(engine: DeepSpeedEngine) -> None:
+    """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
+    layers = [layer for layer in converted_layers(engine.module)
+              if layer.mxfp8_settings.config.load_balance_coeff is not None]
+    if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
+        print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
+    layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
+    engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
+        layers) else None
+    if any(not balance.corrects(layer) for layer in layers):
+        print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
+                        "transformers has no place for them in this model")
+
+
+def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    """Lets the engine write metrics of its layers, if their config asks for it.
+
+    `config`: asks for them on ranks without converted layers. Stages of a pipeline write metrics together.
+    """
+    layers = converted_layers(engine.module)
+    asked = layers[0].mxfp8_settings.config.metrics if layers else config.metrics if config.enabled else None
+    if asked and say_if_missing("metrics"):
+        asked = None
+    if asked and not engine.monitor.enabled:
+        print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
+                        '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
+        asked = None
+    engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people watch while a MoE model trains: the load of its experts, and what MXFP8 does to its tokens.
+
+In one step of `every`, each converted layer takes a sample of its first micro-batch. Evaluations are not sampled. The
+samples stay on the device until the step's end. Their sums over all ranks then go to DeepSpeed's monitors
+(TensorBoard, W&B, CSV, Comet), as Train/MoE/<layer>/<name>:
+
+    load_most, load_fewest      the most and the least loaded expert's choices, over the mean
+    load_entropy                of the choices' distribution over experts: 1 if even, 0 if all go to one expert
+    rank_most                   the most loaded rank's choices, over the mean
+    dropped                     the share of choices that the layer's capacity dropped
+    amax                        the largest absolute value among the tokens
+    zero_blocks                 the share of MXFP8 blocks in which all values are 0
+    saturated_blocks            the share of blocks whose largest value lies beyond what their scale can hold
+    sqnr_db                     signal to quantisation noise of the tokens, in dB
+    wait_ms, wait_ms_most       time for which a rank waits for its peers where a layer's forward begins: the mean over
+                                ranks, and the rank that waits longest. The slowest rank waits least
+    exchange_ms                 time of a rank in the forward's dispatch and combine, the mean over ranks
+
+zero_blocks, saturated_blocks and sqnr_db come from a cast of up to watch.SAMPLED tokens of each rank. A recipe without
+quantisation lacks them. A layer whose experts are all on each rank lacks the times. transport/timed.py says what lies
+between a time's beginning and its end. In other steps nothing is computed and nothing is timed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..transport.deadline import answers_of_all, deadline_for
+
+PREFIX = "Train/MoE"
+
+
+def load_figures(counts_E: Sequence[float], ep_size: int) -> dict[str, float]:
+    """The figures of the load. Experts lie on ranks in their order, equally many on each of `ep_size`."""
+    total, E = sum(counts_E), len(counts_E)
+    if not total:
+        return {}
+    mean, of_rank = total / E, E // ep_size
+    ranks = [sum(counts_E[i:i + of_rank]) for i in range(0, E, of_rank)]
+    entropy = -sum(count / total * math.log(count / total) for count in counts_E if count)
+    return {"load_most": max(counts_E) / mean, "load_fewest": min(counts_E) / mean,
+            "load_entropy": entropy / math.log(E) if E > 1 else 1.0, "rank_most": max(ranks) * ep_size / total}
+
+
+def figures_of(sums: Sequence[float], largest: Sequence[float], ep_size: int) -> dict[str, float]:
+    """A layer's figures by name.
+
+    Args:
+        sums: over ranks: of their samples, of their wait_ms and exchange_ms, and of 1 for each rank with times.
+        largest: over ranks: the largest absolute value, and the longest wait_ms.
+    """
+    *chosen_E, dropped, tokens, blocks, zeros, saturated, signal, noise, wait_ms, exchange_ms, timed = sums
+    amax, longest_wait_ms = largest
+    found = load_figures(chosen_E, ep_size)
+    if total := sum(chosen_E):
+        found["dropped"] = dropped / total
+    if tokens:
+        found["amax"] = amax
+    if blocks:
+        found |= {"zero_blocks": zeros / blocks, "saturated_blocks": saturated / blocks}
+    if noise and signal:
+        found["sqnr_db"] = math.nan if math.isnan(signal / noise) else 10 * math.log10(signal / noise)
+    if timed:
+        found |= {"wait_ms": wait_ms / timed, "wait_ms_most": longest_wait_ms, "exchange_ms": exchange_ms / timed}
+    return found
+
+
+class _Layer(NamedTuple):
+    """What rank 0 has to know of a layer of any rank."""
+
+    name: str
+    num_experts: int
+    ep_size: int
+
+
+class Metrics:
+    """Asks the layers of an engine for samples, and writes their figures. Every rank has one.
+
+    Args:
+        layers: this rank's converted layers. Each takes a sample in its next forward of training while its
+            `mxfp8_samples` is an empty list. The stages of a pipeline have different ones, or none.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, layers: Sequence[Any], every: int):
+        self.engine, self.every = engine, every
+        self.layers = {layer.mxfp8_settings.name: layer for layer in layers}
+        self.of_all_ranks: list[_Layer] | None = None
+        self._ask()
+
+    def _ask(self) -> None:
+        wanted = (self.engine.global_steps + 1) % self.every == 0
+        for layer in self.layers.values():
+            layer.mxfp8_samples = [] if wanted else None
+
+    def after_step(self) -> None:
+        """Writes the figures of the step that has ended, if it is one of `every`. Collective over all ranks then."""
+        if self.engine.global_steps % self.every == 0:
+            self._write()
+        self._ask()
+
+    def _write(self) -> None:
+        if self.of_all_ranks is None:
+            mine = [_Layer(name, layer.num_local_experts * layer.ep_size, layer.ep_size)
+                    for name, layer in self.layers.items()]
+            answers = answers_of_all(dist.get_world_group(), mine, "the first of the metrics' steps")
+            self.of_all_ranks = list(dict.fromkeys(layer for of_rank in answers for layer in of_rank))
+        if not self.of_all_ranks:
+            return
+        samples, amaxes, times = [], [], []
+        for name, num_experts, _ in self.of_all_ranks:
+            taken = self.layers[name].mxfp8_samples if name in self.layers else None
+            # A layer that was not called, or only by other ranks, adds nothing.
+            of_layer, amax, timed = taken[0] if taken else (torch.zeros(num_experts + 7, device=self.engine.device),
+                                                            torch.zeros(1, device=self.engine.device), None)
+            samples.append(of_layer)
+            amaxes.append(amax)
+            times.append([timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0])
+        times_L3 = torch.tensor(times, device=self.engine.device)
+        sums, largest = torch.cat([*samples, times_L3.flatten()]), torch.cat([*amaxes, times_L3[:, 0]])
+        with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            self._tell([len(of_layer) for of_layer in samples], sums.cpu(), largest.cpu())  # the host waits here
+
+    def _tell(self, sizes: list[int], sums: torch.Tensor, largest: torch.Tensor) -> None:
+        """`sizes`: of the samples of the L layers. What else is given lies behind each other in the layers' order."""
+        L = len(sizes)
+        *parts, times = sums.split([*sizes, 3 * L])
+        self.engine.monitor.write_events([
+            (f"{PREFIX}/{layer.name}/{name}", value, self.engine.global_samples)
+            for layer, part, of_times, most in zip(self.of_all_ranks, parts, times.view(L, 3), largest.view(2, L).T,
+                                                   strict=True)
+            for name, value in figures_of([*part.tolist(), *of_times.tolist()], most.tolist(),
+                                          layer.ep_size).items()])

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A check at first use: every kernel that an engine's layers will launch runs once on a small case.
+
+Compilers have bugs, and a new release, chip or driver may bring one that makes gradients wrong without an error. So
+the first engine on a chip with these releases runs a small expert FFN, forward and backward. Each operation of it runs
+twice: on the GPU by its kernels, and on the CPU in plain torch, from the same inputs. If one of them raises an error,
+or differs from plain torch, the layers that need it run without MXFP8, and if that fails as well, on DeepSpeed's path.
+The verdict is remembered in a file beside Triton's cache: later engines on the same chip, with the same releases and
+the same kernels, read it in a millisecond. The key "self_check" switches all of this off.
+
+CUDA's kernels of the transport nvlink, which nvcc compiles, are not part of it.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch.utils._pytree import tree_map
+
+from ..compute import casts
+from ..compute.formula import ExpertFormula, LowRank
+from ..compute.mx import MXTensor
+from ..compute.routing import Routes
+from ..config import Recipe
+from ..ffn import expert_ffn, expert_math
+from ..ffn.expert_ffn import ExpertFFN, unquantized
+from ..layers import router
+from ..layers.autoep import MXFP8AutoEPMoELayer
+from ..layers.classic import MXFP8MOELayer
+from ..transport import Transport
+from ..transport.collective import Collective
+from ..transport.local import Local
+
+# What runs twice, by the module in which its callers look it up.
+OPERATIONS = {
+    casts: ("quantize", "quantize_columns", "quantize_both", "rescale_columns", "dequantize", "quantize_weights"),
+    expert_math: ("activate", "activate_backward", "add_weighted_bias", "group_sums", "grouped_mm",
+                  "grouped_mm_weights", "grouped_mm_wgrad", "grouped_mm_wgrad_rows"),
+    Collective: ("dispatch", "combine"),
+    Local: ("plan", "dispatch", "combine"),
+}
+# Least signal-to-noise ratio of a kernel's result, in dB. Kernels give 45 and more where they do not give the same
+# bits: float32 sums in another order, rounded once to bf16. One wrong tile in a hundred gives 20.
+LEAST_DB = 35.0
+HIDDEN, FFN, EXPERTS, CHOICES = 256, 384, 4, 2
+TOKENS, WIDE_COPIES = 200, 36  # copies: so that GEMMs take the tiles for many rows
+
+
+class Kind(NamedTuple):
+    """What a layer's kernels depend on. Layers of the same kind share a check.
+
+    Attributes:
+        formula: a `small` one.
+        stacked: whether the weights of all experts are one tensor.
+        rank: of the adapters of both GEMMs. 0: there are none.
+        exchanges: whether rows travel to other ranks.
+        routed: whether the router is AutoEP's, with these properties: score_func, route_norm, and whether a bias acts
+            on the choice of experts.
+    """
+
+    formula: ExpertFormula
+    recipe: Recipe
+    dtype: torch.dtype
+    stacked: bool = True
+    rank: int = 0
+    exchanges: bool = False
+    routed: tuple | None = None
+
+
+class Verdict(NamedTuple):
+    """What a check found for a kind.
+
+    Attributes:
+        runs: "all", "bf16" (without MXFP8) or "deepspeed".
+        found: what is wrong. "": nothing.
+    """
+
+    runs: str = "all"
+    found: str = ""
+
+
+ORDER = ("all", "bf16", "deepspeed")  # from good to bad
+
+
+class CheckFailed(Exception):
+    """A kernel's result differs from plain torch's."""
+
+
+def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8AutoEPMoELayer]) -> set[Kind]:
+    """The kinds of converted layers."""
+    found = set()
+    for layer in layers:
+        settings, stacked, routed = layer.mxfp8_settings, isinstance(layer, MXFP8AutoEPMoELayer), None
+        if stacked and type(layer.router) is TokenChoiceTopKRouter and layer.router.num_expert_groups is None:
+            biased = layer.expert_bias is not None or layer.router.e_score_correction_bias is not None
+            routed = layer.router.score_func, layer.router.route_norm, biased
+        dtype = next(p.dtype for p in layer.experts.parameters())
+        found.add(Kind(small(settings.formula), settings.recipe, dtype, stacked,
+                       rank=8 if hasattr(layer, "expert_adapters") else 0, exchanges=layer.ep_size > 1,
+                       routed=routed))
+    return found
+
+
+def small(formula: ExpertFormula) -> ExpertFormula:
+    """The formula with the sizes of the check and without names."""
+    formula = formula.halved()
+    ffn = HIDDEN if formula.kind == "linear" else FFN
+    return replace(formula, hidden_size=HIDDEN, ffn_size=ffn, **{role: role for role in formula.names()})
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict that all layers follow."""
+    return max(verdicts, key=lambda verdict: ORDER.index(verdict.runs), default=Verdict())
+
+
+def check(kind: Kind, device: torch.device) -> Verdict:
+    """The verdict about a kind on a GPU: a remembered one, else by running the kernels."""
+    path = _folder() / f"{_digest(kind, device)}.json"
+    if (known := _read(path)) is not None:
+        return known[0]
+    verdict = _run(kind, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({**verdict._asdict(), "releases": releases(device)}))
+        unfinished.replace(path)  # ranks write the same file
+    except OSError:
+        pass  # not remembered: the next engine checks again
+    return verdict
+
+
+def remembered(device: torch.device) -> list[Verdict]:
+    """All verdicts about this chip with these releases."""
+    here = releases(device)
+    return [known[0] for path in sorted(_folder().glob("*.json")) if (known := _read(path)) and known[1] == here]
+
+
+def line_about(verdict: Verdict, device: torch.device) -> str:
+    """The start-up line about a verdict that is not good."""
+    from ..ops.triton_kernels.launcher import RELEASES  # Triton exists on Linux alone
+    how = "run in bf16" if verdict.runs == "bf16" else "run DeepSpeed's own path"
+    here = ", ".join(f"{name} {value}" for name, value in releases(device).items())
+    return (f"mxfp8_moe: WARNING: MoE layers {how}, since a kernel is broken here: {verdict.found}. Here: {here}. "
+            f"Tested with Triton {RELEASES[0]} to {RELEASES[-1]}")
+
+
+def releases(device: torch.device) -> dict[str, str]:
+    """The chip, and the releases that make its code."""
+    import triton
+    driver = Path("/proc/driver/nvidia/version")  # not in every container
+    found = re.search(r"\d+\.\d+(\.\d+)?", driver.read_text()) if driver.exists() else None
+    return {"chip": torch.cuda.get_device_name(device), "driver": found[0] if found else "unknown",
+            "triton": triton.__version__, "ptxas": triton.knobs.nvidia.ptxas.version, "torch": torch.__version__}
+
+
+def _folder() -> Path:
+    import triton
+    return Path(triton.knobs.cache.dir) / "ds_mxfp8_moe"
+
+
+def _digest(kind: Kind, device: torch.device) -> str:
+    """Of all that a verdict depends on: the kind, the chip and the releases, and the package's own code."""
+    package = Path(__file__).parents[1]
+    code = hashlib.sha256()
+    for path in sorted({*package.rglob("*.py"), *package.glob("ops/**/*.py")}):  # ops is a link in a checkout
+        code.update(path.read_bytes())
+    facts = {**releases(device), "deepspeed": deepspeed.__version__, "kind": repr(kind), "code": code.hexdigest()}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> tuple[Verdict, dict] | None:
+    """A verdict and the releases that it is about. None if there is no such file, or an unfinished one."""
+    try:
+        record = json.loads(path.read_text())
+        return Verdict(record["runs"], record["found"]), record["releases"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# ---- running the kernels ----------------------------------------------------------------------------------------
+
+
+def _run(kind: Kind, device: torch.device) -> Verdict:
+    plain = kind._replace(recipe=unquantized(kind.recipe))
+    for one, runs in (plain, "deepspeed"), (kind, "bf16"):
+        try:
+            if runs == "deepspeed" or kind != plain:
+                _run_kernels(one, device)
+        except Exception as error:  # whatever a compiler or a kernel raises
+            return Verdict(runs, _said(error))
+    return Verdict()
+
+
+def _said(error: Exception) -> str:
+    """The error's text. Of a kernel that does not compile, its name and the last line of the first error."""
+    if isinstance(error, CheckFailed):
+        return str(error)
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    lines = str(chain[-1]).strip().splitlines()
+    text = f"{type(chain[-1]).__name__}: {lines[-1] if lines else 'no text'}"
+    for one in chain:
+        quoted = re.match(r"\s*def (\w+)", str(getattr(one, "src", "")))  # by the compiler
+        kernels = [quoted[1]] if quoted else [launched.fn.__name__ for frame, _ in walk_tb(one.__traceback__)
+                                              if hasattr(launched := frame.f_locals.get("self"), "remembers")]
+        if kernels:
+            return f"kernel {kernels[-1]} does not compile or start: {text}"
+    return text
+
+
+def _run_kernels(kind: Kind, device: torch.device) -> None:
+    """Raises CheckFailed, or whatever a kernel raises."""
+    with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        torch.manual_seed(20)
+        with _compared():
+            if kind.routed is not None:
+                _compare_router(kind, device)
+            known = _run_ffn(kind, device)
+        for name in ("recorded launches", "replayed launches"):
+            _compare(name, _run_ffn(kind, device, recorded=True), known, float("inf"))  # the same bits
+        # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other rows
+        # share a scale if it is MXFP8.
+        many = [x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
+                for x, like in zip(_run_ffn(kind, device, WIDE_COPIES), known, strict=True)]
+        _compare("many rows", many, known, 20.0)
+
+
+def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool = False) -> list[torch.Tensor]:
+    """The output and all gradients for `copies` of the same tokens, with the same weights in every call.
+
+    Expert 1 gets no token, and the others different numbers of them.
+    """
+    torch.manual_seed(21)
+    formula, leaves = kind.formula, []
+
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        leaves.append(x.clone().requires_grad_())
+        return leaves[-1]
+
+    def randn(*shape: int) -> torch.Tensor:
+        return (shape[-1]**-0.5 * torch.randn(*shape)).to(device, kind.dtype)
+
+    def tokens(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return x.to(device, dtype).repeat(copies, 1)
+
+    x_TH = leaf(tokens(torch.randn(TOKENS, HIDDEN), kind.dtype))
+    g_TH = tokens(torch.randn(TOKENS, HIDDEN), kind.dtype)
+    weight_TK = leaf(tokens(torch.rand(TOKENS, CHOICES)))
+    second = torch.where(torch.arange(TOKENS) % 5 < 3, 2, 3)
+    expert_TK = tokens(torch.stack([torch.zeros_like(second), second], dim=1))
+    weights = {role: randn(EXPERTS, *shape) for role, shape in formula.shapes().items()}
+    weights = {role: leaf(w) if kind.stacked else [leaf(one) for one in w] for role, w in weights.items()}
+    adapters = {}
+    if kind.rank:
+        ups = (FFN if formula.kind == "mlp" else 2 * FFN), HIDDEN
+        adapters = {name: LowRank(leaf(randn(EXPERTS, kind.rank, width)), leaf(randn(EXPERTS, out, kind.rank)))
+                    for name, (out, width) in {"up": ups, "down": (HIDDEN, FFN)}.items()}
+    ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
+                    name="the check of ds_mxfp8_moe's kernels")
+    with nullcontext() if recorded else _put(expert_ffn, "executor_for", lambda device: None):
+        y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
+                   adapters=adapters)
+        y_TH.backward(g_TH)
+    return [y_TH.detach(), *(one.grad for one in leaves)]
+
+
+@dataclass(frozen=True)
+class _Alone(Collective):
+    """An exchange of one rank with itself, by the kernels of the transports that send messages."""
+
+    group: Any = None
+    world_size = 1
+
+    def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:
+        return x.clone()
+
+    def _read_counts(self, counts: torch.Tensor, meanwhile: Callable[[], None]) -> list:
+        meanwhile()
+        return counts.tolist()
+
+    def _where(self, phase: str) -> str:
+        return phase
+
+
+def _compare_router(kind: Kind, device: torch.device) -> None:
+    score_func, route_norm, biased = kind.routed
+    x_TH, upstream = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, CHOICES)
+    bias_E = torch.randn(16) / 100 if biased else None
+    one, results = TokenChoiceTopKRouter(HIDDEN, 16, None, None, CHOICES, score_func, route_norm, 1.0, False), []
+    for where in (torch.device("cpu"), device):
+        one = deepcopy(one).to(where)
+        one.zero_grad()
+        x = x_TH.to(where).requires_grad_()
+        weight_TK, expert_TK, _ = router.route(one, x, None if bias_E is None else bias_E.to(where))
+        (weight_TK * upstream.to(where)).sum().backward()
+        results.append([weight_TK.detach(), expert_TK.float(), x.grad, one.gate.weight.grad])
+    _compare("the router", results[1], results[0])
+
+
+# ---- comparing with plain torch -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _compared() -> Iterator[None]:
+    """Inside the context, operations on a GPU are compared with plain torch on the CPU."""
+    with ExitStack() as stack:
+        for owner, names in OPERATIONS.items():
+            for name in names:
+                stack.enter_context(_put(owner, name, _comparing(getattr(owner, name), name)))
+        yield
+
+
+@contextmanager
+def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute for a time."""
+    plain = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def _comparing(operation: Callable, name: str) -> Callable:
+
+    @wraps(operation)
+    def both(*args, **kwargs):
+        found = operation(*args, **kwargs)
+        if _on_gpu(_tensors((args, kwargs))):
+            get_accelerator().synchronize()  # an error of the kernel belongs to this operation
+            args, kwargs = _mapped((args, kwargs), _on_host)
+            _compare(name, _tensors(found), _tensors(operation(*args, **kwargs)))
+        return found
+
+    return both
+
+
+def _on_gpu(found: list[torch.Tensor]) -> bool:
+    return any(x.is_cuda for x in found)
+
+
+def _compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor], least_db: float = LEAST_DB) -> None:
+    for x, y in zip(found, expected, strict=True):
+        x, y = _values(x), _values(y)
+        if x.shape != y.shape:
+            raise CheckFailed(f"{name} returns {tuple(x.shape)}, and plain torch {tuple(y.shape)}")
+        if not torch.equal(x, y):
+            decibel = 10 * torch.log10(y.double().square().sum() / (x - y).double().square().sum()).item()
+            if not decibel >= least_db:  # NaN too
+                raise CheckFailed(f"{name}: signal-to-noise ratio {decibel:.1f} dB, expected {least_db:.0f} or more")
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    return x.with_parts(x.qdata.cpu(), x.scale_bytes.cpu()) if isinstance(x, MXTensor) else x.detach().cpu()
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """On the CPU, in float32."""
+    x = _on_host(x)
+    return x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float()
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(x, found.append)
+    return found
+
+
+def _mapped(x: Any, change: Callable) -> Any:
+    """x with `change` applied to every tensor inside it."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return change(x)
+        if is_dataclass(x) and not isinstance(x, (type, Transport, Recipe)):
+            return replace(x, **{one.name: _mapped(getattr(x, one.name), change) for one in fields(x)})
+        return x
+
+    return tree_map(leaf, x)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves.
+
+Importing this module makes engines say so if their config has the section and neither of the two read it.
+"""
+
+import atexit
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
+from ..layers.found import converted_layers
+from ..layers.lora import adapted_experts
+from ..layers.patches import wrap
+from ..layers.presets import added_preset
+from ..layers.recorders import named_recorders
+from ..layers.say import print_on_rank_0, say_if_missing
+from .advice import explaining_transformers
+from .attach import attach
+from .expert_groups import any_groups_allowed
+from .hooks import remember_engine
+
+# Whether `initialize` or `enable` reads the config of the engine that is being made.
+_READ = ContextVar("read", default=False)
+UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this is '
+          "plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library calls that "
+          "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but nobody made a DeepSpeed engine, so nothing "
+             "ran in MXFP8. Give Accelerate or the Trainer a DeepSpeed config. Accelerator(cpu=True) makes no engine")
+
+
+def initialize(*args, **kwargs) -> tuple:
+    """`deepspeed.initialize`, with its arguments and results; reads the section "mxfp8_moe" of the config.
+
+    If the section is enabled, the model's MoE layers take the MXFP8 path. Otherwise the engine is plain DeepSpeed's. A
+    section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
+
+    A model that torch.compile returned is unwrapped, and the engine's model is compiled in the same way.
+
+    Raises:
+        ConfigError: the section is wrong (before any collective), or differs between ranks. The model has no weights
+            yet, or is in another engine. Or AutoEP does not start with this version of transformers.
+    """
+    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    config = parse(_given_config(given.arguments))
+    compiled = _unwrap(given.arguments, config)
+    with _preparing(config, given.arguments.get("model")):
+        result = deepspeed.initialize(*given.args, **given.kwargs)
+    _finish(result[0], config, compiled)
+    return result
+
+
+initialize.__signature__ = inspect.signature(deepspeed.initialize)
+
+
+def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
+    """Puts the plain model in the place of one that torch.compile returned, in which AutoEP finds no layers.
+
+    Returns:
+        The compiled model. None: the model is not compiled, or its layers are classic, which are found.
+    """
+    model = given.get("model")
+    if not config.enabled or not isinstance(model, torch._dynamo.OptimizedModule) or (
+            any(isinstance(module, MoE) for module in model.modules()) or say_if_missing("compiled models")):
+        return None
+    given["model"] = model._orig_mod
+    return model
+
+
+@contextmanager
+def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
+    """Patches DeepSpeed while it builds the engine: presets, adapters, optimizer groups."""
+    before = _READ.set(True)
+    try:
+        with explaining_transformers(config), ExitStack() as stack:
+            if config.enabled:
+                _refuse_empty(model)
+                contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
+                            "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
+                for feature, context in contexts.items():
+                    if not say_if_missing(feature):
+                        stack.enter_context(context)
+            yield
+    finally:
+        _READ.reset(before)
+
+
+def _refuse_empty(model: Any) -> None:
+    """Raises ConfigError for a model without weights, before DeepSpeed raises an error that does not say so."""
+    empty = [name for name, p in model.named_parameters() if p.is_meta] if isinstance(model, torch.nn.Module) else []
+    if empty:
+        raise ConfigError(f"{len(empty)} parameters are on the device meta, so they have no values: {empty[0]}, ... "
+                          "Load the weights before initialize. If a rank cannot hold all of them, use ZeRO-3, and "
+                          "make transformers.integrations.HfDeepSpeedConfig(config) before from_pretrained: then each "
+                          "rank gets its part")
+
+
+def enable() -> None:
+    """Makes every DeepSpeed engine of this process read the section "mxfp8_moe", whoever creates it.
+
+    For libraries that call deepspeed.initialize themselves, as Hugging Face Trainer and Accelerate do. They may be
+    imported before or after this call. A second call changes nothing. All engines are meant, so nothing undoes it.
+    """
+    if wrap(DeepSpeedEngine, "__init__", _reading_the_section):
+        atexit.register(_say_no_engine)
+
+
+def _say_no_engine() -> None:
+    if os.environ.get("RANK", "0") == "0" and not hasattr(sys, "last_type"):  # nor after an error
+        print(NO_ENGINE, flush=True)
+
+
+def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
+    atexit.unregister(_say_no_engine)
+    given = inspect.signature(plain).bind(engine, *args, **kwargs)
+    config = parse(_config_of(given.arguments))
+    compiled = _unwrap(given.arguments, config)
+    with _preparing(config, given.arguments["model"]):
+        plain(*given.args, **given.kwargs)
+    _finish(engine, config, compiled)
+
+
+def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
+    """The engine's plain start. Then `convert` finds the engine of its model. If nobody has read the section, the
+    first forward warns, or the start's own error ends with the warning."""
+    try:
+        plain(engine, *args, **kwargs)
+    except Exception as error:
+        given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
+        if not _READ.get() and _switched_on(_config_of(given)):
+            error.add_note(UNREAD)
+        raise
+    remember_engine(engine)
+    if _switched_on(engine._config._param_dict):
+        engine._mxfp8_moe_reminder = engine.module.register_forward_pre_hook(lambda module, inputs: _remind(engine))
+
+
+def _switched_on(config: Any) -> bool:
+    section = config.get(SECTION) if isinstance(config, dict) else None
+    return isinstance(section, dict) and section.get("enabled", True) is not False
+
+
+def _remind(engine: DeepSpeedEngine) -> None:
+    _stop_reminder(engine)
+    if not converted_layers(engine.module):  # by `convert`
+        print_on_rank_0(UNREAD)
+
+
+def _stop_reminder(engine: DeepSpeedEngine) -> None:
+    if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
+        hook.remove()
+
+
+def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig, compiled: Any) -> None:
+    _stop_reminder(engine)
+    if getattr(engine, "_mxfp8_moe_config", None) != config:  # not in `initialize` after `enable`
+        attach(engine, config)
+    if compiled is not None:  # as engine.module.compile(), with the options that `compiled` was made with
+        engine.module._compiled_call_impl = compiled.dynamo_ctx(engine.module._call_impl)
+
+
+def _config_of(given: dict) -> Any:
+    """The config among the arguments of an engine."""
+    return given["config_class"]._param_dict if given.get("config_class") is not None else given.get("config")
+
+
+def _given_config(given: dict) -> Any:
+    """The config as deepspeed.initialize finds it among its arguments. None: there is none, and it will complain."""
+    places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    return next((config for config in places if config is not None), None)
+
+
+wrap(DeepSpeedEngine, "__init__", _reminding)

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One differentiable function: tokens and routes in, tokens out. It sends and multiplies MXFP8.
+
+Letters in tensor names: T tokens of this rank, K choices of a token, H hidden size, F FFN size, G width of the first
+GEMM (2F where gate and up projections run as one, else F), E experts of this rank, P expert-sorted rows on this rank,
+groups padded to 128 rows with zeros.
+
+    forward    x_PH = dispatch(x_TH)         pre_PG = x_PH W1^T + b1     h_PF = w_P * act(pre_PG)
+               y_PH = h_PF W2^T + w_P b2     y_TH = combine(y_PH)
+    backward   g_PH = dispatch(g_TH)         t_PF = g_PH W2              dw_P = <t, act(pre)> + <g, b2>
+               dpre_PG = t w act'(pre)       dx_PH = dpre_PG W1          dx_TH, dw_TK = combine(dx_PH, dw_P)
+
+In code, dw is `dweight`. The routing weight acts inside the activation. Combine therefore adds plain rows, and the
+gradient travels unweighted, one copy to each rank. An expert of one Linear layer weights its output rows instead.
+
+Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
+(`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
+calls share quantised weights instead. A recipe without quantisation keeps everything in the tokens' dtype.
+
+This file is the differentiable function. expert_call.py runs its calls with kept weights and recordings.
+expert_math.py computes the rows, transport/ moves them, casts.py and grouped_gemm.py choose the kernels.
+
+The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
+
+    operand                   wgrad "hp"              wgrad "mxfp8"
+    x                         dequantised MXFP8       MXFP8 re-scaled along the rows
+    h                         dequantised MXFP8       MXFP8 re-scaled along the rows
+    g that came as MXFP8      dequantised MXFP8       MXFP8 re-scaled along the rows
+    g that came unquantised   as it came              quantised along the rows (*)
+    dpre                      in the tokens' dtype    quantised along the rows (*)
+    w * g of a linear expert  in the tokens' dtype    quantised along the rows (*)
+
+(*) On Hopper, with blocks of 128: quantised as dgrad reads it, then re-scaled along the rows.
+
+The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
+
+Adapters (`LowRank`) add (x A1^T) B1^T to pre, and (h A2^T) B2^T to y. They multiply dequantised rows in the tokens'
+dtype. Their weights have gradients of their own, so that the experts' weights may be frozen.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, wraps
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.utils.logging import warning_once
+
+from ..compute.executor import executor_for, put_together, taken_apart
+from ..compute.formula import ExpertFormula, LowRank
+from ..compute.routing import Routes
+from ..config import Recipe
+from ..transport import Transport, Wire
+from ..transport.deadline import naming_evaluation, tell_peers_on_error
+from .branch import Branch
+from .expert_call import flattened, length, made_by, run, take_given, unflattened
+from .expert_math import ExpertMath, Rows
+from .kept_weights import KeptWeights
+
+
+def _outside_compile(function: Callable) -> Callable:
+    """torch.compiler.disable, without its work on the host where nothing is being compiled."""
+    disabled = torch.compiler.disable(function)
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertFFN:
+    """What one layer's experts compute, in which recipe, over which transport.
+
+    Attributes:
+        min_tokens_per_expert: a call computes unquantised if the experts of the group get fewer tokens on average.
+        timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
+            forward. None times nothing.
+        kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
+        training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
+    """
+
+    formula: ExpertFormula
+    recipe: Recipe
+    transport: Transport
+    num_local_experts: int
+    min_tokens_per_expert: float = 0
+    name: str = "MoE layer"
+    timed: Callable[[str], AbstractContextManager] | None = None
+    kept: KeptWeights | None = None
+    training: bool = True
+
+    @property
+    def key(self) -> tuple:
+        """What a recording of a call depends on. Layers of the same kind share recordings."""
+        return self.formula, self.recipe, self.num_local_experts, self.min_tokens_per_expert
+
+    @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
+    @tell_peers_on_error
+    def __call__(self, x_TH: torch.Tensor, routes: Routes,
+                 weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
+                 branch: Branch | None = None, adapters: dict[str, LowRank] | None = None) -> torch.Tensor:
+        """Sends tokens through their experts.
+
+        Args:
+            x_TH: [T, H] float32, bfloat16 or float16. T may be 0 and may differ between ranks.
+            routes: the routes of these T tokens.
+            weights: for each of ROLES that the formula has, E tensors ([out, in], biases [out]) or one stacked
+                [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
+            branch: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
+            adapters: low-rank updates of the GEMMs "up" (which includes the gate) and "down", in x's dtype or another.
+
+        Returns:
+            [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
+            A token without choices gets 0. Collective: every rank of the group must call it.
+        """
+        device_type = x_TH.device.type
+        if torch.is_autocast_enabled(device_type):
+            x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
+        layout, tensors = flattened(weights)
+        adapted = tuple(adapters or ())
+        factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
+        with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
+            return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
+                                            routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    """This file chooses every dtype itself. Autocast to one 16-bit dtype also refuses to join tensors of the other."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def _warn_of_few_tokens(fewest: float) -> None:
+    """Warns once for each threshold. The start-up lines name the threshold of each layer."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        when = "on every batch" if math.isinf(fewest) else f"where experts get fewer than {fewest:.0f} tokens each"
+        warning_once(f"mxfp8_moe: MoE layers run the bf16 recipe {when}, because that is faster there. "
+                     'Write "min_tokens_per_expert": 0 to have MXFP8 on every batch')
+
+
+def _wire(recipe: Recipe, dtype: str) -> Wire:
+    return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
+
+
+@lru_cache(maxsize=1024)
+def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest: float, backward: bool) -> str:
+    """Describes the properties of rows that must be equal on all ranks: the `rows` of Transport.plan.
+
+    `backward`: whether a backward follows. A rank that evaluates alone would meet its peers' training otherwise.
+    """
+    wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    mode = "" if backward else ", without gradients"
+    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
+    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
+
+
+def unquantized(recipe: Recipe) -> Recipe:
+    """The recipe without any quantisation."""
+    return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
+                   dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
+
+
+class _ExpertFFNFunction(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
+        # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
+        backward = grad_enabled and any(ctx.needs_input_grad)
+        factors, weights = tensors[:2 * len(adapted)], tensors[2 * len(adapted):]
+        inputs = expert_TK, x_TH, weight_TK, *factors
+        few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
+        (y_TH, *kept), call = run(partial(_forward, ffn, branch, layout, adapted, backward), inputs, weights, layout,
+                                  key=(*ffn.key, backward, adapted), kept=ffn.kept, transposed=False,
+                                  quantized=ffn.recipe.quantize_gemm and not few_tokens,
+                                  executor=_executor_of_call(ffn, expert_TK))
+        ctx.layout, ctx.adapted, ctx.call = layout, adapted, call._replace(ffn=ffn)
+        ctx.save_for_backward(*kept, *factors, *weights)
+        return y_TH
+
+    @staticmethod
+    @_outside_compile  # for compiled autograd, as in ExpertFFN.__call__
+    @tell_peers_on_error
+    def backward(ctx, g_TH):
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: "
+                               "leave it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
+        layout, adapted, call, saved = ctx.layout, ctx.adapted, ctx.call, ctx.saved_tensors
+        _, _, _, _, _, _, *needs = ctx.needs_input_grad
+        ffn, count = call.ffn, length(layout)
+        inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
+        with _without_autocast(g_TH.device.type):
+            grads, _ = run(partial(_backward, call, layout, adapted, needs), inputs, weights, layout,
+                           key=(*ffn.key, call.recipe, adapted, tuple(needs)), kept=ffn.kept, transposed=True,
+                           quantized=call.recipe.quantize_gemm, executor=_executor_of_call(ffn, g_TH))
+        return None, None, None, None, None, None, *grads
+
+
+class _Call(NamedTuple):
+    """What forward hands to backward beside tensors.
+
+    Attributes:
+        ffn: None in what a recording holds, since layers share recordings.
+        recipe: the recipe that ran, which is without quantisation where experts got few tokens.
+        kinds: of the rows that are kept, as `taken_apart` returns them.
+        plan: without its tensors, where these are saved for backward.
+    """
+
+    ffn: ExpertFFN | None
+    recipe: Recipe
+    dtype: torch.dtype
+    kinds: tuple
+    plan: Any
+
+
+def _executor_of_call(ffn: ExpertFFN, first: torch.Tensor) -> ModuleType | None:
+    """Records the whole call and replays it. None: the call has exchanges or timers in it, or no rows."""
+    possible = ffn.transport.replayable and ffn.timed is None and first.numel() > 0
+    return executor_for(first.device) if possible else None
+
+
+def _executor_of_steps(ffn: ExpertFFN, device: torch.device) -> ModuleType | None:
+    """Records the work between exchanges and replays it. None: the whole call is recorded, or nothing."""
+    return None if ffn.transport.replayable else executor_for(device)
+
+
+def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[str, LowRank]:
+    """The adapters of these names, whose factors are removed from the front of `tensors`."""
+    return {name: LowRank(tensors.pop(0), tensors.pop(0)) for name in adapted}
+
+
+def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tuple[str, ...], backward: bool,
+             given: tuple | None, expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor,
+             *tensors: torch.Tensor) -> tuple[list, tuple]:
+    """Returns tensors (the output, what backward needs, the quantised weights to keep), and a pair: the call, and the
+    names and kinds of these weights."""
+    recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
+    weights = list(tensors)
+    adapters = _adapters_of(adapted, weights)
+    kept_weights = take_given(given, weights)
+    experts = ExpertMath(ffn.formula, recipe, None, unflattened(layout, weights), dtype, kept_weights, adapters,
+                         _executor_of_steps(ffn, x_TH.device))
+
+    def meanwhile():
+        """While the host waits for the counts, the device computes the branch and quantises weights."""
+        if branch is not None:
+            branch.launch()
+        # If this rank has few tokens, the call will probably run unquantised.
+        if expert_TK.numel() >= fewest * ffn.num_local_experts:
+            experts.quantize_ahead()
+
+    plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
+                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
+    if plan.tokens_per_expert < fewest:
+        _warn_of_few_tokens(fewest)
+        experts.recipe = recipe = unquantized(recipe)
+        experts.quantized_weights.clear()
+    experts.plan = plan
+    timed = ffn.timed or (lambda phase: nullcontext())
+
+    def dispatch():
+        with timed("dispatch"):
+            return ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
+
+    y_PH, rows = experts.forward(dispatch, backward)
+    with timed("combine"):
+        y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
+    kept, kinds = taken_apart(rows)
+    if ffn.transport.replayable:
+        kept += plan.tensors
+        plan = plan.with_tensors(*(None for _ in plan.tensors))
+    quantized_weights, made = made_by(experts.quantized_weights, given)
+    return [y_TH, *kept, *quantized_weights], (_Call(None, recipe, dtype, kinds, plan), made)
+
+
+def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Sequence[bool], given: tuple | None,
+              g_TH: torch.Tensor, *saved: torch.Tensor) -> tuple[list, tuple]:
+    """Returns tensors (the gradients of x, of the routing weights, of the adapters' factors and of the experts'
+    weights; the quantised weights to keep), and a pair: None, and the names and kinds of these weights. A gradient is
+    None if `needs` is false for it."""
+    ffn, recipe, dtype, kinds, plan = call
+    saved = list(saved)
+    rows = put_together(saved, kinds)
+    if ffn.transport.replayable:
+        plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
+    adapters = _adapters_of(adapted, saved)
+    kept_weights = take_given(given, saved)
+    experts = ExpertMath(ffn.formula, recipe, plan, unflattened(layout, saved), dtype, kept_weights, adapters,
+                         _executor_of_steps(ffn, g_TH.device))
+    roles = unflattened(layout, needs[2 + 2 * len(adapted):])
+    needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
+    # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
+    # rank needs no gradient of x: other ranks may need theirs.
+    dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
+    grads, (x_grad, weight_grad) = experts.backward(
+        partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
+        partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype, phase="combine of the gradient"),
+        partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), Rows(*rows), needed)
+    flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name])]
+    for role, size in layout:
+        grad = grads.get(role)
+        flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
+    grads = [grad if need else None for grad, need in zip(flat, needs, strict=True)]
+    quantized_weights, made = made_by(experts.quantized_weights, given)
+    return [*grads, *quantized_weights], (None, made)

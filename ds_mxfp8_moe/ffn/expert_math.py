@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of one call of an expert FFN: formula and recipe applied to expert-sorted rows.
+
+expert_ffn.py explains the letters in tensor names, gives the formulas, and has a table of the operands of weight
+gradients.
+
+The work between two exchanges is one step or a few (steps.py). A step takes its rows in a list, which it empties, so
+that each of them is freed after its last use.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from ..compute import casts
+from ..compute.activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
+from ..compute.formula import ExpertFormula, LowRank
+from ..compute.grouped_gemm import (
+    grouped_mm,
+    grouped_mm_weights,
+    grouped_mm_wgrad,
+    grouped_mm_wgrad_rows,
+    plain,
+    rescales_rows,
+    wgrad_cost,
+)
+from ..compute.mx import MXTensor
+from ..config import Recipe
+from ..ops.device import multiprocessors
+from ..transport import Pending, Plan
+from .steps import run_step
+
+
+class Rows(NamedTuple):
+    """The tensors that forward keeps for backward: MXTensors, or plain ones in a recipe without quantisation.
+
+    Attributes:
+        x_PH: the tokens. None if no backward follows.
+        pre_PG: the pre-activation: an MXTensor [P, G / F, F], or the result of the first GEMM. None if no backward
+            follows. Empty for a linear expert.
+        h_PF: the operand of the second GEMM. Empty for a linear expert.
+        weight_P: float32, the routing weights.
+    """
+
+    x_PH: torch.Tensor | None
+    pre_PG: torch.Tensor | None
+    h_PF: torch.Tensor | None
+    weight_P: torch.Tensor
+
+
+class ExpertMath:
+    """Formula and recipe applied to the rows of one plan.
+
+    Attributes:
+        plan: None until the rows are known.
+        stacks: the weights of each GEMM, by its name: "up", which includes the gate, and "down".
+        adapters: the low-rank updates by the name of their GEMM, in the tokens' dtype.
+        adapter_grads: their gradients, after `backward`.
+        executor: records steps and replays them. None: the host launches all kernels from Python.
+        quantized_weights: the weights that are quantised already, by the name of their GEMM.
+        keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
+            needs the weights transposed.
+    """
+
+    def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype,
+                 kept: dict[str, MXTensor] | None = None, adapters: dict[str, LowRank] | None = None,
+                 executor: ModuleType | None = None):
+        """Arguments:
+            weights: for each role of the formula, one tensor [E, ...] or a list of E.
+            dtype: of the tokens.
+            kept: quantised weights of earlier calls, to which this object adds those that it makes. None keeps none.
+            adapters: None: there are none.
+        """
+        self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
+        self.keep, self.adapters, self.executor = kept is not None, adapters or {}, executor
+        self.adapter_grads: dict[str, LowRank] = {}
+        self.quantized_weights = kept if self.keep else {}
+        self.up_roles = [role for role in ("gate", "up") if role in weights]
+        self.stacks = {"up": [weights[role] for role in self.up_roles]}
+        if "down" in weights:
+            self.stacks["down"] = [weights["down"]]
+        self.up_bias_EG, self.down_bias_EH = self._up_bias(), self._stacked_bias("down")
+        self.layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
+
+    def _stacked_bias(self, role: str) -> torch.Tensor | None:
+        bias = self.weights.get(f"{role}_bias")
+        return None if bias is None else casts.joined([bias]).contiguous()
+
+    def _up_bias(self) -> torch.Tensor | None:
+        biases = [self._stacked_bias(role) for role in self.up_roles]
+        if all(bias is None for bias in biases):
+            return None
+        known = next(bias for bias in biases if bias is not None)
+        return torch.cat([torch.zeros_like(known) if bias is None else bias for bias in biases], dim=1)
+
+    @property
+    def wgrad_quantized(self) -> bool:
+        """Whether the weight gradients' GEMMs multiply MXFP8."""
+        return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
+
+    def dtype_of(self, role: str) -> torch.dtype:
+        return casts.sample(self.weights[role]).dtype
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, function: Callable[[list], dict], rows: list, reads: Sequence[str] = (),
+              how: tuple = ()) -> dict:
+        """function(rows), as steps.py runs it."""
+        return function(rows) if self.executor is None else run_step(self, name, function, rows, reads, how)
+
+    def _quantize_weights_of(self, names: Iterable[str], transposed: bool) -> None:
+        """Quantises the weights of these GEMMs, if the recipe does so and they are not quantised yet."""
+        names = [name for name in names if name not in self.quantized_weights]
+        if self.recipe.quantize_gemm and names:
+            self.quantized_weights |= self._step(
+                "quantize", lambda rows: {name: self._quantize_weights(name, transposed) for name in names}, [], names,
+                (transposed, ))
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def quantize_ahead(self) -> None:
+        """Quantises the weights for the forward GEMMs. It needs no plan."""
+        self._quantize_weights_of(self.stacks, transposed=False)
+
+    def forward(self, dispatch: Callable[[], tuple], backward: bool) -> tuple[torch.Tensor, Rows]:
+        """The experts' output rows y_PH.
+
+        Args:
+            dispatch: returns the rows x_PH and their routing weights. It is called here, so that no caller holds x_PH
+                in memory.
+            backward: whether to keep what backward needs.
+        """
+        if self.keep:
+            self.quantize_ahead()
+        made = self._step("forward", partial(self._forward_rows, backward), [*dispatch()], tuple(self.stacks),
+                          (backward, ))
+        return made["y_PH"], Rows(*(made[name] for name in Rows._fields))
+
+    def _forward_rows(self, backward: bool, given: list) -> dict:
+        """The output rows and those of `Rows`. Takes x_PH and weight_P."""
+        x_PH, weight_P = given
+        given.clear()
+        x_PH = self.quantized(x_PH)
+        pre_PG = self._adapted(self.forward_gemm(x_PH, "up"), x_PH, "up")
+        if not backward:
+            x_PH = None
+        if self.formula.kind == "linear":
+            if self.up_bias_EG is not None:
+                pre_PG = (pre_PG + self.bias_rows(self.up_bias_EG)).to(pre_PG.dtype)
+            return {"y_PH": pre_PG.float() * weight_P.unsqueeze(1), "x_PH": x_PH, "pre_PG": pre_PG.new_empty(0),
+                    "h_PF": pre_PG.new_empty(0), "weight_P": weight_P}
+        keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
+        h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
+        pre_PG = kept_PG if keep else pre_PG if backward else None
+        y_PH = self._adapted(self.forward_gemm(h_PF, "down"), h_PF, "down")
+        if self.down_bias_EH is not None:
+            y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
+        return {"y_PH": y_PH, "x_PH": x_PH, "pre_PG": pre_PG, "h_PF": h_PF, "weight_P": weight_P}
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending],
+                 sms_beside: Callable[[float, int], int], rows: Rows, needed: set[str]) -> tuple[dict, tuple]:
+        """Computes all gradients.
+
+        Args:
+            dispatch_grad: returns the rows g_PH of the output's gradient, and None.
+            combine_grad: starts to send the gradients of x_PH and of the routing weights back to their tokens.
+            sms_beside: takes the seconds and the tiles of a GEMM. Returns the multiprocessors that the combine of the
+                gradient takes while this GEMM runs. 0: the two run one after the other.
+            needed: roles whose weights need a gradient.
+
+        Returns:
+            A stacked gradient for each of these roles; and the result of `combine_grad`. Gradients of adapters are in
+            `adapter_grads`.
+        """
+        if self.formula.kind == "linear":
+            return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
+        wants_ups = not needed.isdisjoint(self.up_roles)
+        how = tuple(sorted(needed))
+        g_PH, _ = dispatch_grad()
+        given = [g_PH, *rows]
+        del g_PH
+        if self.keep:
+            self._quantize_weights_of(["down"], transposed=True)
+        grads = self._step("gradient of h", partial(self._backward_to_dpre, needed), given, ("down", ), how)
+        g_rows, g_wgrad, low_PR, dweight_P = map(grads.pop, ("g_rows", "g_wgrad", "low_PR", "dweight_P"))
+        columns = g_wgrad is not None and self.wgrad_quantized
+        g_wgrad = g_rows if g_wgrad is None else g_wgrad
+        for name in self.adapters:
+            self.adapter_grads[name] = LowRank(*(grads.pop((name, field)) for field in LowRank._fields))
+
+        def ups(beside: int) -> dict:
+            return self._step("gradients of up", partial(self._ups_wgrad, columns, needed, beside),
+                              [g_wgrad, rows.x_PH], how=(how, columns, beside))
+
+        beside = 0 if not wants_ups else sms_beside(
+            *wgrad_cost(g_wgrad, rows.x_PH, len(self.plan.group_ends_E), self.wgrad_quantized))
+        ups_first = wants_ups and not beside and g_wgrad is not g_rows and self._ups_first_takes_less(
+            g_rows.shape, rows.x_PH.shape[1])
+        if ups_first:
+            grads |= ups(0)
+        if ups_first or not wants_ups:
+            g_wgrad = None  # which frees it
+        given = [g_rows, low_PR]
+        del g_rows
+        if self.keep:
+            self._quantize_weights_of(["up"], transposed=True)
+        dx_PH = self._step("gradient of x", self._backward_to_dx, given, ("up", )).pop("dx_PH")
+        pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
+        del dx_PH
+        try:
+            if wants_ups and not ups_first:
+                grads |= ups(beside)
+        finally:  # an error must not free memory that the exchange still reads or writes
+            result = pending.result()
+        return grads, result
+
+    def _backward_to_dpre(self, needed: set[str], given: list) -> dict:
+        """The forms of dpre: `g_rows` for dx, and `g_wgrad` for dW1, None if it is the same; what an adapter adds to
+        dx; the gradient of the routing weights; and, by role, those of dW2 and of the biases. Takes g_PH and `Rows`.
+        """
+        g_PH, *rows = given
+        given.clear()
+        rows, grads = Rows(*rows), {}
+        if self.down_bias_EH is not None:
+            dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, rows.weight_P)
+        low_PR = self._adapter_backward(g_PH, rows.h_PF, "down", grads)
+        g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
+        t_PF = self._adapted_dgrad(self.dgrad_gemm(g_PH, "down"), low_PR, "down")
+        del g_PH
+        if "down" in needed:
+            grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtype_of("down"), columns)
+        del g_wgrad
+
+        wants_ups = not needed.isdisjoint(self.up_roles)
+        columns = wants_ups and self.reads_columns(t_PF)
+        wants_plain = not self.recipe.quantize_gemm or self.up_bias_EG is not None or "up" in self.adapters or (
+            wants_ups and not self.wgrad_quantized)
+        dpre = activate_backward(t_PF, rows.pre_PG, rows.weight_P, plain=wants_plain, rows=self.recipe.quantize_gemm,
+                                 columns=columns, **self.activation())
+        del t_PF
+        dweight_P = dpre.dweight_P if self.down_bias_EH is None else dpre.dweight_P + dweight_of_bias_P
+        if self.up_bias_EG is not None:
+            grads |= self._up_bias_gradients(dpre.plain)
+        low_PR = self._adapter_backward(dpre.plain, rows.x_PH, "up", grads)
+        g_rows = dpre.rows if self.recipe.quantize_gemm else dpre.plain
+        g_wgrad = dpre.columns if columns else None if self.wgrad_quantized or g_rows is dpre.plain else dpre.plain
+        return grads | {"g_rows": g_rows, "g_wgrad": g_wgrad, "low_PR": low_PR, "dweight_P": dweight_P}
+
+    def _backward_to_dx(self, given: list) -> dict:
+        """Takes `g_rows` and `low_PR` of `_backward_to_dpre`."""
+        g_rows, low_PR = given
+        given.clear()
+        return {"dx_PH": self._adapted_dgrad(self.dgrad_gemm(g_rows, "up"), low_PR, "up")}
+
+    def _backward_linear(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending], rows: Rows,
+                         needed: set[str]) -> tuple[dict, tuple]:
+        grads = {}
+        g_PH, _ = dispatch_grad()
+        t_PH = self.dgrad_gemm(self.quantized(g_PH), "up").float()
+        g_PH, x_PH = in_float32(g_PH), in_float32(rows.x_PH)
+        dweight_P = (t_PH * x_PH).sum(-1)
+        weighted_g = (g_PH * rows.weight_P.unsqueeze(1)).to(self.dtype)
+        if "up" in needed:
+            g_wgrad, columns = self._wgrad_form(weighted_g)
+            grads["up"] = self.wgrad_gemm(g_wgrad, rows.x_PH, self.dtype_of("up"), columns)
+        if self.up_bias_EG is not None:
+            dweight_P += (g_PH * self.bias_rows(self.up_bias_EG)).sum(-1)
+            grads["up_bias"] = self.group_sums(weighted_g).to(self.dtype_of("up_bias"))
+        return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
+
+    def _adapted(self, y_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor:
+        """y + (x A^T) B^T, in place, with the adapter of the GEMM of this name, if it has one."""
+        if name not in self.adapters:
+            return y_PN
+        a_ERK, b_ENR = self.adapters[name]
+        return y_PN.add_(self._low_rank_mm(self._low_rank_mm(plain(x_PK), a_ERK), b_ENR))
+
+    def _adapter_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor, name: str,
+                          grads: dict) -> torch.Tensor | None:
+        """Adds the gradients of an adapter to `grads`, and returns g B [P, R]. None: there is no adapter.
+
+        Args:
+            g_PN: the gradient of the GEMM's result.
+            x_PK: the GEMM's operand.
+        """
+        if name not in self.adapters:
+            return None
+        a_ERK, b_ENR = self.adapters[name]
+        g_PN, x_PK = plain(g_PN), plain(x_PK)
+        low_PR = self._low_rank_mm(g_PN, b_ENR.transpose(1, 2))
+        ends_E, x_low_PR = self.plan.group_ends_E, self._low_rank_mm(x_PK, a_ERK)
+        grads[name, "a_ERK"] = grouped_mm_wgrad(low_PR, x_PK, ends_E, a_ERK.dtype, aligned=False)
+        grads[name, "b_ENR"] = grouped_mm_wgrad(g_PN, x_low_PR, ends_E, b_ENR.dtype, aligned=False)
+        return low_PR
+
+    def _adapted_dgrad(self, dx_PK: torch.Tensor, low_PR: torch.Tensor | None, name: str) -> torch.Tensor:
+        """dx + (g B) A, in place, if there is an adapter, of which `_adapter_backward` returned g B."""
+        if low_PR is None:
+            return dx_PK
+        return dx_PK.add_(self._low_rank_mm(low_PR, self.adapters[name].a_ERK.transpose(1, 2)))
+
+    def _low_rank_mm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
+        # The kernels' tiles are 128 wide. torch._grouped_mm also takes ranks as small as 8.
+        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, aligned=False)
+
+    def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
+        """<g, b2> of each row, and the gradient of b2."""
+        g_PH = in_float32(g_PH) if isinstance(g_PH, MXTensor) else g_PH
+        bias_grad = self.group_sums(g_PH, weight_P).to(self.dtype_of("down_bias"))
+        return (g_PH.float() * self.bias_rows(self.down_bias_EH)).sum(-1), bias_grad
+
+    def _up_bias_gradients(self, dpre_PG: torch.Tensor) -> dict[str, torch.Tensor]:
+        sums = self.group_sums(dpre_PG).chunk(len(self.up_roles), dim=1)
+        biases = zip((f"{role}_bias" for role in self.up_roles), sums, strict=True)
+        return {bias: of_role.to(self.dtype_of(bias)) for bias, of_role in biases if bias in self.weights}
+
+    def _ups_wgrad(self, columns: bool, needed: set[str], beside: int, given: list) -> dict[str, torch.Tensor]:
+        """The gradients of gate and up. Takes dpre and x_PH."""
+        g_wgrad, x_PH = given
+        given.clear()
+        # Autograd copies a gradient that is not laid out as its stacked parameter, so each piece is contiguous. If
+        # only one of the two is needed, they are not split, since the pieces share one storage.
+        count = len(self.up_roles)
+        splits = count if needed.issuperset(self.up_roles) else 1
+        both = self.wgrad_gemm(g_wgrad, x_PH, self.dtype_of("up"), columns, beside, splits)
+        return dict(zip(self.up_roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
+
+    def _ups_first_takes_less(self, shape_PG: Sequence[int], H: int) -> bool:
+        """Whether peak memory is lower if dW1 is computed before dx.
+
+        Called only if no GEMM runs beside the exchange, and if dW1 and dx read different forms of dpre. The estimate
+        takes the plain form for dW1, and the MXFP8 form for dx. Bytes in memory at the same time:
+
+            dW1 first, during dW1   dpre MXFP8 G P + x dequantised 2 H P + dW1 2 E G H + dpre plain 2 G P
+            dW1 first, during dx    dpre MXFP8 G P + dx 2 H P            + dW1 2 E G H + quantised weights E G H
+            dx first, during dW1    dx 2 H P       + x dequantised 2 H P + dW1 2 E G H + dpre plain 2 G P
+        """
+        (P, G), E = shape_PG, len(self.plan.group_ends_E)
+        return max(2 * G * P, E * G * H) < (G + 2 * H) * P
+
+    # ---- operands ---------------------------------------------------------------------------------------------------
+
+    def quantized(self, x_PN: torch.Tensor) -> torch.Tensor:
+        """Rows in MXFP8, for GEMMs that contract over the last axis. A recipe without quantisation leaves them."""
+        if not self.recipe.quantize_gemm or isinstance(x_PN, MXTensor):
+            return x_PN
+        return casts.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
+
+    def _forms_of_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
+        """The form of a gradient that the GEMM of the input gradient reads; the form that the GEMM of the weight
+        gradient reads, if `wgrad`; and whether the second is in column form."""
+        if wgrad and self.reads_columns(g_PN):
+            return *casts.quantize_both(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
+        rows = self.quantized(g_PN)
+        return rows, rows if self.wgrad_quantized else g_PN, False
+
+    def _wgrad_form(self, g_PN: torch.Tensor) -> tuple:
+        """The form of a gradient that only the GEMM of the weight gradient reads, and whether it is in column form."""
+        if self.reads_columns(g_PN):
+            return casts.quantize_columns(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
+        return self.quantized(g_PN) if self.wgrad_quantized else g_PN, False
+
+    def reads_columns(self, g_PN: torch.Tensor) -> bool:
+        """Whether the weight gradient's GEMM reads a gradient in column form, quantised along the rows."""
+        return self.wgrad_quantized and not isinstance(g_PN, MXTensor) and not rescales_rows(
+            g_PN.device, self.recipe.block_size)
+
+    def _quantize_weights(self, name: str, transposed: bool) -> MXTensor:
+        return casts.quantize_weights(self.stacks[name], self.recipe.block_size, self.recipe.scaling_mode, transposed)
+
+    # ---- products and sums ------------------------------------------------------------------------------------------
+
+    def forward_gemm(self, x_PK: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows times the weights of this name in `stacks`: contracts over the weights' last axis."""
+        return self._gemm(x_PK, name, transposed=False)
+
+    def dgrad_gemm(self, g_PN: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows times the weights of this name in `stacks`: contracts over the weights' second to last axis."""
+        return self._gemm(g_PN, name, transposed=True)
+
+    def _gemm(self, x_PK: torch.Tensor, name: str, transposed: bool) -> torch.Tensor:
+        ends_E = self.plan.group_ends_E
+        if not self.recipe.quantize_gemm:
+            return grouped_mm_weights(x_PK, self.stacks[name], ends_E, transposed)
+        mx = self.quantized_weights.pop(name, None)
+        if mx is None:
+            mx = self._quantize_weights(name, transposed)
+        if self.keep:
+            self.quantized_weights[name] = mx
+        if mx.dtype != self.dtype:
+            # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
+            mx = MXTensor.of(mx.parts, self.dtype)
+        return grouped_mm(x_PK, mx, ends_E, self.dtype)
+
+    def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool, beside: int = 0,
+                   splits: int = 1) -> torch.Tensor:
+        """[E, N, K], or with several splits [splits, E, N / splits, K]. `beside`: multiprocessors that are left to an
+        exchange."""
+        mode = self.recipe.scaling_mode if self.wgrad_quantized else None
+        sms = multiprocessors(a_PK.device) - beside if beside else 0
+        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms, splits)
+
+    def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
+        return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
+
+    def group_sums(self, x_PN: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
+        return group_sums(x_PN, self.plan.group_ends_E, weight_P)
+
+    def activation(self) -> dict:
+        return {"activation": self.formula.activation, "layout": self.layout, "block_size": self.recipe.block_size,
+                "scaling_mode": self.recipe.scaling_mode, "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
+
+
+def in_float32(x: torch.Tensor) -> torch.Tensor:
+    return casts.dequantize(x, torch.float32) if isinstance(x, MXTensor) else x.float()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that DeepSpeed's AutoEP makes out of Hugging Face models, with the exchange and the experts in MXFP8."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_experts import GroupedExperts
+
+from ..compute.formula import LowRank
+from ..compute.routing import Routes, round_robin
+from ..ffn.branch import Branch
+from ..ffn.expert_ffn import ExpertFFN
+from ..ffn.kept_weights import KeptWeights
+from ..transport.deadline import tell_peers_on_error
+from .classic import LayerSettings
+from .extended_experts import ExtendedGroupedExperts
+from .router import route
+from .watch import watch
+
+
+class MXFP8GroupedExperts(GroupedExperts):
+    """AutoEP's stacked experts w1, w2, w3, called with tokens and routes.
+
+    The whole exchange happens in this module's forward, because ZeRO-3 gathers the parameters around that call.
+    """
+
+    def forward(self, x_TH: torch.Tensor, routes: Routes, ffn: ExpertFFN | None = None,
+                branch: Branch | None = None) -> torch.Tensor:
+        if ffn is None:  # the layer is back on DeepSpeed's path, but a wrapper (PEFT) kept these experts' class
+            return super().forward(x_TH, routes)
+        weights = {"gate": self.w1, "up": self.w3, "down": self.w2, **self.biases()}
+        return ffn(x_TH, routes, weights, branch, self.adapters())
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """Role -> [E, ...]."""
+        return {}
+
+    def adapters(self) -> dict[str, LowRank]:
+        """Name of a GEMM -> its adapter."""
+        return {}
+
+
+class MXFP8ExtendedGroupedExperts(MXFP8GroupedExperts, ExtendedGroupedExperts):
+    """The same with biases and adapters."""
+
+    biases, adapters = ExtendedGroupedExperts.biases, ExtendedGroupedExperts.adapters
+
+
+# The class of a layer's experts before conversion, and after.
+CONVERTED_EXPERTS = {GroupedExperts: MXFP8GroupedExperts, ExtendedGroupedExperts: MXFP8ExtendedGroupedExperts}
+
+
+class _SharedExpertsCalled:
+    """A layer for DeepSpeed's `_finalize_output`. Its shared experts and their gate return what they gave before."""
+
+    def __init__(self, layer: AutoEPMoELayer, shared: torch.Tensor, gate: torch.Tensor | None):
+        self._layer = layer
+        self.shared_experts = lambda x: shared
+        self.shared_experts_gate = None if gate is None else lambda x: gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class MXFP8AutoEPMoELayer(AutoEPMoELayer):
+    """`AutoEPMoELayer` with the same router, parameters and results. Ranks may bring different numbers of tokens."""
+
+    mxfp8_settings: LayerSettings
+    mxfp8_kept: KeptWeights | None = None
+    mxfp8_samples: list | None = None  # metrics.py
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Takes [B, S, H] and returns what AutoEPMoELayer does: [B, S, H] or [T, H], with the router's logits if the
+        model asks for them. Collective over the expert-parallel group.
+        """
+        settings = vars(self).get("mxfp8_settings")
+        if settings is None:  # the layer is back on DeepSpeed's path, but compile.autoep_non_moe holds this forward
+            return AutoEPMoELayer.forward(self, hidden_states)
+        self._check_input(hidden_states)
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weight_TK, expert_TK, counts_E = route(self.router, x_TH, self.expert_bias)
+        routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
+        if settings.config.force_load_balance:
+            routes = self._balanced(routes, x_TH)
+            counts_E = routes.counts_E()
+        if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
+            with torch.no_grad():
+                self.tokens_per_expert.add_(counts_E)
+        transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
+        if self.mxfp8_samples == [] and self.training:
+            transport = watch(self, x_TH, routes, transport, counts_E)
+        ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
+                        settings.min_tokens_per_expert, settings.name,
+                        kept=self.mxfp8_kept if self.training else None, training=self.training)
+        shared = self._shared_experts(x_TH, hidden_states)
+        output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
+        layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())
+        return AutoEPMoELayer._finalize_output(layer, output, x_TH, hidden_states, hidden_states.shape[-1])
+
+    def _shared_experts(self, x_TH: torch.Tensor, hidden_states: torch.Tensor) -> Branch | None:
+        """What the shared experts and their gate return, as a branch. None if `_finalize_output` calls them."""
+        if self.shared_experts is None or torch.compiler.is_compiling():  # it is traced only outside ExpertFFN
+            return None
+        # With ZeRO-3, a recomputation (non-reentrant) must end inside the shared experts. If it went on, DeepSpeed
+        # would release their parameters, which the backward that called for it is about to read.
+        if hasattr(next(self.shared_experts.parameters(), None), "ds_id"):
+            return None
+        gate = self.shared_experts_gate
+        x = x_TH if self.moe_output_shape == "flat" or gate is not None else hidden_states
+        return Branch(lambda: (self.shared_experts(x), None if gate is None else gate(x)), x.device)
+
+    @tell_peers_on_error
+    def _check_input(self, x: torch.Tensor) -> None:
+        """Raises an error, before any collective, if the experts cannot take the input or were replaced."""
+        experts = self.experts
+        if not isinstance(experts, MXFP8GroupedExperts):  # wrapped, as by PEFT, and called through their wrapper
+            experts = next((part for part in experts.modules() if isinstance(part, MXFP8GroupedExperts)), None)
+        if experts is None:
+            raise RuntimeError(f"{self.mxfp8_settings.name}: its experts were replaced by a "
+                               f"{type(self.experts).__name__} after conversion, which this path does not compute: "
+                               "convert again")
+        self.mxfp8_settings.check_input(x, experts.w1.dtype, weights_cast=True)
+
+    def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
+        logits_TE = self.router.gate(x_TH).float()
+        scores_TE = logits_TE.sigmoid() if self.router.score_func == "sigmoid" else logits_TE.softmax(dim=1)
+        routes = round_robin(routes, scores_TE)
+        weight_TK = routes.weight_TK
+        if self.router.route_norm:
+            weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return replace(routes, weight_TK=weight_TK * self.router.route_scale)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-in for `deepspeed.moe.layer.MoE`: the same gate and parameters, the exchange and the experts in MXFP8."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from deepspeed.moe import layer as deepspeed_layer
+from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer, TopKGate
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+
+from ..compute.formula import DTYPES, ExpertFormula, expert_weights
+from ..compute.routing import Routes, round_robin
+from ..config import MXFP8MoEConfig, Recipe
+from ..ffn.branch import Branch
+from ..ffn.expert_ffn import ExpertFFN
+from ..ffn.kept_weights import KeptWeights
+from ..transport import Transport
+from ..transport.choose import choose
+from ..transport.deadline import deadline_for, tell_peers_on_error
+from .recognise import ExpertsAtConversion
+from .watch import watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What conversion decided for one layer.
+
+    Attributes:
+        min_tokens_per_expert: with fewer rows per expert on average, the layer computes in bf16. 0: it never does.
+    """
+
+    name: str
+    formula: ExpertFormula
+    recipe: Recipe
+    config: MXFP8MoEConfig
+    min_tokens_per_expert: float
+    _chosen: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # the group and its transport
+
+    def choose_transport(self, group: Any) -> Transport:
+        """The layer's transport over its expert-parallel group. The first call chooses it, later calls return it.
+
+        `group`: None means that this rank has all experts.
+        """
+        if group not in self._chosen:
+            self._chosen.clear()
+            self._chosen[group] = choose(group, self.name, self.config)
+        return self._chosen[group]
+
+    def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
+        """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.
+
+        `weights_cast`: the experts compute in the dtype of the tokens, as AutoEP's do.
+        """
+        if x.shape[-1] != self.formula.hidden_size:
+            raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
+                             f"{self.formula.hidden_size}, the layer's hidden size")
+        autocast = torch.is_autocast_enabled(x.device.type)
+        fits = autocast or x.dtype in DTYPES and (weights_cast or x.dtype == experts_dtype)
+        if not fits or experts_dtype not in DTYPES:
+            raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
+                            "them, or enable autocast. Experts must be bfloat16, float16 or float32")
+
+
+class MoE(deepspeed_layer.MoE):
+    """`deepspeed.moe.layer.MoE` whose tokens travel between ranks, and are multiplied, in MXFP8.
+
+    Takes the arguments of the base class and returns the same `(output, l_aux, exp_counts)`. It is plain DeepSpeed
+    until the section "mxfp8_moe" of the DeepSpeed config, or `ds_mxfp8_moe.convert`, converts it. Conversion makes its
+    inner layer, `deepspeed_moe`, an MXFP8MOELayer.
+    """
+
+    def forward(self, hidden_states: torch.Tensor,
+                used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As in DeepSpeed. A residual MoE's dense branch is launched before the host waits for other ranks' counts."""
+        inner = self.deepspeed_moe
+        # torch.compile traces the branch only outside ExpertFFN. The timers of the MoE layer do not count the branch.
+        plain = torch.compiler.is_compiling() or inner.wall_clock_breakdown
+        if plain or not self.use_residual or not isinstance(inner, MXFP8MOELayer):
+            return super().forward(hidden_states, used_token)
+
+        def dense() -> tuple[torch.Tensor, torch.Tensor]:
+            output = self.mlp(hidden_states)
+            coefficient = torch.nn.functional.softmax(self.coefficient(hidden_states), dim=-1)
+            return output[0] if isinstance(output, tuple) else output, coefficient
+
+        branch = Branch(dense, hidden_states.device)
+        routed = inner(hidden_states, used_token, branch=branch)
+        output, coefficient = branch.result()
+        output = routed * coefficient[..., 0:1] + output * coefficient[..., 1:]
+        return output, inner.l_aux, inner.exp_counts
+
+
+class MXFP8MOELayer(MOELayer):
+    """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
+
+    mxfp8_settings: LayerSettings
+    mxfp8_experts: ExpertsAtConversion
+    mxfp8_kept: KeptWeights | None = None
+    mxfp8_samples: list | None = None  # metrics.py
+
+    def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
+        """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
+
+        `branch`: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
+
+        Collective over the expert-parallel group. Ranks may bring different numbers of tokens, or none.
+        """
+        hidden_states, used_token = input[0], input[1] if len(input) > 1 else None
+        self._check_input(hidden_states)
+        with self._timed(MOE_TIMER, "time_moe"):
+            x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+            routes = self._route(x_TH, used_token)
+            y_TH = self._compute(x_TH, routes, branch)
+        return y_TH.reshape(hidden_states.shape)
+
+    @tell_peers_on_error
+    def _check_input(self, x: torch.Tensor) -> None:
+        """Raises an error, before any collective, if the experts cannot take the input or have changed."""
+        settings = self.mxfp8_settings
+        self.mxfp8_experts.check(settings.name, self.experts)
+        settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
+        if self.ep_size > 1 and self.ep_group is None:
+            raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
+                               "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")
+        if groups._get_expert_model_parallel_world_size() > 1 and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
+            raise RuntimeError(f"{settings.name}: its experts have become tensor-parallel, which this path does not "
+                               "compute: convert after deepspeed.initialize, which leaves such layers as they are")
+
+    def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
+        """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
+        # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
+        reduces = self.ep_size > 1 and not self.gate.drop_tokens
+        call = self._call_gate_with_deadline if reduces else self._call_gate
+        l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
+        # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
+        self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()
+        self.exp_counts = exp_counts
+        routes = Routes(expert_TK=expert_KT.t().long(), weight_TK=weight_KT.t(), num_experts=num_experts)
+        if self.mxfp8_settings.config.force_load_balance:
+            routes = self._balanced(routes, x_TH)
+            self.exp_counts = routes.counts_E()
+        return routes
+
+    def _call_gate(self, x_TH: torch.Tensor, used_token) -> tuple:
+        with _enough_tokens(self.gate, x_TH.shape[0]):
+            return self.gate(x_TH, used_token, True, False)
+
+    @torch.compiler.disable(reason="waits for peers with a deadline")
+    def _call_gate_with_deadline(self, x_TH: torch.Tensor, used_token) -> tuple:
+        with deadline_for(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8_settings.name}"):
+            return self._call_gate(x_TH, used_token)
+
+    def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
+        scores_TE = torch.nn.functional.linear(x_TH.float(), self.gate.wg.weight.float()).softmax(dim=1)
+        routes = round_robin(routes, scores_TE)
+        if self.gate.k == 1:  # DeepSpeed's top-1 weighs with the probability itself
+            return routes
+        total_T1 = routes.weight_TK.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
+        return replace(routes, weight_TK=routes.weight_TK / total_T1)
+
+    def _compute(self, x_TH: torch.Tensor, routes: Routes, branch: Branch | None) -> torch.Tensor:
+        settings = self.mxfp8_settings
+        transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
+        if self.mxfp8_samples == [] and self.training:
+            transport = watch(self, x_TH, routes, transport, self.exp_counts)
+        ffn = ExpertFFN(settings.formula.halved(), settings.recipe, transport, self.num_local_experts,
+                        settings.min_tokens_per_expert, settings.name,
+                        self._timed_exchange if self.wall_clock_breakdown else None,
+                        self.mxfp8_kept if self.training else None, self.training)
+        weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
+        tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
+        if tensor_parallel == 1:
+            return ffn(x_TH, routes, weights, branch)
+        # Tensor-parallel ranks hold the same tokens: each takes its share, and all get every result.
+        T = x_TH.shape[0]
+        share = -T % tensor_parallel
+        pad = torch.nn.functional.pad
+        x_TH, weight_TK = (drop_tokens(pad(v, (0, 0, 0, share)), dim=0) for v in (x_TH, routes.weight_TK))
+        expert_TK = drop_tokens(pad(routes.expert_TK, (0, 0, 0, share), value=-1), dim=0)
+        part = Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=routes.num_experts)
+        return gather_tokens(ffn(x_TH, part, weights, branch), dim=0)[:T]
+
+    def _timed_exchange(self, phase: str):
+        timer, field = {"dispatch": (FIRST_ALLTOALL_TIMER, "time_falltoall"),
+                        "combine": (SECOND_ALLTOALL_TIMER, "time_salltoall")}[phase]
+        return self._timed(timer, field)
+
+    @contextmanager
+    def _timed(self, timer: str, field: str) -> Iterator[None]:
+        """Fills DeepSpeed's wall clock breakdown, where it is switched on."""
+        if not self.wall_clock_breakdown:
+            yield
+            return
+        self.timers(timer).start()
+        try:
+            yield
+        finally:  # activation checkpointing ends a recomputation early by an exception
+            self.timers(timer).stop()
+            setattr(self, field, self.timers(timer).elapsed(reset=False))
+
+
+@contextmanager
+def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
+    """Lets the top-1 gate take fewer tokens than its min_capacity, for which its assert would stop this rank.
+
+    An expert's capacity is at least the number of tokens either way, so no token is dropped for it.
+    """
+    if gate.k != 1 or num_tokens >= gate.min_capacity:
+        yield
+        return
+    wanted, gate.min_capacity = gate.min_capacity, num_tokens
+    try:
+        yield
+    finally:
+        gate.min_capacity = wanted

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which MoE layers an engine or a model has."""
+
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from .autoep import MXFP8AutoEPMoELayer
+from .classic import MXFP8MOELayer
+
+
+def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+    """The model's layers on the MXFP8 path."""
+    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
+
+
+def trains_experts(engine: DeepSpeedEngine) -> bool:
+    """Whether any parameter that belongs to this rank's experts alone is trained."""
+    return any(is_moe_param(p) and p.requires_grad for p in engine.module.parameters())

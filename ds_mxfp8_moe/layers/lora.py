@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA by PEFT on the experts of AutoEP layers.
+
+PEFT (`LoraConfig(target_parameters=[...])`) wraps a module of stacked experts, once for each of its parameters. AutoEP
+does not recognise a wrapped module. So the wrappers are taken off while AutoEP makes its layers. They then become a
+part of the layer, where PEFT's own functions find them, for example those that switch adapters off.
+
+The layer does not merge adapters into weights. It multiplies rows by the two factors (expert_ffn.py), which needs no
+gradient of the experts' weights and leaves these, and their quantised copies, as they are.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import MoELayerSpec
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
+from torch import nn
+
+from ..compute.formula import LowRank
+from ..config import ConfigError
+from .extended_experts import extend, local
+from .patches import patched
+from .presets import gate_and_up_in_turn
+
+RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
+ADAPTERS = "expert_adapters.wrapper."  # how the adapters' names begin in an AutoEP layer
+
+
+def is_peft(model: nn.Module | None) -> bool:
+    """Whether the model is a PeftModel."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+
+
+class _Factor(nn.Linear):
+    """One of PEFT's factors. A call returns the weight, since ZeRO-3 gathers parameters around calls."""
+
+    def forward(self) -> torch.Tensor:
+        return local(self.weight, (0, len(self.weight)))
+
+
+class _ElsewhereExperts(nn.Module):
+    """What PEFT's wrappers of an AutoEP layer have in the place of the experts, whose parameters were `names`."""
+
+    def __init__(self, names: set[str]):
+        super().__init__()
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["names"]:
+            raise RuntimeError("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into "
+                               "their weights. Save the adapters by ds_mxfp8_moe.save_pretrained, and merge them in a "
+                               "process without DeepSpeed")
+        return super().__getattr__(name)
+
+
+class ExpertAdapters(nn.Module):
+    """PEFT's wrappers of a layer's experts, with the adapters of all experts. A call returns this rank's.
+
+    Attributes:
+        wrapper: the outermost of PEFT's ParamWrappers.
+        experts_name: of the wrapped module, in the block that AutoEP replaced.
+    """
+
+    def __init__(self, wrapper: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer):
+        """`spec`, `layer`: AutoEP's description of the block, and the layer that it made in its place.
+
+        Raises:
+            ConfigError: an adapter targets another parameter than the experts' two stacked weights.
+        """
+        super().__init__()
+        self.wrapper, self.experts_name = wrapper, spec.experts_name
+        chain = wrappers_of(wrapper)
+        source = chain[-1].base_layer
+        both, down = (getattr(source, name, None) for name in (spec.expert_w1_name, spec.expert_w2_name))
+        names = {spec.expert_w1_name: "up", spec.expert_w2_name: "down"} if spec.expert_w3_name is None else {}
+        self._gemms = [names.get(one.parameter_name) for one in chain]
+        if None in self._gemms:
+            wrong = chain[self._gemms.index(None)].parameter_name
+            raise ConfigError(f"{spec.moe_module_name}.{spec.experts_name}: an adapter targets {wrong}; expert "
+                              f"parallelism takes those of {', '.join(names) or 'stacked gate and up weights'} alone: "
+                              "take it out of target_parameters")
+        layout = classify_fused_gate_up_layout(*(tuple(getattr(p, "ds_shape", p.shape)) for p in (both, down)))
+        # PEFT's product of the factors is laid out as the parameter is, [E, out, in] or [E, in, out].
+        self._exchanged = [getattr(one, "_did_swap_in_out_features", False) == layout.needs_transpose for one in chain]
+        self._in_turn = gate_and_up_in_turn(spec)
+        self._layer_slice = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
+        chain[-1].base_layer = _ElsewhereExperts({one.parameter_name for one in chain})
+        for one in chain:
+            for factor in (*one.lora_A.values(), *one.lora_B.values()):
+                factor.__class__ = _Factor
+
+    def forward(self) -> dict[str, LowRank]:
+        """Name of a GEMM -> the active adapters of this rank's experts, joined along the rank."""
+        found: dict[str, list] = {}
+        for one, gemm, exchanged in zip(wrappers_of(self.wrapper), self._gemms, self._exchanged, strict=True):
+            if one.disable_adapters:
+                continue
+            for adapter in one.active_adapters:
+                if adapter in one.lora_A:
+                    found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged))
+        return {gemm: _joined(factors) for gemm, factors in found.items()}
+
+    def parameter_names(self) -> list[str]:
+        """Of the experts' stacked weights that have adapters."""
+        return [one.parameter_name for one in reversed(wrappers_of(self.wrapper))]
+
+    def _factors(self, wrapper: nn.Module, adapter: str, gemm: str, exchanged: bool) -> LowRank:
+        E = wrapper.num_experts
+        a_ERK = local(wrapper.lora_A[adapter]().unflatten(0, (E, -1)), self._layer_slice)
+        # [N, R * E]: the expert is the last of these indices
+        b_ENR = local(wrapper.lora_B[adapter]().unflatten(1, (-1, E)).permute(2, 0, 1), self._layer_slice)
+        if exchanged:
+            a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
+        if gemm == "up" and self._in_turn:
+            b_ENR = torch.cat([b_ENR[:, 0::2], b_ENR[:, 1::2]], dim=1)
+        return LowRank(a_ERK, b_ENR * wrapper.scaling[adapter])
+
+
+def _joined(factors: list[LowRank]) -> LowRank:
+    a_ERK, b_ENR = torch.cat([one.a_ERK for one in factors], 1), torch.cat([one.b_ENR for one in factors], 2)
+    missing = -a_ERK.shape[1] % RANK_MULTIPLE
+    if missing:
+        a_ERK, b_ENR = F.pad(a_ERK, (0, 0, 0, missing)), F.pad(b_ENR, (0, missing))
+    return LowRank(a_ERK.contiguous(), b_ENR.contiguous())
+
+
+def wrappers_of(module: nn.Module) -> list[nn.Module]:
+    """PEFT's ParamWrappers around a module, from the outermost."""
+    found = []
+    while _is_wrapper(module):
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return isinstance(module, ParamWrapper)
+
+
+def _wraps_stacks(module: nn.Module) -> bool:
+    """Whether an adapter targets a parameter [E, ..., ...] of the module."""
+    stacks = (one.get_param() for one in wrappers_of(module))
+    return any(len(getattr(p, "ds_shape", p.shape)) == 3 for p in stacks)
+
+
+@contextmanager
+def adapted_experts(model: nn.Module | None) -> Iterator[None]:
+    """Inside the context, AutoEP finds the MoE blocks of a model that PEFT has changed, and keeps their adapters.
+
+    A PeftModel's blocks are looked for under their names in the model that it holds, unless "expert_parallel" has a
+    `moe_layer_pattern`.
+
+    Raises:
+        ConfigError: a part of a block that AutoEP makes anew has an adapter that it would lose.
+    """
+    if model is None or "peft" not in sys.modules:
+        yield
+        return
+    off = {(parent, name): child for parent in model.modules() for name, child in parent.named_children()
+           if _wraps_stacks(child) and not _is_wrapper(parent)}
+
+    def init(plain, self, given, config, *args, **kwargs):
+        inner = given.get_base_model() if is_peft(given) and config.moe_layer_pattern is None else given
+        plain(self, inner, config, *args, **kwargs)
+
+    def replace_layer(plain, self, spec, *args, **kwargs):
+        block = self.model.get_submodule(spec.moe_module_name)
+        _refuse_lost_adapters(block, spec)
+        layer, sources = plain(self, spec, *args, **kwargs)
+        wrapper = off.pop((block, spec.experts_name), None)
+        if wrapper is not None:
+            extend(layer, "expert_adapters", ExpertAdapters(wrapper, spec, layer))
+        return layer, sources
+
+    for (parent, name), wrapper in off.items():
+        setattr(parent, name, wrappers_of(wrapper)[-1].base_layer)
+    try:
+        with patched(AutoEP, "__init__", init), \
+                patched(AutoEP, "_replace_moe_layer_without_retarget", replace_layer):
+            yield
+    finally:
+        for (parent, name), wrapper in off.items():
+            setattr(parent, name, wrapper)
+
+
+def _refuse_lost_adapters(block: nn.Module, spec: MoELayerSpec) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper  # modules_to_save
+
+    kept = tuple(f"{name}." for name in (spec.shared_experts_name, spec.shared_experts_gate_name) if name)
+    for name, module in block.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not f"{name}.".startswith(kept):
+            raise ConfigError(f"{spec.moe_module_name}.{name} is wrapped by PEFT, which AutoEP would lose, since it "
+                              "makes routers and experts anew. In MoE blocks, expert parallelism takes adapters of "
+                              f"shared experts, and of the stacked weights {spec.expert_w1_name} and "
+                              f"{spec.expert_w2_name} (target_parameters)")
+
+
+def base_prefix(layer: AutoEPMoELayer) -> str:
+    """What PEFT puts before the names of the wrapped experts' own parameters."""
+    adapters = getattr(layer, "expert_adapters", None)
+    return "" if adapters is None else "base_layer." * len(wrappers_of(adapters.wrapper))
+
+
+def with_pefts_names(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Adapters by the names that plain PEFT gives to them. `state` has those of the modules in `model`."""
+    renamed = {f"{name}.{ADAPTERS}": f"{name}.{layer.expert_adapters.experts_name}."
+               for name, layer in model.named_modules() if hasattr(layer, "expert_adapters")}
+    found = {}
+    for key, tensor in state.items():
+        start = next((start for start in renamed if key.startswith(start)), None)
+        found[key if start is None else renamed[start] + key.removeprefix(start)] = tensor
+    return found

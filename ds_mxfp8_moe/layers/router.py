@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoEP's router: DeepSpeed's own, or in few kernels where a GPU can run them.
+
+DeepSpeed's router takes its linear layer and a dozen small torch ops in forward, and as many in backward. The host
+takes longer to launch them than the device to compute them. Here, one kernel each way does the work of the small ops.
+It is recorded and replayed together with the linear layer's GEMMs (ops/triton_kernels/recording.py).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ..compute.executor import executor_for, replayed
+from ..ops.device import has_kernels
+
+
+def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor,
+          bias_E: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """router(x_TH, bias_E): the routing weights [T, K], the experts [T, K] and the counts of choices [E].
+
+    The kernels choose the same experts, in descending order of their scores. The weights are the same up to rounding
+    in float32.
+    """
+    # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
+    if x_TH.dtype != router.gate.weight.dtype and not torch.is_autocast_enabled(x_TH.device.type):
+        x_TH = x_TH.to(router.gate.weight.dtype)
+    if not _runs_kernels(router, x_TH):
+        return router(x_TH, bias_E)
+    gate = router.gate
+    plain = _is_plain(gate, x_TH)
+    source, weight_EH = (x_TH, gate.weight) if plain else (gate(x_TH), None)
+    weight_TK, expert_TK, count_E, logits_TE = _Route.apply(
+        source, weight_EH, bias_E, router.e_score_correction_bias, router.top_k, router.score_func == "sigmoid",
+        router.route_norm, router.route_scale)
+    if plain:
+        for hook in gate._forward_hooks.values():
+            hook(gate, (x_TH, ), logits_TE)
+    return weight_TK, expert_TK, count_E
+
+
+def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
+    if not has_kernels(x_TH.device) or x_TH.shape[0] == 0 or torch.compiler.is_compiling():
+        return False
+    from ..ops.triton_kernels.route import MOST_EXPERTS  # Triton exists on Linux alone
+    return type(router) is TokenChoiceTopKRouter and _has_no_hooks(router) and router.num_expert_groups is None and (
+        router.score_func in ("softmax", "sigmoid") and router.top_k <= router.num_experts <= MOST_EXPERTS)
+
+
+def _is_plain(gate: nn.Module, x_TH: torch.Tensor) -> bool:
+    """Whether calling the gate does no more than multiply by its weight and tell transformers the result."""
+    return type(gate) is nn.Linear and _has_no_hooks(gate, "output_capturing_hook") and gate.bias is None and (
+        gate.weight.dtype == x_TH.dtype and not torch.is_autocast_enabled(x_TH.device.type))
+
+
+def _has_no_hooks(module: nn.Module, but: str = "") -> bool:
+    """Hooks, and a forward that was put in place of the class's, see the module's own call.
+
+    `but`: name of a forward hook that is no matter.
+    """
+    return "forward" not in vars(module) and not (
+        module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks) and all(
+            getattr(hook, "__name__", "") == but for hook in module._forward_hooks.values())
+
+
+def _replayed(function: Callable, key: tuple, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """function(*inputs), which depends on `key` and its inputs alone. It is recorded where that is possible."""
+    executor = executor_for(inputs[0].device)
+    if executor is None:
+        return function(*inputs)
+    return replayed(executor, (_Route, *key, executor.signature(inputs)), (), lambda given: (function(*given), None),
+                    list(inputs))[0]
+
+
+class _Route(torch.autograd.Function):
+    """Takes tokens and the weight of a linear layer, or its result and None. Returns what `route` does, and the
+    logits."""
+
+    @staticmethod
+    def forward(ctx, source, weight_EH, bias_E, correction_E, top_k, *how):
+        from ..ops.triton_kernels import route as kernels
+
+        def forward(source, weight_EH, bias_E, correction_E):
+            logits_TE = (source if weight_EH is None else nn.functional.linear(source, weight_EH)).contiguous()
+            return [logits_TE, *kernels.route(logits_TE, top_k, *how, bias_E, correction_E)]
+
+        logits_TE, weight_TK, expert_TK, count_E = _replayed(forward, ("forward", top_k, *how),
+                                                             (source, weight_EH, bias_E, correction_E))
+        ctx.save_for_backward(logits_TE, expert_TK, *(() if weight_EH is None else (source, weight_EH)))
+        ctx.how = how
+        ctx.mark_non_differentiable(expert_TK, count_E)
+        ctx.set_materialize_grads(False)
+        return weight_TK, expert_TK, count_E, logits_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dweight_TK, _expert, _count, dlogits_TE):
+        from ..ops.triton_kernels import route as kernels
+        how, needs = ctx.how, ctx.needs_input_grad[:2]
+
+        def backward(logits_TE, expert_TK, dweight_TK, more_TE, x_TH=None, weight_EH=None):
+            if dweight_TK is None:
+                dlogits_TE = more_TE
+            else:
+                dlogits_TE = kernels.route_backward(logits_TE, expert_TK, dweight_TK.contiguous(), *how)
+                dlogits_TE = dlogits_TE if more_TE is None else dlogits_TE + more_TE
+            if weight_EH is None:
+                return [dlogits_TE, None]
+            return [dlogits_TE @ weight_EH if needs[0] else None, dlogits_TE.t() @ x_TH if needs[1] else None]
+
+        logits_TE, expert_TK, *linear = ctx.saved_tensors
+        grads = _replayed(backward, ("backward", needs, *how), (logits_TE, expert_TK, dweight_TK, dlogits_TE, *linear))
+        return *grads, None, None, None, *(None for _ in how)
