@@ -19,7 +19,6 @@ from autoep_models import engine as autoep_engine
 from models import BF16, DEFAULT, Layout, Net, batch, make_engine, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
-from test_classic_layouts import overflow_then_train
 from test_expert_ffn import RECIPES, formula, problem
 from test_recompute import CheckpointedNet
 from test_zero import poison
@@ -146,22 +145,6 @@ def test_torch_compile(ranks2):
     results = ranks2.run(compiled_both, Layout(zero=2, dtype="bf16", steps=3, config=FOUR))
     check([found for found, _ in results], 4 * CASTS, CASTS)
     assert all(without == kept > 0 for _, (without, kept) in results)
-
-
-def overflow_both(layout):
-    results = []
-    for section in (DEFAULT, KEPT):
-        reset_deepspeed_groups()
-        results.append(overflow_then_train(layout, section))
-    return results
-
-
-def test_an_fp16_overflow(ranks2):
-    layout = Layout(zero=2, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "hysteresis": 1}})
-    for without, kept in ranks2.run(overflow_both, layout):
-        assert without["skipped"] == kept["skipped"] == 1 and without["loss"] == kept["loss"]
-        for state, kept_state in zip(without["states"], kept["states"], strict=True):
-            assert all(torch.equal(state[name], kept_state[name]) for name in state)
 
 
 def autoep_both(stage, ep_size, changes):

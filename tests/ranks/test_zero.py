@@ -75,7 +75,7 @@ def engine_of(layout, batched, section=DEFAULT, **arguments):
     engine.destroy()
 
 
-def trained(layout, batched, poisoned=False, section=DEFAULT):
+def trained(batched, layout, poisoned=False, section=DEFAULT):
     with engine_of(layout, batched, section) as engine:
         records = train_steps(engine, layout)
         if poisoned:
@@ -87,10 +87,11 @@ def trained(layout, batched, poisoned=False, section=DEFAULT):
         return records, parameters(engine), state(engine)
 
 
-def both(layout, poisoned=False, section=DEFAULT, at_once=zero.AT_ONCE):
-    plain = trained(layout, False, poisoned, section)
+def both(function, *args, at_once=zero.AT_ONCE, **keys):
+    """What `function` returns with DeepSpeed's own handling of gradients, and with ours."""
+    plain = function(False, *args, **keys)
     with mock.patch.object(zero, "AT_ONCE", at_once):
-        return plain, trained(layout, True, poisoned, section)
+        return plain, function(True, *args, **keys)
 
 
 def check_equal(results):
@@ -104,7 +105,7 @@ def check_equal(results):
 @pytest.mark.parametrize("name", slow_except(
     LAYOUTS, "zero1-bf16", "zero2-bf16-three-batches", "experts-on-every-rank", "buckets-smaller-than-a-weight"))
 def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
-    results = ranks2.run(both, LAYOUTS[name])
+    results = ranks2.run(both, trained, LAYOUTS[name])
     check_equal(results)
     assert all(record["norm"] > 0.1 for (records, *_), _ in results for record in records)  # so clipping acts
 
@@ -112,24 +113,25 @@ def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
 @pytest.mark.parametrize("name", slow_except(
     ["zero1-bf16", "zero2-bf16-fp32-accumulation"], "zero1-bf16"))
 def test_with_deepspeeds_own_layers(ranks2, name):
-    check_equal(ranks2.run(both, LAYOUTS[name], section=PLAIN))
+    check_equal(ranks2.run(both, trained, LAYOUTS[name], section=PLAIN))
 
 
 @pytest.mark.parametrize("name", slow_except(
     ["zero2-bf16-fp32-accumulation", "experts-on-every-rank"], "zero2-bf16-fp32-accumulation"))
 def test_in_portions(ranks2, name):
-    check_equal(ranks2.run(both, LAYOUTS[name], at_once=15_000))
+    check_equal(ranks2.run(both, trained, LAYOUTS[name], at_once=15_000))
 
 
 @pytest.mark.parametrize("stage", slow_except([1, 2], 2))
 def test_four_ranks_of_which_two_share_experts(ranks4, stage):
-    check_equal(ranks4.run(both, Layout(ep_size=2, zero=stage, dtype="bf16", config={**CLIPPED, **THREE_BATCHES})))
+    layout = Layout(ep_size=2, zero=stage, dtype="bf16", config={**CLIPPED, **THREE_BATCHES})
+    check_equal(ranks4.run(both, trained, layout))
 
 
 @pytest.mark.parametrize("name", slow_except(
     ["zero1-bf16", "zero2-bf16-three-batches", "zero2-bf16-fp32-accumulation"], "zero1-bf16"))
 def test_a_nan_in_one_experts_gradient_skips_the_step_everywhere(ranks2, name):
-    results = ranks2.run(both, LAYOUTS[name], True)
+    results = ranks2.run(both, trained, LAYOUTS[name], True)
     check_equal(results)
     steps = LAYOUTS[name].steps
     assert all([r["skipped"] for r in records] == [0] * steps + [1] * steps + [0] * steps
@@ -157,21 +159,17 @@ class Unusual(Net):
         return mse(self.last(x), target) + 1e-3 * decay
 
 
-def trained_unusually(layout, batched):
+def trained_unusually(batched, layout):
     torch.manual_seed(layout.seed)
     with engine_of(layout, batched, model=Unusual()) as engine:
         return train_steps(engine, layout), parameters(engine), state(engine)
-
-
-def unusual(layout):
-    return trained_unusually(layout, False), trained_unusually(layout, True)
 
 
 @pytest.mark.parametrize("name", slow_except(
     ["zero1-bf16-three-batches", "zero2-bf16-fp32-accumulation", "buckets-smaller-than-a-weight"],
     "zero1-bf16-three-batches"))
 def test_unusual_models(ranks2, name):
-    check_equal(ranks2.run(unusual, replace(LAYOUTS[name], steps=3)))
+    check_equal(ranks2.run(both, trained_unusually, replace(LAYOUTS[name], steps=3)))
 
 
 def decayed(batched):
@@ -191,19 +189,15 @@ def decayed(batched):
     return result
 
 
-def both_decayed():
-    return decayed(False), decayed(True)
-
-
 def test_groups_of_a_clients_optimizer(ranks2):
-    check_equal(ranks2.run(both_decayed))
+    check_equal(ranks2.run(both, decayed))
 
 
 def tripled(parameter):
     parameter.grad.mul_(3)
 
 
-def touched(layout, batched):
+def touched(batched, layout):
     """What users see and change: hooks, gradients between backward and step, torch.autograd.grad."""
     seen = []
     with engine_of(layout, batched) as engine:
@@ -226,15 +220,11 @@ def touched(layout, batched):
     return seen
 
 
-def both_touched(layout):
-    return touched(layout, False), touched(layout, True)
-
-
 @pytest.mark.parametrize("name", slow_except(
     ["zero1-bf16", "experts-on-every-rank", "overlap", "zero2-bf16-fp32-accumulation"], "zero1-bf16"))
 def test_hooks_and_gradients_that_users_see(ranks2, name):
     layout = replace(LAYOUTS[name], config={**LAYOUTS[name].config, "gradient_accumulation_steps": 1})
-    for plain, own in ranks2.run(both_touched, layout):
+    for plain, own in ranks2.run(both, touched, layout):
         assert len(plain) == len(own) > 100
         assert [i for i, (a, b) in enumerate(zip(plain, own, strict=True)) if not torch.equal(a, b)] == []
 
@@ -253,7 +243,7 @@ def coalesced(engine):
     return engine.coalesce_grad_reduction()
 
 
-def two_backward_passes(layout, batched, way):
+def two_backward_passes(batched, layout, way):
     with engine_of(layout, batched) as engine:
         for step in range(2):
             with way(engine):
@@ -264,10 +254,6 @@ def two_backward_passes(layout, batched, way):
                 engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
             engine.step()
         return [], parameters(engine), state(engine)
-
-
-def both_with_two_backward_passes(layout, way):
-    return two_backward_passes(layout, False, way), two_backward_passes(layout, True, way)
 
 
 UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}
@@ -282,7 +268,8 @@ SLOW = pytest.mark.slow
     pytest.param(2, {**UNMANAGED, **FP32_SUMS}, each_backward, marks=SLOW), (1, ADAM, no_sync),
     pytest.param(1, ADAM, coalesced, marks=SLOW), (2, ADAM, coalesced)])
 def test_two_backward_passes_before_a_step(ranks2, stage, config, way):
-    check_equal(ranks2.run(both_with_two_backward_passes, Layout(zero=stage, dtype="bf16", config=config), way))
+    layout = Layout(zero=stage, dtype="bf16", config=config)
+    check_equal(ranks2.run(both, two_backward_passes, layout, way))
 
 
 def saved_and_loaded(layout, directory):
@@ -317,7 +304,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(layout, batched):
+def calls(batched, layout):
     """How many calls follow autograd, in the passes that end an accumulation and in their steps."""
     with engine_of(layout, batched) as engine, mock.patch.object(engine, "_backward_epilogue") as epilogue:
         counted = Calls()
@@ -333,15 +320,11 @@ def calls(layout, batched):
         return counted.count, sum(len(group) for group in engine.optimizer.params_in_partition)
 
 
-def both_calls(layout):
-    return calls(layout, False), calls(layout, True)
-
-
 @pytest.mark.parametrize("layout", [
     Layout(zero=1, dtype="bf16", config=CLIPPED), Layout(zero=2, dtype="bf16", config=CLIPPED),
     Layout(zero=2, dtype="bf16", config={**CLIPPED, **FP32_SUMS})], ids=["zero1", "zero2", "zero2-fp32-accumulation"])
 def test_few_calls_copy_gradients(ranks2, layout):
-    for (plain, count), (own, _) in ranks2.run(both_calls, layout):
+    for (plain, count), (own, _) in ranks2.run(both, calls, layout):
         assert own < 20 < count < plain
 
 
@@ -370,7 +353,7 @@ def checks_alone(layout):
     records = train_steps(engine, layout)
     own = records, parameters(engine), state(engine)
     engine.destroy()
-    return kind, trained(layout, False), own
+    return kind, trained(False, layout), own
 
 
 @pytest.mark.parametrize("layout", [
