@@ -88,7 +88,7 @@ def test_sections_in_json_are_valid(page):
 
 def test_the_front_page_is_short_and_leads_to_every_guide():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 125
+    assert len(text.splitlines()) <= 100
     guides = {page.name for page in (ROOT / "examples/guides").glob("*.md")}
     assert guides == set(re.findall(r"examples/guides/(\w+\.md)", text))
 
