@@ -30,7 +30,7 @@ from lib import world
 from training import metrics_cost, train
 
 pytestmark = pytest.mark.slow
-BRIEF = ("--budget", "0.001")
+BRIEF = ("--budget", "0.001", "--seconds", "600")
 
 
 @pytest.fixture(scope="module")

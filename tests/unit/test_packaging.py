@@ -123,7 +123,7 @@ def test_metadata(dist):
     assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "docs", "test"}
     assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
     description = metadata.split("\n\n", 1)[1]
-    assert "## Switch it on" in description and "](examples" not in description and "](.github" not in description
+    assert "## Install" in description and "](examples" not in description and "](.github" not in description
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
     assert "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
