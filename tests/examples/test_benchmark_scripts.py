@@ -47,8 +47,8 @@ class NVLink(Collective):
 def with_nvlink(name, out, *arguments, **constants) -> list[dict]:
     """A script on this rank of a pool, whose machine has the NVLink above."""
 
-    def choose(group, name, requested):
-        return (Collective if requested == "collective" else NVLink)(group, name)
+    def choose(group, name, config):
+        return (Collective if config.transport == "collective" else NVLink)(group, name)
 
     with mock.patch.object(world, "choose", choose):
         return run_script(name, out, *arguments, **constants)
