@@ -27,15 +27,9 @@ def named_recorders() -> Iterator[None]:
     if not isinstance(registry, dict) or plain is dict:
         yield
         return
-    # The registry itself, since modules of transformers hold it under names of their own.
-    with lent(registry, "__class__", _taking_names(plain)):
-        yield
-
-
-def _taking_names(plain: type) -> type:
-    """A subclass of transformers' registry. A string is the name of a class, as in a plain dict."""
 
     class Registry(plain):
+        """A string is the name of a class, as in a plain dict."""
 
         def get(self, key: Any, *default: Any) -> Any:
             return dict.get(self, key, *default) if isinstance(key, str) else super().get(key, *default)
@@ -46,4 +40,6 @@ def _taking_names(plain: type) -> type:
             else:
                 super().__setitem__(key, value)
 
-    return Registry
+    # The registry itself, since modules of transformers hold it under names of their own.
+    with lent(registry, "__class__", Registry):
+        yield
