@@ -40,66 +40,12 @@ class MetricsConfig(DeepSpeedConfigModel):
 
 
 class MXFP8MoEConfig(DeepSpeedConfigModel):
-    """The keys of the section "mxfp8_moe". Every key may be left out. The string "auto" is no value for any of them.
+    """The keys of the section "mxfp8_moe", which examples/guides/config.md explains one by one.
 
-    Arguments:
-        enabled: true converts the model's MoE layers. The default is false, as in DeepSpeed's own sections: training
-            is then exactly plain DeepSpeed's.
-        recipe: what the expert GEMMs compute in. "mxfp8_wgrad_with_hp": forward and input gradient in MXFP8, weight
-            gradient in bf16. "mxfp8": all three in MXFP8. "bf16": nothing is quantised, neither in GEMMs nor between
-            ranks.
-        scale_block_size: how many values share one scale, 32 or 128. Default: 128 on sm_90, 32 elsewhere.
-        scaling_mode: how a block's scale is rounded, "rceil" or "floor".
-        dispatch_fwd_dtype: the format of tokens on their way to the experts. "mxfp8" quantises them. "bf16" sends them
-            in the tokens' own dtype. The next three keys have the same values.
-        combine_fwd_dtype: the format of results on their way back.
-        combine_bwd_dtype: the format of the output's gradient on its way to the experts.
-        dispatch_bwd_dtype: the format of the input's gradient on its way back.
-        transport: how rows travel. "collective": NCCL or gloo through deepspeed.comm. "nvlink": kernels that write
-            into the memory of the host's other GPUs. "hierarchical": two hops for groups that span nodes, so that a
-            token crosses to each node once. Default: nvlink wherever it is possible; hierarchical for groups that
-            span 2 to 8 nodes of the same number of ranks; else collective.
-        node_size: how many consecutive ranks make a node. Only for hierarchical. Default: the ranks that run on one
-            machine make a node.
-        wire: what carries rows between nodes. "host": NCCL or gloo through deepspeed.comm. "peer_memory": stores into
-            the memory of GPUs, where all nodes are on one host. "nvshmem": transfers that the GPU starts, over the
-            network that NVSHMEM's environment names. Only for hierarchical. Default: host.
-        nvlink_sms: how many multiprocessors the nvlink kernels take at most. Default: 128, and an estimated best share
-            beside a GEMM.
-        capacity_factor: fixes the buffer size of each rank: `capacity_factor` times its even share of the rows. The
-            host then does not wait for exchanges in the layer, and CUDA graphs can capture it. All ranks must bring
-            the same number of tokens. Only for nvlink. Default: buffers fit the routing of each step.
-        on_overflow: what happens if routing sends a rank more rows than fit by `capacity_factor`. "error": every rank
-            raises an error. "drop": choices that do not fit are dropped. The rank's experts with the most rows lose
-            them. Tokens keep their other choices. A warning says how many were dropped. Only with `capacity_factor`.
-        overlap: true lets nvlink send the input gradient while the weight gradient is computed, where an estimate
-            finds this faster. Both gradients are then in memory at once. false computes and sends one after the other.
-        preactivation_dtype: the format in which the experts' pre-activations are kept for backward, "mxfp8" or "bf16".
-        min_tokens_per_expert: a layer with fewer tokens per expert runs the bf16 recipe, which is faster there. The
-            number is compared with the mean over the experts of the group. 0 means always MXFP8. Default: estimated
-            from the layer's shape, its recipe and the device (crossover.py).
-        include, exclude: regular expressions, each matched against a module's whole name. A layer is converted if one
-            of `include` matches and none of `exclude` does.
-        batch_gradients: true lets ZeRO-1 and 2 handle the gradients of many parameters in one call: copies, averages,
-            checks for overflow, norms. Results stay the same bit for bit. It has no effect in three cases: with
-            offload; in ZeRO-1 with bf16 and fp32 accumulation; where DeepSpeed's functions are not those that zero.py
-            knows. false leaves all to DeepSpeed, which makes these calls for each parameter.
-        keep_quantized_weights: true quantises the experts' weights once in a step, for all micro-batches and
-            recomputations in training mode. Until the optimizer's step, this takes 2 bytes for each weight. Those of
-            frozen experts are quantised once for all steps, and their bytes stay. It has no effect without an engine,
-            in ZeRO-3 and with ZenFlow. false quantises them in every forward and backward.
-        load_balance_coeff: balances the load of AutoEP's experts without an auxiliary loss. After each step, a bias
-            that acts on the choice of experts alone moves by this much: up for experts that got fewer tokens than the
-            mean over all ranks, down for the others. Usually 0.001. Default: nothing moves.
-        metrics: {"every": N} writes figures of each layer to DeepSpeed's monitors in one step of N. metrics.py lists
-            them, and the command ds_mxfp8_plot_metrics draws those of the CSV monitor. By default nothing is written.
-        self_check: true runs each kernel that the layers will launch once on a small case, where a chip, a driver and
-            these releases meet for the first time, and compares it with plain torch. If one is broken, the layers run
-            in bf16, or DeepSpeed's own path, and a start-up line names it. The verdict is remembered beside Triton's
-            cache.
-        force_load_balance: true assigns experts round robin and keeps the router's scores. For benchmarks only.
+    Every key may be left out. With None, it is chosen for the machine or the layer. Instances are immutable and
+    hashable.
 
-    Errors: ConfigError for unknown keys and for values that do not exist. Instances are immutable and hashable.
+    Errors: ConfigError for unknown keys and for values that do not exist. The string "auto" is no value for any key.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")

@@ -93,19 +93,19 @@ def _exchange(x: torch.Tensor, output_splits, input_splits, group, phase: str, c
     return mx.with_parts(data.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float8_e8m0fnu))
 
 
-def _gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
-    """x[index_P]. A negative index gives a row of zeros, with scale byte 0."""
+def gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    """x[index_P]. An index below 0 or past the last row gives a row of zeros, with scale byte 0."""
     if isinstance(x, MXTensor):
-        return x.with_parts(_gather_rows(x.qdata.view(torch.uint8), index_P).view(torch.float8_e4m3fn),
-                            _gather_rows(x.scale.view(torch.uint8), index_P).view(torch.float8_e8m0fnu))
-    padding = (index_P < 0).unsqueeze(1)
+        return x.with_parts(gather_rows(x.qdata.view(torch.uint8), index_P).view(torch.float8_e4m3fn),
+                            gather_rows(x.scale_bytes, index_P))
     if x.shape[0] == 0:
         return x.new_zeros((index_P.shape[0], x.shape[1]))
-    return x.index_select(0, index_P.clamp_min(0)).masked_fill(padding, 0)
+    padding = (index_P < 0) | (index_P >= x.shape[0])
+    return x.index_select(0, index_P.clamp(0, x.shape[0] - 1)).masked_fill(padding.unsqueeze(1), 0)
 
 
 def _scatter_rows(x_PN: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The inverse of _gather_rows: row index_P[i] of the result is x_PN[i]. All other rows are zeros."""
+    """The inverse of gather_rows: row index_P[i] of the result is x_PN[i]. All other rows are zeros."""
     out = x_PN.new_zeros((num_rows + 1, x_PN.shape[1]))
     # All padding goes to one extra row, which is cut off.
     out.index_copy_(0, torch.where(index_P < 0, num_rows, index_P).long(), x_PN)
@@ -163,7 +163,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx, x_RD, indices_P):
         ctx.save_for_backward(indices_P)
         ctx.num_rows = x_RD.shape[0]
-        return _gather_rows(x_RD, indices_P)
+        return gather_rows(x_RD, indices_P)
 
     @staticmethod
     @once_differentiable
@@ -181,7 +181,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RN):
-        return _gather_rows(grad_RN, ctx.saved_tensors[0]), None, None
+        return gather_rows(grad_RN, ctx.saved_tensors[0]), None, None
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)

@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from .compute import casts
 from .compute.grouped_gemm import grouped_mm, grouped_mm_wgrad, multiplies_mxfp8
-from .compute.mx import BLOCK_SIZES, SCALING_MODES, MXTensor, ScaleCalculationMode
+from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
+from .ep import gather_rows
 from .transport import ROW_ALIGNMENT
 
 __all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"]
@@ -37,10 +38,6 @@ class KernelPreference(StrEnum):
 
     AUTO = "auto"
     EMULATED = "emulated"
-
-
-# torch 2.11's Dynamo does not trace iteration over an Enum class, so the values are listed here.
-KERNEL_PREFERENCES = tuple(preference.value for preference in KernelPreference)
 
 
 def _exact_dtype(result_dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +72,7 @@ class _Options:
             return grouped_mm(x, w, ends_E, result_dtype, aligned=False)
         num_rows = x_MK.shape[0]
         row_P, padded_ends_E = _pad_groups(ends_E, num_rows, ROW_ALIGNMENT)
-        out_PN = grouped_mm(_place_rows(x_MK, row_P), weights, padded_ends_E, result_dtype)
+        out_PN = grouped_mm(gather_rows(x_MK, row_P), weights, padded_ends_E, result_dtype)
         # The last place is padding, where the result is zero. Rows of no group read it.
         place_M = torch.full((num_rows + 1, ), row_P.shape[0] - 1, device=row_P.device)
         place_M.scatter_(0, row_P, torch.arange(row_P.shape[0], device=row_P.device))
@@ -98,9 +95,9 @@ class _Options:
     def _columns(self, x_MN: torch.Tensor, row_P: torch.Tensor) -> MXTensor:
         """The rows at their P padded places, quantised along the rows: [N, P]."""
         if isinstance(x_MN, MXTensor) and x_MN.block_size == self.block_size:
-            return casts.rescale_columns(_place_rows(x_MN, row_P), self.scaling_mode)
+            return casts.rescale_columns(gather_rows(x_MN, row_P), self.scaling_mode)
         plain = casts.dequantize(x_MN, torch.float32) if isinstance(x_MN, MXTensor) else x_MN
-        return casts.quantize_columns(_place_rows(plain, row_P), self.block_size, self.scaling_mode)
+        return casts.quantize_columns(gather_rows(plain, row_P), self.block_size, self.scaling_mode)
 
 
 def _pad_groups(ends_E: torch.Tensor, num_rows: int, block: int) -> tuple:
@@ -122,14 +119,6 @@ def _pad_groups(ends_E: torch.Tensor, num_rows: int, block: int) -> tuple:
     group = torch.searchsorted(new_ends, place, right=True).clamp_max(num_groups - 1)
     within = place - (new_ends - padded)[group]
     return torch.where(within < sizes[group], (ends - sizes)[group] + within, num_rows), new_ends.to(torch.int32)
-
-
-def _place_rows(x: torch.Tensor, row_P: torch.Tensor) -> torch.Tensor:
-    """x[row_P]. Where row_P is len(x), the result is zero."""
-    if isinstance(x, MXTensor):
-        data, scale = (_place_rows(part, row_P) for part in (x.qdata.view(torch.uint8), x.scale_bytes))
-        return x.with_parts(data.view(torch.float8_e4m3fn), scale)
-    return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, row_P)
 
 
 def _gradients(options: _Options, grad_MN, a_MK, b_EKN, ends_E, a_dtype, needs_a: bool, needs_b: bool) -> tuple:
@@ -227,19 +216,14 @@ def _eager(*args) -> torch.Tensor:
     return _ScaledGroupedMM.apply(*args)
 
 
-def _check(A, B_t, offs, bias, out_dtype, kernel_preference, block_size, scaling_mode) -> None:
-    if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
-        raise ValueError(f"block_size {block_size!r} and scale_calculation_mode {scaling_mode!r} were given; expected "
-                         f"one of {BLOCK_SIZES} and one of {SCALING_MODES}")
-    if kernel_preference not in KERNEL_PREFERENCES:
-        raise ValueError(f"kernel_preference is {kernel_preference!r}, expected one of {KERNEL_PREFERENCES}")
+def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
+    check_quantizable(A, block_size, scaling_mode)
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if A.dim() != 2 or B_t.dim() != 3 or A.shape[1] != B_t.shape[1]:
         raise ValueError(f"expected A [M, K] and B_t [E, K, N], got {tuple(A.shape)} and {tuple(B_t.shape)}")
-    if not (A.dtype.is_floating_point and B_t.dtype.is_floating_point) or isinstance(B_t, MXTensor):
-        raise TypeError(f"expected floating-point A and plain floating-point B_t, got {A.dtype} and "
-                        f"{type(B_t).__name__} of {B_t.dtype}")
+    if not B_t.dtype.is_floating_point or isinstance(B_t, MXTensor):
+        raise TypeError(f"expected a plain floating-point B_t, got a {type(B_t).__name__} of {B_t.dtype}")
     if B_t.numel() == 0 or B_t.shape[1] % 32 or B_t.shape[2] % 32:
         raise ValueError(f"B_t must hold at least one weight [K, N], and K and N must be multiples of 32 above 0; got "
                          f"{tuple(B_t.shape)}")
@@ -296,7 +280,7 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
     """
     if block_size is None:
         block_size = A.block_size if isinstance(A, MXTensor) else 32
-    _check(A, B_t, offs, bias, out_dtype, kernel_preference, block_size, scale_calculation_mode)
+    _check(A, B_t, offs, bias, out_dtype, block_size, scale_calculation_mode)
     how = (out_dtype, block_size, ScaleCalculationMode(scale_calculation_mode).value, wgrad_with_hp,
            KernelPreference(kernel_preference) is KernelPreference.EMULATED)
     if torch.compiler.is_compiling() and not isinstance(A, MXTensor):

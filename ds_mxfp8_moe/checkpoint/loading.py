@@ -9,6 +9,7 @@ would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as 
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
@@ -24,17 +25,11 @@ def hook_checkpoints(engine: DeepSpeedEngine) -> None:
     if engine.checkpoint_engine is not None:  # ZeRO-3 without an optimizer, for evaluation, has none
         wrap(engine.checkpoint_engine, "load", _name_broken_file, until=engine)
 
-    def load_own(plain: Callable, checkpoint: dict, *args, **kwargs) -> None:
-        plain(_with_own_frozen(engine, checkpoint), *args, **kwargs)
-
-    def without_frozen(plain: Callable, *args, **kwargs) -> Any:
-        return _without_moe_layers(engine, plain, *args, **kwargs)
-
     if engine.zero_optimization_partition_weights():
-        wrap(engine, "save_checkpoint", without_frozen, until=engine)
-        wrap(engine, "load_checkpoint", without_frozen, until=engine)
+        wrap(engine, "save_checkpoint", partial(_without_moe_layers, engine), until=engine)
+        wrap(engine, "load_checkpoint", partial(_without_moe_layers, engine), until=engine)
     else:
-        wrap(engine, "load_module_state_dict", load_own, until=engine)
+        wrap(engine, "load_module_state_dict", partial(_with_own_frozen, engine), until=engine)
 
 
 @tell_peers_on_error  # only some ranks read this file
@@ -52,17 +47,17 @@ def _name_broken_file(plain: Callable, path: str, *args, **kwargs) -> Any:
                            "checkpoint (tag= of load_checkpoint), or copy it again") from error
 
 
-def _with_own_frozen(engine: DeepSpeedEngine, checkpoint: dict) -> dict:
-    """A checkpoint whose frozen parameters come from where this rank saved them.
+def _with_own_frozen(engine: DeepSpeedEngine, plain: Callable, checkpoint: dict, *args, **kwargs) -> None:
+    """Loads a checkpoint, with frozen parameters from where this rank saved them.
 
     DeepSpeed first loads all parameters, experts from their own files. Then it takes all frozen ones from what rank 0
     saved as frozen.
     """
-    if (fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS)) is None:
-        return checkpoint
-    frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
-    own = {name: checkpoint["module"][name] for name in frozen if name in checkpoint["module"]}
-    return {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
+    if (fragments := checkpoint.get(FROZEN_PARAM_FRAGMENTS)) is not None:
+        frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
+        own = {name: checkpoint["module"][name] for name in frozen if name in checkpoint["module"]}
+        checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
+    plain(checkpoint, *args, **kwargs)
 
 
 def _without_moe_layers(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:

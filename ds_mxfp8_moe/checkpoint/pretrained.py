@@ -88,9 +88,7 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
     skeleton = _skeleton(base) if skeleton is None else skeleton
     specs = _specs(model, skeleton, prefix, expert_parallel)
     keep = dist.get_rank() == 0 if keep is None else keep
-    state = {}
-    for name, tensor in _tensors(model, skeleton, prefix, specs, wanted, keep):
-        state[name] = tensor
+    state = dict(_tensors(model, skeleton, prefix, specs, wanted, keep))
     return state if keep else None
 
 

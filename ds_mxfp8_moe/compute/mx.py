@@ -153,7 +153,7 @@ def _on_rows(func, args, kwargs):
     whole_axes = mx.dim() - (2 if mx.tiled else 1)
     if not isinstance(dim, int) or dim % mx.dim() >= whole_axes:
         return NotImplemented
-    return mx.with_parts(func(mx.qdata, *args[1:], **kwargs), func(mx.scale, *args[1:], **kwargs))
+    return _on_parts(func, args, kwargs)
 
 
 def _index(func, args, kwargs):

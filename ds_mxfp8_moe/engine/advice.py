@@ -64,17 +64,12 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
     if layers and all(layer.ep_size == 1 for layer in layers):
         keys = ["transport"] if config.transport == "nvlink" else []
         keys += [key for key, names in READERS.items() if "nvlink" in names and getattr(config, key) is not None]
-        lines += _without_effect(keys, "every rank holds all experts of its layers, so no tokens travel")
+        lines += [f'"{key}" has no effect: every rank holds all experts of its layers, so no tokens travel'
+                  for key in keys]
     if config.recipe == "bf16":
-        keys = [key for key in MXFP8_KEYS if key in config.model_fields_set]
-        lines += _without_effect(keys, 'the recipe "bf16" quantises nothing')
+        lines += [f'"{key}" has no effect: the recipe "bf16" quantises nothing'
+                  for key in MXFP8_KEYS if key in config.model_fields_set]
     return lines
-
-
-def _without_effect(keys: list[str], reason: str) -> list[str]:
-    if not keys:
-        return []
-    return [", ".join(f'"{key}"' for key in keys) + f" {'has' if len(keys) == 1 else 'have'} no effect: {reason}"]
 
 
 @contextmanager

@@ -160,14 +160,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> Con
 
 
 def choose_transports(model: torch.nn.Module) -> None:
-    """Chooses the transport of every converted layer now. Collective over the layers' groups.
-
-    Layers whose group does not exist yet choose in their first forward.
-
-    Raises:
-        RuntimeError: the config asks for nvlink, which is not possible here.
-        ValueError: ranks of a group ask for different transports.
-    """
+    """Chooses the transport of every converted layer now. Collective over the layers' groups."""
     for module in converted_layers(model):
         if module.ep_size > 1:
             module.mxfp8_settings.choose_transport(module.ep_group)

@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,26 +113,22 @@ def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
                     frozen or any(p.requires_grad for p in layer.experts.parameters())):
                 layer.mxfp8_kept.clear()
 
-    def change_trained(plain: Callable, *args, frozen: bool = False, **kwargs) -> Any:
+    def change(frozen: bool, plain: Callable, *args, **kwargs) -> Any:
         clear(frozen)
         try:
             return plain(*args, **kwargs)
         finally:
             clear(frozen)
 
-    def change_all(plain: Callable, *args, **kwargs) -> Any:
-        return change_trained(plain, *args, frozen=True, **kwargs)
-
     def stop(plain: Callable) -> None:
         for layer in engine._mxfp8_keeping:
             vars(layer).pop("mxfp8_kept", None)
         plain()
 
-    for owner, method in ((engine, "_take_model_step"), (engine.optimizer, "step")):
-        wrap(owner, method, change_trained, until=engine)
-    for owner, method in ((engine, "load_checkpoint"), (engine, "offload_states"),
-                          (engine.optimizer, "load_state_dict")):
-        wrap(owner, method, change_all, until=engine)
+    for owner, method, frozen in ((engine, "_take_model_step", False), (engine.optimizer, "step", False),
+                                  (engine, "load_checkpoint", True), (engine, "offload_states", True),
+                                  (engine.optimizer, "load_state_dict", True)):
+        wrap(owner, method, partial(change, frozen), until=engine)
     wrap(engine, "destroy", stop, until=engine)
 
 

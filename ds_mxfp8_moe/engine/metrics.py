@@ -3,23 +3,8 @@
 
 In one step of `every`, each converted layer takes a sample of its first micro-batch. Evaluations are not sampled. The
 samples stay on the device until the step's end. Their sums over all ranks then go to DeepSpeed's monitors
-(TensorBoard, W&B, CSV, Comet), as Train/MoE/<layer>/<name>:
-
-    load_most, load_fewest      the most and the least loaded expert's choices, over the mean
-    load_entropy                of the choices' distribution over experts: 1 if even, 0 if all go to one expert
-    rank_most                   the most loaded rank's choices, over the mean
-    dropped                     the share of choices that the layer's capacity dropped
-    amax                        the largest absolute value among the tokens
-    zero_blocks                 the share of MXFP8 blocks in which all values are 0
-    saturated_blocks            the share of blocks whose largest value lies beyond what their scale can hold
-    sqnr_db                     signal to quantisation noise of the tokens, in dB
-    wait_ms, wait_ms_most       time for which a rank waits for its peers where a layer's forward begins: the mean over
-                                ranks, and the rank that waits longest. The slowest rank waits least
-    exchange_ms                 time of a rank in the forward's dispatch and combine, the mean over ranks
-
-zero_blocks, saturated_blocks and sqnr_db come from a cast of up to watch.SAMPLED tokens of each rank. A recipe without
-quantisation lacks them. A layer whose experts are all on each rank lacks the times. transport/timed.py says what lies
-between a time's beginning and its end. In other steps nothing is computed and nothing is timed.
+(TensorBoard, W&B, CSV, Comet), as Train/MoE/<layer>/<name>. examples/guides/metrics.md explains the figures. In other
+steps nothing is computed and nothing is timed.
 """
 
 import math

@@ -15,11 +15,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from ..ffn.expert_ffn import ExpertFFN, unquantized
 from ..layers import router
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
+from ..layers.patches import lent, patched
 from ..transport import Transport
 from ..transport.collective import Collective
 from ..transport.local import Local
@@ -226,7 +227,10 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
     """Raises CheckFailed, or whatever a kernel raises."""
     with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(20)
-        with _compared():
+        with ExitStack() as stack:  # operations on a GPU are compared with plain torch on the CPU
+            for owner, names in OPERATIONS.items():
+                for name in names:
+                    stack.enter_context(patched(owner, name, partial(_run_twice, name)))
             if kind.routed is not None:
                 _compare_router(kind, device)
             known = _run_ffn(kind, device)
@@ -271,7 +275,7 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
                     for name, (out, width) in {"up": ups, "down": (HIDDEN, FFN)}.items()}
     ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
                     name="the check of ds_mxfp8_moe's kernels")
-    with nullcontext() if recorded else _put(expert_ffn, "executor_for", lambda device: None):
+    with nullcontext() if recorded else lent(expert_ffn, "executor_for", lambda device: None):
         y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
                    adapters=adapters)
         y_TH.backward(g_TH)
@@ -314,39 +318,13 @@ def _compare_router(kind: Kind, device: torch.device) -> None:
 # ---- comparing with plain torch -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def _compared() -> Iterator[None]:
-    """Inside the context, operations on a GPU are compared with plain torch on the CPU."""
-    with ExitStack() as stack:
-        for owner, names in OPERATIONS.items():
-            for name in names:
-                stack.enter_context(_put(owner, name, _comparing(getattr(owner, name), name)))
-        yield
-
-
-@contextmanager
-def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute for a time."""
-    plain = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, plain)
-
-
-def _comparing(operation: Callable, name: str) -> Callable:
-
-    @wraps(operation)
-    def both(*args, **kwargs):
-        found = operation(*args, **kwargs)
-        if _on_gpu(_tensors((args, kwargs))):
-            get_accelerator().synchronize()  # an error of the kernel belongs to this operation
-            args, kwargs = _mapped((args, kwargs), _on_host)
-            _compare(name, _tensors(found), _tensors(operation(*args, **kwargs)))
-        return found
-
-    return both
+def _run_twice(name: str, operation: Callable, *args, **kwargs) -> Any:
+    found = operation(*args, **kwargs)
+    if _on_gpu(_tensors((args, kwargs))):
+        get_accelerator().synchronize()  # an error of the kernel belongs to this operation
+        args, kwargs = _mapped((args, kwargs), _on_host)
+        _compare(name, _tensors(found), _tensors(operation(*args, **kwargs)))
+    return found
 
 
 def _on_gpu(found: list[torch.Tensor]) -> bool:

@@ -14,6 +14,8 @@ The way of a gradient, in DeepSpeed's names:
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
@@ -290,20 +292,14 @@ class BatchedGradients(BatchedChecks):
         """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
         if self.gradient_average:
             gradients.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))
-        runs: list[list] = []  # [process group, rank, start, elements]; pieces of one rank that touch are one run
-        start, last = 0, (None, None)
-        for place in places:
-            for rank, elements in place.pieces:
-                if last == (rank, place.process_group):
-                    runs[-1][3] += elements
-                else:
-                    runs.append([place.process_group, rank, start, elements])
-                    last = rank, place.process_group
-                start += elements
+        pieces = [(place.process_group, rank, elements) for place in places for rank, elements in place.pieces]
         calls: dict[tuple, list] = {}
-        for process_group, rank, start, elements in runs:
+        start = 0
+        for (process_group, rank), run in groupby(pieces, itemgetter(0, 1)):  # pieces of one rank that touch
+            elements = sum(size for *_, size in run)
             key = (process_group, None if self.use_multi_rank_bucket_allreduce else rank)
             calls.setdefault(key, []).append((rank, gradients.narrow(0, start, elements)))
+            start += elements
         for (process_group, rank), parts in calls.items():
             arguments = dict(numel_per_bucket=self.reduce_bucket_size, divide=False, process_group=process_group)
             if rank is None:

@@ -17,7 +17,6 @@ from ..transport.deadline import tell_peers_on_error
 from .classic import LayerSettings
 from .extended_experts import ExtendedGroupedExperts
 from .router import route
-from .watch import watch
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -88,12 +87,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
             with torch.no_grad():
                 self.tokens_per_expert.add_(counts_E)
-        transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
-        if self.mxfp8_samples == [] and self.training:
-            transport = watch(self, x_TH, routes, transport, counts_E)
-        ffn = ExpertFFN(settings.formula, settings.recipe, transport, self.num_local_experts,
-                        settings.min_tokens_per_expert, settings.name,
-                        kept=self.mxfp8_kept if self.training else None, training=self.training)
+        ffn = settings.ffn(self, x_TH, routes, counts_E)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())

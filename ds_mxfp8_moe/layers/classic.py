@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in for `deepspeed.moe.layer.MoE`: the same gate and parameters, the exchange and the experts in MXFP8."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
-from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer, TopKGate
+from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
@@ -23,6 +23,7 @@ from ..ffn.kept_weights import KeptWeights
 from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
+from .patches import lent
 from .recognise import ExpertsAtConversion
 from .watch import watch
 
@@ -51,6 +52,19 @@ class LayerSettings:
             self._chosen.clear()
             self._chosen[group] = choose(group, self.name, self.config)
         return self._chosen[group]
+
+    def ffn(self, layer: Any, x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor,
+            timed: Callable | None = None) -> ExpertFFN:
+        """The function from tokens to tokens for one forward of the layer that has these settings.
+
+        `chosen_E`: choices of each expert, also those that the layer's capacity dropped. `timed`: see ExpertFFN.
+        """
+        transport = self.choose_transport(layer.ep_group if layer.ep_size > 1 else None)
+        if layer.mxfp8_samples == [] and layer.training:
+            transport = watch(layer, x_TH, routes, transport, chosen_E)
+        return ExpertFFN(self.formula.halved(), self.recipe, transport, layer.num_local_experts,
+                         self.min_tokens_per_expert, self.name, timed, layer.mxfp8_kept if layer.training else None,
+                         layer.training)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.
@@ -148,7 +162,12 @@ class MXFP8MOELayer(MOELayer):
         return routes
 
     def _call_gate(self, x_TH: torch.Tensor, used_token) -> tuple:
-        with _enough_tokens(self.gate, x_TH.shape[0]):
+        num_tokens = x_TH.shape[0]
+        if self.gate.k != 1 or num_tokens >= self.gate.min_capacity:
+            return self.gate(x_TH, used_token, True, False)
+        # For fewer tokens than its min_capacity, the assert of the top-1 gate would stop this rank. An expert's
+        # capacity is at least the number of tokens either way, so no token is dropped for it.
+        with lent(self.gate, "min_capacity", num_tokens):
             return self.gate(x_TH, used_token, True, False)
 
     @torch.compiler.disable(reason="waits for peers with a deadline")
@@ -166,13 +185,8 @@ class MXFP8MOELayer(MOELayer):
 
     def _compute(self, x_TH: torch.Tensor, routes: Routes, branch: Branch | None) -> torch.Tensor:
         settings = self.mxfp8_settings
-        transport = settings.choose_transport(self.ep_group if self.ep_size > 1 else None)
-        if self.mxfp8_samples == [] and self.training:
-            transport = watch(self, x_TH, routes, transport, self.exp_counts)
-        ffn = ExpertFFN(settings.formula.halved(), settings.recipe, transport, self.num_local_experts,
-                        settings.min_tokens_per_expert, settings.name,
-                        self._timed_exchange if self.wall_clock_breakdown else None,
-                        self.mxfp8_kept if self.training else None, self.training)
+        ffn = settings.ffn(self, x_TH, routes, self.exp_counts,
+                           self._timed_exchange if self.wall_clock_breakdown else None)
         weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:
@@ -203,19 +217,3 @@ class MXFP8MOELayer(MOELayer):
         finally:  # activation checkpointing ends a recomputation early by an exception
             self.timers(timer).stop()
             setattr(self, field, self.timers(timer).elapsed(reset=False))
-
-
-@contextmanager
-def _enough_tokens(gate: TopKGate, num_tokens: int) -> Iterator[None]:
-    """Lets the top-1 gate take fewer tokens than its min_capacity, for which its assert would stop this rank.
-
-    An expert's capacity is at least the number of tokens either way, so no token is dropped for it.
-    """
-    if gate.k != 1 or num_tokens >= gate.min_capacity:
-        yield
-        return
-    wanted, gate.min_capacity = gate.min_capacity, num_tokens
-    try:
-        yield
-    finally:
-        gate.min_capacity = wanted

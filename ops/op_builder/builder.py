@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -181,12 +182,17 @@ class NvccBuilder(CUDAOpBuilder):
             os.replace(half_done, library)
 
 
-def attempt(builder: NvccBuilder) -> tuple[ModuleType | None, str]:
-    """The extension's module and "", or None and the reason. Never raises."""
-    try:
-        return builder.load(verbose=False), ""
-    except Exception as error:  # whatever goes wrong, training can go on without the extension
-        return None, f"the extension cannot be built: {error}"
+def loading(made: Callable[[], NvccBuilder]) -> Callable[[], tuple[ModuleType | None, str]]:
+    """A function that returns the extension's module and "", or None and the reason. It tries once in each process."""
+
+    @cache
+    def try_load() -> tuple[ModuleType | None, str]:
+        try:
+            return made().load(verbose=False), ""
+        except Exception as error:  # whatever goes wrong, training can go on without the extension
+            return None, f"the extension cannot be built: {error}"
+
+    return try_load
 
 
 def nvcc_version() -> tuple[int, int]:

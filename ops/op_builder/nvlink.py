@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVLink transport's kernels (csrc/nvlink). Their sources use neither torch's headers nor its libraries."""
 
-from functools import cache
-from types import ModuleType
-
-from .builder import NvccBuilder, attempt
+from .builder import NvccBuilder, loading
 
 
 class NVLinkBuilder(NvccBuilder):
@@ -15,7 +12,4 @@ class NVLinkBuilder(NvccBuilder):
     FOLDER = "nvlink"
 
 
-@cache
-def try_load() -> tuple[ModuleType | None, str]:
-    """The extension's module and "", or None and the reason. Tries once in each process, and never raises."""
-    return attempt(NVLinkBuilder())
+try_load = loading(lambda: NVLinkBuilder())

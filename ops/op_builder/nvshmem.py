@@ -3,11 +3,9 @@
 
 import importlib.util
 import re
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
-from .builder import CSRC, NvccBuilder, attempt, dotted
+from .builder import CSRC, NvccBuilder, dotted, loading
 
 OLDEST = (3, 4)
 
@@ -60,7 +58,4 @@ def _nvshmem() -> Path | None:
     return found and Path(next(iter(found.submodule_search_locations)))
 
 
-@cache
-def try_load() -> tuple[ModuleType | None, str]:
-    """The extension's module and "", or None and the reason. Tries once in each process, and never raises."""
-    return attempt(NVSHMEMBuilder())
+try_load = loading(lambda: NVSHMEMBuilder())

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor of recorded launches (csrc/replay). It is C++ against torch's headers, without kernels of its own."""
 
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from .builder import NvccBuilder, attempt
+from .builder import NvccBuilder, loading
 
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
@@ -27,7 +25,4 @@ class ReplayBuilder(NvccBuilder):
         return [f"-L{Path(torch.__file__).parent / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
 
 
-@cache
-def try_load() -> tuple[ModuleType | None, str]:
-    """The extension's module and "", or None and the reason. Tries once in each process, and never raises."""
-    return attempt(ReplayBuilder())
+try_load = loading(lambda: ReplayBuilder())

@@ -41,8 +41,8 @@ def test_configs_with_nothing_to_say(config, ranks):
 
 
 @pytest.mark.parametrize("section, sizes, line", [
-    ({"transport": "nvlink", "capacity_factor": 1.5}, [1, 1],
-     '"transport", "capacity_factor" have no effect: every rank holds all experts of its layers, so no tokens travel'),
+    ({"transport": "nvlink"}, [1, 1],
+     '"transport" has no effect: every rank holds all experts of its layers, so no tokens travel'),
     ({"nvlink_sms": 8}, [1], '"nvlink_sms" has no effect: every rank holds all experts of its layers, so no tokens '
                              "travel"),
     ({"recipe": "bf16", "scaling_mode": "floor"}, [2], '"scaling_mode" has no effect: the recipe "bf16" quantises '
