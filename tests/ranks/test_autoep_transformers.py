@@ -67,11 +67,12 @@ def test_after_an_error_it_is_undone_too(registry):
     assert not takes_names(registry)
 
 
-def test_a_second_one_inside(registry):
+def test_a_second_one_inside_changes_nothing(registry):
     with named_recorders():
+        kind = type(registry)
         with named_recorders():
-            assert registry.get(NAME, 1) is registry.get(torch.nn.Module()) is OTHER
-        assert registry.get(NAME, 1) is registry.get(torch.nn.Module()) is OTHER
+            assert type(registry) is kind
+        assert type(registry) is kind
     assert not takes_names(registry)
 
 
@@ -85,6 +86,32 @@ def test_without_transformers_there_is_nothing_to_do(monkeypatch, registry):
     monkeypatch.delitem(sys.modules, "transformers.utils.output_capturing")
     with named_recorders():
         assert not takes_names(registry) and "transformers.utils.output_capturing" not in sys.modules
+
+
+def by_models(model, entries, transformers, remove_hooks):
+    registry = transformers._CAN_RECORD_REGISTRY
+    before = registry.get(model)
+    registry.update(entries)
+    registry[model] = before
+
+
+def as_a_plain_dict(model, entries, transformers, remove_hooks):
+    registry = transformers._CAN_RECORD_REGISTRY
+    before = {name: dict.get(registry, name) for name in entries}
+    registry.update(entries)
+    registry.update(before)
+
+
+def without_restoring(model, entries, transformers, remove_hooks):
+    transformers._CAN_RECORD_REGISTRY.update(entries)
+
+
+@pytest.mark.parametrize("install_recorders, needed", [(by_models, False), (as_a_plain_dict, False),
+                                                       (without_restoring, True)])
+def test_it_is_not_applied_once_deepspeed_does_it_itself(monkeypatch, registry, install_recorders, needed):
+    monkeypatch.setattr(base, "_install_instance_transformers_output_recorders", install_recorders)
+    with named_recorders():
+        assert takes_names(registry) == needed
 
 
 def test_names_can_be_read_whatever_the_release_of_transformers():
