@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package where DeepSpeed lacks names that it imports, without which no layer can be converted.
+"""The package where DeepSpeed lacks names without which no layer can be converted (ops/private_names.py).
 
 `initialize` is DeepSpeed's own, after one line that says so.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import deepspeed
 
-WHY = ""  # the ImportError's text, from __init__.py
+from .ops.private_names import line_about
 
 
 def initialize(*args, **kwargs) -> tuple:
@@ -27,10 +27,6 @@ def convert(model_or_engine: Any, config: Any = None) -> None:
     _say()
 
 
-def warning() -> str:
-    return f"mxfp8_moe: WARNING: this is plain DeepSpeed: deepspeed {deepspeed.__version__}: {WHY}"
-
-
 def _say() -> None:
     if not deepspeed.comm.is_initialized() or deepspeed.comm.get_rank() == 0:
-        print(warning(), flush=True)
+        print(line_about("import"), flush=True)

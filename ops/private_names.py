@@ -4,8 +4,8 @@
     missing("metrics")    # None: all names of this feature are there. Else what is not
 
 A release may take a name away or give a function other parameters. Then the package leaves the feature out, and one
-start-up line says so. The rest goes on. What the package imports from DeepSpeed at its start has no rows. Without it,
-no layer can be converted, and ds_mxfp8_moe.initialize is DeepSpeed's own (plain.py).
+start-up line says so. The rest goes on. The names of the feature "import" are those without which no layer can be
+converted: then ds_mxfp8_moe.initialize is DeepSpeed's own.
 
 A row of NAMES has a feature, a place, and what is used there. The place is a module, or a module and a class. What is
 used is one string, with a space after each name:
@@ -16,8 +16,8 @@ used is one string, with a space after each name:
     name(a, b, ...)     a function that has at least these parameters, in this order
     name#0123abcd       a function whose source has a SHA-256 that begins so, since the package rewrites what it does
 
-Triton's names have no rows: a kernel that does not compile is left out by the check at first use, and an unknown
-launcher by its release (launcher.py).
+The rows of Triton are the kernels' and the launcher's (gluon_names.py, launcher.py), which decide by themselves:
+a kernel that does not compile is left out by the check at first use, an unknown launcher by its release.
 """
 
 import importlib
@@ -30,13 +30,17 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 # The oldest release of each library in which all of its names were seen. Newer ones that were tested: README.md.
-SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "torch": "2.11.0"}
+SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "torch": "2.11.0",
+         "triton": "3.6.0"}
 
 # What a user loses without a feature.
 FEATURES = {
+    "import": "this is plain DeepSpeed",
     "classic layers": "classic MoE layers run DeepSpeed's own path",
     "AutoEP layers": "AutoEP's layers run DeepSpeed's own path",
     "added presets": "AutoEP converts only the model types that DeepSpeed itself knows",
+    "gpt-oss": "gpt-oss is not converted",
+    "phimoe": "phimoe is not converted",
     "recorders": "AutoEP may not start with transformers 5.23 and later",
     "LoRA on experts": "PEFT's adapters on experts are not taken over",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
@@ -48,6 +52,8 @@ FEATURES = {
     "saving": "saved models hold one rank's experts: use checkpoints",
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
     "loading": "checkpoints load as DeepSpeed loads them",
+    "recordings": "the host launches each kernel from Python, which is slower",
+    "kernels": "MXFP8 layers run in bf16",
 }
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -68,6 +74,37 @@ class Row(NamedTuple):
 
 
 NAMES = tuple(Row(*row) for row in (
+    ("import", "deepspeed", "initialize"),
+    ("import", "deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS"),
+    ("import", "deepspeed.module_inject.auto_ep", "AutoEP"),
+    ("import", "deepspeed.module_inject.auto_ep_config", "AutoEPConfig MoELayerSpec"),
+    ("import", "deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer"),
+    ("import", f"{_PRESETS}.base",
+     "ForwardContract MoELayerSpec MoEModelPreset TransformersTopLevelRouterLogitsAdapter"),
+    ("import", f"{_PRESETS}.registry", "PRESET_MODELS"),
+    ("import", "deepspeed.moe.ep_count", "count_tokens_per_expert(selected_experts_indices, num_experts, ...)"),
+    ("import", "deepspeed.moe.ep_experts", "GroupedExperts apply_expert_activation(gate, up, activation, ...)"),
+    ("import", "deepspeed.moe.ep_router", "TokenChoiceTopKRouter"),
+    ("import", "deepspeed.moe.experts", "Experts"),
+    ("import", "deepspeed.moe.fused_expert_layout", "classify_fused_gate_up_layout(w1_shape, w2_shape, ...)"),
+    ("import", "deepspeed.moe.layer", "MoE"),
+    ("import", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
+    ("import", "deepspeed.moe.sharded_moe",
+     "FIRST_ALLTOALL_TIMER MOELayer MOE_TIMER SECOND_ALLTOALL_TIMER TopKGate"),
+    ("import", "deepspeed.moe.utils",
+     "is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"),
+    ("import", "deepspeed.ops.op_builder.builder", "CUDAOpBuilder"),
+    ("import", "deepspeed.runtime.config_utils", "DeepSpeedConfigModel"),
+    ("import", "deepspeed.runtime.engine", "DeepSpeedEngine"),
+    ("import", "deepspeed.runtime.pipe.engine", "PipelineEngine"),
+    ("import", "deepspeed.runtime.tensor_parallel.init_utils", "load_ds_config(config, ...)"),
+    ("import", "deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
+    ("import", "deepspeed.utils", "groups"),
+    ("import", "deepspeed.utils.bwc", "bwc_tensor_model_parallel_world_size"),
+    ("import", "deepspeed.utils.logging", "warning_once"),
+    ("import", _ENGINE, "__init__ ._config .module"),
+    ("import", "deepspeed.runtime.config:DeepSpeedConfig", "._param_dict"),
+
     ("classic layers", "deepspeed.moe.layer:MoE",
      "forward(self, hidden_states, used_token) .coefficient .deepspeed_moe .enable_expert_tensor_parallelism .ep_size "
      ".mlp .num_experts .num_local_experts .use_residual"),
@@ -77,7 +114,6 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
      "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
-    ("classic layers", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
 
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
@@ -86,7 +122,6 @@ NAMES = tuple(Row(*row) for row in (
      ".num_local_experts .router .score_apply .shared_experts .shared_experts_gate .tokens_per_expert"),
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:FoldingGroupHandles", ".spec"),
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:ParallelFoldingSpec", ".tp_size"),
-    ("AutoEP layers", "deepspeed.moe.ep_experts", "apply_expert_activation(gate, up, activation, ...)"),
     ("AutoEP layers", "deepspeed.moe.ep_experts:GroupedExperts",
      "forward(self, x, num_tokens_per_expert) .activation .activation_alpha .activation_limit .w1 .w2 .w3"),
     ("AutoEP layers", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
@@ -107,7 +142,14 @@ NAMES = tuple(Row(*row) for row in (
     ("added presets", f"{_PRESETS}.base:MoELayerSpec",
      ".experts_name .model_family .moe_module_name .router_name"),
     ("added presets", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".enabled .route_norm"),
-    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"),
+    ("gpt-oss", "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts", ".down_proj_bias .gate_up_proj_bias"),
+    ("phimoe", "transformers.models.phimoe.modeling_phimoe", "sparsemixer(scores, jitter_eps, training, top_k, ...)"),
+    ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeTopKRouter", ".router_jitter_noise"),
+    ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeSparseMoeBlock", ".input_jitter_noise"),
+    ("recorders", f"{_PRESETS}.base",
+     "_install_instance_transformers_output_recorders(model, registry_entries, output_capturing, "
+     "remove_output_capture_hooks)"),
+    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY maybe_install_capturing_hooks"),
 
     ("LoRA on experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...)"),
@@ -159,7 +201,6 @@ NAMES = tuple(Row(*row) for row in (
     ("saving", f"{_PRESETS}.base:MoELayerSpec",
      ".e_score_correction_bias_path .expert_storage .expert_w1_name .expert_w2_name .expert_w3_name "
      ".shared_experts_gate_name .shared_experts_name"),
-    ("saving", "deepspeed.moe.fused_expert_layout", "classify_fused_gate_up_layout(w1_shape, w2_shape, ...)"),
     ("saving", "deepspeed.moe.fused_expert_layout:FusedExpertLayout", ".needs_transpose"),
     ("saving by Trainer and Accelerate", "accelerate:Accelerator",
      "get_state_dict(self, model, ...) save_model(self, model, ...)"),
@@ -177,6 +218,25 @@ NAMES = tuple(Row(*row) for row in (
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
      "destroy zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
+
+    ("recordings", "triton", "JITFunction knobs"),
+    ("recordings", "triton.runtime", "driver"),
+    ("recordings", "triton.runtime.jit:JITFunction", ".params"),
+    ("recordings", "triton.runtime.jit:KernelParam", "is_constexpr name"),
+    ("recordings", "triton.compiler.compiler:CompiledKernel", "run .function .metadata .packed_metadata .src"),
+    ("recordings", "triton.compiler.compiler:ASTSource", ".signature"),
+    ("recordings", "triton.backends.nvidia.driver", "TMA_DTYPE_DEVICE_TO_HOST"),
+    ("recordings", "triton.backends.nvidia.driver:CudaLauncher",
+     ".global_scratch_size .launch .launch_cooperative_grid .launch_pdl .profile_scratch_size"),
+    ("recordings", "triton.knobs:runtime", "launch_enter_hook launch_exit_hook"),
+    ("kernels", "triton.experimental.gluon", "jit"),
+    ("kernels", "triton.experimental.gluon.language",
+     "BlockedLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout SwizzledSharedLayout "
+     "allocate_shared_memory convert_layout inline_asm_elementwise static_range warp_specialize"),
+    ("kernels", "triton.experimental.gluon.language.nvidia.hopper",
+     "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait"),
+    ("kernels", "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
+     ".base .block_shape .layout .padding .shape .strides"),
 ))
 
 

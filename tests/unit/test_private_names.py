@@ -110,6 +110,28 @@ def test_the_line_names_what_is_lost_and_the_release(monkeypatch):
                     f"{SINCE['deepspeed']})")
 
 
+def test_rows_for_the_import_name_what_the_package_imports_at_its_start():
+    """Else a release without a name ends the import in a traceback."""
+    program = """
+        import builtins, sys, deepspeed
+        seen, plain = set(), builtins.__import__
+        def noting(name, globals=None, locals=None, fromlist=(), level=0):
+            if level == 0 and name.startswith("deepspeed.") and (globals or {}).get("__name__", "").startswith("ds_m"):
+                seen.update((name, one) for one in fromlist or ())
+            return plain(name, globals, locals, fromlist, level)
+        builtins.__import__ = noting
+        import ds_mxfp8_moe
+        print(*sorted(f"{module}:{name}" for module, name in seen))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    imported = set(run.stdout.split())
+    promised = {"deepspeed.accelerator:get_accelerator", "deepspeed.moe:layer",
+                "deepspeed.module_inject.auto_ep_presets:registry", "deepspeed.module_inject.auto_ep_presets:base"}
+    listed = {f"{row.place}:{name.partition('(')[0]}" for row in NAMES if row.feature == "import"
+              for name in row.each()}
+    assert imported - promised <= listed
+
+
 def test_without_the_names_of_the_import_the_package_is_plain_deepspeed():
     program = """
         from deepspeed.moe import mappings
@@ -140,7 +162,8 @@ def test_without_the_names_of_the_import_the_package_is_plain_deepspeed():
     assert len(lines) == 1 and "this is plain DeepSpeed: deepspeed" in lines.pop()
 
 
-def test_plain_has_the_signatures_of_the_package():
+def test_plain_has_the_signatures_of_the_package(monkeypatch):
+    monkeypatch.setattr(private_names, "missing", lambda feature: "")
     from ds_mxfp8_moe import plain
     ours, its = inspect.signature(ds_mxfp8_moe.convert), inspect.signature(plain.convert)
     assert list(ours.parameters) == list(its.parameters)
