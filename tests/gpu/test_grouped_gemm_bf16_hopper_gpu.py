@@ -97,22 +97,6 @@ def test_weights_anywhere(layout):
         assert relative(out, expected(a, w, sizes, transposed)) < 1e-5
 
 
-def test_graph():
-    """Captured once, replayed with other data and other group sizes."""
-    a, w = operands(256, 128, 2, 512, False)
-    ends = torch.tensor([128, 128, 256, 512], dtype=torch.int32, device="cuda")
-    parts = placed(w, "scattered")
-    grouped_mm(a, parts, ends, BF16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = grouped_mm(a, parts, ends, BF16)
-    a.normal_()
-    parts[1][2].normal_()
-    ends.copy_(torch.tensor([256, 384, 384, 384], dtype=torch.int32))
-    graph.replay()
-    assert torch.equal(captured, grouped_mm(a, parts, ends, BF16))
-
-
 def test_beyond_two_to_the_31():
     """Values of the result, and bytes between the weights' places."""
     N, K, rows = 8192, 128, 128 * 2100

@@ -33,7 +33,6 @@ from conformance import (
     PROBLEMS,
     Problem,
     check,
-    check_in_flight,
     expected,
     on_device,
     same,
@@ -99,15 +98,6 @@ def check_by(check: str, *args, **keys) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits(pool, name):
     pool.run(check_case, CASES[name], seconds=SECONDS)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_two_plans_in_flight(pool, reverse):
-    pool.run(in_flight, reverse, seconds=SECONDS)
-
-
-def in_flight(reverse: bool) -> None:
-    check_in_flight(nvlink(), reverse=reverse)
 
 
 # ---------------------------------------------------------------- random delays
@@ -404,16 +394,6 @@ DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
 def test_rows_that_do_not_fit_are_dropped(pool, change):
     case = Problem(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)
     pool.run(check_by, "check_dropped", case, **DROPPING, seconds=SECONDS)
-
-
-def check_layer_dropped(recipe) -> None:
-    exchange = dataclasses.replace(nvlink(), **DROPPING)
-    cases.check_layer_dropped(recipe, OnHost(memory().group, "oracle"), exchange)
-
-
-@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
-def test_a_layer_that_drops_computes_the_same_bits(pool, recipe_name):
-    pool.run(check_layer_dropped, RECIPES[recipe_name], seconds=SECONDS)
 
 
 def dropped_in_replays() -> tuple:

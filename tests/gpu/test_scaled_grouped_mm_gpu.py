@@ -52,14 +52,6 @@ def test_rows_past_the_last_group_touch_nothing():
             assert torch.equal(x, y)
 
 
-def test_expanded_gradient():
-    a, w, _ = operands()
-    for hp in (True, False):
-        for x, y in zip(run(a, w, torch.ones(1, 1).expand(300, 160), device="cuda", wgrad_with_hp=hp),
-                        run(a, w, torch.ones(300, 160), device="cuda", wgrad_with_hp=hp), strict=True):
-            assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("hp", (True, False))
 def test_nothing_waits_for_the_device(hp):
     """Sorting, padding and all three products take their sizes from the device; the host never looks."""
