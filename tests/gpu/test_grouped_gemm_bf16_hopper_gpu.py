@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gluon grouped GEMM of 16-bit operands against float64 products, with weights lying in memory in many ways."""
 
+import conformance
 import pytest
 import torch
-
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
-                                reason="the kernel is Hopper's own")
+from test_grouped_gemm_hopper_gpu import pytestmark, relative  # noqa: F401
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E = 4
@@ -22,9 +21,8 @@ def grouped_mm(*args, **kwargs):
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is NaN, so that a value that is not written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with conformance.poisoned():
+        yield
 
 
 def placed(w_AENK: torch.Tensor, layout: str) -> list:
@@ -56,11 +54,6 @@ def expected(a, w_AENK, sizes, transposed):
         out.append(a[start:start + size].double() @ (w if transposed else w.t()))
         start += size
     return torch.cat([*out, torch.zeros(a.shape[0] - start, out[0].shape[1], dtype=torch.float64, device="cuda")])
-
-
-def relative(actual, expected):
-    assert actual.isfinite().all()
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def operands(N, K, parts, rows, transposed, dtype=BF16):

@@ -145,12 +145,6 @@ def test_rows_over_peer_memory_with_delays(four_over_gloo):
     four_over_gloo.run(stressed, 200, seconds=SECONDS)
 
 
-def stalled_over_peers(gone: int) -> tuple | None:
-    group = torch.distributed.new_group()
-    set_timeout(DEADLINE, group)
-    return stalled(gone, Hops.of(group, 2, "moe", "peer_memory", "peer_memory"))
-
-
 def stalled(gone: int, hops: Hops) -> tuple | None:
     """What this rank raises when `gone` does not come to the second dispatch."""
     exchange, expert_TK = Hierarchical(hops, "moe"), (torch.arange(24).view(6, 4) % 8).cuda()
@@ -169,11 +163,6 @@ def stalled(gone: int, hops: Hops) -> tuple | None:
     dist.barrier()
     assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
     return answer
-
-
-@pytest.mark.parametrize("gone", [3, 0])
-def test_a_rank_that_stalls_over_peer_memory_is_named(four_over_gloo, gone):
-    check_stalled(four_over_gloo.run(stalled_over_peers, gone, seconds=SECONDS), gone)
 
 
 def check_stalled(answers: list, gone: int) -> None:
