@@ -2,14 +2,10 @@
 """The training benchmark on two gloo ranks: gradients, failures, how rows are added to and compared."""
 
 import json
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
 from lib import models, results_file
 from training import train
@@ -110,22 +106,3 @@ def test_losses_are_compared_within_their_case():
     train.settle(rows)
     assert [row["correct"] for row in rows] == [True, True, False, False, False, True, False]
     assert rows[0]["loss_off"] == pytest.approx(0.0025) and "20.00%" in rows[3]["error"]
-
-
-# ---- models -------------------------------------------------------------------------------------------------------
-
-
-def test_even_routes_are_even_and_lie_apart():
-    expert_TK = models.even_routes(8192, 6, 64)
-    assert (torch.bincount(expert_TK.flatten()) == 768).all()
-    assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
-    ranks = torch.zeros(8192, 8).scatter_(1, expert_TK // 8, 1.0).sum(1).mean()
-    assert 4 < ranks < 5.1  # 4.5 of 8, were they drawn at random
-
-
-def test_layers_fit_by_the_formula():
-    size, memory = models.SIZES["deepseek"], 150e9
-    found = {ranks: size.most_layers(ranks, memory) for ranks in (2, 4, 8)}
-    assert 4 <= found[2] < found[4] < found[8] <= size.layers
-    assert size.bytes_of(found[8], 8) <= 0.8 * memory
-    assert size.most_layers(2, 10e9) == size.most_layers(3, memory) == 0

@@ -4,20 +4,15 @@ pages. test_benchmark_scripts.py runs each script."""
 
 import json
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
-
 import report
-from kernels import grouped_gemm, quantize, shapes
+from kernels import grouped_gemm, quantize
 from kernels.shapes import Case
-from lib import colors, results_file, run, show, timing, world
+from lib import results_file, run, show, timing, world
 from lib.show import Measure
 from lib.timing import Contender
 from training import train
@@ -35,28 +30,6 @@ def seeded():
 # ---- cases and arguments --------------------------------------------------------------------------------------------
 
 
-def test_the_full_set_of_cases_goes_shape_by_shape():
-    full, short = shapes.cases("full"), shapes.cases("short")
-    assert len(full) == len(set(full)) == 5 * 3 * 6 * 2
-    assert {case for case in short if case.dim != 2880} <= set(full)
-    assert all(Case(*dims, 8, 16384, "even") in short for dims in shapes.SEED_SHAPES)
-    for found in (full, short):
-        dims = [(case.dim, case.hidden) for case in found]
-        assert len(set(dims)) == sum(a != b for a, b in zip(dims, dims[1:], strict=False)) + 1
-
-
-def test_skewed_splits_have_one_heavy_expert_and_empty_ones():
-    for case in shapes.cases("full"):
-        counts = case.counts()
-        assert len(counts) == case.experts and sum(counts) == case.experts * case.tokens_per_expert
-        assert counts == case.counts() and case.rows() == shapes.ends(shapes.padded(counts))[-1]
-        if case.split == "even":
-            assert len(set(counts)) == 1
-        else:
-            assert all(count % 128 == 0 for count in counts) and 0 in counts
-            assert sum(counts) <= 3 * counts[case.experts // 2] < sum(counts) + 3 * 128
-
-
 def test_without_a_gpu_cases_are_tiny_and_the_result_file_must_be_named(monkeypatch, capsys):
     parser = run.timed_parser("", 0.1)
     args = run.parse(parser, ["--out", "x.json"])
@@ -68,15 +41,6 @@ def test_without_a_gpu_cases_are_tiny_and_the_result_file_must_be_named(monkeypa
     monkeypatch.setattr(world, "on_gpu", lambda: True)
     args = run.parse(run.timed_parser("", 0.1), [])
     assert (args.cases, args.out) == ("full", None)
-
-
-def test_names_that_no_result_file_can_have_are_refused_at_the_start(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    for out, told in ((tmp_path, "expected the name of a JSON file"), (tmp_path / "x.png", "its plot goes beside it"),
-                      (tmp_path / "file/folder/x.json", "file is no folder")):
-        with pytest.raises(SystemExit):
-            run.parse(run.parser(""), ["--out", str(out)])
-        assert told in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---- timing ---------------------------------------------------------------------------------------------------------
@@ -101,32 +65,6 @@ def test_calls_go_to_and_fro_and_one_that_raises_costs_only_its_own_row():
     assert 0 <= a["p10_ms"] <= a["median_ms"] <= a["p90_ms"]
     assert not bad["correct"] and "no such size" in bad["failure"] and "median_ms" not in bad
     assert unseen["held_bytes"] == 7 and "median_ms" not in unseen
-
-
-def test_new_memory_is_poisoned_for_checks():
-    with timing.poisoned():
-        assert torch.empty(8).isnan().all()
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_profile_sums_what_the_device_did(monkeypatch):
-    assert timing.profiled(lambda: pytest.fail("called without a GPU")) == {}
-    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-
-    def event(name, where, us, annotation=False):
-        return SimpleNamespace(name=name, device_type=where, is_user_annotation=annotation,
-                               time_range=SimpleNamespace(elapsed_us=lambda: us))
-
-    events = [event("gemm", cuda, 1500.0), event("Memcpy DtoH", cuda, 500.0), event("range", cuda, 9e9, True),
-              event("cudaStreamSynchronize", cpu, 7.0), event("cudaDeviceSynchronize", cpu, 7.0)]
-    profiler = mock.MagicMock()
-    profiler.return_value.__enter__.return_value.events.return_value = events
-    monkeypatch.setattr(torch.profiler, "profile", profiler)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(world, "on_gpu", lambda: True)
-    called = []
-    found = timing.profiled(lambda: called.append(1), 2)
-    assert found == {"kernels_ms": 1.0, "device_events": 1.0, "host_waits": 0.5} and len(called) == 2
 
 
 # ---- wrong results are noticed --------------------------------------------------------------------------------------
@@ -259,16 +197,6 @@ def test_bars_are_checked_in_stored_files(monkeypatch, capsys):
     assert "unrecognized arguments: --chek" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_latest_file_with_most_ranks_comes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
-    for name, day in (("a_2ranks", 2), ("a_8ranks", 1), ("a_4ranks", 2), ("a", 2)):
-        head = dict.fromkeys(results_file.HEAD) | {"benchmark": "a", "date": f"2026-11-2{day}T00:00:00+00:00"}
-        (tmp_path / f"{name}.json").write_text(json.dumps(head))
-    assert [path.stem for path, _ in report.results("a")] == ["a_4ranks", "a_2ranks", "a", "a_8ranks"]
-    rows = [{"median_ms": 2.0, "p10_ms": 1.9, "p90_ms": 2.1}, {"median_ms": 1.0, "p10_ms": 1, "p90_ms": 1.5}, {}]
-    assert "10.0% in nine of ten, at most 50.0%" in report.spread({"rows": rows})
-
-
 def test_links_between_the_pages_lead_somewhere():
     """Anchors as GitHub makes them: headings in small letters."""
     root = report.README.parent
@@ -286,18 +214,6 @@ def test_links_between_the_pages_lead_somewhere():
 # ---- plots ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_contender_has_one_color_in_all_plots():
-    assert colors.color_of("ours, mxfp8_wgrad_with_hp") == colors.color_of("AutoEP, ours, mxfp8_wgrad_with_hp, graph")
-    assert colors.color_of("nvlink, mxfp8") == colors.color_of("mxfp8") != colors.color_of("nvlink, bf16")
-    assert colors.color_of("ours, mxfp8_wgrad_with_hp, classic") == colors.color_of(
-        "classic, ours, mxfp8_wgrad_with_hp") != colors.color_of("ours, mxfp8_wgrad_with_hp")
-    known = [name for names in colors._CONTENDERS.values() for name in names]
-    assert len(known) == len(set(known)) and colors.color_of("floor") is None
-    compared = ("AutoEP bf16", "classic bf16", "SonicMoE bf16", "ours, bf16", "ours, mxfp8", "NCCL bf16", "floor")
-    assert len(set(colors.colors(compared).values())) == len(compared)
-    assert colors.tint("#000000", 0) == (0, 0, 0) < colors.tint("#000000", 1) < colors.tint("#000000", 2)
-
-
 def test_the_plot_of_the_readme_compares_layers_of_one_kind(tmp_path):
     def row(size, name, rate, **case):
         case = {"size": size, "layers": 2, "routing": "even", "accumulation": 1} | case
@@ -312,10 +228,3 @@ def test_the_plot_of_the_readme_compares_layers_of_one_kind(tmp_path):
                       {"b, 2 layers, 2 x X": {train.CLASSIC: 2, train.HP_CLASSIC: 5}}]
     show.draw(train.plot_gain, tmp_path / "gain.json", shapes[0] | shapes[1])
     assert (tmp_path / "gain.png").stat().st_size > 5000
-
-
-def test_the_readmes_rows_name_the_commit_of_their_case():
-    rows = [{"case": {"n": 1}, "contender": "a", "commit": "f" * 40}, {"case": {"n": 2}, "contender": "a"}]
-    result = {"machine": "X", "date": "2026-11-23T00:00:00", "commit": "e" * 40, "rows": rows}
-    assert report.origin_of(show.Value(1.0, "a", {"n": 1}), result).endswith("f" * 10)
-    assert report.origin_of(show.Value(1.0, "a", {"n": 2}), result).endswith("e" * 10)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,8 +14,6 @@ import yaml
 from benchmark_runs import run_script
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_fp32_param
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
 from ds_mxfp8_moe.compute import mx
 from lib import paired, results_file, show

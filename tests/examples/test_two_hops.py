@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of two hops inside one host, without GPUs: over gloo and the emulator of CUDA."""
 
-import sys
-from pathlib import Path
 
 import deepspeed.comm as dist
 import emulator
 import pytest
 from benchmark_runs import run_script
 from peer_wires import peer_hops
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
 
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from exchange import two_hops

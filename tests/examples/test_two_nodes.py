@@ -2,7 +2,6 @@
 """The script for two nodes, on one machine with two launchers, and its checks: they notice wrong bits and hosts."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,9 +11,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from rank_pool import free_port
-from test_launchers import MODEL, PROGRAMS
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
+from test_launchers import MODEL, environment
 
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
@@ -95,15 +92,11 @@ def test_the_guide_gives_commands_that_the_script_takes():
 def test_two_launchers_on_one_machine(tmp_path):
     (tmp_path / "model.yaml").write_text(MODEL)
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    without_ranks = {k: v for k, v in os.environ.items()
-                     if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    environment = without_ranks | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
-                                   "OMP_NUM_THREADS": "1"}
     port = free_port()
     nodes = [subprocess.Popen(
         [sys.executable, str(SCRIPT), "--node-rank", str(node), "--master", "127.0.0.1", "--one-host", "--port",
          str(port), "--model", str(tmp_path / "model.yaml"), "--data", str(tmp_path / "text"), "--steps", "3", "--out",
-         str(tmp_path / f"node{node}.json")], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+         str(tmp_path / f"node{node}.json")], env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True) for node in range(2)]
     try:
         said = [node.communicate(timeout=580)[0] for node in nodes]

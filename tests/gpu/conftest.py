@@ -19,8 +19,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none is visible"))
 
 
-def over_nccl(world: int) -> Iterator[RankPool]:
-    pool = RankPool(world, accelerator="cuda", share_gpu=GPUS < world)
+def ranks(world: int, backend: str | None = None, share_gpu: bool | None = None) -> Iterator[RankPool]:
+    """Over NCCL, or what `backend` says. They share a GPU where there are too few."""
+    pool = RankPool(world, "cuda", backend, GPUS < world if share_gpu is None else share_gpu)
     yield pool
     pool.close()
 
@@ -28,55 +29,22 @@ def over_nccl(world: int) -> Iterator[RankPool]:
 @pytest.fixture(scope="module", params=["alone", "over-nccl"])
 def gpu_ranks(request):
     """One rank, and several that exchange over NCCL: 2, or 4 where there are as many GPUs."""
-    yield from over_nccl(1 if request.param == "alone" else 4 if GPUS >= 4 else 2)
+    yield from ranks(1 if request.param == "alone" else 4 if GPUS >= 4 else 2)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """Two ranks over NCCL."""
-    yield from over_nccl(2)
+def fixture_of(scope: str, *how):
+    @pytest.fixture(scope=scope)
+    def fixture():
+        yield from ranks(*how)
+
+    return fixture
 
 
-@pytest.fixture
-def pair_of_a_case():
-    """Two ranks of one case alone: a process group that was missed once cannot be used again."""
-    yield from over_nccl(2)
-
-
-@pytest.fixture(scope="module")
-def four():
-    """Four ranks over NCCL."""
-    yield from over_nccl(4)
-
-
-@pytest.fixture
-def four_of_a_case():
-    """Four ranks of one case alone, as `pair_of_a_case`."""
-    yield from over_nccl(4)
-
-
-def over_gloo() -> Iterator[RankPool]:
-    pool = RankPool(4, accelerator="cuda", backend="gloo", share_gpu=GPUS < 4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def four_over_gloo():
-    """Four ranks that exchange over peer memory, and over gloo what their oracle exchanges."""
-    yield from over_gloo()
-
-
-@pytest.fixture(scope="module")
-def four_over_nvshmem():
-    """Four ranks in which NVSHMEM is started once."""
-    yield from over_gloo()
-
-
-@pytest.fixture
-def four_over_nvshmem_of_a_case():
-    """Four ranks of one case alone, which starts NVSHMEM."""
-    yield from over_gloo()
+# Ranks of one case alone: a process group that was missed once cannot be used again, and NVSHMEM starts once. Over
+# gloo goes what the oracle of ranks exchanges that exchange over peer memory or NVSHMEM.
+pair, pair_of_a_case, four = fixture_of("module", 2), fixture_of("function", 2), fixture_of("module", 4)
+four_over_gloo, four_over_nvshmem = fixture_of("module", 4, "gloo"), fixture_of("module", 4, "gloo")
+four_over_nvshmem_of_a_case = fixture_of("function", 4, "gloo")
 
 
 @pytest.fixture(scope="module", params=POOLS)
@@ -85,6 +53,4 @@ def pool(request):
     world, share = POOLS[request.param]
     if GPUS < (1 if share else world):
         pytest.skip(f"needs {1 if share else world} GPUs, and {GPUS} are visible")
-    pool = RankPool(world, accelerator="cuda", backend="gloo", share_gpu=share)
-    yield pool
-    pool.close()
+    yield from ranks(world, "gloo", share)

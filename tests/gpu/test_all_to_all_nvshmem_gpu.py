@@ -6,10 +6,8 @@ The cases and the checks are those of test_all_to_all_gpu.py.
 """
 
 import os
-import shutil
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import all_to_all_cases as cases
@@ -24,8 +22,6 @@ from test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
 from test_hierarchical_gpu import NVSHMEM
 
 from ds_mxfp8_moe.all_to_all import AllToAll
-from ds_mxfp8_moe.ops.op_builder.builder import CSRC
-from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
 from ds_mxfp8_moe.transport import nvshmem
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
@@ -146,28 +142,3 @@ def test_a_rank_that_stalls_is_named(four_over_nvshmem_of_a_case):
     answers = four_over_nvshmem_of_a_case.run(stalled, 3, seconds=SECONDS + DEADLINE.total_seconds() + GRACE_SECONDS)
     assert answers[3] is None
     assert all("AllToAll.dispatch" in text and "until the deadline, for rank 3" in text for text in answers[:3])
-
-
-def without_puts(folder: str) -> tuple:
-    """What a rank raises if its kernels put nothing, and its puts."""
-    module = NVSHMEMBuilder(Path(folder) / "nvshmem").jit_load()
-    with mock.patch.object(nvshmem.extension, "try_load", lambda: (module, "")):
-        a2a, call = cases.make(Case(), memory()), Call(Case(), torch.device("cuda", torch.cuda.current_device()))
-    call.bring(0)
-    with pytest.raises(PeerFailure) as caught:
-        call.dispatch(a2a)
-        torch.cuda.synchronize()
-        a2a.check()
-    return str(caught.value), nvshmem.puts_of(memory())
-
-
-def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
-    for name in ("nvlink", "nvshmem"):
-        shutil.copytree(CSRC / name, tmp_path / name)
-    source = tmp_path / "nvshmem" / "exchange.cuh"
-    text = source.read_text()
-    begin = text.index("    nvshmemx_putmem_signal_nbi_warp(")
-    end = text.index("  }\n\n  // The same for all threads of a block.")
-    source.write_text(text[:begin] + text[end:])
-    for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):
-        assert puts == 0 and "AllToAll.dispatch" in text and "until the deadline, for rank" in text

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gluon grouped GEMM of 16-bit operands against float64 products, with weights lying in memory in many ways."""
 
+import conformance
 import pytest
 import torch
-
-pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
-                                reason="the kernel is Hopper's own")
+from test_grouped_gemm_hopper_gpu import pytestmark, relative  # noqa: F401
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E = 4
@@ -22,9 +21,8 @@ def grouped_mm(*args, **kwargs):
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is NaN, so that a value that is not written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with conformance.poisoned():
+        yield
 
 
 def placed(w_AENK: torch.Tensor, layout: str) -> list:
@@ -56,11 +54,6 @@ def expected(a, w_AENK, sizes, transposed):
         out.append(a[start:start + size].double() @ (w if transposed else w.t()))
         start += size
     return torch.cat([*out, torch.zeros(a.shape[0] - start, out[0].shape[1], dtype=torch.float64, device="cuda")])
-
-
-def relative(actual, expected):
-    assert actual.isfinite().all()
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def operands(N, K, parts, rows, transposed, dtype=BF16):
@@ -95,22 +88,6 @@ def test_weights_anywhere(layout):
         a, w = operands(288, 192, 2, sum(sizes), transposed, F16)
         out = grouped_mm(a, placed(w, layout), ends, F32, transposed)
         assert relative(out, expected(a, w, sizes, transposed)) < 1e-5
-
-
-def test_graph():
-    """Captured once, replayed with other data and other group sizes."""
-    a, w = operands(256, 128, 2, 512, False)
-    ends = torch.tensor([128, 128, 256, 512], dtype=torch.int32, device="cuda")
-    parts = placed(w, "scattered")
-    grouped_mm(a, parts, ends, BF16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = grouped_mm(a, parts, ends, BF16)
-    a.normal_()
-    parts[1][2].normal_()
-    ends.copy_(torch.tensor([256, 384, 384, 384], dtype=torch.int32))
-    graph.replay()
-    assert torch.equal(captured, grouped_mm(a, parts, ends, BF16))
 
 
 def test_beyond_two_to_the_31():

@@ -9,12 +9,10 @@ The checks are those of tests/ranks/test_hierarchical.py.
 import io
 import os
 import random
-import shutil
 import time
 from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -23,16 +21,11 @@ import torch
 from conformance import HARD, MX32, PROBLEMS, Problem, check, without_an_empty_rank
 from models import PLAIN, Layout
 from rank_pool import set_timeout
-from test_expert_ffn import RECIPES
-from test_hierarchical import check_ffn
 from test_hierarchical_layers import FLAT, TWO_HOPS, classic
 from test_peer_wire import check_puts
 
-from ds_mxfp8_moe.compute import grouped_gemm
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.ops.op_builder.builder import CSRC
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
-from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
 from ds_mxfp8_moe.transport import nvshmem
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
@@ -152,12 +145,6 @@ def test_rows_over_peer_memory_with_delays(four_over_gloo):
     four_over_gloo.run(stressed, 200, seconds=SECONDS)
 
 
-def stalled_over_peers(gone: int) -> tuple | None:
-    group = torch.distributed.new_group()
-    set_timeout(DEADLINE, group)
-    return stalled(gone, Hops.of(group, 2, "moe", "peer_memory", "peer_memory"))
-
-
 def stalled(gone: int, hops: Hops) -> tuple | None:
     """What this rank raises when `gone` does not come to the second dispatch."""
     exchange, expert_TK = Hierarchical(hops, "moe"), (torch.arange(24).view(6, 4) % 8).cuda()
@@ -176,11 +163,6 @@ def stalled(gone: int, hops: Hops) -> tuple | None:
     dist.barrier()
     assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
     return answer
-
-
-@pytest.mark.parametrize("gone", [3, 0])
-def test_a_rank_that_stalls_over_peer_memory_is_named(four_over_gloo, gone):
-    check_stalled(four_over_gloo.run(stalled_over_peers, gone, seconds=SECONDS), gone)
 
 
 def check_stalled(answers: list, gone: int) -> None:
@@ -226,28 +208,6 @@ def test_a_rank_that_stalls_over_nvshmem_is_named(four_over_nvshmem_of_a_case):
     check_stalled(four_over_nvshmem_of_a_case.run(stalled_over_nvshmem, 3, seconds=SECONDS), 3)
 
 
-def without_puts(folder: str) -> tuple:
-    """What a rank raises if the kernel announces no rows, and its puts."""
-    module = NVSHMEMBuilder(Path(folder) / "nvshmem").jit_load()
-    with mock.patch.object(nvshmem.extension, "try_load", lambda: (module, "")):
-        hops = over_nvshmem(2)
-        with pytest.raises(PeerFailure) as caught:
-            Hierarchical(hops).plan((torch.arange(24).view(6, 4) % 8).cuda(), 2)
-        return str(caught.value), hops.between.puts
-
-
-def test_without_puts_nothing_arrives(four_over_nvshmem_of_a_case, tmp_path):
-    for name in ("nvlink", "nvshmem"):
-        shutil.copytree(CSRC / name, tmp_path / name)
-    source = tmp_path / "nvshmem" / "row_exchange.cu"
-    text, put = source.read_text(), (
-        "    x.put_block(w, rank() * items.a.region + items.begin(i), sent, bytes, items.chunk(i));\n")
-    assert text.count(put) == 1
-    source.write_text(text.replace(put, ""))
-    for text, puts in four_over_nvshmem_of_a_case.run(without_puts, str(tmp_path), seconds=SECONDS):
-        assert puts == 0 and "hop between nodes until the deadline" in text
-
-
 def chosen(wire: str) -> tuple:
     """The wires that the config's keys give, and what all ranks print."""
     os.environ.update(NVSHMEM)
@@ -269,15 +229,6 @@ def test_a_wire_is_chosen(four_over_nvshmem_of_a_case, wire, between):
 # ---------------------------------------------------------------- layers
 
 
-@pytest.mark.parametrize("recipe_name", ["hp-128", "bf16", "all-wires-mxfp8"])
-def test_a_layer_equals_the_reference(four, recipe_name):
-    recipe = RECIPES[recipe_name]
-    check_ffn(four, recipe_name, 2, dtype=torch.bfloat16, top_k=4, device="cuda",
-              # test_expert_ffn_gpu.py says why.
-              least=38 if recipe.quantize_gemm and recipe.block_size == 128 else 45,
-              rescales_rows=grouped_gemm.rescales_rows(torch.device("cuda"), recipe.block_size))
-
-
 def trained(recipe: str) -> tuple:
     """Losses of plain DeepSpeed, of the flat transport and of two hops, what crossed, whether a training with both
     hops over peer memory ends at the same weights, and the lines about the two transports."""
@@ -297,34 +248,3 @@ def test_classic_layers_train(four, recipe):
         assert said == ([] if rank else [f"{start} host, peer memory inside a node",
                                          f"{start} peer_memory, peer memory inside a node"])
         assert hops == pytest.approx(plain, rel=0.02) and hops == pytest.approx(flat, rel=0.01)
-
-
-# ---------------------------------------------------------------- peers that fail
-
-
-def missed(gone: int) -> tuple | None:
-    """What this rank raises when `gone` does not come to the second plan."""
-    set_timeout(DEADLINE)
-    exchange = Hierarchical(Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), "moe")
-    expert_TK = (torch.arange(24).view(6, 4) % 8).cuda()
-    for step in range(2):
-        if step == 1 and dist.get_rank() == gone:
-            return None
-        start = time.monotonic()
-        try:
-            plan = exchange.plan(expert_TK, 2)
-        except PeerFailure as failure:
-            return failure.missing, str(failure), time.monotonic() - start
-        rows, _ = exchange.dispatch(plan, torch.ones(6, 32, device="cuda", dtype=torch.bfloat16), MX32)
-        exchange.combine(plan, rows.dequantize(), MX32, torch.bfloat16)
-        torch.cuda.synchronize()
-    raise AssertionError("no rank went away")
-
-
-def test_a_rank_that_does_not_come_is_named_with_its_node(four_of_a_case):
-    answers = four_of_a_case.run(missed, 3, seconds=SECONDS)
-    assert answers[3] is None
-    for missing, text, seconds in answers[:3]:
-        assert missing == (3, ) and "rank 3 of node 1 did not come; it hangs elsewhere" in text
-        assert "in 'counts' of moe until the deadline" in text
-        assert seconds < DEADLINE.total_seconds() + GRACE_SECONDS

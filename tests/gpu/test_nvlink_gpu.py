@@ -2,10 +2,10 @@
 """The NVLink transport on GPUs, where ranks share one and where each has its own.
 
 Exchanges are those of tests/support/conformance.py. Layers are compared with the collective transport. If a peer
-stalls or makes another call, the others raise an error that names it, and their GPU still works.
+stalls, the others raise an error that names it, and their GPU still works.
 
 Memcheck and racecheck report nothing for the tests below, and memcheck nothing for AllToAll's tests
-(test_all_to_all_gpu.py -k "2-sharing and not compile"). Tests of whole layers are left out: racecheck takes the flags
+(test_all_to_all_gpu.py -k 2-sharing). Tests of whole layers are left out: racecheck takes the flags
 by which Triton's warp-specialised GEMMs start their warps for races.
 
     compute-sanitizer --tool memcheck|racecheck --target-processes all \
@@ -33,7 +33,6 @@ from conformance import (
     PROBLEMS,
     Problem,
     check,
-    check_in_flight,
     expected,
     on_device,
     same,
@@ -99,15 +98,6 @@ def check_by(check: str, *args, **keys) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits(pool, name):
     pool.run(check_case, CASES[name], seconds=SECONDS)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_two_plans_in_flight(pool, reverse):
-    pool.run(in_flight, reverse, seconds=SECONDS)
-
-
-def in_flight(reverse: bool) -> None:
-    check_in_flight(nvlink(), reverse=reverse)
 
 
 # ---------------------------------------------------------------- random delays
@@ -239,19 +229,6 @@ def test_a_stalled_peer_is_named_in_time(pool, phase):
     cases.named_in_time(pool.run(failing, phase, seconds=SECONDS), phase, 0, most)
 
 
-def confused(how: str) -> str | None:
-    text = cases.confused(how, Problem(tokens=(40, ) * 8), with_deadline())
-    torch.cuda.synchronize()
-    dist.barrier()
-    check_case(Problem(wire=MX128), times=1)
-    return text
-
-
-@pytest.mark.parametrize("how", cases.CONFUSIONS)
-def test_ranks_in_different_calls_raise(pool, how):
-    cases.all_noticed(pool.run(confused, how, seconds=SECONDS))
-
-
 # ---------------------------------------------------------------- whole layers
 
 
@@ -354,14 +331,6 @@ def test_a_layer_beside_its_gemm_computes_the_same_bits(pool, recipe_name, token
 # ---------------------------------------------------------------- static: nothing waits, graphs can be captured
 
 
-@pytest.mark.parametrize("change", [{}, {"wire": MX128, "top_k": 4}, {"routing": "skewed", "wire": MX32},
-                                    {"routing": "dropped", "top_k": 4}, {"routing": "one expert", "wire": MX128},
-                                    {"routing": "one rank"}, {"routing": "nowhere"}, {"tokens": (0, ) * 8}], ids=str)
-def test_static_gives_the_same_bits(pool, change):
-    case = Problem(**{"tokens": (45, ) * 8} | change)
-    pool.run(check_by, "check_static", case, capacity_factor=pool.world_size, seconds=SECONDS)
-
-
 def overflow_in_a_replay() -> str:
     """Replays run no code on the host, but the check before the step finds rows that do not fit."""
     mine, case = new_memory(torch.distributed.new_group()), Problem(tokens=(600, ) * 8, top_k=1, local_experts=1)
@@ -404,16 +373,6 @@ DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
 def test_rows_that_do_not_fit_are_dropped(pool, change):
     case = Problem(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)
     pool.run(check_by, "check_dropped", case, **DROPPING, seconds=SECONDS)
-
-
-def check_layer_dropped(recipe) -> None:
-    exchange = dataclasses.replace(nvlink(), **DROPPING)
-    cases.check_layer_dropped(recipe, OnHost(memory().group, "oracle"), exchange)
-
-
-@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-128", "bf16"])
-def test_a_layer_that_drops_computes_the_same_bits(pool, recipe_name):
-    pool.run(check_layer_dropped, RECIPES[recipe_name], seconds=SECONDS)
 
 
 def dropped_in_replays() -> tuple:

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The permute kernels on a GPU: groups of any size on one of them, and over NCCL."""
 
-from unittest import mock
 
-import deepspeed.comm as dist
 import pytest
 import torch
 from permute_cases import (
     FLOOR,
-    MESSAGES,
     MX32,
     MX128,
     PLAIN,
@@ -16,13 +13,9 @@ from permute_cases import (
     Problem,
     bits,
     check_exchange,
-    check_message,
-    exchange,
 )
 
 from ds_mxfp8_moe.ops.triton_kernels import local, permute
-from ds_mxfp8_moe.transport import rows
-from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
 
 WIRES = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
@@ -39,39 +32,6 @@ def test_same_bits_as_the_plain_path(name):
 def test_real_sizes(wire, hidden, ranks):
     check_exchange("cuda", Problem((300, ) * (ranks - 1) + (511, ), top_k=8, local_experts=8, hidden=hidden,
                                    wire=WIRES[wire], not_finite=True, routing="dropped"))
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("dtype, y_dtype", [(FP32, FP32), (FP16, FP32), (BF16, FP32), (FP16, FP16)], ids=str)
-def test_dtypes(wire, dtype, y_dtype):
-    for hidden in (160, 2080):
-        check_exchange("cuda", Problem((70, 3, 40), top_k=4, hidden=hidden, wire=WIRES[wire], dtype=dtype,
-                                       y_dtype=y_dtype))
-
-
-@pytest.mark.parametrize("top_k", range(1, 9))
-def test_every_number_of_choices(top_k):
-    for wire in (PLAIN, MX32, MX128):
-        check_exchange("cuda", Problem((50, 60, 40), top_k=top_k, wire=wire, hidden=544))
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("node_size, ranks", [(2, 4), (3, 6), (4, 8)])
-def test_two_hops(wire, node_size, ranks):
-    check_exchange("cuda", Problem((300, ) * (ranks - 1) + (511, ), top_k=8, local_experts=8, hidden=2880,
-                                   wire=WIRES[wire], not_finite=True, routing="dropped"), node_size)
-
-
-@pytest.mark.parametrize("case", MESSAGES, ids=str)
-def test_messages(case):
-    check_message("cuda", *case)
-
-
-def test_the_same_bits_every_time():
-    problem = Problem((300, 211, 100), top_k=6, hidden=1056, wire=MX32)
-    first, second = (exchange(problem, "cuda", True) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
 
 
 def test_rows_that_do_not_lie_at_multiples_of_16_bytes():
@@ -118,26 +78,3 @@ def test_in_a_cuda_graph(wire):
     expert.copy_(expert.flip(0))
     graph.replay()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(captured, both(), strict=True))
-
-
-def over_nccl(problem: Problem):
-    """Both paths on every rank of the process group."""
-    inputs = problem.inputs()[dist.get_rank()]
-    expert, x, weight = (t.cuda() for t in inputs)
-    transport = Collective(dist.get_world_group())
-    plan = transport.plan(expert, problem.local_experts)
-
-    def both():
-        x_PH, weight_P = transport.dispatch(plan, x, problem.wire, weight)
-        y_PH = x_PH.dequantize() if problem.wire.mxfp8 else x_PH
-        return x_PH, weight_P, *transport.combine(plan, y_PH, problem.wire, problem.dtype, weight_P)
-
-    with_kernels = both()
-    with mock.patch.object(rows, "runs_kernels", lambda *_: False):
-        plain = both()
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(with_kernels, plain, strict=True))
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_over_nccl(pair, wire):
-    pair.run(over_nccl, Problem((300, 41), top_k=4, hidden=1056, wire=WIRES[wire], routing="dropped"))

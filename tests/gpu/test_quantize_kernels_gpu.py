@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The casts on a GPU against mx.py on the CPU; beyond 2^31 values; in a CUDA graph, without a host sync.
+"""The casts on a GPU against mx.py on the CPU, and beyond 2^31 values.
 
 Every case compiles kernels of its own, for seconds: all run at once, in processes of their own, on one GPU.
 """
@@ -49,36 +49,9 @@ def beyond_two_to_the_31(rows, columns, block):
     assert torch.equal(kernels.dequantize(y, BF16)[-128:, -256:].cpu(), expected.dequantize())
 
 
-def graph_and_no_sync():
-    x = torch.randn(256, 512, dtype=BF16, device="cuda")
-    w = [torch.randn(128, 256, dtype=BF16, device="cuda") for _ in range(3)]
-
-    def everything():
-        rows, columns = kernels.quantize_rows_and_columns(x, 128, "rceil")
-        weights = [kernels.quantize_weights([w, w], 128, "rceil", transposed) for transposed in (False, True)]
-        return (kernels.quantize_rows(x, 128, "rceil", False), rows, columns, kernels.quantize_columns(x, 32, "rceil"),
-                kernels.rescale_transposed(rows, "rceil"), *weights), kernels.dequantize(rows, BF16)
-
-    torch.cuda.set_sync_debug_mode("error")
-    everything()
-    torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured, values = everything()
-    for tensor in (x, *w):
-        tensor.normal_()
-    graph.replay()
-    again, again_values = everything()
-    for a, b in zip(captured, again, strict=True):
-        assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
-        assert torch.equal(a.scale_bytes, b.scale_bytes)
-    assert torch.equal(values, again_values)
-
-
 # Tiles divide (1024, 2048) and (512, 384), and nothing else here.
 CASES = [
     (beyond_two_to_the_31, 131072 + 128, 16896, 128),
-    (graph_and_no_sync, ),
     *((run_weights, "cuda", heights, 288, layout, dtype, block, mode)
       for heights, layout, dtype, block, mode in [
           ((96, 64), "stacked", BF16, 128, "rceil"), ((96, 64), "even", F32, 128, "floor"),

@@ -2,7 +2,7 @@
 """The permute kernels in Triton's interpreter."""
 
 import pytest
-from permute_cases import MESSAGES, MX32, MX128, PLAIN, PROBLEMS, Problem, check_exchange, check_message
+from permute_cases import MX32, MX128, PLAIN, PROBLEMS, Problem, check_exchange
 from slow import slow_except
 
 QUICK = ("two ranks, mxfp8", "not contiguous", "not finite", "not finite, plain", "floor", "many blocks",
@@ -25,8 +25,3 @@ def test_two_hops(interpreter, wire, node_size):
     tokens = (3, 2, 0, 5, 4, 1) if node_size == 3 else (3, 2, 5, 4)
     interpreter(check_exchange, "cpu", Problem(tokens, top_k=3, local_experts=2, wire=wire, hidden=160,
                                                routing="dropped"), node_size)
-
-
-@pytest.mark.parametrize("case", MESSAGES, ids=str)
-def test_messages(interpreter, case):
-    interpreter(check_message, "cpu", *case)

@@ -50,15 +50,10 @@ def test_rows_reach_their_experts_and_come_back(ranks2, name):
 
 
 @needs_nvcc
+@pytest.mark.parametrize("ranks", [3, 8])
 @pytest.mark.parametrize("name", ["quantize", "one rank", "ranks without tokens"])
-def test_three_ranks(ranks3, name):
-    assert ranks3.run(run, CASES[name]) == [[], [], []]
-
-
-@needs_nvcc
-@pytest.mark.parametrize("name", ["quantize", "plain", "ranks without tokens"])
-def test_eight_ranks(ranks8, name):
-    assert ranks8.run(run, CASES[name]) == [[]] * 8
+def test_more_ranks(request, ranks, name):
+    assert request.getfixturevalue(f"ranks{ranks}").run(run, CASES[name]) == [[]] * ranks
 
 
 def under_an_adversary(case: Case) -> list[str]:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport in two hops, over gloo: the table of exchanges, what crosses nodes against the routing, wires that are
-slow and out of order, and whole layers."""
+"""The transport in two hops, over gloo: the table of exchanges, what crosses nodes against the routing, and whole
+layers."""
 
-import dataclasses
-import random
-import time
 
 import deepspeed.comm as dist
 import pytest
@@ -17,7 +14,6 @@ from conformance import (
     PLAIN,
     PROBLEMS,
     Problem,
-    bits,
     check,
     check_in_flight,
     without_an_empty_rank,
@@ -29,7 +25,6 @@ from test_transport import steps
 
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from ds_mxfp8_moe.transport.wires import HostWire
 
 TOKENS_OF_6 = (50, 300, 61, 37, 0, 20)
 
@@ -108,76 +103,6 @@ def test_a_token_crosses_once_to_each_node_and_the_wire_counts_it(ranks4, wire):
 @pytest.mark.parametrize("node_size", [2, 3])
 def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
     check_bytes(ranks6, Problem(tokens=TOKENS_OF_6, wire=MX32, top_k=4, local_experts=2), node_size)
-
-
-# ---------------------------------------------------------------- other wires
-
-
-class Adversary(HostWire):
-    """Sends rows in small pieces, in an order of its own and late. Each rank has its own order."""
-
-    def exchange(self, x, send_splits, recv_splits, where, most, compared=True, row_S=None):
-        self.count(x, send_splits)
-        x = x if row_S is None else x.index_select(0, row_S)
-        me, out = dist.get_rank(), x.new_empty((sum(recv_splits), x.shape[1]))
-        x, mine = x.contiguous(), self.ranks.index(me)
-        sent, received = x.split(list(send_splits)), out.split(list(recv_splits))
-        received[mine].copy_(sent[mine])
-        puts = [(torch.distributed.isend, piece, rank, tag) for rank, rows in zip(self.ranks, sent, strict=True)
-                if rank != me for tag, piece in enumerate(rows.split(7))]
-        takes = [(torch.distributed.irecv, piece, rank, tag) for rank, rows in zip(self.ranks, received, strict=True)
-                 if rank != me for tag, piece in enumerate(rows.split(7))]
-        order, works = [call for call in puts + takes if call[1].numel()], []
-        chance = random.Random(f"{me} {where} {x.shape}")
-        chance.shuffle(order)
-        for call, piece, rank, tag in order:
-            if chance.random() < 0.1:
-                time.sleep(chance.random() * 0.01)
-            works.append(call(piece, rank, group=self.group, tag=tag))
-        for work in works:
-            work.wait()
-        return out
-
-
-class Broken(HostWire):
-    """Brings nothing."""
-
-    def exchange(self, x, send_splits, recv_splits, where, *keys):
-        return torch.zeros_like(super().exchange(x, send_splits, recv_splits, where, *keys))
-
-
-def over(node_size: int, **wires) -> Hierarchical:
-    hops = two_hops(node_size).hops
-    changed = {hop: wire(hops.group, getattr(hops, hop).ranks, hops.node_of) for hop, wire in wires.items()}
-    return Hierarchical(dataclasses.replace(hops, **changed))
-
-
-def check_adversary(problem: Problem, node_size: int) -> None:
-    check(problem, over(node_size, between=Adversary, inside=Adversary), node_size)
-
-
-@pytest.mark.parametrize("name", ["random", "skewed", "dropped"])
-def test_a_wire_that_delays_and_reorders_changes_no_bit(ranks4, name):
-    ranks4.run(check_adversary, without_an_empty_rank(PROBLEMS[name]), 2)
-
-
-def test_a_wire_that_delays_and_reorders_between_three_nodes(ranks6):
-    ranks6.run(check_adversary, without_an_empty_rank(PROBLEMS["mxfp8"]), 2)
-
-
-def rows_differ(hop: str) -> bool:
-    """Whether rows of dispatch are wrong if a hop brings nothing, over a plan that was made before."""
-    good, bad = two_hops(2), over(2, **{hop: Broken})
-    problem = Problem(wire=MX32)
-    expert_TK, x_TH, _ = problem.inputs(4)[dist.get_rank()]
-    plan = good.plan(expert_TK, problem.local_experts)
-    right, wrong = (bits(t.dispatch(plan, x_TH, MX32)[0]) for t in (good, bad))
-    return not torch.equal(right, wrong)
-
-
-@pytest.mark.parametrize("hop", ["between", "inside"])
-def test_rows_come_over_the_wire_of_each_hop(ranks4, hop):
-    assert all(ranks4.run(rows_differ, hop))
 
 
 # ---------------------------------------------------------------- experts

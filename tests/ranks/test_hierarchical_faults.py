@@ -14,6 +14,7 @@ import torch
 from peer_wires import peer_hops
 from rank_pool import RankFailure, set_timeout
 from slow import slow_except
+from test_deadline import Never
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Wire, deadline
@@ -165,13 +166,6 @@ def exchange_garbled(byte: int) -> None:
 def test_expert_ids_of_a_failed_exchange_index_nothing_that_is_not_there(ranks4, byte):
     """On a GPU that would be an assert, which hides the error that the deadline raises."""
     ranks4.run(exchange_garbled, byte)
-
-
-class Never:
-
-    @staticmethod
-    def query() -> bool:
-        return False
 
 
 def wait_for_a_device() -> tuple | None:

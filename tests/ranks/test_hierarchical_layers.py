@@ -102,37 +102,6 @@ def test_a_layer_gives_the_same_bits_in_every_run(ranks4):
         assert db >= 40 and same and crossed[-1] > 0
 
 
-def recomputed(use_reentrant: bool) -> bool:
-    """Whether a training with activation checkpointing, which repeats forwards, ends at the same weights."""
-    plain, again = (test_autoep.train(TWO_HOPS, 0, 4, checkpointing=how)
-                    for how in (None, {"use_reentrant": use_reentrant}))
-    return plain[0] == again[0] and all(torch.equal(plain[2][name], again[2][name]) for name in plain[2])
-
-
-@pytest.mark.parametrize("use_reentrant", slow_except([False, True], False))
-def test_activation_checkpointing(ranks4, use_reentrant):
-    assert all(ranks4.run(recomputed, use_reentrant))
-
-
-def saved_and_loaded(directory: str) -> list:
-    """Losses of the second half of a training; and of the same, from a checkpoint, over two hops and flat."""
-    layout, losses = Layout(ep_size=4, zero=1), []
-    engine = make_engine(layout, TWO_HOPS)
-    train_steps(engine, layout)
-    engine.save_checkpoint(directory)
-    losses.append([record["loss"] for record in train_steps(engine, layout, 2)])
-    for section in (TWO_HOPS, FLAT):
-        engine = make_engine(layout, section)
-        engine.load_checkpoint(directory)
-        losses.append([record["loss"] for record in train_steps(engine, layout, 2)])
-    return losses
-
-
-def test_checkpoints(ranks4, tmp_path):
-    for whole, two_hops, flat in ranks4.run(saved_and_loaded, str(tmp_path)):
-        assert two_hops == whole and flat == pytest.approx(whole, rel=1e-3)
-
-
 # ---------------------------------------------------------------- several groups
 
 

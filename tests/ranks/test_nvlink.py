@@ -39,8 +39,6 @@ from rank_pool import KEPT_GROUPS, set_timeout
 from slow import slow_except
 from test_expert_ffn import RECIPES
 
-from ds_mxfp8_moe.compute import casts
-from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport import kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -143,12 +141,6 @@ def check_tokens(exchange: NVLink) -> None:
 def test_more_tokens_than_places_holds(ranks2):
     """Every rank refuses the call before the exchange, and can go on."""
     ranks2.run(in_case, check_tokens)
-
-
-@pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
-                         ids=str)
-def test_with_a_capacity(ranks2, change):
-    ranks2.run(in_case, cases.check_static, Problem(**{"tokens": (25, 25)} | change), capacity_factor=2.0)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -447,8 +439,9 @@ def test_three_ranks_lose_the_same_share(ranks3, change):
 
 @pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
                          ids=str)
-def test_nothing_is_dropped_where_all_rows_fit(ranks2, change):
-    ranks2.run(in_case, check_nothing_dropped, Problem(**{"tokens": (25, 25)} | change), **DROPPING)
+@pytest.mark.parametrize("keys", [{"capacity_factor": 2.0}, DROPPING], ids=str)
+def test_nothing_is_dropped_where_all_rows_fit(ranks2, change, keys):
+    ranks2.run(in_case, check_nothing_dropped, Problem(**{"tokens": (25, 25)} | change), **keys)
 
 
 def check_nothing_dropped(case: Problem, exchange: NVLink) -> None:
@@ -517,22 +510,6 @@ def check_layer(recipe, kwargs: dict, exchange: NVLink) -> None:
                  for transport in (Collective(exchange.memory.group, "the oracle"), exchange))
     for key, value in want.items():
         same(key, value, got[key])
-
-
-def check_kept(recipe, exchange: NVLink) -> None:
-    """Three forwards, the last one recomputed in backward, cast each weight once in forward and once in backward."""
-    keys, group = {"calls": 3, "recompute": True}, exchange.memory.group
-    want = layer(Collective(group, "the oracle"), recipe, **keys)
-    with mock.patch.object(casts, "quantize_weights", side_effect=casts.quantize_weights) as cast:
-        got = layer(exchange, recipe, kept=KeptWeights(), **keys)
-    assert cast.call_count == 4
-    for key, value in want.items():
-        same(key, value, got[key])
-
-
-@pytest.mark.parametrize("recipe_name", ["hp-128", "mxfp8-32"])
-def test_a_layer_that_keeps_quantised_weights_computes_the_same_bits(ranks2, recipe_name):
-    ranks2.run(in_case, check_kept, RECIPES[recipe_name])
 
 
 def elsewhere_by_default() -> None:

@@ -85,11 +85,6 @@ def test_stores_and_signals_out_of_order_change_no_bit(ranks4, name):
     ranks4.run(check_peers, without_an_empty_rank(PROBLEMS[name]), 2, True)
 
 
-@pytest.mark.slow
-def test_the_adversary_between_three_nodes(ranks6):
-    ranks6.run(check_peers, without_an_empty_rank(PROBLEMS["mxfp8"]), 2, True)
-
-
 def over_other_sources(csrc: Path, suffix: str, problem: Problem) -> None:
     module = emulator.build(csrc, suffix)
     emulator.set_adversary(module, True)

@@ -222,23 +222,16 @@ class Call:
         return 1 + expert / 4
 
 
-def _nothing() -> None:
-    pass
-
-
-def check(call: Call, a2a: AllToAll, turn: int, between: Callable = _nothing) -> list[str]:
-    """One dispatch and one combine; what was wrong. `between`: runs between send and receive of a case that splits
-    them."""
+def check(call: Call, a2a: AllToAll, turn: int) -> list[str]:
+    """One dispatch and one combine; what was wrong."""
     parts = ({"do_recv": False}, {"do_send": False}) if call.case.split else ({}, )
     call.bring(turn)
     for part in parts:
         call.dispatch(a2a, **part)
-        between()
     wrong = call.wrong_rows()
     call.answer()
     for part in parts:
         call.combine(a2a, **part)
-        between()
     return wrong + call.wrong_tokens()
 
 

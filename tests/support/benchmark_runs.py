@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/benchmarks"))
-
 from lib import world
 
 

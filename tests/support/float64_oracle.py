@@ -58,9 +58,3 @@ def values(cast_bytes: Bytes, block: tuple[int, int]) -> torch.Tensor:
     sign = 1.0 - 2.0 * (data >> 7).double()
     scales = torch.exp2(scale.double() - 127).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return sign * E4M3[(data & 0x7F).long()] * scales[:data.shape[0], :data.shape[1]]
-
-
-def shrinkage(x: torch.Tensor, quantized: torch.Tensor) -> float:
-    """<q, x> / <x, x> - 1: by how much the cast shortens x along itself. Below 0: it shortens."""
-    x, quantized = x.double(), quantized.double()
-    return ((quantized * x).sum() / (x * x).sum() - 1).item()

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
@@ -184,7 +183,7 @@ def all_noticed(texts: list) -> None:
 
 
 def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list | None = None,
-                       kept: KeptWeights | None = None, **kwargs) -> tuple:
+                       **kwargs) -> tuple:
     """Two experts a rank: (the layer as a function of x and the routing weights, its leaves by name, y's gradient).
 
     expert_ids: of every rank, instead of those of the routing.
@@ -197,7 +196,7 @@ def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list
     expert_TK, weight_TK = (t.to(device) for t in routes[rank])
     if expert_ids is not None:
         expert_TK = expert_ids[rank].to(device)
-    ffn = ExpertFFN(formula(name), recipe, transport, 2, kept=kept)
+    ffn = ExpertFFN(formula(name), recipe, transport, 2)
 
     def forward(x, weight):
         return ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=2 * world), weights)

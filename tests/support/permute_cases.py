@@ -14,7 +14,6 @@ import torch
 from conformance import BF16, FP16, FP32, MX32, MX128, PLAIN, bits, poisoned  # noqa: F401
 from conformance import FLOOR32 as FLOOR
 
-from ds_mxfp8_moe.compute.mx import quantize
 from ds_mxfp8_moe.transport import collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
@@ -132,10 +131,6 @@ PROBLEMS = {
     "float32": Problem((9, 5), dtype=FP32, wire=MX128),
 }
 
-# hidden, block_size, top_k, weights
-MESSAGES = [(96, 32, 1, True), (96, 32, 3, False), (160, 128, 8, True), (2048, 128, 2, True), (512, 32, 4, False),
-            (32, 128, 2, False)]
-
 
 def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -> tuple:
     """The plan, and (x_PH, weight_P, y_TH, weight_TK, and x_PH and y_TH without numbers beside them) of one rank.
@@ -189,23 +184,3 @@ def check_exchange(device: str, problem: Problem, node_size: int | None = None) 
         x_PH = actual[0]
         if problem.wire.mxfp8 and x_PH.shape[0]:
             assert x_PH.scale_bytes.stride() == (1, x_PH.shape[0]) and x_PH.qdata.is_contiguous()
-
-
-def check_message(device: str, hidden: int, block_size: int, top_k: int, weights: bool) -> None:
-    """The parts of a message row come back, and lie where wide accesses can take them."""
-    from ds_mxfp8_moe.ops.triton_kernels import message as packed
-    from ds_mxfp8_moe.ops.triton_kernels import permute
-    T, W = 7, 3
-    mx = quantize(torch.randn(T, hidden, device=device), block_size)
-    weight = torch.randn(T, top_k, device=device) if weights else None
-    sent = torch.rand(W, T, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
-    sent[top_k:] = False  # a token travels to no more ranks than it has choices
-    S = int(sent.sum())
-    slot = torch.where(sent, sent.reshape(-1).cumsum(0).view(W, T) - 1, S)
-    with poisoned():
-        message = permute.pack_rows(mx.qdata, mx.scale_bytes, weight, slot, S, top_k)
-    assert message.shape[1] % packed.ROW_BYTES == 0
-    data, scale, back = packed.unpack_rows(message, hidden, mx.scale_bytes.shape[1], top_k if weights else 0)
-    token = sent.nonzero()[:, 1]
-    assert torch.equal(data, mx.qdata.view(torch.uint8)[token]) and torch.equal(scale, mx.scale_bytes[token])
-    assert back is None if weight is None else torch.equal(back, weight[token])

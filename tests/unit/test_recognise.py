@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
-from ds_mxfp8_moe.compute.formula import NotRecognised, expert_weights
+from ds_mxfp8_moe.compute.formula import expert_weights
 from ds_mxfp8_moe.layers import recognise as recognise_file
 from ds_mxfp8_moe.layers.recognise import recognise, register_expert
 
@@ -141,10 +141,6 @@ def test_hidden_size_no_multiple_of_32(hidden):
     assert refused(mlp(hidden=hidden), hidden_size=hidden) == f"hidden size {hidden} is no multiple of 32"
 
 
-def test_ffn_size_no_multiple_of_32():
-    assert refused(mlp(ffn=100)) == "FFN size 100 is no multiple of 32"
-
-
 def test_no_experts():
     assert "no local experts" in refused(nn.ModuleList())
 
@@ -208,15 +204,6 @@ def test_tied_weights():
     experts[2][0].weight = experts[0][0].weight
     assert refused(experts) == "parameter 0.weight of expert 2 is shared with 0.weight of expert 0"
     assert "shared with" in refused(nn.ModuleList([mlp()] * 2))
-
-
-def test_weights_tied_with_the_rest_of_the_model():
-    experts = local_experts(mlp())
-    elsewhere = {nn.Parameter(torch.ones(1)): "head.weight"}
-    assert recognise(experts, H, elsewhere)
-    elsewhere[experts[1][2].weight] = "layers.2.weight"
-    with pytest.raises(NotRecognised, match="2.weight of expert 1 is shared with layers.2.weight, outside"):
-        recognise(experts, H, elsewhere)
 
 
 @pytest.mark.parametrize("other, reason", [

@@ -104,20 +104,6 @@ def test_every_key_of_a_config(tmp_path, capsys, section):
         assert f"{key} {'.' * (25 - len(key))} {json.dumps(value)} (given" in text
 
 
-def test_config_file_is_resolved(tmp_path, capsys):
-    path = tmp_path / "ds_config.json"
-    section = {"enabled": True, "scale_block_size": 128, "exclude": [".*3"], "transport": "collective"}
-    path.write_text(json.dumps({"train_batch_size": 8, "mxfp8_moe": section}))
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert f'section "mxfp8_moe" of {path}' in text
-    assert "enabled .................. true (given)" in text
-    assert "scale_block_size ......... 128 (given)" in text
-    assert 'exclude .................. [".*3"] (given)' in text
-    assert 'transport ................ "collective" (given)' in text
-    assert 'scaling_mode ............. "rceil" (default)' in text
-
-
 @pytest.mark.parametrize("config, line", [
     ({"expert_parallel": {"enabled": True, "autoep_sise": 2}, "mxfp8_moe": {"enabled": True}},
      '[WARN] "expert_parallel" has "autoep_sise", which DeepSpeed ignores: did you mean "autoep_size"?'),

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every cast rounds as a float64 oracle does, to the byte, and shortens a tensor by exactly as much.
-
-A biased cast shifts trainings. Rounding to nearest is not free of bias along the tensor: with rceil, <q, x> / <x, x>
-- 1 is about -7e-4 on normal data. That is the format's own, and no cast may add to it.
-"""
+"""Every cast rounds as a float64 oracle does, to the byte. A biased one would shift trainings."""
 
 import pytest
 import torch
-from float64_oracle import Bytes, cast, shrinkage, values
+from float64_oracle import E4M3, Bytes, cast, values
 
 from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.compute.activation import activate, activate_backward
@@ -80,19 +76,8 @@ def test_fused_casts_round_their_float32_result_once(mode):
     assert abs(found - once) < abs(found - twice)
 
 
-# <q, x> / <x, x> - 1 on normal data. floor saturates what lies between 448 and 512 scales, so it shortens by more.
-@pytest.mark.parametrize("mode, block, expected", [("rceil", (1, 32), -7.5e-4), ("rceil", (1, 128), -7.5e-4),
-                                                   ("rceil", (128, 128), -7.5e-4), ("floor", (1, 32), -2.8e-3),
-                                                   ("floor", (1, 128), -1.0e-3)])
-def test_casts_shorten_by_the_formats_own_share(mode, block, expected):
-    x = normal(rows=4096)
-    own = shrinkage(x, values(cast(x, block, mode), block))
-    found = mx.quantize_tiles(x, mode) if block[0] > 1 else mx.quantize(x, block[1], mode)
-    assert shrinkage(x, found.dequantize(torch.float32)) == pytest.approx(own, abs=1e-12)
-    assert own == pytest.approx(expected, rel=0.05)
-
-
 def test_the_oracle_rounds_ties_to_even_and_saturates():
+    assert torch.equal(E4M3.float(), torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
     x = torch.tensor([448.0, 17.0, 19.0, -17.0, -19.0, 15.5, 432.0, 3 * 2.0**-10, 2.0**-10, -0.0, 460.0])
     data = [0x7E, 0x58, 0x5A, 0xD8, 0xDA, 0x58, 0x7E, 0x02, 0x00, 0x80, 0x7E]
     assert cast(torch.nn.functional.pad(x, (0, 21)).unsqueeze(0), (1, 32), "floor").data[0, :11].tolist() == data
