@@ -122,18 +122,12 @@ def plain_step(**kwargs):
     return train_step(expert_parallel(**kwargs))
 
 
-@pytest.mark.parametrize("kwargs", ({}, dict(group_size_multiple_of=128, block_size=128), dict(mxfp8_bwd=False)),
-                         ids=str)
-def test_two_ranks(ranks2, kwargs):
-    check(ranks2.run(plain_step, **kwargs), 2)
-
-
-def test_floor_rounding(ranks2):
-    check(ranks2.run(plain_step, scaling_mode="floor"), 2, less=1.5)
-
-
-def test_four_ranks(ranks4):
-    check(ranks4.run(plain_step), 4)
+@pytest.mark.parametrize("ranks, kwargs", (
+    ("ranks2", {}), ("ranks2", dict(group_size_multiple_of=128, block_size=128)), ("ranks2", dict(mxfp8_bwd=False)),
+    ("ranks2", dict(scaling_mode="floor")), ("ranks4", {})), ids=str)
+def test_output_and_gradients(request, ranks, kwargs):
+    pool = request.getfixturevalue(ranks)
+    check(pool.run(plain_step, **kwargs), pool.world_size, less=1.5 if "scaling_mode" in kwargs else 0)
 
 
 def two_calls():
