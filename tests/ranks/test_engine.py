@@ -55,6 +55,13 @@ def enabled(times: int = 1):
         DeepSpeedEngine.__init__ = plain
 
 
+@contextmanager
+def initializer(by_enable: bool):
+    """`initialize`, or DeepSpeed's own function after `enable`."""
+    with enabled() if by_enable else nullcontext():
+        yield (deepspeed if by_enable else ds_mxfp8_moe).initialize
+
+
 def converted(engine) -> int:
     return sum(type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(engine.module))
 
@@ -163,12 +170,9 @@ def with_a_new_transformers(patched):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda name: "5.25.0")
         patch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", Registry(output_capturing._CAN_RECORD_REGISTRY))
-        with pytest.raises(ConfigError, match=r"transformers 5.25.0 \(TypeError: .*pip install 'transformers<5.25"):
-            if patched:
-                with enabled():
-                    deepspeed.initialize(model=model(), config=ds_config(MXFP8))
-            else:
-                ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
+        told = r"transformers 5.25.0 \(TypeError: .*pip install 'transformers<5.25"
+        with pytest.raises(ConfigError, match=told), initializer(patched) as initialize:
+            initialize(model=model(), config=ds_config(MXFP8))
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -283,14 +287,12 @@ def test_a_rank_that_fails_to_convert_is_named(ranks2):
 
 def made_by(front, section, **changes) -> DeepSpeedEngine:
     config = ds_config(section, **changes)
-    if front == "initialize":
-        return ds_mxfp8_moe.initialize(model=model(), config=config)[0]
-    if front == "enable":
-        with enabled():
-            return deepspeed.initialize(model=model(), config=config)[0]
-    engine = deepspeed.initialize(model=model(), config=config)[0]
-    ds_mxfp8_moe.convert(engine, section)
-    return engine
+    if front == "convert":
+        engine = deepspeed.initialize(model=model(), config=config)[0]
+        ds_mxfp8_moe.convert(engine, section)
+        return engine
+    with initializer(front == "enable") as initialize:
+        return initialize(model=model(), config=config)[0]
 
 
 def differing(front, sections) -> str:
@@ -363,8 +365,7 @@ def compiled(front) -> tuple:
         return graph
 
     given = net if front == "plain" else torch.compile(net, backend=backend)
-    with enabled() if front == "enable" else nullcontext():
-        initialize = (deepspeed if front == "enable" else ds_mxfp8_moe).initialize
+    with initializer(front == "enable") as initialize:
         engine = initialize(model=given, config=ds_config(MXFP8))[0]
     return *train(engine, [0]), engine.module is net, converted(engine), len(graphs) > 0
 
@@ -383,8 +384,8 @@ def refused(kind, patched) -> None:
     else:
         net, message = model(), "is in an engine already: .*Make a new model"
         ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 2))
-    with enabled() if patched else nullcontext(), pytest.raises(ConfigError, match=message):
-        (deepspeed if patched else ds_mxfp8_moe).initialize(model=net, config=ds_config(MXFP8, 2))
+    with initializer(patched) as initialize, pytest.raises(ConfigError, match=message):
+        initialize(model=net, config=ds_config(MXFP8, 2))
 
 
 @pytest.mark.parametrize("patched", [False, True])
