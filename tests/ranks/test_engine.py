@@ -415,22 +415,27 @@ def test_switched_off_it_is_deepspeed_to_the_bit(ranks2, stage):
         assert all(losses == plain for losses in results)
 
 
-def two_engines():
-    sections = [MXFP8, {"enabled": True, "recipe": "bf16"}, {"enabled": False}]
-    together = [ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1))[0] for section in sections]
+def several_engines():
+    kept = {"enabled": True, "keep_quantized_weights": True}
+    sections = [kept, {**kept, "recipe": "mxfp8"}, OTHER, {"enabled": False}]
+
+    def build(section):
+        return ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1, gradient_accumulation_steps=2))[0]
+
+    together = [build(section) for section in sections]
     losses = [[] for _ in sections]
-    for step in range(2):
+    for step in range(4):
         for engine, own in zip(together, losses, strict=True):
             own += train(engine, [step])
-    alone = [train(ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1))[0], range(2))
-             for section in sections]
+    alone = [train(build(section), range(4)) for section in sections]
     return losses, alone, [converted(engine) for engine in together]
 
 
 def test_engines_with_different_sections_live_side_by_side(ranks2):
-    for together, alone, counts in ranks2.run(two_engines):
+    """Two of them keep quantised weights within each of their own steps."""
+    for together, alone, counts in ranks2.run(several_engines):
         assert together == alone
-        assert counts == [2, 2, 0]
+        assert counts == [2, 2, 2, 0]
         assert together[0] not in together[1:]
 
 
@@ -513,10 +518,10 @@ def test_deepspeeds_comms_logger_leaves_the_process_alive(ranks2):
 
 class Block(torch.nn.Module):
 
-    def __init__(self):
+    def __init__(self, experts=2):
         super().__init__()
         expert = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
-        self.moe = MoE(32, expert, num_experts=2, ep_size=1, k=1, min_capacity=0)
+        self.moe = MoE(32, expert, num_experts=experts, ep_size=1, k=1, min_capacity=0)
 
     def forward(self, x):
         return x + self.moe(x)[0]

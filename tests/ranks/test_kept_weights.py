@@ -266,35 +266,6 @@ def test_weights_that_change_within_a_step_are_cast_again(ranks2, tmp_path, chan
         assert casts_without == 2 * CASTS and casts_with == casts_after
 
 
-def two_engines():
-    """Two engines whose micro-batches and steps take turns."""
-    results = []
-    for section in (DEFAULT, KEPT):
-        reset_deepspeed_groups()
-        layouts = [Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": n}, seed=n) for n in (2, 3)]
-        engines = [make_engine(layout, section) for layout in layouts]
-        losses = []
-        with counted() as count:
-            for number in range(6):
-                for engine, layout in zip(engines, layouts, strict=True):
-                    loss = engine(*batch(number, layout, dist.get_rank()))
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.item())
-        results.append((losses, [parameters(engine) for engine in engines], count.total()))
-        for engine in engines:
-            engine.destroy()
-    return results
-
-
-def test_two_engines_of_one_process(ranks2):
-    for (losses, ends, count), (kept_losses, kept_ends, kept_count) in ranks2.run(two_engines):
-        assert kept_losses == losses
-        for end, kept_end in zip(ends, kept_ends, strict=True):
-            assert all(torch.equal(end[name], kept_end[name]) for name in end)
-        assert count == 2 * 6 * CASTS and kept_count == (6 // 2 + 6 // 3) * CASTS
-
-
 # ---- which engines keep weights -------------------------------------------------------------------------------------
 
 

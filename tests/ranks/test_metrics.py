@@ -16,6 +16,7 @@ from autoep_models import autoep_layers, engine, train_engine
 from deepspeed.pipe import LayerSpec, PipelineModule
 from models import Layout, batch, make_engine, train_steps
 from slow import slow_except
+from test_engine import Block
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import metrics
@@ -166,7 +167,7 @@ def test_the_first_module_with_a_nan_is_named_once(ranks2, stage, where, named):
 
 def of_stages(folder: str, later: bool) -> None:
     """A pipeline. Rank 0 has one layer and rank 1 two others, or rank 0 has none and all are converted later."""
-    parts = [LayerSpec(Residual, 4 + index) for index in range(3)]
+    parts = [LayerSpec(Block, 4 + index) for index in range(3)]
     if later:
         parts[0:1] = [LayerSpec(torch.nn.Linear, 32, 32)] * 2
     net = PipelineModule(parts, num_stages=2, loss_fn=lambda out, target: (out - target).square().mean(),
@@ -180,17 +181,6 @@ def of_stages(folder: str, later: bool) -> None:
         ds_mxfp8_moe.convert(pipe, {"metrics": {"every": 1}})
     data = torch.randn(2, 8, 32)
     pipe.train_batch(iter([(data, data)] * 2))
-
-
-class Residual(torch.nn.Module):
-
-    def __init__(self, experts: int):
-        super().__init__()
-        self.moe = ds_mxfp8_moe.MoE(32, torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(),
-                                                             torch.nn.Linear(32, 32)), experts, k=2)
-
-    def forward(self, x):
-        return x + self.moe(x)[0]
 
 
 @pytest.mark.slow
