@@ -161,16 +161,6 @@ def test_eval_capacity_and_no_grad(ranks2):
     ranks2.run(eval_mode)
 
 
-def float32_layer():
-    plain = make(dtype=torch.float32, k=2)
-    ours = converted(plain, recipe="bf16")
-    close(step(plain, tokens(torch.float32)), step(ours, tokens(torch.float32)), 100)
-
-
-def test_float32_without_quantisation_is_exact(ranks2):
-    ranks2.run(float32_layer)
-
-
 class InTurn(Packed):
     """With biases; rows of gate and up take turns, as in gpt-oss."""
 
