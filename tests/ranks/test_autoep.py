@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converted AutoEP layers beside DeepSpeed's own: the same routing bits, the same training, MXFP8 within its bars."""
 
+from datetime import timedelta
 from unittest import mock
 
+import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-from autoep_models import FAMILIES, autoep_layers, batch, ds_config, engine, gathered, model, train_engine
+from autoep_models import FAMILIES, autoep_layers, batch, engine, gathered, train_engine
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.utils import safe_get_full_grad
+from rank_pool import set_timeout
 from slow import slow_except
 from torch.nn.utils import parametrize
 
-from ds_mxfp8_moe import convert, initialize
+from ds_mxfp8_moe import PeerFailure, convert
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer, MXFP8GroupedExperts
+from ds_mxfp8_moe.transport.deadline import IN_EVALUATION, naming_evaluation
 
 PLAIN = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
-PEFT_LAYERS = r"base_model\.model\.model\.layers\.\d+\.mlp"  # plain AutoEP needs it
 
 
 # ---------------------------------------------------------------- one layer, on the same input
@@ -239,27 +242,6 @@ def test_trains_like_deepspeed_with_parts_frozen(ranks2, stage, frozen):
     check_training(ranks2.run(trained_like_deepspeed, stage, 2, frozen=frozen))
 
 
-def lora_trains(section, stage):
-    config = ds_config(section, stage, expert_parallel={"moe_layer_pattern": PEFT_LAYERS})
-    net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    losses = train_engine(initialize(model=net, config=config)[0], range(3))
-    adapters = {name: gathered(p) for name, p in net.named_parameters() if "lora_" in name}
-    return losses, adapters, [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(net)]
-
-
-def lora_trains_like_deepspeed(stage):
-    plain, ours = (lora_trains(section, stage) for section in (PLAIN, BF16))
-    return plain[0], ours[0], decibels(plain[1], ours[1]), plain[2], ours[2]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_lora_trains_like_deepspeed_where_autoep_is_told_pefts_names(ranks2, stage):
-    for plain_losses, losses, adapters, plain, ours in ranks2.run(lora_trains_like_deepspeed, stage):
-        assert losses == pytest.approx(plain_losses, abs=1e-5)
-        assert losses[2] < losses[0] and min(adapters.values()) >= 80, adapters
-        assert plain == [False, False] and ours == [True, True]
-
-
 def test_trains_like_deepspeed_under_autocast(ranks2):
     check_training(ranks2.run(trained_like_deepspeed, 1, 2, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
                    tolerance=1e-3, db=30, most_moved=0.02)  # scores that tie but for a rounding, later on
@@ -285,17 +267,21 @@ def test_mxfp8_learns_under_bf16_engines(ranks2, stage):
 # ---------------------------------------------------------------- recomputation, empty ranks, odd calls
 
 
-def recomputed(stage, use_reentrant, lopsided):
-    changes = {"family": "deepseek_v3", "gradient_clipping": 1.0, "lopsided": lopsided}
+def recomputed(family, stage, use_reentrant, lopsided):
+    changes = {"family": family, "gradient_clipping": 1.0, "lopsided": lopsided}
     plain = train(MXFP8, stage, 2, **changes)
     again = train(MXFP8, stage, 2, checkpointing={"use_reentrant": use_reentrant}, **changes)
     return plain[0] == again[0], [name for name in plain[1] if not torch.equal(plain[1][name], again[1][name])]
 
 
-@pytest.mark.parametrize("stage, lopsided", slow_except([(2, False), (3, False), (3, True)], (2, False), (3, True)))
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_changes_no_bit(ranks2, stage, lopsided, use_reentrant):
-    for same_losses, different in ranks2.run(recomputed, stage, use_reentrant, lopsided):
+RECOMPUTED = [(*case, again) for case in (("deepseek_v3", 2, False), ("deepseek_v3", 3, False),
+                                         ("deepseek_v3", 3, True), ("gpt_oss", 3, False)) for again in (False, True)]
+
+
+@pytest.mark.parametrize("family, stage, lopsided, use_reentrant", slow_except(
+    RECOMPUTED, ("deepseek_v3", 2, False, False), ("deepseek_v3", 3, True, True), ("gpt_oss", 3, False, False)))
+def test_activation_checkpointing_changes_no_bit(ranks2, family, stage, lopsided, use_reentrant):
+    for same_losses, different in ranks2.run(recomputed, family, stage, use_reentrant, lopsided):
         assert same_losses and not different
 
 
@@ -345,6 +331,35 @@ def test_generates_from_prompts_of_different_lengths(ranks2):
     plain, ours = ranks2.run(generated, PLAIN), ranks2.run(generated, BF16)
     assert plain == ours and [len(ids) for ids in ours] == [10, 14]
     assert [len(ids) for ids in ranks2.run(generated, MXFP8)] == [10, 14]
+
+
+def generated_until(synced: bool) -> str | int:
+    """Rank 1 wants more tokens than rank 0. How many it gets, or the error."""
+    built = engine(MXFP8, 0)
+    built.eval()
+    built.module(input_ids=batch(0))  # the ranks choose a transport
+    set_timeout(timedelta(seconds=3))
+    more = 2 + 3 * dist.get_rank()
+    try:
+        return built.module.generate(batch(0), max_new_tokens=more, min_new_tokens=more, synced_gpus=synced).shape[1]
+    except PeerFailure as failure:
+        return str(failure)
+
+
+@pytest.mark.slow
+def test_generate_on_ranks_of_different_lengths_names_synced_gpus(ranks2):
+    assert ranks2.run(generated_until, True) == [16 + 2, 16 + 5]
+    _, failure = ranks2.run(generated_until, False)
+    ranks2.close()  # their default group has a deadline of its own now
+    assert "rank 1 waited for rank 0 in 'counts' of model.layers.0.mlp until the deadline" in failure
+    assert "The layer is in evaluation mode. In generate(), " in failure and "pass synced_gpus=True" in failure
+
+
+@pytest.mark.parametrize("missing, at_deadline, told", [((1, ), False, True), ((), True, True), ((), False, False)])
+def test_every_lost_peer_in_evaluation_is_a_peer_failure_with_the_hint(missing, at_deadline, told):
+    with pytest.raises(PeerFailure, match="rank 0 lost") as error, naming_evaluation():
+        raise PeerFailure("rank 0 lost its connection", missing, at_deadline)
+    assert (IN_EVALUATION in str(error.value)) is told
 
 
 def converted_twice():

@@ -70,27 +70,35 @@ def read(directory, section, stage, ep_size, **changes):
     return path is not None, converted, state(engine), train(engine, range(2, 4))
 
 
-def check_same(saved, loaded):
-    assert saved.keys() == loaded.keys()
-    assert not [name for name in saved if not torch.equal(saved[name], loaded[name])]
-    assert sum(name.startswith("exp_avg_sq") for name in saved) > 10
-
-
 SECTIONS = {"plain": PLAIN, "ours": MXFP8}
 
 
-@pytest.mark.parametrize("ranks, stage, writer, reader", slow_except(
-    [("ranks2", 3, "plain", "ours"), ("ranks2", 3, "ours", "plain"), ("ranks2", 2, "plain", "ours"),
-     ("ranks2", 1, "ours", "plain"), ("ranks2", 1, "ours", "ours"), ("ranks4", 3, "plain", "ours"),
-     ("ranks4", 3, "ours", "ours")],
-    ("ranks2", 3, "plain", "ours"), ("ranks2", 3, "ours", "plain")))
-def test_what_one_writes_the_other_reads(request, tmp_path, ranks, stage, writer, reader):
+LAYERS = {"deepseek_v3": 1, "qwen3_moe": 2, "gpt_oss": 2}
+
+
+def check_read(read_again, written, reader, family):
+    for (saved, _), (found, converted, loaded, _) in zip(written, read_again, strict=True):
+        assert found and converted == (LAYERS[family] if reader is MXFP8 else 0)
+        assert saved.keys() == loaded.keys()
+        assert not [name for name in saved if not torch.equal(saved[name], loaded[name])]
+        assert sum(name.startswith("exp_avg_sq") for name in saved) > 10
+        assert sum("expert_biases" in name for name in saved) == (2 * 3 * 4 if family == "gpt_oss" else 0)
+
+
+@pytest.mark.parametrize("ranks, stage, writer, reader, family", slow_except(
+    [("ranks2", 3, "plain", "ours", "deepseek_v3"), ("ranks2", 3, "ours", "plain", "deepseek_v3"),
+     ("ranks2", 2, "plain", "ours", "deepseek_v3"), ("ranks2", 1, "ours", "plain", "deepseek_v3"),
+     ("ranks2", 1, "ours", "ours", "deepseek_v3"), ("ranks4", 3, "plain", "ours", "deepseek_v3"),
+     ("ranks4", 3, "ours", "ours", "deepseek_v3"), ("ranks2", 1, "ours", "ours", "gpt_oss"),
+     ("ranks2", 3, "ours", "ours", "gpt_oss")],
+    ("ranks2", 3, "plain", "ours", "deepseek_v3"), ("ranks2", 3, "ours", "plain", "deepseek_v3"),
+    ("ranks2", 1, "ours", "ours", "gpt_oss"), ("ranks2", 3, "ours", "ours", "gpt_oss")))
+def test_what_one_writes_the_other_reads(request, tmp_path, ranks, stage, writer, reader, family):
     pool, writer, reader = request.getfixturevalue(ranks), SECTIONS[writer], SECTIONS[reader]
-    written = pool.run(write, tmp_path, writer, reader, stage, 2)
-    for (saved, losses), (found, converted, loaded, next_losses) in zip(
-            written, pool.run(read, tmp_path, reader, stage, 2), strict=True):
-        assert found and converted == (1 if reader is MXFP8 else 0)
-        check_same(saved, loaded)
+    written = pool.run(write, tmp_path, writer, reader, stage, 2, family=family)
+    read_again = pool.run(read, tmp_path, reader, stage, 2, family=family)
+    check_read(read_again, written, reader, family)
+    for (_, losses), (*_, next_losses) in zip(written, read_again, strict=True):
         assert next_losses == losses
 
 
@@ -102,22 +110,21 @@ def to_universal(directory):
         ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-@pytest.mark.parametrize("stage, ep_size, writer, reader", slow_except(
-    [(2, 2, "plain", "ours"), (2, 2, "ours", "plain"), (1, 1, "plain", "ours"), (3, 2, "ours", "plain")],
-    (2, 2, "plain", "ours")))
-def test_universal_checkpoints_both_ways(ranks2, tmp_path, stage, ep_size, writer, reader):
+@pytest.mark.parametrize("stage, ep_size, writer, reader, family", slow_except(
+    [(2, 2, "plain", "ours", "qwen3_moe"), (2, 2, "ours", "plain", "qwen3_moe"), (1, 1, "plain", "ours", "qwen3_moe"),
+     (3, 2, "ours", "plain", "qwen3_moe"), (2, 1, "ours", "ours", "gpt_oss"), (2, 2, "ours", "ours", "gpt_oss")],
+    (2, 2, "plain", "ours", "qwen3_moe"), (2, 1, "ours", "ours", "gpt_oss")))
+def test_universal_checkpoints_both_ways(ranks2, tmp_path, stage, ep_size, writer, reader, family):
     """Written with two ranks' experts apart; read alike, or with all experts on each rank.
 
     Not of DeepSeek-V3: DeepSpeed's universal checkpoints leave out buffers, such as its router's correction bias. From
     ZeRO-3 they leave out Adam's step count too, so that the second step is another one, with plain DeepSpeed as well.
     """
     writer, reader = SECTIONS[writer], SECTIONS[reader]
-    written = ranks2.run(write, tmp_path, writer, reader, stage, 2, family="qwen3_moe")
+    written = ranks2.run(write, tmp_path, writer, reader, stage, 2, family=family)
     to_universal(tmp_path)
-    for (saved, losses), (found, converted, loaded, next_losses) in zip(
-            written, ranks2.run(read, tmp_path, reader, stage, ep_size, family="qwen3_moe",
-                                checkpoint={"load_universal": True}), strict=True):
-        assert found and converted == (2 if reader is MXFP8 else 0)
-        check_same(saved, loaded)
+    read_again = ranks2.run(read, tmp_path, reader, stage, ep_size, family=family, checkpoint={"load_universal": True})
+    check_read(read_again, written, reader, family)
+    for (_, losses), (*_, next_losses) in zip(written, read_again, strict=True):
         assert next_losses[0] == pytest.approx(losses[0], abs=1e-2 if ep_size == 1 else 1e-6)
         assert next_losses[1] == pytest.approx(losses[1], abs=1e-6 if (stage, ep_size) == (2, 2) else 1e-2)

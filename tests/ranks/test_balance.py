@@ -86,82 +86,27 @@ def test_biases_of_layers_that_are_converted_later_move(ranks2, first):
 STEPS = 100
 
 
-def skewed_model(seed: int = 0, **changes) -> torch.nn.Module:
-    plain = model(seed=seed, **changes)
-    with torch.no_grad():  # all tokens have a common part, which the gates send to two experts
-        plain.model.embed_tokens.weight.add_(0.02)
-        for layer in plain.model.layers:
-            layer.mlp.gate.weight[:2].add_(0.02)
-    return plain
-
-
 def skewed_loads(coeff: float | None) -> list[float]:
     """The most loaded expert's share over the mean, in the first 3 and in the last 20 of 100 steps."""
-    plain, seen = skewed_model(num_hidden_layers=1), []
+    plain, seen = model(num_hidden_layers=1), []
+    with torch.no_grad():  # all tokens have a common part, which the gate sends to two experts
+        plain.model.embed_tokens.weight.add_(0.02)
+        plain.model.layers[0].mlp.gate.weight[:2].add_(0.02)
     config = ds_config({"enabled": True, "load_balance_coeff": coeff}, 1)
     config["optimizer"]["params"]["lr"] = 1e-3
     net = ds_mxfp8_moe.initialize(model=plain, config=config)[0]
-    layers = autoep_layers(net.module)
-    for layer in layers:
-        layer.router.register_forward_hook(lambda module, args, out: seen.append(out[2].float()))
+    autoep_layers(net.module)[0].router.register_forward_hook(lambda module, args, out: seen.append(out[2].float()))
     train_engine(net, range(STEPS))
-    loads = torch.stack(seen).view(STEPS, len(layers), -1)
+    loads = torch.stack(seen)
     dist.all_reduce(loads)
-    return [float((part.sum(0).amax(1) / part.sum(0).mean(1)).min()) for part in (loads[:3], loads[-20:])]
+    return [float(part.sum(0).max() / part.sum(0).mean()) for part in (loads[:3], loads[-20:])]
 
 
 @pytest.mark.slow
-def test_a_skewed_router_becomes_balanced(ranks2):
-    start, end = ranks2.run(skewed_loads, 0.004)[0]
-    assert start > 2 and end < 1.2, (start, end)
-
-
-@pytest.mark.slow
-def test_without_the_key_a_skewed_router_stays_skewed(ranks2):
-    _, end = ranks2.run(skewed_loads, None)[0]
-    assert end > 2
-
-
-AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-
-
-def sentences(number: int, rank: int, size: int) -> torch.Tensor:
-    """[size, 32]: counts up from a random token by 1, 2 or 3, which a model can learn."""
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    start, by = (torch.randint(low, high, (size, 1), generator=generator) for low, high in ((0, 128), (1, 4)))
-    return (start + by * torch.arange(32)) % 128
-
-
-def learnt(seed: int, section: dict, changes: dict) -> tuple[float, float]:
-    """The held-out cross-entropy after 100 steps; the most loaded expert's share over the mean in the last 20."""
-    config = ds_config({"enabled": True, **section}, 1)
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 4e-3, "torch_adam": True}}
-    net = ds_mxfp8_moe.initialize(model=skewed_model(seed, num_hidden_layers=1, **changes), config=config)[0]
-    layers, seen = autoep_layers(net.module), []
-    for layer in layers:
-        layer.router.register_forward_hook(lambda module, args, out: seen.append(out[2].float()))
-    for step in range(STEPS):
-        ids = sentences(1000 * seed + step, dist.get_rank(), 8)
-        net.backward(net(input_ids=ids, labels=ids).loss)
-        net.step()
-    loads = torch.stack(seen[-20 * len(layers):]).view(20, len(layers), -1).sum(0)
-    dist.all_reduce(loads)
-    net.eval()
-    with torch.no_grad():
-        ids = sentences(-1, 0, 64)
-        logits = net(input_ids=ids).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-    return loss.item(), float((loads.amax(1) / loads.mean(1)).max())
-
-
-@pytest.mark.slow
-def test_the_loss_is_that_of_an_auxiliary_loss(ranks2):
-    balanced, auxiliary = ([ranks2.run(learnt, seed, section, changes, seconds=240)[0] for seed in range(2)]
-                           for section, changes in (({"load_balance_coeff": 0.004}, {}), ({}, AUXILIARY)))
-    losses, others = ([loss for loss, _ in found] for found in (balanced, auxiliary))
-    assert max(share for _, share in balanced) < 1.2, (balanced, auxiliary)
-    assert sum(losses) / 2 - sum(others) / 2 < max(others) - min(others), (balanced, auxiliary)
-    assert max(losses) < 0.5, balanced  # from log(128) = 4.85: the models have learnt
+@pytest.mark.parametrize("coeff", [0.004, None])
+def test_a_skewed_router_becomes_balanced_by_the_key_alone(ranks2, coeff):
+    start, end = ranks2.run(skewed_loads, coeff)[0]
+    assert start > 2 and (end > 2 if coeff is None else end < 1.2), (start, end)
 
 
 def resumed(family: str, directory: str) -> tuple:

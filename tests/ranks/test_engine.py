@@ -2,6 +2,7 @@
 """`initialize` is deepspeed.initialize, `enable` reaches the engines that others make; both read the section."""
 
 import argparse
+import functools
 import importlib.metadata
 import inspect
 import io
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from unittest import mock
 
@@ -33,7 +34,6 @@ from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
-from ds_mxfp8_moe.engine import attach as attaching
 from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
 from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
@@ -53,6 +53,13 @@ def enabled(times: int = 1):
         yield
     finally:
         DeepSpeedEngine.__init__ = plain
+
+
+@contextmanager
+def initializer(by_enable: bool):
+    """`initialize`, or DeepSpeed's own function after `enable`."""
+    with enabled() if by_enable else nullcontext():
+        yield (deepspeed if by_enable else ds_mxfp8_moe).initialize
 
 
 def converted(engine) -> int:
@@ -92,7 +99,8 @@ def given(how, directory, initialize):
         result = initialize(model=net, training_data=Numbers(), **{key: value})
     engine, optimizer, loader, scheduler = result
     return (type(result) is tuple, type(engine) is DeepSpeedEngine, optimizer is engine.optimizer,
-            loader is engine.training_dataloader and len(loader) == 2, scheduler is None, converted(engine))
+            loader is engine.training_dataloader and len(loader) == 2, scheduler is None, converted(engine),
+            our_hooks(engine))
 
 
 WAYS = ["positional", "dict", "path", "config_params", "arguments"]
@@ -107,7 +115,7 @@ def given_each_way(directory):
 
 
 def test_takes_and_returns_what_deepspeed_does(ranks2, tmp_path):
-    assert ranks2.run(given_each_way, tmp_path) == [[(True, True, True, True, True, 2)] * 3 * len(WAYS)] * 2
+    assert ranks2.run(given_each_way, tmp_path) == [[(True, True, True, True, True, 2, 0)] * 3 * len(WAYS)] * 2
 
 
 def both():
@@ -162,12 +170,9 @@ def with_a_new_transformers(patched):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda name: "5.25.0")
         patch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", Registry(output_capturing._CAN_RECORD_REGISTRY))
-        with pytest.raises(ConfigError, match=r"transformers 5.25.0 \(TypeError: .*pip install 'transformers<5.25"):
-            if patched:
-                with enabled():
-                    deepspeed.initialize(model=model(), config=ds_config(MXFP8))
-            else:
-                ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))
+        told = r"transformers 5.25.0 \(TypeError: .*pip install 'transformers<5.25"
+        with pytest.raises(ConfigError, match=told), initializer(patched) as initialize:
+            initialize(model=model(), config=ds_config(MXFP8))
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -256,32 +261,6 @@ def test_no_warning_where_nothing_is_missed(ranks2, section, convert, hooks, lay
     assert ranks2.run(unread, section, convert) == [([], hooks, layers)] * 2
 
 
-def read():
-    return our_hooks(ds_mxfp8_moe.initialize(model=model(), config=ds_config(MXFP8))[0])
-
-
-def test_initialize_leaves_no_hook(ranks2):
-    assert ranks2.run(read) == [0, 0]
-
-
-def differing(sections, patched):
-    config = ds_config(sections[dist.get_rank()])
-    with pytest.raises(ConfigError) as error:
-        if patched:
-            with enabled():
-                deepspeed.initialize(model=model(), config=config)
-        else:
-            ds_mxfp8_moe.initialize(model=model(), config=config)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("patched", [False, True])
-@pytest.mark.parametrize("other", [{"enabled": True, "recipe": "bf16"}, {"enabled": False}, None])
-def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, other, patched):
-    for message in ranks2.run(differing, [MXFP8, other], patched):
-        assert message.startswith('the section "mxfp8_moe" on ranks [1] differs from rank 0\'s')
-
-
 def alone():
     """Rank 1's conversion fails; what rank 0 hears."""
     set_timeout(timedelta(seconds=3))
@@ -305,55 +284,46 @@ def test_a_rank_that_fails_to_convert_is_named(ranks2):
 
 # ---------------------------------------------------------------- what every front does, and undoes
 
-FRONTS = ["initialize", "enable", "convert"]
-
 
 def made_by(front, section, **changes) -> DeepSpeedEngine:
     config = ds_config(section, **changes)
-    if front == "initialize":
-        return ds_mxfp8_moe.initialize(model=model(), config=config)[0]
-    if front == "enable":
-        with enabled():
-            return deepspeed.initialize(model=model(), config=config)[0]
-    engine = deepspeed.initialize(model=model(), config=config)[0]
-    ds_mxfp8_moe.convert(engine, section)
-    return engine
+    if front == "convert":
+        engine = deepspeed.initialize(model=model(), config=config)[0]
+        ds_mxfp8_moe.convert(engine, section)
+        return engine
+    with initializer(front == "enable") as initialize:
+        return initialize(model=model(), config=config)[0]
 
 
-def steps_of(front, section) -> list[str]:
-    """The functions that a front calls after the engine's start, in their order."""
-    called, stack = [], ExitStack()
-    functions = {name: value for name, value in vars(attaching).items()
-                 if inspect.isfunction(value) and value.__module__.startswith("ds_mxfp8_moe")}
-    for name in set(functions) - {"attach", "convert", "print_on_rank_0", "_section", "engine_of", "parse"}:
-        def call(*args, name=name):
-            called.append(name)
-            return functions[name](*args)
-
-        stack.enter_context(mock.patch.object(attaching, name, call))
-    with stack:
-        made_by(front, section)
-    return called
-
-
-def test_every_front_takes_the_same_steps_in_the_same_order(ranks2):
-    first, *others = (ranks2.run(steps_of, front, MXFP8) for front in FRONTS)
-    assert {"convert_layers", "_agree_across_ranks", "hook_checkpoints", "choose_transports"} <= set(first[0])
-    assert others == [first] * 2
-    first, *others = (ranks2.run(steps_of, front, {"enabled": False}) for front in FRONTS)
-    assert others == [first] * 2
-
-
-def convert_differing():
-    engine = deepspeed.initialize(model=model(), config=ds_config(None))[0]
+def differing(front, sections) -> str:
     with pytest.raises(ConfigError) as error:
-        ds_mxfp8_moe.convert(engine, {"recipe": ["bf16", "mxfp8"][dist.get_rank()]})
+        made_by(front, sections[dist.get_rank()])
     return str(error.value)
 
 
-def test_an_engine_converted_by_hand_agrees_across_ranks(ranks2):
-    for message in ranks2.run(convert_differing):
+OTHER = {"enabled": True, "recipe": "bf16"}
+
+
+@pytest.mark.parametrize("front, other", [("convert", OTHER), *(
+    (front, other) for front in ("initialize", "enable") for other in (OTHER, {"enabled": False}, None))])
+def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, front, other):
+    for message in ranks2.run(differing, front, [MXFP8, other]):
         assert message.startswith('the section "mxfp8_moe" on ranks [1] differs from rank 0\'s')
+
+
+def settled_before_steps(front):
+    settled, engine = [], made_by(front, MXFP8)
+    if front == "initialize":
+        ds_mxfp8_moe.convert(engine, MXFP8)
+    with mock.patch.object(PeerMemory, "wait_and_check_all", lambda: settled.append(engine.global_steps)):
+        train(engine, range(2))
+    return settled
+
+
+@pytest.mark.parametrize("front", ["initialize", "enable", "convert"])
+def test_exchanges_are_settled_before_the_optimizer_uses_their_results(ranks2, front):
+    """With capacity_factor the host does not wait for them: an overflow would else train on what was dropped."""
+    assert ranks2.run(settled_before_steps, front) == [[0, 1]] * 2
 
 
 def left_after_destroy(front, stage) -> tuple[list[str], list[str]]:
@@ -395,8 +365,7 @@ def compiled(front) -> tuple:
         return graph
 
     given = net if front == "plain" else torch.compile(net, backend=backend)
-    with enabled() if front == "enable" else nullcontext():
-        initialize = (deepspeed if front == "enable" else ds_mxfp8_moe).initialize
+    with initializer(front == "enable") as initialize:
         engine = initialize(model=given, config=ds_config(MXFP8))[0]
     return *train(engine, [0]), engine.module is net, converted(engine), len(graphs) > 0
 
@@ -415,8 +384,8 @@ def refused(kind, patched) -> None:
     else:
         net, message = model(), "is in an engine already: .*Make a new model"
         ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 2))
-    with enabled() if patched else nullcontext(), pytest.raises(ConfigError, match=message):
-        (deepspeed if patched else ds_mxfp8_moe).initialize(model=net, config=ds_config(MXFP8, 2))
+    with initializer(patched) as initialize, pytest.raises(ConfigError, match=message):
+        initialize(model=net, config=ds_config(MXFP8, 2))
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -446,22 +415,27 @@ def test_switched_off_it_is_deepspeed_to_the_bit(ranks2, stage):
         assert all(losses == plain for losses in results)
 
 
-def two_engines():
-    sections = [MXFP8, {"enabled": True, "recipe": "bf16"}, {"enabled": False}]
-    together = [ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1))[0] for section in sections]
+def several_engines():
+    kept = {"enabled": True, "keep_quantized_weights": True}
+    sections = [kept, {**kept, "recipe": "mxfp8"}, OTHER, {"enabled": False}]
+
+    def build(section):
+        return ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1, gradient_accumulation_steps=2))[0]
+
+    together = [build(section) for section in sections]
     losses = [[] for _ in sections]
-    for step in range(2):
+    for step in range(4):
         for engine, own in zip(together, losses, strict=True):
             own += train(engine, [step])
-    alone = [train(ds_mxfp8_moe.initialize(model=model(), config=ds_config(section, 1))[0], range(2))
-             for section in sections]
+    alone = [train(build(section), range(4)) for section in sections]
     return losses, alone, [converted(engine) for engine in together]
 
 
 def test_engines_with_different_sections_live_side_by_side(ranks2):
-    for together, alone, counts in ranks2.run(two_engines):
+    """Two of them keep quantised weights within each of their own steps."""
+    for together, alone, counts in ranks2.run(several_engines):
         assert together == alone
-        assert counts == [2, 2, 0]
+        assert counts == [2, 2, 2, 0]
         assert together[0] not in together[1:]
 
 
@@ -480,67 +454,47 @@ def test_a_section_that_is_off_takes_an_earlier_conversion_back(section, inner):
     assert settled.call_count == (inner is MXFP8MOELayer)
 
 
-def settled_before_steps(how):
-    settled, config = [], ds_config(MXFP8)
-    if how == "enable":
-        with enabled():
-            engine = deepspeed.initialize(model=model(), config=config)[0]
-    elif how == "initialize":
-        engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
-        ds_mxfp8_moe.convert(engine, MXFP8)
-    else:
-        engine = deepspeed.initialize(model=model(), config=config)[0]
-        ds_mxfp8_moe.convert(engine, MXFP8)
-    with mock.patch.object(PeerMemory, "wait_and_check_all", lambda: settled.append(engine.global_steps)):
-        train(engine, range(2))
-    return settled
-
-
-@pytest.mark.parametrize("how", ["initialize", "enable", "convert"])
-def test_exchanges_are_settled_before_the_optimizer_uses_their_results(ranks2, how):
-    """With capacity_factor the host does not wait for them: an overflow would else train on what was dropped."""
-    assert ranks2.run(settled_before_steps, how) == [[0, 1]] * 2
-
-
 # ---------------------------------------------------------------- optimizers of the client's own
 
 
-def client(how, section, stage):
-    net = model()
-    config = ds_config(section, stage)
-    del config["optimizer"]
+SGD = {"lr": 0.2, "momentum": 0.9}
 
-    def optimizer(parameters):
-        return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
-    kwargs = {}
-    if how == "optimizer":
-        kwargs["optimizer"] = optimizer(net.parameters())
-    elif how == "callable":
-        kwargs["optimizer"] = optimizer
-    elif how == "list":
-        kwargs["model_parameters"] = list(net.parameters())
-    else:
-        kwargs["model_parameters"] = net.parameters()
+def client(how, section, stage, kind="SGD"):
+    """The losses; converted layers; the parameters that training left as they were."""
+    net, keys = model(), SGD if kind == "SGD" else {"lr": 0.01}
+    config = ds_config(section, stage, zero_allow_untested_optimizer=kind == "SGD")
+    optimizer = functools.partial(getattr(torch.optim, kind), **keys)
+    kwargs = {"model_parameters": list(net.parameters()) if how == "list" else net.parameters()}
     if how in ("list", "generator"):
-        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}}
+        config["optimizer"] = {"type": kind, "params": keys | ({} if kind == "SGD" else {"torch_adam": True})}
+    else:
+        del config["optimizer"]
+        kwargs["optimizer"] = optimizer if how == "callable" else optimizer(net.parameters())
     engine = ds_mxfp8_moe.initialize(model=net, config=config, **kwargs)[0]
-    weight = autoep_layers(engine.module)[0].experts.w1
-    before, losses = gathered(weight), train(engine, range(3))
-    return losses, converted(engine), not torch.equal(before, gathered(weight))
+    before = {name: gathered(p) for name, p in engine.module.named_parameters()}
+    losses = train(engine, range(3))
+    return losses, converted(engine), [
+        name for name, p in engine.module.named_parameters() if torch.equal(before[name], gathered(p))]
 
 
-def client_pair(how, stage):
-    return client(how, {"enabled": False}, stage), client(how, {"enabled": True, "recipe": "bf16"}, stage)
+def client_pair(how, stage, kind="SGD"):
+    """DeepSpeed's own layers train with the optimizer of the config: it refuses a client's in ZeRO-1 and 2."""
+    return client("list", {"enabled": False}, stage, kind), client(how, OTHER, stage, kind)
 
 
 @pytest.mark.parametrize("how, stage", [("optimizer", 0), ("optimizer", 3), ("list", 0), ("list", 2), ("callable", 0),
                                         ("callable", 3), ("generator", 2)])
 def test_client_optimizers_train_the_converted_experts(ranks2, how, stage):
     for plain, ours in ranks2.run(client_pair, how, stage):
-        assert (plain[1], ours[1]) == (0, 2)
-        assert plain[2] and ours[2]
+        assert (plain[1], ours[1]) == (0, 2) and plain[2] == ours[2] == []
         assert ours[0] == pytest.approx(plain[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("how, stage", [("optimizer", 1), ("callable", 2)])
+def test_a_client_optimizer_is_split_without_zero_allow_untested_optimizer(ranks2, how, stage):
+    for plain, ours in ranks2.run(client_pair, how, stage, "AdamW"):
+        assert ours[1:] == (2, []) and ours[0] == pytest.approx(plain[0], rel=1e-3)
 
 
 # ---------------------------------------------------------------- other sections, other engines of DeepSpeed
@@ -564,10 +518,10 @@ def test_deepspeeds_comms_logger_leaves_the_process_alive(ranks2):
 
 class Block(torch.nn.Module):
 
-    def __init__(self):
+    def __init__(self, experts=2):
         super().__init__()
         expert = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
-        self.moe = MoE(32, expert, num_experts=2, ep_size=1, k=1, min_capacity=0)
+        self.moe = MoE(32, expert, num_experts=experts, ep_size=1, k=1, min_capacity=0)
 
     def forward(self, x):
         return x + self.moe(x)[0]

@@ -111,11 +111,18 @@ def in_one_buffer(experts: list) -> list:
     return [{role: next(views).view(value.shape) for role, value in expert.items()} for expert in experts]
 
 
+def alone(name, **keys):
+    """Tokens, gradient, routes and trained weights of a rank that has all experts."""
+    experts, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16, **keys)
+    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    return x, g, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights
+
+
 def transport(world):
     return Collective(dist.get_world_group()) if world > 1 else Local()
 
 
-def run_layer(recipe, name, flat=False, stacked=False, calls=1, device="cpu", **kwargs):
+def run_layer(recipe, name, flat=False, stacked=False, device="cpu", **kwargs):
     """One rank: forward and backward of its tokens; returns everything as float32."""
     world, rank = dist.get_world_size(), dist.get_rank()
     experts, xs, grads, routes = problem(world, name, **kwargs)
@@ -130,8 +137,7 @@ def run_layer(recipe, name, flat=False, stacked=False, calls=1, device="cpu", **
     x = xs[rank].to(device).requires_grad_()
     expert_TK, weight = routes[rank][0].to(device), routes[rank][1].to(device).requires_grad_()
     ffn = ExpertFFN(formula(name), recipe, transport(world), local)
-    for _ in range(calls):
-        y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=len(experts)), weights)
+    y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=len(experts)), weights)
     y.backward(grads[rank].to(device))
     expert_grads = [{role: (values.grad[e] if stacked else values[e].grad).float().cpu()
                      for role, values in weights.items()} for e in range(local)]
@@ -154,7 +160,7 @@ def compare(results, expected):
 def check(ranks, recipe, name, least=45, rescales_rows=False, **kwargs):
     world = ranks.world_size
     results = ranks.run(run_layer, recipe, name, **kwargs)
-    given = {key: value for key, value in kwargs.items() if key not in ("flat", "stacked", "calls", "device")}
+    given = {key: value for key, value in kwargs.items() if key not in ("flat", "stacked", "device")}
     experts, xs, grads, routes = problem(world, name, **given)
     worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows))
     assert min(worst.values()) >= least, worst
@@ -199,24 +205,20 @@ def test_stacked_weights_and_per_expert_weights_give_the_same_bits(ranks2):
             assert all(torch.equal(left[role], right[role]) for role in left)
 
 
-def test_two_runs_give_the_same_bits(ranks2):
-    once = ranks2.run(run_layer, RECIPES["mxfp8-32"], "gelu", dtype=torch.bfloat16)
-    again = ranks2.run(run_layer, RECIPES["mxfp8-32"], "gelu", dtype=torch.bfloat16, calls=2)
-    for a, b in zip(once, again, strict=True):
-        assert all(torch.equal(a[key], b[key]) for key in ("y", "x", "weight"))
-
-
 # SQNR against the unquantised layer, normal inputs: the bars of the project, output / input gradient / weights.
 BARS = {"gelu": (24.5, 23.5, 24.5), "swiglu": (23.0, 22.5, 22.5)}
 
 
-def check_noise(ranks, name, recipe_name, mode, block):
-    sizes = dict(hidden=256, ffn=512, tokens=(256, 192, 224, 160), num_experts=4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("recipe_name, mode, block", [
+    ("mxfp8_wgrad_with_hp", "rceil", 128), ("mxfp8_wgrad_with_hp", "floor", 32), ("mxfp8", "rceil", 32),
+    ("mxfp8", "floor", 128)])
+@pytest.mark.parametrize("name", BARS)
+def test_noise_against_bf16(ranks2, name, recipe_name, mode, block):
+    sizes = dict(hidden=256, ffn=512, tokens=(256, 192), num_experts=4, dtype=torch.bfloat16)
     noisy = recipe(recipe=recipe_name, scale_block_size=block, scaling_mode=mode)
-    results = ranks.run(run_layer, noisy, name, **sizes)
-    experts, xs, grads, routes = problem(ranks.world_size, name, **sizes)
-    exact = reference(formula(name), BF16, experts, xs, routes, grads, ranks.world_size)
-    got = compare(results, exact)
+    results = ranks2.run(run_layer, noisy, name, **sizes)
+    experts, xs, grads, routes = problem(2, name, **sizes)
+    got = compare(results, reference(formula(name), BF16, experts, xs, routes, grads, 2))
     slack = 1.5 if mode == "floor" else 0.0
     y, x, w = BARS[name]
     assert got["y"] >= y - slack and got["x"] >= x - slack, got
@@ -225,22 +227,9 @@ def check_noise(ranks, name, recipe_name, mode, block):
     assert min(got[role] for role in ("gate", "up", "down") if role in got) >= w - slack, got
 
 
-@pytest.mark.parametrize("recipe_name, mode, block", [
-    ("mxfp8_wgrad_with_hp", "rceil", 128), ("mxfp8_wgrad_with_hp", "floor", 32), ("mxfp8", "rceil", 32),
-    ("mxfp8", "floor", 128)])
-@pytest.mark.parametrize("name", BARS)
-def test_noise_against_bf16(ranks2, name, recipe_name, mode, block):
-    check_noise(ranks2, name, recipe_name, mode, block)
-
-
-def test_noise_against_bf16_on_four_ranks(ranks4):
-    check_noise(ranks4, "swiglu", "mxfp8_wgrad_with_hp", "rceil", 32)
-
-
 @pytest.mark.parametrize("name, block", [("swiglu", 128), ("swiglu", 32), ("linear", 32)])
 def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name, block):
-    experts, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16)
-    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    x, g, routes, weights = alone(name)
     steps, quantize_weights = [], casts.quantize_weights
 
     class Waiting(Local):
@@ -259,9 +248,9 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
         return quantize_weights(stacks, block_size, scaling_mode, transposed)
 
     def run(transport, least=0):
-        ffn = ExpertFFN(formula(name), recipe(scale_block_size=block), transport, len(experts), least)
+        ffn = ExpertFFN(formula(name), recipe(scale_block_size=block), transport, len(weights["up"]), least)
         x_TH = x.clone().requires_grad_()
-        y = ffn(x_TH, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+        y = ffn(x_TH, routes, weights)
         y.backward(g)
         return y, x_TH.grad
 
@@ -278,13 +267,12 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
 
 def test_compiled_autograd_breaks_its_graph_at_backward():
     from torch._dynamo import compiled_autograd
-    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
-    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
-    ffn = ExpertFFN(formula("swiglu"), recipe(), Local(), len(experts))
+    x, g, routes, weights = alone("swiglu")
+    ffn = ExpertFFN(formula("swiglu"), recipe(), Local(), len(weights["up"]))
 
     def gradients(context):
         x_TH = x.clone().requires_grad_()
-        y = ffn(2 * x_TH, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+        y = ffn(2 * x_TH, routes, weights)
         with context:
             y.backward(g)
         grads = [x_TH.grad, *(w.grad for w in chain(*weights.values()))]
@@ -305,8 +293,7 @@ class Recorded(Pending):
 
 
 def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkeypatch):
-    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
-    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    x, g, routes, weights = alone("swiglu")
     seen, asked = [], []
 
     class Beside(Local):
@@ -329,8 +316,8 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
 
     monkeypatch.setattr(expert_math, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(expert_math, "grouped_mm_wgrad_rows", gemm)
-    ffn = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Beside(), len(experts))
-    y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+    ffn = ExpertFFN(formula("swiglu"), RECIPES["hp-128"], Beside(), len(weights["up"]))
+    y = ffn(x.requires_grad_(), routes, weights)
     with pytest.raises(MemoryError):
         y.backward(g)
     assert asked == [0, 132 - 24] and seen == [[("started", 24), "joined"]]
@@ -338,8 +325,7 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
 
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-128"])
 def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
-    experts, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16, tokens=(1600, ))
-    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    x, g, routes, weights = alone("swiglu", tokens=(1600, ))
     seen = []
 
     class Watching(Local):
@@ -353,20 +339,19 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
             seen.append(f"{phase}: {'held' if seen[-1]() is not None else 'gone'}")
             return super().combine(plan, y_PH, wire, dtype, weight_P, phase)
 
-    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(experts))
-    y = ffn(x.requires_grad_(), Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(weights["up"]))
+    y = ffn(x.requires_grad_(), routes, weights)
     y.backward(g)
     assert [text for text in seen if isinstance(text, str)] == ["combine: held", "combine of the gradient: gone"]
     seen.clear()
     with torch.no_grad():
-        ffn(x, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+        ffn(x, routes, weights)
     assert seen[1:] == ["combine: gone"]
 
 
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-128"])
 def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypatch, recipe_name):
-    experts, (x, ), _, (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16)
-    weights = {role: [e[role].requires_grad_() for e in experts] for role in experts[0]}
+    x, _, routes, weights = alone("swiglu")
     activate, seen = expert_math.activate, []
 
     def watched(pre_PG, *args, keep, **keys):
@@ -380,11 +365,11 @@ def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypat
             return super().combine(*args, **keys)
 
     monkeypatch.setattr(expert_math, "activate", watched)
-    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(experts))
+    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(weights["up"]))
 
     def run():
         seen.clear()
-        return ffn(x, Routes(expert_TK=routes[0], weight_TK=routes[1], num_experts=len(experts)), weights)
+        return ffn(x, routes, weights)
 
     wanted = run()
     assert seen == [recipe_name != "bf16", recipe_name == "bf16"]  # in MXFP8, or as it is

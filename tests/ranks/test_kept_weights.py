@@ -13,12 +13,13 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers
+from autoep_models import autoep_layers, train_engine
 from autoep_models import batch as token_ids
 from autoep_models import engine as autoep_engine
-from models import BF16, DEFAULT, Layout, Net, batch, make_engine, parameters, train_steps
+from models import BF16, DEFAULT, OFF, Layout, Net, batch, make_engine, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
+from test_checkpoints import OFFLOAD
 from test_expert_ffn import RECIPES, formula, problem
 from test_recompute import CheckpointedNet
 from test_zero import poison
@@ -35,7 +36,6 @@ from ds_mxfp8_moe.transport.local import Local
 
 KEPT = {**DEFAULT, "keep_quantized_weights": True}
 FOUR = {"gradient_accumulation_steps": 4}
-OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 CASTS = 8  # of a model of two layers in a step: two GEMMs a layer, in forward and in backward
 
 
@@ -52,14 +52,12 @@ def counted():
         yield counts
 
 
-def trained(layout, section, way="stored", poisoned=False, compiled=False):
+def trained(layout, section, way="stored", poisoned=False):
     """The records of each step, the parameters at the end, and how many casts of weights each step made."""
     reset_deepspeed_groups()
     torch.manual_seed(layout.seed)
     model = CheckpointedNet(way, layout.ep_size, **layout.moe) if layout.stages == 1 else None
     engine = make_engine(layout, section, model)
-    if compiled:
-        engine.compile(backend="eager")
     records, counts = [], []
     for step in range(layout.steps):
         if poisoned and step == 1:
@@ -97,7 +95,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero1", "zero2-bf16"))
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero1", "zero2-bf16", "frozen"))
 def test_four_micro_batches_cast_each_weight_once(ranks2, name):
     # Frozen experts, here of one of the two layers, are cast once for all steps.
     check(ranks2.run(both, LAYOUTS[name]), 4 * CASTS, CASTS, CASTS // 2 if name == "frozen" else None)
@@ -128,27 +126,8 @@ def test_a_skipped_step(ranks2):
     assert all([record["skipped"] for record in records] == [0, 1, 1] for (records, *_), _ in results)
 
 
-def compiled_both(layout):
-    """As `both`, and how many graphs torch.compile made for each of the two."""
-    results, graphs = [], []
-    for section in (DEFAULT, KEPT):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        results.append(trained(layout, section, compiled=True))
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    torch._dynamo.reset()
-    return results, graphs
-
-
-@pytest.mark.slow
-def test_torch_compile(ranks2):
-    results = ranks2.run(compiled_both, Layout(zero=2, dtype="bf16", steps=3, config=FOUR))
-    check([found for found, _ in results], 4 * CASTS, CASTS)
-    assert all(without == kept > 0 for _, (without, kept) in results)
-
-
 def autoep_both(stage, ep_size, changes):
-    """As `both`, of an AutoEP model, and what the second one said at start-up."""
+    """As `both`, of an AutoEP model that is evaluated after each step, and what the second one said at start-up."""
     results = []
     for section in (DEFAULT, KEPT):
         reset_deepspeed_groups()
@@ -158,16 +137,11 @@ def autoep_both(stage, ep_size, changes):
         losses, counts = [], []
         for step in range(2):
             with counted() as count:
-                for micro in range(4):
-                    ids = token_ids(10 * step + micro)
-                    loss = engine(input_ids=ids, labels=ids).loss
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.item())
+                losses += train_engine(engine, range(10 * step, 10 * step + 4))
             counts.append(count.total())
             engine.eval()
             with torch.no_grad(), counted() as count:
-                losses.append(engine(input_ids=ids, labels=ids).loss.item())
+                losses.append(engine(input_ids=token_ids(9), labels=token_ids(9)).loss.item())
                 assert count.total() == CASTS // 2
             engine.train()
         end = {} if stage == 3 else parameters(engine)
@@ -176,10 +150,12 @@ def autoep_both(stage, ep_size, changes):
     return results, said.getvalue()
 
 
-@pytest.mark.parametrize("stage, ep_size, bf16", slow_except(
-    [(0, 2, False), (2, 2, True), (2, 1, False), (3, 2, False)], (2, 2, True), (3, 2, False)))
-def test_autoep(ranks2, stage, ep_size, bf16):
-    results = ranks2.run(autoep_both, stage, ep_size, {"bf16": {"enabled": True}} if bf16 else {})
+@pytest.mark.parametrize("stage, ep_size, kind", slow_except(
+    [(0, 2, "fp32"), (2, 2, "bf16"), (2, 1, "fp32"), (3, 2, "fp32"), (1, 2, "biases")],
+    (2, 2, "bf16"), (3, 2, "fp32"), (1, 2, "biases")))
+def test_autoep(ranks2, stage, ep_size, kind):
+    changes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "biases": {"family": "gpt_oss"}}
+    results = ranks2.run(autoep_both, stage, ep_size, changes[kind])
     kept = 4 * CASTS if stage == 3 else CASTS
     check([found for found, _ in results], 4 * CASTS, kept)
     assert ("has no effect: ZeRO-3" if stage == 3 else "are kept within each step") in results[0][1]
@@ -290,61 +266,6 @@ def test_weights_that_change_within_a_step_are_cast_again(ranks2, tmp_path, chan
         assert casts_without == 2 * CASTS and casts_with == casts_after
 
 
-def evaluated():
-    """Losses in evaluation, between micro-batches and between steps."""
-    results = []
-    for section in (DEFAULT, KEPT):
-        reset_deepspeed_groups()
-        layout = Layout(zero=2, dtype="bf16", config=FOUR)
-        engine, losses, counts = make_engine(layout, section), [], []
-        for number in range(5):
-            loss = engine(*batch(number, layout, dist.get_rank()))
-            engine.backward(loss)
-            engine.step()
-            with torch.no_grad(), counted() as count:
-                engine.eval()
-                losses.append(engine(*batch(100, layout, dist.get_rank())).item())
-                counts.append(count.total())
-                engine.train()
-        results.append((losses, counts))
-        engine.destroy()
-    return results
-
-
-def test_an_evaluation_casts_its_own_weights(ranks2):
-    for without, kept in ranks2.run(evaluated):
-        assert without == kept and set(kept[1]) == {CASTS // 2}
-
-
-def two_engines():
-    """Two engines whose micro-batches and steps take turns."""
-    results = []
-    for section in (DEFAULT, KEPT):
-        reset_deepspeed_groups()
-        layouts = [Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": n}, seed=n) for n in (2, 3)]
-        engines = [make_engine(layout, section) for layout in layouts]
-        losses = []
-        with counted() as count:
-            for number in range(6):
-                for engine, layout in zip(engines, layouts, strict=True):
-                    loss = engine(*batch(number, layout, dist.get_rank()))
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.item())
-        results.append((losses, [parameters(engine) for engine in engines], count.total()))
-        for engine in engines:
-            engine.destroy()
-    return results
-
-
-def test_two_engines_of_one_process(ranks2):
-    for (losses, ends, count), (kept_losses, kept_ends, kept_count) in ranks2.run(two_engines):
-        assert kept_losses == losses
-        for end, kept_end in zip(ends, kept_ends, strict=True):
-            assert all(torch.equal(end[name], kept_end[name]) for name in end)
-        assert count == 2 * 6 * CASTS and kept_count == (6 // 2 + 6 // 3) * CASTS
-
-
 # ---- which engines keep weights -------------------------------------------------------------------------------------
 
 
@@ -353,49 +274,39 @@ def keeping(engine_or_model):
             if "mxfp8_settings" in vars(module)]
 
 
+ONE_LAYER = {**KEPT, "exclude": [".*0.*"]}
+SECTIONS = [DEFAULT, {**BF16, "keep_quantized_weights": True}, ONE_LAYER, KEPT, OFF, KEPT]
+
+
 def lives():
-    """The states of the layers of one model through its life; and what was said."""
+    """Through the life of a model, which of its converted layers keep weights; and what was said."""
     reset_deepspeed_groups()
-    model, states = Net(2), {}
+    model = Net(2)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         ds_mxfp8_moe.convert(model, KEPT)
-        states["converted without an engine"] = keeping(model)
+        states = [keeping(model)]
         engine = make_engine(Layout(zero=1), {}, model)
-        states["an engine without a section"] = keeping(model)
-        ds_mxfp8_moe.convert(engine, DEFAULT)
-        states["converted again without the key"] = keeping(model)
-        train_steps(engine, Layout(zero=1, steps=1))
-        ds_mxfp8_moe.convert(engine, {**BF16, "keep_quantized_weights": True})
-        states["recipe bf16"] = keeping(model)
-        ds_mxfp8_moe.convert(engine, {**KEPT, "exclude": [".*0.*"]})
-        states["one layer"] = keeping(model)
-        step = engine._take_model_step
-        ds_mxfp8_moe.convert(engine, KEPT)
-        states["both layers"] = keeping(model)
-        assert engine._take_model_step is step  # its hooks are set once
-        with counted() as count:
-            train_steps(engine, Layout(zero=1, steps=2))
-        assert count.total() == 2 * CASTS
-        ds_mxfp8_moe.convert(engine, {"enabled": False})
-        train_steps(engine, Layout(zero=1, steps=1))
-        states["off"] = keeping(model)
-        ds_mxfp8_moe.convert(engine, KEPT)
+        states.append(keeping(model))
+        for section in SECTIONS:
+            ds_mxfp8_moe.convert(engine, section)
+            states.append(keeping(model))
+            with counted() as count:
+                train_steps(engine, Layout(zero=1, steps=2))
+            assert section is not KEPT or count.total() == 2 * CASTS
         engine.destroy()
-        states["destroyed"] = keeping(model)
-        model = Net(2)
+        states.append(keeping(model))
         reset_deepspeed_groups()
         config = {"train_micro_batch_size_per_gpu": 4, "mxfp8_moe": KEPT}
-        states["without an optimizer"] = keeping(ds_mxfp8_moe.initialize(model=model, config=config)[0])
+        states.append(keeping(ds_mxfp8_moe.initialize(model=Net(2), config=config)[0]))
     return states, said.getvalue()
 
 
 def test_layers_keep_weights_where_an_engine_can_clear_them(ranks2):
+    no, yes = [False, False], [True, True]
     for states, _ in (results := ranks2.run(lives)):
-        assert states == {
-            "converted without an engine": [False, False], "an engine without a section": [True, True],
-            "converted again without the key": [False, False], "recipe bf16": [False, False], "one layer": [True],
-            "both layers": [True, True], "off": [], "destroyed": [False, False],
-            "without an optimizer": [False, False]}
+        assert states[:2] == [no, yes]  # converted without an engine; in an engine without a section
+        assert states[2:-2] == [no, no, [True], yes, [], yes]  # after each of SECTIONS
+        assert states[-2:] == [no, no]  # destroyed; without an optimizer
     said = results[0][1]
     assert said.count('"keep_quantized_weights" has no effect without an engine') == 1
     assert said.count('"keep_quantized_weights" has no effect: the engine has no optimizer') == 1

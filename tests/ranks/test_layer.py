@@ -12,17 +12,10 @@ from deepspeed.moe.layer import MoE as PlainMoE
 from expert_modules import Packed
 from models import EXPERTS, HIDDEN, SwiGLU, moe_layer
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-
-
-class Unknown(SwiGLU):
-
-    def forward(self, x):
-        return x + super().forward(x)
 
 
 class Wrapper(nn.Module):
@@ -115,21 +108,15 @@ def same_as_plain(keys, section):
     close(a, b, 43.5)
 
 
-@pytest.mark.parametrize("name", GATES)
-def test_gate_equal_to_the_bit_and_bf16_recipe_equal_to_rounding(ranks2, name):
-    ranks2.run(same_as_plain, GATES[name], {"recipe": "bf16"})
-
-
-@pytest.mark.parametrize("name, recipe", [("k1", "mxfp8"), ("k2", "mxfp8_wgrad_with_hp"),
-                                          ("k4-tight", "mxfp8_wgrad_with_hp"), ("residual", "mxfp8")])
-def test_gate_equal_to_the_bit_in_mxfp8_recipes(ranks2, name, recipe):
+@pytest.mark.parametrize("name, recipe", [*((name, "bf16") for name in GATES), ("k1", "mxfp8"), (
+    "k2", "mxfp8_wgrad_with_hp"), ("k4-tight", "mxfp8_wgrad_with_hp"), ("residual", "mxfp8")])
+def test_gate_equal_to_the_bit_and_bf16_recipe_equal_to_rounding(ranks2, name, recipe):
     ranks2.run(same_as_plain, GATES[name], {"recipe": recipe})
 
 
-def test_on_four_ranks_and_on_smaller_groups(ranks4):
-    ranks4.run(same_as_plain, dict(k=2), {"recipe": "bf16"})
-    ranks4.run(same_as_plain, dict(k=2, ep_size=2), {"recipe": "bf16"})
-    ranks4.run(same_as_plain, dict(k=2, ep_size=1), {"recipe": "bf16"})
+@pytest.mark.parametrize("ep_size", [4, 2, 1])
+def test_on_four_ranks_and_on_smaller_groups(ranks4, ep_size):
+    ranks4.run(same_as_plain, dict(k=2, ep_size=ep_size), {"recipe": "bf16"})
 
 
 def evaluates_alone():
@@ -172,16 +159,6 @@ def eval_mode():
 
 def test_eval_capacity_and_no_grad(ranks2):
     ranks2.run(eval_mode)
-
-
-def float32_layer():
-    plain = make(dtype=torch.float32, k=2)
-    ours = converted(plain, recipe="bf16")
-    close(step(plain, tokens(torch.float32)), step(ours, tokens(torch.float32)), 100)
-
-
-def test_float32_without_quantisation_is_exact(ranks2):
-    ranks2.run(float32_layer)
 
 
 class InTurn(Packed):
@@ -233,65 +210,6 @@ def test_autocast_to_the_other_dtype(ranks2, recipe):
     ranks2.run(autocast_to_the_other_dtype, recipe)
 
 
-# ---- ranks that have few tokens, or none
-
-
-UNEVEN = [(0, 30), (30, 0), (0, 0), (2, 31), (1, 1)]
-
-
-def uneven(keys):
-    """How many tokens each of UNEVEN sends."""
-    model, sent = converted(make(**keys)), []
-    for counts in UNEVEN:
-        x = tokens(count=(counts[dist.get_rank()], ))
-        model.zero_grad()
-        result = step(model, x)
-        assert all(v is not None and v.float().isfinite().all() for v in result.values())
-        if len(x) == 0:
-            assert result["aux"] == 0 and result["counts"].sum() == 0
-        sent.append(result["counts"].sum().item())
-    return sent
-
-
-@pytest.mark.parametrize("k, drop_tokens", [(1, True), (2, False), (2, True), (4, False)])
-def test_uneven_tokens(ranks2, k, drop_tokens):
-    results = ranks2.run(uneven, dict(k=k, drop_tokens=drop_tokens))
-    assert list(zip(*results, strict=True)) == [(k * n, k * m) for n, m in UNEVEN]
-
-
-class Operations(TorchDispatchMode):
-    """Records the names of all operations, collectives and reads by the host (`item`) included."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def fallback_is_plain(keys):
-    plain = make(expert=Unknown, **keys)
-    group = plain.moe.deepspeed_moe.ep_group
-    ours = copy.deepcopy(plain, {id(group): group})
-    ds_mxfp8_moe.convert(ours)
-    results, operations = [], []
-    step(copy.deepcopy(plain, {id(group): group}), tokens())  # DeepSpeed's first forward does more
-    for model in (plain, ours):
-        with Operations() as seen:
-            results.append(step(model, tokens()))
-        operations.append(seen.names)
-    a, b = results
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert operations[0] == operations[1] and any("alltoall" in name for name in operations[0])
-
-
-@pytest.mark.parametrize("keys", [dict(k=1), dict(k=2), dict(k=2, drop_tokens=False)], ids=str)
-def test_unconverted_layers_are_plain_deepspeed_to_the_bit_and_to_the_operation(ranks2, keys):
-    ranks2.run(fallback_is_plain, keys)
-
-
 # ---- odd use
 
 
@@ -301,17 +219,6 @@ def odd_use():
     group = model.moe.deepspeed_moe.ep_group
     twin = copy.deepcopy(model, {id(group): group})  # before a forward: l_aux cannot be copied, as in DeepSpeed
     first = step(model, x)
-
-    model.zero_grad()
-    torch.manual_seed(5 + dist.get_rank())
-    a = x.clone().requires_grad_()
-    y, aux, _ = model(a)
-    state = torch.get_rng_state()
-    y2, *_ = model(x * 2)  # a second call before the backward of the first
-    torch.set_rng_state(state)
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
-    ((y * weight).float().sum() + 10 * aux).backward()
-    assert torch.equal(a.grad, first["x"])
 
     again = step(twin, x)
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -383,19 +290,6 @@ def small_groups_run_bf16():
 def test_min_tokens_per_expert(ranks2):
     first, second = ranks2.run(small_groups_run_bf16)
     assert len(first) == 1 and "fewer than 61 tokens each" in first[0] and not second
-
-
-def frozen():
-    model = converted(make(k=2))
-    for p in model.moe.deepspeed_moe.experts.parameters():
-        p.requires_grad_(False)
-    result = step(model, tokens())
-    assert result["x"].abs().sum() > 0 and result["moe.deepspeed_moe.gate.wg.weight"].abs().sum() > 0
-    assert all(v is None for name, v in result.items() if "deepspeed_experts" in name)
-
-
-def test_frozen_experts(ranks2):
-    ranks2.run(frozen)
 
 
 def only_one_rank_wants_a_gradient():

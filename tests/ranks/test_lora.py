@@ -4,7 +4,6 @@
 import contextlib
 import io
 import warnings
-from unittest import mock
 
 import deepspeed.comm as dist
 import models
@@ -12,18 +11,15 @@ import peft
 import pytest
 import torch
 from autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
-from deepspeed.utils import safe_get_full_grad
 from packaging.version import Version
 from slow import slow_except
 from test_autoep import call, decibels
+from test_pretrained import held_out_loss
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint import saving
-from ds_mxfp8_moe.compute import casts
-from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.layers import lora
 from ds_mxfp8_moe.layers.found import converted_layers
 
 BF16 = {"enabled": True, "recipe": "bf16"}
@@ -64,12 +60,15 @@ def plain_losses(net, steps, ranks):
     return losses
 
 
-def beside_peft(section, stage, ep_size, steps=3, bf16=False, **changes):
+def beside_peft(section, stage, ep_size, steps=3, bf16=False, checkpointing=False, **changes):
     dtype = torch.bfloat16 if bf16 else torch.float32
     extra = {"bf16": {"enabled": True}} if bf16 else {}
     losses = plain_losses(adapted(dtype=dtype, **changes), range(steps), dist.get_world_size())
     net = adapted(dtype=dtype, **changes)
     engine = build(net, section, stage, ep_size, **extra)
+    if checkpointing:
+        net.enable_input_require_grads()
+        net.gradient_checkpointing_enable({"use_reentrant": False})
     experts = [p for layer in autoep_layers(net) for p in layer.experts.parameters()]
     before = [gathered(p) for p in experts]
     ours = train_engine(engine, range(steps))
@@ -77,10 +76,12 @@ def beside_peft(section, stage, ep_size, steps=3, bf16=False, **changes):
     return [of_ranks[dist.get_rank()] for of_ranks in losses], ours, len(experts)
 
 
-@pytest.mark.parametrize("stage, ep_size", slow_except(
-    [(stage, ep_size) for stage in range(4) for ep_size in (1, 2)], (0, 2), (3, 2)))
-def test_trains_like_plain_peft(ranks2, stage, ep_size):
-    for plain, ours, frozen in ranks2.run(beside_peft, BF16, stage, ep_size):
+# On four ranks, two share the experts, and two such pairs share the batches.
+@pytest.mark.parametrize("ranks, stage, ep_size", slow_except(
+    [("ranks4", 2, 2), *(("ranks2", stage, ep_size) for stage in range(4) for ep_size in (1, 2))],
+    ("ranks2", 0, 2), ("ranks2", 3, 2)))
+def test_trains_like_plain_peft(request, ranks, stage, ep_size):
+    for plain, ours, frozen in request.getfixturevalue(ranks).run(beside_peft, BF16, stage, ep_size):
         assert ours == pytest.approx(plain, rel=1e-5) and frozen == 6
 
 
@@ -99,15 +100,11 @@ def test_beside_mxfp8_experts_losses_stay_close(ranks2, stage, ep_size):
         assert ours == pytest.approx(plain, rel=0.01)
 
 
-@pytest.mark.slow
-def test_two_groups_of_two_ranks_train_like_plain_peft(ranks4):
-    for plain, ours, _ in ranks4.run(beside_peft, BF16, 2, 2):
-        assert ours == pytest.approx(plain, rel=1e-5)
-
-
-@pytest.mark.parametrize("changes", [{"targets": ["gate_up_proj"]}, {"targets": ["down_proj"], "rank": 9}])
-def test_one_target_and_any_rank(ranks2, changes):
-    for plain, ours, _ in ranks2.run(beside_peft, BF16, 0, 2, **changes):
+@pytest.mark.parametrize("stage, changes", [
+    (0, {"targets": ["gate_up_proj"]}), (0, {"targets": ["down_proj"], "rank": 9}),
+    pytest.param(3, {"checkpointing": True}, marks=pytest.mark.slow)])
+def test_one_target_any_rank_and_activation_checkpointing(ranks2, stage, changes):
+    for plain, ours, _ in ranks2.run(beside_peft, BF16, stage, 2, **changes):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
@@ -128,25 +125,6 @@ STACKS = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}  # names of
      ", with PEFT's adapters of gate_up_proj and down_proj\n")])
 def test_the_start_says_which_experts_adapters_reached(ranks2, family, names, line):
     assert ranks2.run(told_of_adapters, family, names)[0].count(line) == 2
-
-
-def gradients():
-    """Of the adapters of the experts, by plain PEFT on all ranks' batches, and by an engine."""
-    net = adapted()
-    sum(net(input_ids=ids, labels=ids).loss for ids in (batch(0, 0), batch(0, 1))).div(2).backward()
-    plain = {name: p.grad for name, p in net.named_parameters() if ".experts." in name and p.requires_grad}
-    net = adapted()
-    engine = build(net, BF16)
-    ids = batch(0)
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    ours = lora.with_pefts_names({name: safe_get_full_grad(p) for name, p in net.named_parameters()}, net)
-    return {name: sqnr_db(grad.float(), ours[name].float()) for name, grad in plain.items()}
-
-
-def test_gradients_of_the_factors(ranks2):
-    for db in ranks2.run(gradients):
-        assert len(db) == 2 * 2 * 2
-        assert min(db.values()) >= 90, db
 
 
 def one_layer(family):
@@ -173,13 +151,6 @@ def test_one_layer_beside_deepspeeds_own_path(ranks2):
 
 
 # ---------------------------------------------------------------- saving and loading
-
-
-def held_out_loss(net):
-    net.eval()
-    ids = batch(99, rank=0)
-    with torch.no_grad():
-        return net(input_ids=ids, labels=ids).loss.item()
 
 
 def saved(directory, stage, ep_size, **changes):
@@ -248,20 +219,6 @@ def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
         assert loaded == pytest.approx(went_on, abs=1e-6)
 
 
-def from_an_adapter(directory):
-    net = adapted()
-    if dist.get_rank() == 0:
-        net.save_pretrained(directory)
-    dist.barrier()
-    loaded = peft.PeftModel.from_pretrained(model(), directory, is_trainable=True)
-    return train_engine(build(net, BF16), range(2)), train_engine(build(loaded, BF16), range(2))
-
-
-def test_a_saved_adapter_is_trained_further(ranks2, tmp_path):
-    for first, second in ranks2.run(from_an_adapter, tmp_path):
-        assert first == second
-
-
 # ---------------------------------------------------------------- PEFT's own functions, and what is refused
 
 
@@ -320,19 +277,6 @@ def test_what_is_refused(ranks2):
 # ---------------------------------------------------------------- frozen experts
 
 
-def casts_made(keep):
-    engine = build(adapted(), {**MXFP8, "keep_quantized_weights": keep}, 2, gradient_accumulation_steps=2)
-    with mock.patch.object(casts, "quantize_weights", wraps=casts.quantize_weights) as cast:
-        losses = train_engine(engine, range(6))
-    return losses, cast.call_count
-
-
-def test_frozen_experts_are_cast_once(ranks2):
-    for (plain, many), (kept, few) in zip(*(ranks2.run(casts_made, keep) for keep in (False, True)), strict=True):
-        assert kept == plain
-        assert many == 6 * 2 * 4 and few == 2 * 4  # 2 layers; 2 GEMMs, forward and backward
-
-
 def frozen_but_for_attention(stage):
     net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     engine = build(net, MXFP8, stage)
@@ -346,41 +290,13 @@ def test_all_experts_may_be_frozen_without_adapters(ranks2, stage):
         assert losses[-1] < losses[0] and converted == 2
 
 
-def classic(stage, section, directory=None):
-    """Losses, or those after a checkpoint: of the engine that goes on, and of another one that loads it."""
+def classic(stage, section):
     layout = models.Layout(zero=stage, frozen=r".*deepspeed_experts.*", steps=3)
-    engine = models.make_engine(layout, section)
-    losses = [record["loss"] for record in models.train_steps(engine, layout)]
-    if directory is None:
-        return losses
-    engine.save_checkpoint(directory)
-    second = models.make_engine(layout, section)
-    second.load_checkpoint(directory)
-    return [[record["loss"] for record in models.train_steps(one, layout, 3)] for one in (engine, second)]
+    return [record["loss"] for record in models.train_steps(models.make_engine(layout, section), layout)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
-def test_experts_of_classic_layers_may_be_frozen_too(ranks2, tmp_path, stage):
+def test_experts_of_classic_layers_may_be_frozen_too(ranks2, stage):
     for plain, ours in zip(ranks2.run(classic, 0, models.PLAIN), ranks2.run(classic, stage, BF16), strict=True):
         assert ours == pytest.approx(plain, abs=1e-5)
-    for went_on, loaded in ranks2.run(classic, stage, BF16, tmp_path):
-        assert loaded == pytest.approx(went_on, abs=1e-6)
-
-
-def recomputed():
-    results = []
-    for checkpointing in (False, True):
-        net = adapted()
-        engine = build(net, MXFP8, 3)
-        if checkpointing:
-            net.enable_input_require_grads()
-            net.gradient_checkpointing_enable({"use_reentrant": False})
-        results.append(train_engine(engine, range(2)))
-    return results
-
-
-@pytest.mark.slow
-def test_activation_checkpointing_in_zero_3_changes_no_bit(ranks2):
-    for plain, again in ranks2.run(recomputed):
-        assert plain == again

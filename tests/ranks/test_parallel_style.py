@@ -118,31 +118,21 @@ def check(results, ranks, calls=(0, ), scale=1.0, less=0.0):
             assert sqnr_db(gradient * scale, actual[name]) >= BARS[name] - less, name
 
 
-def plain_step(**kwargs):
-    return train_step(expert_parallel(**kwargs))
+def plain_step(calls=(0, ), **kwargs):
+    return train_step(expert_parallel(**kwargs), calls)
 
 
-@pytest.mark.parametrize("kwargs", ({}, dict(group_size_multiple_of=128, block_size=128), dict(mxfp8_bwd=False)),
-                         ids=str)
-def test_two_ranks(ranks2, kwargs):
-    check(ranks2.run(plain_step, **kwargs), 2)
-
-
-def test_floor_rounding(ranks2):
-    check(ranks2.run(plain_step, scaling_mode="floor"), 2, less=1.5)
-
-
-def test_four_ranks(ranks4):
-    check(ranks4.run(plain_step), 4)
-
-
-def two_calls():
-    return train_step(expert_parallel(), calls=(0, 1))
+@pytest.mark.parametrize("ranks, kwargs", (
+    ("ranks2", {}), ("ranks2", dict(group_size_multiple_of=128, block_size=128)), ("ranks2", dict(mxfp8_bwd=False)),
+    ("ranks2", dict(scaling_mode="floor")), ("ranks4", {})), ids=str)
+def test_output_and_gradients(request, ranks, kwargs):
+    pool = request.getfixturevalue(ranks)
+    check(pool.run(plain_step, **kwargs), pool.world_size, less=1.5 if "scaling_mode" in kwargs else 0)
 
 
 def test_called_twice_before_backward(ranks2):
     """Microbatches in flight; in the second call one rank has no rows."""
-    check(ranks2.run(two_calls), 2, calls=(0, 1))
+    check(ranks2.run(plain_step, (0, 1)), 2, calls=(0, 1))
 
 
 def variants():

@@ -48,24 +48,17 @@ def loaded(directory, dtype=torch.float32):
     return net
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_every_family_with_the_same_loss(ranks2, tmp_path, family):
-    losses = ranks2.run(trained_and_saved, tmp_path, family, {"enabled": True}, 2, 2)
-    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
+CASES = [*(("ranks2", family, 2, 2, True) for family in FAMILIES), ("ranks2", "deepseek_v3", 0, 2, True),
+         ("ranks2", "deepseek_v3", 1, 2, False), ("ranks2", "deepseek_v3", 3, 2, False),
+         ("ranks2", "deepseek_v3", 3, 2, True), ("ranks4", "qwen3_moe", 3, 2, True),
+         ("ranks2", "qwen3_moe", 3, 1, True)]
 
 
-@pytest.mark.parametrize("stage, enabled", [(0, True), (1, False), (3, False), (3, True)])
-def test_every_zero_stage_converted_or_not(ranks2, tmp_path, stage, enabled):
-    losses = ranks2.run(trained_and_saved, tmp_path, "deepseek_v3", {"enabled": enabled}, stage, 2)
-    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-5)
-
-
-@pytest.mark.parametrize("ranks, ep_size, stage", slow_except(
-    [("ranks4", 2, 2), ("ranks4", 2, 3), ("ranks4", 4, 3), ("ranks2", 1, 3)], ("ranks4", 2, 3), ("ranks2", 1, 3)))
-def test_expert_parallelism_of_other_sizes(request, tmp_path, ranks, ep_size, stage):
-    pool = request.getfixturevalue(ranks)
-    losses = pool.run(trained_and_saved, tmp_path, "qwen3_moe", {"enabled": True}, stage,
-                      ep_size)
+@pytest.mark.parametrize("ranks, family, stage, ep_size, enabled", slow_except(
+    [*CASES, ("ranks4", "qwen3_moe", 2, 2, True), ("ranks4", "qwen3_moe", 3, 4, True)], *CASES))
+def test_transformers_loads_it_with_the_same_loss(request, tmp_path, ranks, family, stage, ep_size, enabled):
+    losses = request.getfixturevalue(ranks).run(trained_and_saved, tmp_path, family, {"enabled": enabled}, stage,
+                                                ep_size)
     assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * len(losses), abs=1e-5)
 
 

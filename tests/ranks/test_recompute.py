@@ -157,50 +157,42 @@ class CheckpointedNet(Net):
         return mse(self.last(x), target) + 0.01 * total
 
 
+def model_of(layout, way):
+    """`way`: of WAYS. Of a pipeline, it is the number of layers that are recomputed together, 0 for none."""
+    torch.manual_seed(layout.seed)
+    if layout.stages > 1:
+        return pipeline(layout, activation_checkpoint_interval=way, activation_checkpoint_func=WAYS["deepspeed"])
+    return CheckpointedNet(way, layout.ep_size, **layout.moe)
+
+
 def train_every_way(layout, ways):
-    runs = {}
+    runs = []
     for way in ways:
         reset_deepspeed_groups()
-        torch.manual_seed(layout.seed)
-        engine = make_engine(layout, DEFAULT, CheckpointedNet(way, layout.ep_size, **layout.moe))
-        runs[way] = {"steps": train_steps(engine, layout), "end": parameters(engine)}
-        engine.destroy()
-    return runs
-
-
-@pytest.mark.parametrize("layout", [
-    pytest.param(Layout(zero=1, moe={"use_residual": True}), id="zero1-residual", marks=pytest.mark.slow),
-    pytest.param(Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}), id="zero2-accumulation"),
-    # A recomputation that stops early leaves the layer by an exception, which must not leave timers running.
-    pytest.param(Layout(zero=2, config={"wall_clock_breakdown": True}), id="timers"),
-])
-def test_recomputation_inside_an_engine(ranks2, layout):
-    for runs in ranks2.run(train_every_way, layout, ["stored", "reentrant", "non-reentrant", "deepspeed"]):
-        for way, run in runs.items():
-            assert run["steps"] == runs["stored"]["steps"], way
-            for name, p in runs["stored"]["end"].items():
-                assert torch.equal(p, run["end"][name]), f"{way}: {name}"
-
-
-def train_pipelines(layout):
-    runs = []
-    for interval in (0, 1, 2):
-        reset_deepspeed_groups()
-        torch.manual_seed(layout.seed)
-        module = pipeline(layout, activation_checkpoint_interval=interval,
-                          activation_checkpoint_func=WAYS["deepspeed"])
-        engine = make_engine(layout, DEFAULT, module)
+        engine = make_engine(layout, DEFAULT, model_of(layout, way))
         runs.append((train_steps(engine, layout), parameters(engine)))
         engine.destroy()
     return runs
 
 
-def test_recomputation_inside_a_pipeline(ranks4):
-    layout = Layout(stages=2, zero=1, dtype="bf16", config={"gradient_accumulation_steps": 3})
-    for (steps, end), *others in ranks4.run(train_pipelines, layout):
-        for other_steps, other_end in others:
-            assert other_steps == steps
-            assert all(torch.equal(p, other_end[name]) for name, p in end.items())
+IN_ENGINES = ["stored", "reentrant", "non-reentrant", "deepspeed"]
+
+
+@pytest.mark.parametrize("ranks, ways, layout", [
+    pytest.param("ranks2", IN_ENGINES, Layout(zero=1, moe={"use_residual": True}), id="zero1-residual",
+                 marks=pytest.mark.slow),
+    pytest.param("ranks2", IN_ENGINES, Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}),
+                 id="zero2-accumulation"),
+    # A recomputation that stops early leaves the layer by an exception, which must not leave timers running.
+    pytest.param("ranks2", IN_ENGINES, Layout(zero=2, config={"wall_clock_breakdown": True}), id="timers"),
+    pytest.param("ranks4", [0, 1, 2], Layout(stages=2, zero=1, dtype="bf16",
+                                             config={"gradient_accumulation_steps": 3}), id="pipeline"),
+])
+def test_recomputation_inside_an_engine(request, ranks, ways, layout):
+    for (steps, end), *others in request.getfixturevalue(ranks).run(train_every_way, layout, ways):
+        for way, (other_steps, other_end) in zip(ways[1:], others, strict=True):
+            assert other_steps == steps, way
+            assert [name for name, p in end.items() if not torch.equal(p, other_end[name])] == [], way
 
 
 def twice_before_backward(section, way):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings whose gradients are handled together against DeepSpeed's own, bit for bit."""
 
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -10,7 +9,7 @@ import pytest
 import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from models import DEFAULT, PLAIN, Layout, Net, batch, ds_config, make_engine, mse, parameters, train_steps
+from models import DEFAULT, Layout, Net, batch, ds_config, make_engine, mse, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 from test_checkpoints import ADAM, OFFLOAD, state
@@ -64,19 +63,16 @@ def is_batched(engine):
 
 
 @contextmanager
-def engine_of(layout, batched, section=DEFAULT, **arguments):
-    """`section` PLAIN: DeepSpeed's own layers, whose gradients may be batched too."""
+def engine_of(layout, batched, **arguments):
     reset_deepspeed_groups()
-    engine = make_engine(layout, section and {**section, "batch_gradients": batched}, **arguments)
-    if section is PLAIN:
-        zero.batch_gradients(engine.optimizer, batched)
+    engine = make_engine(layout, {**DEFAULT, "batch_gradients": batched}, **arguments)
     assert is_batched(engine) == batched
     yield engine
     engine.destroy()
 
 
-def trained(batched, layout, poisoned=False, section=DEFAULT):
-    with engine_of(layout, batched, section) as engine:
+def trained(batched, layout, poisoned=False):
+    with engine_of(layout, batched) as engine:
         records = train_steps(engine, layout)
         if poisoned:
             hook = poison(engine, torch.distributed.get_rank())
@@ -87,11 +83,11 @@ def trained(batched, layout, poisoned=False, section=DEFAULT):
         return records, parameters(engine), state(engine)
 
 
-def both(function, *args, at_once=zero.AT_ONCE, **keys):
+def both(function, *args, at_once=zero.AT_ONCE):
     """What `function` returns with DeepSpeed's own handling of gradients, and with ours."""
-    plain = function(False, *args, **keys)
+    plain = function(False, *args)
     with mock.patch.object(zero, "AT_ONCE", at_once):
-        return plain, function(True, *args, **keys)
+        return plain, function(True, *args)
 
 
 def check_equal(results):
@@ -108,12 +104,6 @@ def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
     results = ranks2.run(both, trained, LAYOUTS[name])
     check_equal(results)
     assert all(record["norm"] > 0.1 for (records, *_), _ in results for record in records)  # so clipping acts
-
-
-@pytest.mark.parametrize("name", slow_except(
-    ["zero1-bf16", "zero2-bf16-fp32-accumulation"], "zero1-bf16"))
-def test_with_deepspeeds_own_layers(ranks2, name):
-    check_equal(ranks2.run(both, trained, LAYOUTS[name], section=PLAIN))
 
 
 @pytest.mark.parametrize("name", slow_except(
@@ -270,27 +260,6 @@ SLOW = pytest.mark.slow
 def test_two_backward_passes_before_a_step(ranks2, stage, config, way):
     layout = Layout(zero=stage, dtype="bf16", config=config)
     check_equal(ranks2.run(both, two_backward_passes, layout, way))
-
-
-def saved_and_loaded(layout, directory):
-    """Each key writes a checkpoint; the other reads it and trains on, as the writer itself does."""
-    results = []
-    for batched in (False, True):
-        path = os.path.join(directory, str(batched))
-        with engine_of(layout, batched) as engine:
-            train_steps(engine, layout)
-            engine.save_checkpoint(path, tag="t")
-            went_on = train_steps(engine, layout, layout.steps), parameters(engine), state(engine)
-        with engine_of(replace(layout, seed=99), not batched) as engine:
-            engine.load_checkpoint(path)
-            results.append((went_on, (train_steps(engine, layout, layout.steps), parameters(engine), state(engine))))
-    return results
-
-
-@pytest.mark.parametrize("name", slow_except(["zero1-bf16", "experts-on-every-rank"], "zero1-bf16"))
-def test_checkpoints_load_both_ways(ranks2, name, tmp_path):
-    for results in ranks2.run(saved_and_loaded, LAYOUTS[name], str(tmp_path)):
-        check_equal(results)
 
 
 class Calls(TorchDispatchMode):
