@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from local_cases import ONE_RANK, check_local
-from permute_cases import FLOOR, MX32, MX128, PLAIN, Problem
-
-WIRES = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
+from permute_cases import WIRES, Problem
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

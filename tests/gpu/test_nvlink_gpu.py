@@ -5,8 +5,8 @@ Exchanges are those of tests/support/conformance.py. Layers are compared with th
 stalls, the others raise an error that names it, and their GPU still works.
 
 Memcheck and racecheck report nothing for the tests below, and memcheck nothing for AllToAll's tests
-(test_all_to_all_gpu.py -k 2-sharing). Tests of whole layers are left out: racecheck takes the flags
-by which Triton's warp-specialised GEMMs start their warps for races.
+(test_all_to_all_gpu.py -k 2-sharing). Tests of whole layers are left out: racecheck takes the flags by which Triton's
+warp-specialised GEMMs start their warps for races.
 
     compute-sanitizer --tool memcheck|racecheck --target-processes all \
         python -m pytest -o addopts= tests/gpu/test_nvlink_gpu.py -k "2-sharing and test_same_bits"

@@ -4,21 +4,11 @@
 
 import pytest
 import torch
-from permute_cases import (
-    FLOOR,
-    MX32,
-    MX128,
-    PLAIN,
-    PROBLEMS,
-    Problem,
-    bits,
-    check_exchange,
-)
+from permute_cases import MX32, PLAIN, PROBLEMS, WIRES, Problem, bits, check_exchange
 
 from ds_mxfp8_moe.ops.triton_kernels import local, permute
 from ds_mxfp8_moe.transport.local import Local
 
-WIRES = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

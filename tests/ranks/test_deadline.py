@@ -21,13 +21,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import (
-    PeerFailure,
-    _raised_key,
-    naming_evaluation,
-    set_deadline,
-    wait_for_device,
-)
+from ds_mxfp8_moe.transport.deadline import PeerFailure, _raised_key, naming_evaluation, set_deadline, wait_for_device
 
 PLAIN, MX = Wire(False), Wire(True)
 

@@ -7,17 +7,7 @@ import deepspeed.comm as dist
 import pytest
 import test_expert_ffn
 import torch
-from conformance import (
-    HARD,
-    MX32,
-    MX128,
-    PLAIN,
-    PROBLEMS,
-    Problem,
-    check,
-    check_in_flight,
-    without_an_empty_rank,
-)
+from conformance import HARD, MX32, MX128, PLAIN, PROBLEMS, Problem, check, check_in_flight, without_an_empty_rank
 from reference_moe import reference
 from slow import slow_except
 from test_expert_ffn import RECIPES, compare, formula

@@ -20,6 +20,8 @@ from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import RowWire
 
+WIRES = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
+
 
 class Peers:
     """Ranks that are threads, of which one runs at a time."""

@@ -12,13 +12,7 @@ import deepspeed.runtime
 import pytest
 import torch
 
-from ds_mxfp8_moe.config import (
-    ConfigError,
-    MXFP8MoEConfig,
-    Recipe,
-    parse,
-    resolve,
-)
+from ds_mxfp8_moe.config import ConfigError, MXFP8MoEConfig, Recipe, parse, resolve
 
 HOPPER, BLACKWELL, CPU = ("cuda", (9, 0)), ("cuda", (10, 0)), ("cpu", None)
 ALL_KEYS = {

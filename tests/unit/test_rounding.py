@@ -11,14 +11,14 @@ from ds_mxfp8_moe.compute.activation import activate, activate_backward
 ROWS, COLUMNS = 384, 512
 
 
-def normal(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
+def normal(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def long_tailed(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Gradients look like this: most values are far below the largest one of their block, many are subnormal."""
     x = normal()
-    return (x * torch.exp(4 * normal(rows=ROWS).flip(1)) * 2.0**-20).to(dtype)
+    return (x * torch.exp(4 * normal().flip(1)) * 2.0**-20).to(dtype)
 
 
 def bytes_of(x: mx.MXTensor) -> Bytes:

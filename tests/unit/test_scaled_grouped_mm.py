@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles, sqnr_db
-from ds_mxfp8_moe.scaled_grouped_mm import (
-    KernelPreference,
-    ScaleCalculationMode,
-    _to_mxfp8_then_scaled_grouped_mm,
-)
+from ds_mxfp8_moe.scaled_grouped_mm import KernelPreference, ScaleCalculationMode, _to_mxfp8_then_scaled_grouped_mm
 
 M, K, N = 300, 256, 160
 ENDS = [50, 50, 217, 290]  # sizes 50, 0, 167, 73, then ten rows that belong to no group
