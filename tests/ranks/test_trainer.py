@@ -206,7 +206,7 @@ def by_accelerate(directory, stage, adapters, dtype, own):
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     before = {name: gathered(p) for name, p in trained.items()}
     losses = steps(parts, range(2))
-    if not adapters:  # of which ZeRO-3 says how they are saved: test_users.py
+    if not adapters:  # of which ZeRO-3 says how they are saved: test_saving.py
         accelerator.save_state(directory / "state")
     losses += steps(parts, range(2, 4))
     still = [name for name, p in trained.items() if torch.equal(before[name], gathered(p))]
