@@ -18,7 +18,7 @@ from benchmark_runs import run_script
 from rank_pool import RankPool
 
 from ds_mxfp8_moe.all_to_all import AllToAll
-from ds_mxfp8_moe.layers import autoep
+from ds_mxfp8_moe.layers import classic
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
@@ -183,7 +183,7 @@ def test_train_on_one_rank_with_and_without_the_check_for_overflow(ranks1, tmp_p
 
 def _metrics_cost(out):
     """The rows, and how many samples the layers took."""
-    with mock.patch.object(autoep, "watch", wraps=autoep.watch) as watch:
+    with mock.patch.object(classic, "watch", wraps=classic.watch) as watch:
         rows = run_script("training.metrics_cost", out, "--layers", "1", "--pairs", "1", STEPS=2)
     return rows, watch.call_count
 
