@@ -59,7 +59,7 @@ def output_of(command: list[str]) -> str:
 
 def tested(python: str, arguments: list[str], **environment: str) -> dict:
     """What pytest counted, and how long it took."""
-    output = run([python, "-m", "pytest", "-q", *arguments], **environment)
+    output = run([python, "-m", "pytest", *arguments], **environment)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", output)}
     seconds = re.search(r" in ([\d.]+)s", output)
     return {**counts, "correct": not any(word.startswith(("fail", "error")) for word in counts) and "passed" in counts,
