@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 
+from .layers.say import print_on_rank_0
 from .ops.private_names import line_about
 
 
@@ -28,5 +29,4 @@ def convert(model_or_engine: Any, config: Any = None) -> None:
 
 
 def _say() -> None:
-    if not deepspeed.comm.is_initialized() or deepspeed.comm.get_rank() == 0:
-        print(line_about("import"), flush=True)
+    print_on_rank_0(line_about("import"))

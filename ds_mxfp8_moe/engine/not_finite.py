@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
+from ..layers.say import print_on_rank_0
 from ..transport.deadline import answers_of_all
 
 
@@ -59,8 +60,8 @@ class FirstNotFinite:
         if dist.get_world_size() > 1:
             found = sum(answers_of_all(dist.get_world_group(), found, "the search for the first NaN"), [])
         self._told = bool(found)
-        if found and dist.get_rank() == 0:
+        if found:
             _, _, rank, name, weights = min(found)
             cause = f"there is one in {weights[0]}" if weights else "its weights are finite"
-            print(f"mxfp8_moe: WARNING: NaN or infinity in step {self.engine.global_steps}: the first module whose "
-                  f"output has one is {name}, on rank {rank}; {cause}", flush=True)
+            print_on_rank_0(f"mxfp8_moe: WARNING: NaN or infinity in step {self.engine.global_steps}: the first "
+                            f"module whose output has one is {name}, on rank {rank}; {cause}")

@@ -64,6 +64,11 @@ class Plan:
         return self.source_P.shape[0]
 
 
+def padded(rows: int | torch.Tensor) -> int | torch.Tensor:
+    """The rows of a group, or of each group, rounded up to a multiple of ROW_ALIGNMENT."""
+    return (rows + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+
+
 def room_for(rows: int) -> int:
     """P for groups that end at this row: a multiple of ROW_ALIGNMENT.
 

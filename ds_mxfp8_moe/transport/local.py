@@ -15,7 +15,7 @@ from ..compute import casts
 from ..compute.mx import MXTensor
 from ..compute.routing import count
 from ..ops.device import has_kernels
-from . import ROW_ALIGNMENT, Transport, Wire, with_zero_row
+from . import ROW_ALIGNMENT, Transport, Wire, padded, with_zero_row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +58,7 @@ def plan_rows(expert_TK: torch.Tensor, experts: int, num_rows: int) -> tuple:
     N, device, P = flat.numel(), flat.device, num_rows
     kept = (flat >= 0) & (flat < experts)
     sizes_E = count(flat, experts)
-    padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    padded_E = padded(sizes_E)
     ends_E = padded_E.cumsum(0)
     # Sorted by expert, dropped choices last. A choice's row is its place in that order, shifted by the padding.
     order = torch.where(kept, flat, experts).argsort(stable=True)

@@ -23,7 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..compute.mx import MXTensor
-from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, room_for
+from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, padded, room_for
 from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense
 
@@ -57,10 +57,6 @@ class NVLinkPlan:
     rows: Any = field(repr=False)
     group_sizes_E: int = field(repr=False)
     tables: tuple = field(repr=False)
-
-
-def padded(rows: int) -> int:
-    return -(-rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def room_of(capacity_factor: float, tokens: int, top_k: int, ranks: int, experts: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from ..compute import casts
 from ..compute.mx import MXTensor
 from ..ops.device import has_kernels
-from . import ROW_ALIGNMENT, Wire, room_for, with_zero_row
+from . import Wire, padded, room_for, with_zero_row
 
 PLAIN = Wire(mxfp8=False)
 
@@ -78,14 +78,14 @@ def experts_there(expert_NK: torch.Tensor, experts_per_rank: int, to: Sends) -> 
 
 def padding(sizes_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For groups of these sizes: their ends once padded, and by how many rows padding moves each of them."""
-    padded_E = (sizes_E + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
+    padded_E = padded(sizes_E)
     ends_E = padded_E.cumsum(0)
     return ends_E, (ends_E - padded_E) - (sizes_E.cumsum(0) - sizes_E)
 
 
 def padded_rows(sizes: list) -> int:
     """P for groups of these sizes."""
-    return room_for(sum(-(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT for size in sizes))
+    return room_for(sum(map(padded, sizes)))
 
 
 def sort_by_expert(local_RK: torch.Tensor, choices: int, shift_E: torch.Tensor, num_rows: int,
