@@ -31,7 +31,7 @@ HIDDEN = ((131072, 2048), (131072, 1408))  # P, F
 WEIGHTS = ((16, 2048, 7168), (64, 1408, 2048))  # experts, N, K
 TINY = ((512, 256), ), ((512, 128), ), ((4, 256, 128), )  # the same for a CPU
 CHECKED = 256  # rows at either end that are compared with mx.py; whole blocks along the rows
-LEAST_SQNR_DB = 45  # of what is cast after exp, whose last bits differ
+LEAST_EQUAL = 0.999  # bytes of what is cast after exp, whose last bits differ
 
 
 class Kernel(NamedTuple):
@@ -135,11 +135,15 @@ def of_weights(E: int, N: int, K: int, block: int, dtype: torch.dtype) -> Iterat
                      lambda out: [w_ENK, out], partial(right, order=order, transposed=transposed))
 
 
-def nearly_same(actual: list, expected: list) -> bool:
-    """Whether results are those of the CPU, whose exp differs in its last bits: a few casts round otherwise."""
-    actual, expected = ({str(i): (x.dequantize() if isinstance(x, MXTensor) else x).float().cpu()
-                         for i, x in enumerate(found) if x is not None} for found in (actual, expected))
-    return actual.keys() == expected.keys() and timing.close(expected, actual, LEAST_SQNR_DB)["correct"]
+def nearly_same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Whether a GPU's result is that of the CPU, whose exp differs in its last bits."""
+    if expected is None:
+        return actual is None
+    if isinstance(expected, MXTensor):
+        parts = ((actual.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)),
+                 (actual.scale_bytes, expected.scale_bytes))
+        return all((one.cpu() == other).float().mean().item() >= LEAST_EQUAL for one, other in parts)
+    return bool((actual.float().cpu() - expected.float()).norm() <= 4e-3 * expected.float().norm())
 
 
 def of_activation(P: int, F: int, block: int) -> Iterator[Kernel]:
@@ -154,15 +158,16 @@ def of_activation(P: int, F: int, block: int) -> Iterator[Kernel]:
         return {"kernel": kernel, "shape": f"{P}x{F}", "block_size": block, "dtype": "bfloat16"}
 
     def forward_right(out):
-        return all(nearly_same([x[part] for x in out], activate(
-            pre_PG[part].cpu(), weight_P[part].cpu(), *formula, quantized=True, keep=True)) for part in ends_of(P))
+        return all(nearly_same(x[part], expected) for part in ends_of(P) for x, expected in zip(out, activate(
+            pre_PG[part].cpu(), weight_P[part].cpu(), *formula, quantized=True, keep=True), strict=True))
 
     def backward_right(out, forms):
         for part in ends_of(P):
             expected = activate_backward(t_PF[part].cpu(), kept[part].cpu(), weight_P[part].cpu(), *formula, **forms)
-            got = [out.dweight_P[part], None if out.plain is None else out.plain[part], out.rows[part],
-                   None if out.columns is None else columns(out.columns, part)]
-            if not nearly_same(got, [expected.dweight_P, expected.plain, expected.rows, expected.columns]):
+            got = (out.dweight_P[part], None if out.plain is None else out.plain[part], out.rows[part],
+                   None if out.columns is None else columns(out.columns, part))
+            wanted = (expected.dweight_P, expected.plain, expected.rows, expected.columns)
+            if not all(map(nearly_same, got, wanted)):
                 return False
         return True
 
