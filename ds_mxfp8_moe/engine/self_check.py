@@ -308,7 +308,7 @@ def _compare_router(kind: Kind, device: torch.device) -> None:
     for where in (torch.device("cpu"), device):
         one = deepcopy(one).to(where)
         one.zero_grad()
-        x = x_TH.to(where).requires_grad_()
+        x = x_TH.clone().to(where).requires_grad_()
         weight_TK, expert_TK, _ = router.route(one, x, None if bias_E is None else bias_E.to(where))
         (weight_TK * upstream.to(where)).sum().backward()
         results.append([weight_TK.detach(), expert_TK.float(), x.grad, one.gate.weight.grad])
