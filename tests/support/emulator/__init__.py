@@ -4,8 +4,6 @@
 `load(rank)` returns the Python module. `Shared` provides the staging of ranks that are processes of one machine:
 
     PeerMemory(group, emulator.load(rank), provider=emulator.Shared)
-
-mpi_programs.py builds the C++ programs of ops/csrc/tests for it.
 """
 
 import ctypes
