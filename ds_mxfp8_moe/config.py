@@ -70,7 +70,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
     batch_gradients: bool = True
-    keep_quantized_weights: bool = False
+    keep_quantized_weights: bool | None = None
     load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     metrics: MetricsConfig | None = None
     self_check: bool = True

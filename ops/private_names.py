@@ -189,7 +189,8 @@ NAMES = tuple(Row(*row) for row in (
 
     ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
     ("keep_quantized_weights", _ENGINE,
-     "_take_model_step destroy load_checkpoint offload_states zero_optimization_partition_weights .zenflow"),
+     "_take_model_step destroy gradient_accumulation_steps load_checkpoint offload_states "
+     "zero_optimization_partition_weights .zenflow"),
     ("metrics", _ENGINE, ".device .global_samples .global_steps .monitor"),
     ("metrics", "deepspeed.monitor.monitor:MonitorMaster", "write_events(self, event_list) .enabled"),
 

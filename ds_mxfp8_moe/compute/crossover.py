@@ -22,7 +22,7 @@ def _memory_slowness(device: torch.device) -> float:
 
 
 def min_tokens_per_expert(given: int | None, formula: ExpertFormula, recipe: Recipe, num_local_experts: int,
-                          device: torch.device) -> float:
+                          device: torch.device, casts: float = 1) -> float:
     """The fewest tokens per expert, on average, with which a layer runs its recipe. With fewer it runs bf16.
 
     Args:
@@ -30,6 +30,7 @@ def min_tokens_per_expert(given: int | None, formula: ExpertFormula, recipe: Rec
             forward and backward.
         num_local_experts: experts of one rank.
         device: where the layer will run.
+        casts: how often the weights are cast for each forward and backward. 0: they are frozen, and kept.
 
     Returns:
         The same number on ranks with equal GPUs. It is math.inf if the recipe is never faster. It is 0 if the layer
@@ -53,5 +54,5 @@ def min_tokens_per_expert(given: int | None, formula: ExpertFormula, recipe: Rec
         rows = 2.74e-12 * formula.hidden_size + 1.84e-12 * formula.ffn_size
         gemms, cast, launches = 2.29e-15 * weights, 1.645e-12 * weights, 40.5e-6
     slowness = _memory_slowness(device)  # casts are bound by memory
-    saved, spent = gemms - slowness * rows, slowness * cast + launches / num_local_experts
+    saved, spent = gemms - slowness * rows, slowness * casts * cast + launches / num_local_experts
     return spent / saved if saved > 0 else math.inf

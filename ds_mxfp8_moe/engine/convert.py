@@ -5,7 +5,6 @@ Conversion swaps classes in place: every Parameter object, buffer, hook and name
 be safe stays on DeepSpeed's own path, exactly as DeepSpeed made it, and the report gives the reason.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -137,15 +136,10 @@ def _trained(layer: torch.nn.Module) -> str:
 
 
 def _describe(settings: LayerSettings) -> str:
-    recipe, fewest_tokens = settings.recipe, settings.min_tokens_per_expert
+    recipe = settings.recipe
     if not recipe.quantize_gemm:
         return f"recipe bf16 (no quantisation), {settings.formula}"
-    if fewest_tokens == 0:
-        threshold = ""
-    elif math.isinf(fewest_tokens):
-        threshold = ", bf16 for batches of any size"
-    else:
-        threshold = f", bf16 below {fewest_tokens:.0f} tokens per expert"
+    threshold = f", {settings.threshold}" if settings.threshold else ""
     return f"recipe {settings.config.recipe}{threshold}, blocks of {recipe.block_size}, {settings.formula}"
 
 

@@ -2,21 +2,18 @@
 """What a DeepSpeed engine does for its converted layers around the optimizer's step."""
 
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..config import MXFP8MoEConfig
-from ..ffn.kept_weights import KeptWeights
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.found import converted_layers
 from ..layers.patches import wrap
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..transport.peer_memory import PeerMemory
 from . import balance
+from .keeping import keep_quantized_weights
 from .metrics import Metrics
 from .not_finite import FirstNotFinite
 
@@ -44,7 +41,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     if config.enabled or converted_layers(engine.module):
         hook_steps(engine)
     batch_gradients(engine, config, converted)
-    keep_quantized_weights(engine)
+    keep_quantized_weights(engine, config, converted)
     balance_loads(engine)
     write_metrics(engine, config)
 
@@ -82,64 +79,6 @@ def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
     obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and converted > 0)
     if obstacle:
         print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
-
-
-def keep_quantized_weights(engine: DeepSpeedEngine) -> None:
-    """Lets the engine's layers keep quantised weights, if their config asks for it and the engine allows it.
-
-    The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
-    Steps leave those of frozen experts alone.
-    """
-    layers = [layer for layer in converted_layers(engine.module)
-              if layer.mxfp8_settings.config.keep_quantized_weights and layer.mxfp8_settings.recipe.quantize_gemm]
-    if layers and say_if_missing("keep_quantized_weights"):
-        return
-    obstacle = _obstacle_to_keeping(engine) if layers else None
-    if obstacle:
-        print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
-    if not layers or obstacle:
-        return
-    for layer in layers:
-        layer.mxfp8_kept = KeptWeights()
-    size = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
-    trained = any(p.requires_grad for layer in layers for p in layer.experts.parameters())
-    print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {'within each step' if trained else 'across steps'}, up to "
-                    f"{size / 2**30:.2f} GiB on this rank")
-    engine._mxfp8_keeping = layers
-
-    def clear(frozen: bool) -> None:
-        for layer in engine._mxfp8_keeping:
-            if "mxfp8_kept" in vars(layer) and (  # another conversion removes it
-                    frozen or any(p.requires_grad for p in layer.experts.parameters())):
-                layer.mxfp8_kept.clear()
-
-    def change(frozen: bool, plain: Callable, *args, **kwargs) -> Any:
-        clear(frozen)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            clear(frozen)
-
-    def stop(plain: Callable) -> None:
-        for layer in engine._mxfp8_keeping:
-            vars(layer).pop("mxfp8_kept", None)
-        plain()
-
-    for owner, method, frozen in ((engine, "_take_model_step", False), (engine.optimizer, "step", False),
-                                  (engine, "load_checkpoint", True), (engine, "offload_states", True),
-                                  (engine.optimizer, "load_state_dict", True)):
-        wrap(owner, method, partial(change, frozen), until=engine)
-    wrap(engine, "destroy", stop, until=engine)
-
-
-def _obstacle_to_keeping(engine: DeepSpeedEngine) -> str | None:
-    if not hasattr(engine.optimizer, "step"):
-        return "the engine has no optimizer, so it does not know when weights change"
-    if engine.zero_optimization_partition_weights():
-        return "ZeRO-3 frees the weights after each call"
-    if engine.zenflow:
-        return "ZenFlow changes weights between the optimizer's steps"
-    return None
 
 
 def balance_loads(engine: DeepSpeedEngine) -> None:

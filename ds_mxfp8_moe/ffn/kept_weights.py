@@ -18,7 +18,7 @@ _VERSION = attrgetter("_version")
 class KeptWeights:
     """The quantised weights of one layer. Its first calls in a step make them, and later calls use them.
 
-    Whoever changes the parameters calls `clear`. hooks.py makes the engine do so. DeepSpeed's optimizer changes
+    Whoever changes the parameters calls `clear`. The engine does so (engine/keeping.py). DeepSpeed's optimizer changes
     values without a trace in the parameters. Other changes show in their addresses or versions, as those by
     load_state_dict do, and this class notices them. It does not notice a write into `parameter.data`.
     """

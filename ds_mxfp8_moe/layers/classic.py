@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in for `deepspeed.moe.layer.MoE`: the same gate and parameters, the exchange and the experts in MXFP8."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,21 @@ class LayerSettings:
             self._chosen.clear()
             self._chosen[group] = choose(group, self.name, self.config)
         return self._chosen[group]
+
+    def below(self, fewest: float) -> "LayerSettings":
+        """These settings with another `min_tokens_per_expert`."""
+        changed = replace(self, min_tokens_per_expert=fewest)
+        changed._chosen.update(self._chosen)
+        return changed
+
+    @property
+    def threshold(self) -> str:
+        """`min_tokens_per_expert` in words. "": the layer always runs its recipe."""
+        if self.min_tokens_per_expert == 0:
+            return ""
+        if math.isinf(self.min_tokens_per_expert):
+            return "bf16 for batches of any size"
+        return f"bf16 below {self.min_tokens_per_expert:.0f} tokens per expert"
 
     def ffn(self, layer: Any, x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor,
             timed: Callable | None = None) -> ExpertFFN:

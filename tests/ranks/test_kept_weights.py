@@ -27,6 +27,7 @@ from test_zero import poison
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute import casts, grouped_gemm
 from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.engine import keeping
 from ds_mxfp8_moe.ffn import expert_ffn, kept_weights
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
@@ -34,7 +35,7 @@ from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.local import Local
 
-KEPT = {**DEFAULT, "keep_quantized_weights": True}
+KEPT, NEVER = ({**DEFAULT, "keep_quantized_weights": value} for value in (True, False))
 FOUR = {"gradient_accumulation_steps": 4}
 CASTS = 8  # of a model of two layers in a step: two GEMMs a layer, in forward and in backward
 
@@ -71,7 +72,7 @@ def trained(layout, section, way="stored", poisoned=False):
 
 
 def both(layout, change=None, *args):
-    return [trained(layout, {**section, **(change or {})}, *args) for section in (DEFAULT, KEPT)]
+    return [trained(layout, {**section, **(change or {})}, *args) for section in (NEVER, KEPT)]
 
 
 def check(results, without, kept, later=None):
@@ -119,6 +120,30 @@ def test_pipelines(ranks4):
     check(ranks4.run(both, layout), 2 * CASTS, CASTS // 2)  # a rank has one of the two layers
 
 
+def decided(layout, free=None, way="stored"):
+    """Without the key, with `free` bytes free on the last rank: what `trained` returns, and what was said."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    memory = mock.patch.object(keeping, "_free_bytes", lambda: free) if free is not None and last else (
+        contextlib.nullcontext())
+    with contextlib.redirect_stdout(io.StringIO()) as said, memory:
+        without_key = trained(layout, DEFAULT, way)
+    return (trained(layout, NEVER, way), without_key), said.getvalue()
+
+
+@pytest.mark.parametrize("layout, free, way, first, later, said", [
+    (LAYOUTS["zero2-bf16"], None, "stored", 4 * CASTS, CASTS, "MXFP8 weights are kept within each step, up to"),
+    (LAYOUTS["zero2-bf16"], 1000, "stored", 4 * CASTS, 4 * CASTS, "MXFP8 weights are not kept, since they take more"),
+    (Layout(zero=2, dtype="bf16"), None, "reentrant", 3 * CASTS // 2, CASTS, "MXFP8 weights are kept within each"),
+    (Layout(zero=2, dtype="bf16"), None, "stored", CASTS, CASTS, None)],
+    ids=["micro-batches", "no memory on one rank", "checkpointing", "one micro-batch"])
+def test_without_the_key_the_first_step_decides(ranks2, layout, free, way, first, later, said):
+    results = ranks2.run(decided, replace(layout, steps=3), free, way)
+    for ((records, end, counts), (found, found_end, found_counts)), _ in results:
+        assert found == records and all(torch.equal(end[name], found_end[name]) for name in end)
+        assert counts == [first] * 3 and found_counts == [first, later, later]
+    assert (said in results[0][1]) if said else "weights are" not in results[0][1]
+
+
 def test_a_skipped_step(ranks2):
     layout = Layout(zero=1, steps=3, config=FOUR)
     results = ranks2.run(both, layout, None, "stored", True)
@@ -129,7 +154,7 @@ def test_a_skipped_step(ranks2):
 def autoep_both(stage, ep_size, changes):
     """As `both`, of an AutoEP model that is evaluated after each step, and what the second one said at start-up."""
     results = []
-    for section in (DEFAULT, KEPT):
+    for section in (NEVER, KEPT):
         reset_deepspeed_groups()
         with contextlib.redirect_stdout(io.StringIO()) as said:
             engine = autoep_engine(section, stage, ep_size, **FOUR, **changes)
@@ -228,7 +253,7 @@ NOT_IN_ZERO_2 = "load_state_dict, assigned", "a write without a trace before a s
 def changed_within_a_step(layout, directory, change):
     """The losses of micro-batches before and after a change, in five of them a step, without the key and with it."""
     results = []
-    for section in (DEFAULT, KEPT):
+    for section in (NEVER, KEPT):
         reset_deepspeed_groups()
         engine = make_engine(replace(layout, config={"gradient_accumulation_steps": 5}), section)
         losses = []
@@ -269,7 +294,7 @@ def test_weights_that_change_within_a_step_are_cast_again(ranks2, tmp_path, chan
 # ---- which engines keep weights -------------------------------------------------------------------------------------
 
 
-def keeping(engine_or_model):
+def keeping_layers(engine_or_model):
     return [vars(module).get("mxfp8_kept") is not None for module in engine_or_model.modules()
             if "mxfp8_settings" in vars(module)]
 
@@ -284,20 +309,20 @@ def lives():
     model = Net(2)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         ds_mxfp8_moe.convert(model, KEPT)
-        states = [keeping(model)]
+        states = [keeping_layers(model)]
         engine = make_engine(Layout(zero=1), {}, model)
-        states.append(keeping(model))
+        states.append(keeping_layers(model))
         for section in SECTIONS:
             ds_mxfp8_moe.convert(engine, section)
-            states.append(keeping(model))
+            states.append(keeping_layers(model))
             with counted() as count:
                 train_steps(engine, Layout(zero=1, steps=2))
             assert section is not KEPT or count.total() == 2 * CASTS
         engine.destroy()
-        states.append(keeping(model))
+        states.append(keeping_layers(model))
         reset_deepspeed_groups()
         config = {"train_micro_batch_size_per_gpu": 4, "mxfp8_moe": KEPT}
-        states.append(keeping(ds_mxfp8_moe.initialize(model=Net(2), config=config)[0]))
+        states.append(keeping_layers(ds_mxfp8_moe.initialize(model=Net(2), config=config)[0]))
     return states, said.getvalue()
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets an engine's layers keep the quantised weights of their experts (ffn/kept_weights.py).
+
+With "keep_quantized_weights": true they keep them from the start on, with false never. Without the key, the first step
+decides: it shows how often a layer runs in a step, and how much memory stays free. Kept weights need fewer casts, so
+that MXFP8 is faster than bf16 with fewer tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..compute.crossover import min_tokens_per_expert
+from ..config import MXFP8MoEConfig
+from ..ffn.kept_weights import KeptWeights
+from ..layers.found import converted_layers
+from ..layers.patches import wrap
+from ..layers.say import print_on_rank_0, say_if_missing
+from ..transport.deadline import answers_of_all
+
+MOST_OF_FREE = 0.5  # of the memory that the first step left free, which later and longer batches may need
+
+
+def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
+    """Lets the engine's layers keep quantised weights, as their config asks for it and where the engine allows it.
+
+    The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
+    Steps leave those of frozen experts alone.
+
+    Args:
+        config: the section, which may be disabled. It counts on ranks without converted layers, as in a pipeline.
+        converted: the number of layers that were converted on any rank.
+    """
+    engine._mxfp8_keeping, engine._mxfp8_first_step = [], None
+    layers = converted_layers(engine.module)
+    asked = (layers[0].mxfp8_settings.config if layers else config).keep_quantized_weights
+    if asked is False or not (layers or config.enabled and converted):
+        return
+    if say_if_missing("keep_quantized_weights"):
+        return
+    obstacle = _obstacle(engine)
+    if obstacle:
+        if asked:
+            print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
+        return
+    layers = [layer for layer in layers if layer.mxfp8_settings.recipe.quantize_gemm]
+    if asked:
+        _keep(engine, layers)
+    else:
+        engine._mxfp8_first_step = _FirstStep(layers)
+    _hook(engine)
+
+
+def _obstacle(engine: DeepSpeedEngine) -> str | None:
+    if not hasattr(engine.optimizer, "step"):
+        return "the engine has no optimizer, so it does not know when weights change"
+    if engine.zero_optimization_partition_weights():
+        return "ZeRO-3 frees the weights after each call"
+    if engine.zenflow:
+        return "ZenFlow changes weights between the optimizer's steps"
+    return None
+
+
+class _FirstStep:
+    """What the first step shows.
+
+    Attributes:
+        layers: those that could keep weights.
+        calls: how often the first layer ran in training mode, repeats of activation checkpointing included.
+    """
+
+    def __init__(self, layers: list):
+        self.layers, self.calls, self._hook = layers, 0, None
+        if layers:
+            self._hook = layers[0].register_forward_pre_hook(self._count)
+
+    def _count(self, layer: torch.nn.Module, _: Any) -> None:
+        self.calls += layer.training
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _decide(engine: DeepSpeedEngine, first: _FirstStep) -> None:
+    """Keeps weights from the second step on, where this saves casts and memory allows it. One all-gather."""
+    first.end()
+    layers = first.layers
+    saves = first.calls > 1 or any(_frozen(layer) for layer in layers)
+    size, free = _bytes(layers), _free_bytes()
+    answers = [(saves, size <= MOST_OF_FREE * free)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
+    saves, fits = any(saves for saves, _ in answers), all(fits for _, fits in answers)
+    if saves and fits:
+        _keep(engine, layers)
+    elif saves:
+        print_on_rank_0(f"mxfp8_moe: MXFP8 weights are not kept, since they take more than half of the memory that a "
+                        f"step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on this rank). "
+                        '"keep_quantized_weights": true keeps them all the same')
+
+
+def _keep(engine: DeepSpeedEngine, layers: list) -> None:
+    """From now on, layers keep their quantised weights."""
+    device = torch.device(get_accelerator().current_device_name())
+    for layer in layers:
+        settings = layer.mxfp8_settings
+        casts = 0 if _frozen(layer) else 1 / engine.gradient_accumulation_steps()
+        fewest = min_tokens_per_expert(settings.config.min_tokens_per_expert, settings.formula, settings.recipe,
+                                       layer.num_local_experts, device, casts)
+        layer.mxfp8_settings = settings.below(fewest)
+        layer.mxfp8_kept = KeptWeights()
+    engine._mxfp8_keeping = layers
+    if layers:
+        often = "across steps" if all(map(_frozen, layers)) else "within each step"
+        highest = max((layer.mxfp8_settings for layer in layers), key=lambda one: one.min_tokens_per_expert)
+        threshold = f"; with them, {highest.threshold}" if highest.threshold else ""
+        print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {_bytes(layers) / 2**30:.2f} GiB on this "
+                        f"rank{threshold}")
+
+
+def _frozen(layer: torch.nn.Module) -> bool:
+    return not any(p.requires_grad for p in layer.experts.parameters())
+
+
+def _bytes(layers: list) -> int:
+    """Of the quantised weights, in the forms for forward and for backward."""
+    return 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
+
+
+def _free_bytes() -> int:
+    """Memory of this rank's device that was free when the rank needed most."""
+    device = get_accelerator()
+    total, reserved = device.total_memory(), device.memory_reserved()
+    of_others = max(total - device.available_memory() - reserved, 0)
+    return total - of_others - device.max_memory_allocated()
+
+
+def _hook(engine: DeepSpeedEngine) -> None:
+
+    def clear(frozen: bool) -> None:
+        for layer in engine._mxfp8_keeping:
+            if "mxfp8_kept" in vars(layer) and (frozen or not _frozen(layer)):  # another conversion removes it
+                layer.mxfp8_kept.clear()
+
+    def change(frozen: bool, plain: Callable, *args, **kwargs) -> Any:
+        clear(frozen)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            clear(frozen)
+
+    def decide(plain: Callable, *args, **kwargs) -> Any:
+        result = plain(*args, **kwargs)
+        first, engine._mxfp8_first_step = engine._mxfp8_first_step, None
+        if first is not None:
+            _decide(engine, first)
+        return result
+
+    def stop(plain: Callable) -> None:
+        for layer in engine._mxfp8_keeping:
+            vars(layer).pop("mxfp8_kept", None)
+        plain()
+
+    for owner, method, frozen in ((engine, "_take_model_step", False), (engine.optimizer, "step", False),
+                                  (engine, "load_checkpoint", True), (engine, "offload_states", True),
+                                  (engine.optimizer, "load_state_dict", True)):
+        wrap(owner, method, partial(change, frozen), until=engine)
+    wrap(engine, "_take_model_step", decide, until=engine)
+    wrap(engine, "destroy", stop, until=engine)
