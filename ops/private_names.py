@@ -170,6 +170,7 @@ NAMES = tuple(Row(*row) for row in (
     # What zero.py rewrites, and what calls it. Attributes that these functions read need no row.
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
      "_build_compact_grad_partition_buffer#54c89687 _get_compact_grad_partition_buffer#56079ca1 "
+     "_get_preflattened_grad_partition#5efe338f "
      "_model_parallel_all_reduce#ea2c37bd _update_model_bit16_weights#f6e3c0c5 "
      "_use_compact_grad_partition_buffer#b4b53eb2 allreduce_and_scatter#40339309 allreduce_no_retain#b9fa439d "
      "average_tensor#6fd000d7 create_gradient_handling_hooks#b84ceb8d get_all_grad_tensors#412137c5 "
@@ -178,7 +179,7 @@ NAMES = tuple(Row(*row) for row in (
      "overlapping_partition_gradients_reduce_epilogue#7a5f8e79 process_gradients#a05fe9ca "
      "reduce_gradients#385b8e94 reduce_independent_p_g_buckets_and_remove_grads#500839d3 "
      "reduce_ipg_grads#a41525b6 reduce_ready_partitions_and_remove_grads#46ef5f92 scaled_global_norm#63c6a6fe "
-     "should_refresh_expected_hook_count#904c5b1d step#9520884f"),
+     "should_refresh_expected_hook_count#904c5b1d step#9520884f unscale_and_clip_grads#6bf2ce6f"),
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer", ".autoep_folding_tp_group .param_dict .param_names"),
     ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs"),
     ("batch_gradients", "deepspeed.runtime.constants", "PIPE_REPLICATED"),

@@ -10,6 +10,9 @@ to DeepSpeed's bit for bit.
 The way of a gradient, in DeepSpeed's names:
 
     parameter.grad -> bucket (`ipg_buckets`) -> averaged over ranks -> sum of this rank's partition (`flat_partition`)
+                   -> in float32, unscaled and clipped -> optimizer
+
+A gradient that no other rank has a part of needs no average. It goes from `parameter.grad` to the sum at once.
 """
 
 import math
@@ -126,11 +129,13 @@ class _Place(NamedTuple):
         process_group: the ranks that it is averaged over.
         pieces: (rank of that group, elements) for each partition that it touches, in their order in the gradient.
         own: (start in the gradient, start in this rank's partition, elements), or None if this rank has no piece.
+        alone: whether this rank is the only one of its group, and sums are in the gradients' dtype.
     """
 
     process_group: Any
     pieces: list[tuple[int, int]]
     own: tuple[int, int, int] | None
+    alone: bool
 
 
 class _Batching:
@@ -140,23 +145,31 @@ class _Batching:
         waiting: parameters whose gradients are not in the bucket yet. `bucket.grads` holds the gradients. The bucket
             counts their elements already.
         elements: how many elements these gradients have.
+        alone: parameters that no other rank has, and whose gradients are not in the sums yet, with their keys.
+        alone_elements: how many elements these gradients have.
         in_hooks: gradients come from autograd's hooks, which may run on different streams. If false, they come after
             the backward pass.
         stream: the one that computed the gradients that wait. None: the current one.
         places: parameter id -> its place.
         fresh: groups whose sum began in this backward pass. This pass copies gradients into the sum. Later passes add.
         specs, likes: for each group, DeepSpeed's description of the parts of its sum, and tensors of their shapes.
+        norm: of all gradients in this step, as DeepSpeed computed it.
+        scaled: gradients that are unscaled and clipped already.
     """
 
     def __init__(self, bucket: Any, in_hooks: bool):
         self.bucket, self.in_hooks = bucket, in_hooks
         self.waiting: list[torch.nn.Parameter] = []
         self.elements = 0
+        self.alone: list[tuple[torch.nn.Parameter, tuple]] = []
+        self.alone_elements = 0
         self.stream: Any = None
         self.places: dict[int, _Place] = {}
         self.fresh: set[int] = set()
         self.specs: dict[int, list] = {}
         self.likes: dict[int, list] = {}
+        self.norm: torch.Tensor | None = None
+        self.scaled: torch.Tensor | None = None
 
 
 class _Parts(GradPartitionBufferGroup):
@@ -185,8 +198,9 @@ class BatchedGradients(BatchedChecks):
         batching, size = self.mxfp8_batching, param.numel()
         if size == 0:
             return
-        bucket = batching.bucket
-        if bucket.elements + size > self.reduce_bucket_size:
+        bucket, key = batching.bucket, (i, param.param_idx_in_group, self.param_id[id(param)])
+        alone = self._place(*key).alone
+        if not alone and bucket.elements + size > self.reduce_bucket_size:
             self.reduce_ipg_grads()
             if self.overlap_comm:
                 bucket.index = 1 - bucket.index
@@ -196,11 +210,18 @@ class BatchedGradients(BatchedChecks):
             stream = get_accelerator().current_stream()
             if stream != batching.stream:
                 self._fill_bucket()
+                self._add_alone()
                 batching.stream = stream
+        if alone:
+            batching.alone.append((param, key))
+            batching.alone_elements += size
+            if batching.alone_elements > AT_ONCE:
+                self._add_alone()
+            return
         if batching.elements + size > AT_ONCE:
             self._fill_bucket()
         bucket.grads.append(param.grad)
-        bucket.params.append((i, param.param_idx_in_group, self.param_id[id(param)]))
+        bucket.params.append(key)
         bucket.elements += size
         batching.waiting.append(param)
         batching.elements += size
@@ -247,13 +268,42 @@ class BatchedGradients(BatchedChecks):
             self._add_to_sums(gradients, places)
         if in_place and stream is not None:
             gradients.record_stream(stream)  # it is let go of before that stream has read it
-        for _, _, param_id in bucket.params:
+        self._mark_reduced(bucket.params)
+        self._let_go()
+        bucket.clear()
+
+    def _add_alone(self) -> None:
+        """Adds gradients that need no average to the sums of the partitions, or begins the sums with them."""
+        batching = self.mxfp8_batching
+        alone, batching.alone, batching.alone_elements = batching.alone, [], 0
+        if not alone:
+            return
+        if batching.stream is not None:
+            batching.bucket.copy_streams.add(batching.stream)
+        stream = self._wait_for_gradients()
+        with torch.no_grad(), get_accelerator().stream(stream):
+            gradients = [param.grad.reshape(-1) for param, _ in alone]
+            if (divisor := self._divisor()) != 1:
+                torch._foreach_div_(gradients, divisor)
+            for i, run in groupby(zip(alone, gradients, strict=True), lambda item: item[0][1][0]):
+                keys, sources = zip(*((key, gradient) for (_, key), gradient in run), strict=True)
+                flat = self._sum(i).flat_partition
+                goals = [self._place(*key).own[1:] for key in keys]
+                sums = [flat.narrow(0, goal, elements) for goal, elements in goals]
+                (torch._foreach_copy_ if i in batching.fresh else torch._foreach_add_)(sums, sources)
+        elsewhere = stream is not None and (self.overlap_comm or batching.stream not in (None, stream))
+        for param, _ in alone:
+            if elsewhere:
+                param.grad.record_stream(stream)  # it is let go of before that stream has read it
+            param.grad = None
+        self._mark_reduced([key for _, key in alone])
+
+    def _mark_reduced(self, keys: list[tuple]) -> None:
+        for _, _, param_id in keys:
             assert not self.params_already_reduced[param_id], (
                 f"The gradient of parameter {self.param_names[self.param_dict[param_id]]} was computed twice in one "
                 "backward pass, and was averaged after the first time. ZeRO does not support this")
             self.params_already_reduced[param_id] = True
-        self._let_go()
-        bucket.clear()
 
     def _place(self, i: int, index: int, param_id: int) -> _Place:
         place = self.mxfp8_batching.places.get(param_id)
@@ -273,7 +323,8 @@ class BatchedGradients(BatchedChecks):
         for (start, rank), (_, elements) in zip(starts, pieces, strict=True):
             if rank == mine:
                 own = start, int(self.grad_partition_insertion_offset[i][rank][param_id]), elements
-        return _Place(process_group, pieces, own)
+        alone = dist.get_world_size(group=process_group) == 1 and self.gradient_accumulation_dtype == self.dtype
+        return _Place(process_group, pieces, own, alone)
 
     def _wait_for_gradients(self) -> Any:
         """The stream for averages, which waits for the copies into the bucket. None: the device has no streams."""
@@ -290,8 +341,8 @@ class BatchedGradients(BatchedChecks):
 
     def _average(self, gradients: torch.Tensor, places: list[_Place]) -> None:
         """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
-        if self.gradient_average:
-            gradients.div_(dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size))
+        if (divisor := self._divisor()) != 1:
+            gradients.div_(divisor)
         pieces = [(place.process_group, rank, elements) for place in places for rank, elements in place.pieces]
         calls: dict[tuple, list] = {}
         start = 0
@@ -307,6 +358,12 @@ class BatchedGradients(BatchedChecks):
             else:
                 self.allreduce_no_retain([part for _, part in parts], self.communication_data_type, rank=rank,
                                          **arguments)
+
+    def _divisor(self) -> float:
+        """By which sums over ranks become averages."""
+        if not self.gradient_average:
+            return 1
+        return dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size)
 
     def _add_to_sums(self, gradients: torch.Tensor, places: list[_Place]) -> None:
         """Adds averaged gradients to the sums of the partitions that they are in, or begins the sums with them."""
@@ -366,6 +423,7 @@ class BatchedGradients(BatchedChecks):
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass."""
+        self._add_alone()
         if self.is_gradient_accumulation_boundary():
             for i in range(len(self.bit16_groups)):
                 # Drops a sum that was complete before, but that no step has used. DeepSpeed does so too, unless it
@@ -374,6 +432,29 @@ class BatchedGradients(BatchedChecks):
                     self.averaged_gradients[i] = None
         super().independent_gradient_partition_epilogue()
         self.mxfp8_batching.fresh.clear()
+
+    def scaled_global_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """As DeepSpeed's, and remembers it."""
+        self.mxfp8_batching.norm = super().scaled_global_norm(norm_type)
+        return self.mxfp8_batching.norm
+
+    def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
+        """The sum of a group's gradients. If the step would convert it to float32, it is converted, unscaled and
+        clipped here in one pass over memory."""
+        flat = super()._get_preflattened_grad_partition(group_idx)
+        if (flat is None or flat.dtype == torch.float32
+                or self.single_partition_of_fp32_groups[group_idx].dtype != torch.float32):
+            return flat
+        factor = torch.ones(1, device=flat.device)
+        super().unscale_and_clip_grads([factor], self.mxfp8_batching.norm if self.compute_grad_norm else None)
+        self.mxfp8_batching.scaled = flat * factor  # in float32, as the factor is
+        return self.mxfp8_batching.scaled
+
+    def unscale_and_clip_grads(self, grad_groups_flat: list, total_norm: Any) -> None:
+        """As DeepSpeed's, but not a second time."""
+        scaled, self.mxfp8_batching.scaled = self.mxfp8_batching.scaled, None
+        if scaled is None or grad_groups_flat[0] is not scaled:
+            super().unscale_and_clip_grads(grad_groups_flat, total_norm)
 
 
 def _portions(runs: list) -> Iterator[tuple[int, int, list]]:
