@@ -6,6 +6,7 @@ decides: it shows how often a layer runs in a step, and how much memory stays fr
 that MXFP8 is faster than bf16 with fewer tokens.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,22 +107,23 @@ def _decide(engine: DeepSpeedEngine, first: _FirstStep) -> None:
 
 
 def _keep(engine: DeepSpeedEngine, layers: list) -> None:
-    """From now on, layers keep their quantised weights."""
+    """From now on, layers keep their quantised weights, except those that run in bf16 whatever the batch."""
     device = torch.device(get_accelerator().current_device_name())
     for layer in layers:
         settings = layer.mxfp8_settings
         casts = 0 if _frozen(layer) else 1 / engine.gradient_accumulation_steps()
-        fewest = min_tokens_per_expert(settings.config.min_tokens_per_expert, settings.formula, settings.recipe,
-                                       layer.num_local_experts, device, casts)
-        layer.mxfp8_settings = settings.below(fewest)
-        layer.mxfp8_kept = KeptWeights()
-    engine._mxfp8_keeping = layers
-    if layers:
-        often = "across steps" if all(map(_frozen, layers)) else "within each step"
-        highest = max((layer.mxfp8_settings for layer in layers), key=lambda one: one.min_tokens_per_expert)
+        layer.mxfp8_settings = settings.below(min_tokens_per_expert(
+            settings.config.min_tokens_per_expert, settings.formula, settings.recipe, layer.num_local_experts, device,
+            casts))
+        if not math.isinf(layer.mxfp8_settings.min_tokens_per_expert):
+            layer.mxfp8_kept = KeptWeights()
+            engine._mxfp8_keeping.append(layer)
+    if kept := engine._mxfp8_keeping:
+        often = "across steps" if all(map(_frozen, kept)) else "within each step"
+        highest = max((layer.mxfp8_settings for layer in kept), key=lambda one: one.min_tokens_per_expert)
         threshold = f"; with them, {highest.threshold}" if highest.threshold else ""
-        print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {_bytes(layers) / 2**30:.2f} GiB on this "
-                        f"rank{threshold}")
+        print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {_bytes(kept) / 2**30:.2f} GiB on this rank"
+                        f"{threshold}")
 
 
 def _frozen(layer: torch.nn.Module) -> bool:

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeping quantised weights changes in a layer's settings. tests/ranks/test_kept_weights.py has the rest."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from test_convert import Model
+
+from ds_mxfp8_moe import convert
+from ds_mxfp8_moe.engine import keeping
+from ds_mxfp8_moe.layers.found import converted_layers
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.mark.parametrize("of_one_cast, thresholds, said", [
+    (1000, [250, 0], "kept within each step, up to 0.00 GiB on this rank; with them, bf16 below 250 tokens per expert"
+     "\n"), (math.inf, [math.inf, math.inf], "")])
+def test_the_threshold_counts_the_casts_that_are_made(monkeypatch, capsys, of_one_cast, thresholds, said):
+    model = Model()
+    model.blocks[1].moe.deepspeed_moe.experts.requires_grad_(False)
+    convert(model, {})
+    layers = converted_layers(model)
+    transports = [layer.mxfp8_settings.choose_transport(None) for layer in layers]
+
+    def fewest(given, formula, recipe, experts, device, casts):
+        assert (given, experts) == (None, 4)
+        return of_one_cast if math.isinf(of_one_cast) else of_one_cast * casts
+
+    monkeypatch.setattr(keeping, "min_tokens_per_expert", fewest)
+    capsys.readouterr()
+    engine = SimpleNamespace(gradient_accumulation_steps=lambda: 4, _mxfp8_keeping=[])
+    keeping._keep(engine, layers)
+    assert [layer.mxfp8_settings.min_tokens_per_expert for layer in layers] == thresholds
+    assert [layer.mxfp8_settings.choose_transport(None) for layer in layers] == transports
+    assert engine._mxfp8_keeping == (layers if said else [])
+    printed = capsys.readouterr().out
+    assert printed.endswith(said) and bool(printed) == bool(said)
