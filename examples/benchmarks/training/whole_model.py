@@ -167,7 +167,7 @@ class Training:
         self.about = {"parameters": sum(p.numel() for p in model.parameters()), "trained": sum(trained.values()),
                       "trained_outside_layers": sum(n for name, n in trained.items() if ".layers." not in name),
                       "flops_per_token": flops_per_token(model, case)}
-        self.micro_batches, self.losses = micro_batches, []
+        self.contender, self.micro_batches, self.losses = contender, micro_batches, []
         self.batches = [torch.randint(model.config.vocab_size, (case.sequences, case.sequence),
                                       generator=torch.Generator().manual_seed(1000 * i + world.rank())).to(device())
                         for i in range(BATCHES)]
@@ -222,7 +222,11 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
         budget_s: seconds for them.
         before: bytes that were allocated when there was no engine. The peak, the largest of the ranks', is beyond.
     """
-    engine, accelerator = training.engine, get_accelerator()
+    engine, accelerator, layers = training.engine, get_accelerator(), models.moe_layers(training.engine)
+    if training.contender != PLAIN and not layers:
+        raise ValueError("AutoEP finds no MoE layers in this model")
+    if training.contender in SECTIONS and not all(hasattr(layer, "mxfp8_settings") for layer in layers):
+        raise ValueError("MoE layers were not converted")
     accelerator.reset_peak_memory_stats()
     training.step()
     norm = float(engine.get_global_grad_norm())
@@ -230,7 +234,6 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
         training.step()
     one_ms, = training.steps_ms(1)
     step = timing.spread_ms(training.steps_ms(max(LEAST, min(MOST, int(budget_s * 1e3 / one_ms)))))
-    layers = models.moe_layers(engine)
     peak = accelerator.max_memory_allocated() - before + (models.staging_bytes(layers[0]) if layers else 0)
     losses = world.gathered(torch.stack(training.losses[:COMPARED])).mean(0).tolist()
     rates = {quantile: 1e3 * case.tokens * case.micro_batches / ms for quantile, ms in step.items()}
