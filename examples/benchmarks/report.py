@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
 GAIN = results_file.RESULTS / "gain.png"
-BENCHMARKS = ("training.train", "training.convergence", "training.metrics_cost", "exchange.moe_layer",
-              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.metrics_cost",
+              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
               "exchange.scale", "exchange.two_hops",
               "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]

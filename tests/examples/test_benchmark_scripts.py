@@ -24,7 +24,7 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
 from kernels import expert_ffn, grouped_gemm, host, quantize
 from lib import world
-from training import metrics_cost, train
+from training import metrics_cost, step_parts, train, whole_model
 
 pytestmark = pytest.mark.slow
 BRIEF = ("--budget", "0.001", "--seconds", "600")
@@ -179,6 +179,28 @@ def test_train_on_one_rank_with_and_without_the_check_for_overflow(ranks1, tmp_p
     assert [row["case"]["overflow_check"] for row in rows] == [True, False]
     assert all(row["case"]["routing"] == "even" and row["host_ms"] > 0 for row in rows)
     assert all(row["parameters"] == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 8) for row in rows)
+
+
+def _whole_model(out, *arguments):
+    return run_script("training.whole_model", out, *BRIEF, *arguments, WARM_UP=1, LEAST=1, MOST=1)
+
+
+def test_whole_model(ranks1, tmp_path):
+    """Full finetuning with and without checkpointing, and LoRA. A second run adds where the time goes."""
+    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-1])
+    rows = ranks1.run(_whole_model, out, "--no-parts")[0]
+    assert contenders(rows) == 2 * names + [name for name in names if name != whole_model.AUTOEP]
+    assert [row["case"]["checkpointing"] is None for row in rows] == len(names) * [True] + (len(rows) - len(names)) * [
+        False]
+    assert all(len(row["losses"]) == whole_model.COMPARED and row["tokens_per_s"] > 0 for row in rows)
+    chosen = [whole_model.PLAIN, whole_model.DEFAULT]
+    rows = ranks1.run(_whole_model, out, "--training", "full", "--contenders", *chosen)[0]
+    parts = [row for row in rows if "busy_ms" in row]
+    assert len(rows) == 3 * len(names) - 1 and contenders(parts) == 2 * chosen
+    for row in parts:
+        times = {name: row[f"{name}_ms"] for name in step_parts.PARTS}
+        assert all(ms > 0 for name, ms in times.items() if name != step_parts.IDLE)
+        assert sum(times.values()) == pytest.approx(row["busy_ms"] + row["idle_ms"], rel=0.02)
 
 
 def _metrics_cost(out):

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lib import models, results_file
-from training import train
+from lib import models, results_file, trainings
+from training import train, whole_model, whole_model_results
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
 pytestmark = pytest.mark.slow
@@ -82,16 +82,16 @@ def test_rows_are_added_to_what_is_there(tmp_path):
     wanted = train.wanted([(once, more)], [AUTOEP, HP], {})
     assert wanted == [((once, more), AUTOEP), ((once, more), HP)]
     row = {"case": once.described(), "contender": AUTOEP, "correct": True, "losses": [1.0]}
-    rows = {train.key(r): r for r in (row, {**row, "case": more.described()}, {**row, "contender": HP})}
+    rows = {trainings.key(r): r for r in (row, {**row, "case": more.described()}, {**row, "contender": HP})}
     assert train.wanted([(once, more)], [AUTOEP, HP], rows) == [((once, more), HP)]
 
     path = tmp_path / "train.json"
-    assert train.stored(path) == []
+    assert trainings.stored(path, "train") == []
     results_file.write("train", [row], path, of_commit="abc")
-    assert train.stored(path) == [json.loads(json.dumps(row))]
+    assert trainings.stored(path, "train") == [json.loads(json.dumps(row))]
     results_file.write("moe_layer", [row], path, of_commit="abc")
     with pytest.raises(SystemExit, match="has results of moe_layer, expected train"):
-        train.stored(path)
+        trainings.stored(path, "train")
 
 
 def _losses(name, losses, norm=1.0, routing="even"):
@@ -103,6 +103,48 @@ def test_losses_are_compared_within_their_case():
             _losses(MXFP8, [5.0, 4.0], norm=1.2), _losses(OURS_BF16, [5.0, float("nan")]),
             _losses(HP, [9.0, 9.0], routing="router"),
             {"case": {"routing": "even"}, "contender": "x", "correct": False, "failure": "so"}]
-    train.settle(rows)
+    trainings.settle(rows, train.REFERENCES)
     assert [row["correct"] for row in rows] == [True, True, False, False, False, True, False]
     assert rows[0]["loss_off"] == pytest.approx(0.0025) and "20.00%" in rows[3]["error"]
+
+
+# ---- whole models -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    """Qwen3-30B-A3B without weights."""
+    from transformers import AutoModelForCausalLM
+    case = whole_model.Case("Qwen3-30B-A3B", "full", 1, 4, 16, 48, 1)
+    with torch.device("meta"):
+        return case, AutoModelForCausalLM.from_config(case.config())
+
+
+def test_model_flops_are_those_that_others_count(qwen3):
+    """NeMo AutoModel publishes 277 TFLOP/s at 12,040 tokens/s."""
+    case, model = qwen3
+    trained = whole_model.flops_per_token(model, case)
+    assert trained == pytest.approx(277e12 / 12040, rel=0.01)
+    attention = 12 * 48 * 2048 * 32 * 128
+    assert whole_model.flops_per_token(model.requires_grad_(False), case) - attention == pytest.approx(
+        4 / 6 * (trained - attention))
+
+
+def test_what_follows_from_the_rows_of_a_whole_model():
+    parts = dict.fromkeys((f"{name}_ms" for name in whole_model.PARTS), 10.0)
+    case = whole_model.Case("GLM-4.5-Air", "full", 8, 1, 8, layers=23, ranks=1).described()
+    row = {"case": case, "contender": whole_model.DEFAULT, "correct": True, "median_ms": 80.0, "tokens_per_s": 1000,
+           "trained": 4, "trained_outside_layers": 1, "busy_ms": 70.0, "experts_in": "MXFP8", **parts}
+    slower = {"case": case, "correct": True, "contender": whole_model.PLAIN, "median_ms": 100.0, "tokens_per_s": 800}
+    # The loss, five parts of layers twice, two parts of which three quarters are in layers.
+    assert whole_model_results.all_layers_ms(row) == 10 + 2 * 50 + 1.75 * 20
+    assert whole_model_results.all_layers_ms(row | {"case": case | {"layers": 46}}) is None
+    exchange = whole_model_results.exchange_ms(row)
+    again = row | {"case": case | {"checkpointing": "checkpointing"}}
+    assert exchange > 0 and whole_model_results.exchange_ms(again) == pytest.approx(1.5 * exchange)
+    assert whole_model_results.exchange_ms(row | {"case": case | {"one_rank_of": 16}}) is None
+    first, second, failed = whole_model_results.prepare({"rows": [row, slower, {
+        "case": case, "contender": whole_model.AUTOEP, "correct": False, "failure": "out of memory"}]})
+    assert first["over_deepspeed"] == 1.25 and first["of_best"] == 1 and first["tokens_per_s_all_layers"] == 552
+    assert first["tokens_per_s_exchange"] < 1000 and "tokens_per_s_exchange" not in second
+    assert failed["failure"] == "out of memory"

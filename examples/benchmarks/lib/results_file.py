@@ -64,7 +64,7 @@ def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = 
         "benchmark": benchmark,
         "machine": machine(),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-        | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers")},
+        | {name: _version(name) for name in ("torch", "triton", "deepspeed", "transformers", "peft", "liger-kernel")},
         "commit": of_commit or commit(),
         "command": shlex.join(command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -7,9 +7,10 @@ one is stated. bars.yaml says which of them must reach a bar.
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -265,10 +266,14 @@ def spans(pyplot, panels: dict[str, dict[str, list[float]]], **settings) -> None
         axis.set(title=title, **settings)
 
 
-def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str) -> None:
+def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str,
+            part_colors: Mapping[str, str] = MappingProxyType({})) -> None:
     """Panels with one bar for each label, made of parts: {title: {label: {part: length}}}.
 
     A contender's bar has its color, and its parts are tints of it. Other bars have the color of their part.
+
+    Args:
+        part_colors: the colors of parts, the same in all bars.
     """
     parts_of = [list(dict.fromkeys(part for bar in bars.values() for part in bar)) for bars in panels.values()]
     of_labels = colors(label for panel in panels.values() for label in panel)
@@ -278,7 +283,7 @@ def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str)
         for label, bar in bars.items():
             left = 0.0
             for i, part in enumerate(parts):
-                color = color_of(part) or tint(of_labels[label], i)
+                color = part_colors.get(part) or color_of(part) or tint(of_labels[label], i)
                 axis.barh([label], [bar.get(part) or 0], left=left, color=color)
                 left += bar.get(part) or 0
         axis.set(xlabel=xlabel)
@@ -287,7 +292,7 @@ def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str)
         axis.invert_yaxis()
     names = [" or ".join(filter(None, dict.fromkeys(same))) for same in zip_longest(*parts_of)]
     if len(names) > 1:
-        _legend(pyplot, [pyplot.Rectangle((0, 0), 1, 1, color=tint(GRAY, i), label=name)
+        _legend(pyplot, [pyplot.Rectangle((0, 0), 1, 1, color=part_colors.get(name) or tint(GRAY, i), label=name)
                          for i, name in enumerate(names)])
 
 

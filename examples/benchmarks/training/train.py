@@ -20,7 +20,6 @@ where the last one ended.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -42,6 +41,7 @@ from exchange.moe_layer import RECIPES
 from lib import models, results_file, run, show, timing, world
 from lib.show import Measure
 from lib.timing import spread_ms
+from lib.trainings import key, settle, stored
 from lib.world import device, on_gpu
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
@@ -51,8 +51,6 @@ WARM_UP = 4  # micro-batches
 BATCHES = 2
 ROUTINGS = ("even", "router")
 PHASES = ("forward", "backward", "optimizer")  # of a step
-# Off AutoEP bf16 at most, relative: the loss of any step, the gradient norm of the first.
-TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
 
 
@@ -246,40 +244,6 @@ class Run(NamedTuple):
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
-def key(row: dict) -> tuple:
-    return json.dumps(row["case"], sort_keys=True), row["contender"]
-
-
-def settle(rows: Iterable[dict]) -> None:
-    """Compares each row's losses and first gradient norm with those of the case's reference, and says what is
-    correct."""
-    rows = list(rows)
-    for row in rows:
-        if "losses" not in row:
-            continue
-        others = {other["contender"]: other for other in rows if other["case"] == row["case"] and "losses" in other}
-        reference = next((others[name] for name in REFERENCES if name in others), row)
-        offs = [abs(a / b - 1) for a, b in zip(row["losses"], reference["losses"], strict=True)]
-        off = max(offs, key=lambda each: math.inf if math.isnan(each) else each)
-        norm_off = abs(row["gradient_norm"] / reference["gradient_norm"] - 1)
-        most, most_norm = TOLERANCES if row["contender"] in REFERENCES else MXFP8_TOLERANCES
-        row.update(loss_off=round(off, 6), norm_off=round(norm_off, 6), correct=off <= most and norm_off <= most_norm)
-        row.pop("error", None)
-        if not row["correct"]:
-            row["error"] = (f"losses {off:.2%} off {reference['contender']} (at most {most:.2%}), the first gradient "
-                            f"norm {norm_off:.2%} (at most {most_norm:.2%})")
-
-
-def stored(path: Path) -> list[dict]:
-    """The rows of a result file of this kind of machine; none where there is no such file."""
-    if not path.exists():
-        return []
-    result = results_file.read(path, "train")
-    if result["machine"] != results_file.machine():
-        sys.exit(f"{path} has results of {result['machine']}: name another file by --out")
-    return result["rows"]
-
-
 def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict]) -> list[Run]:
     """What the rows lack. An engine runs all its cases again if one is lacking."""
     every = [Run(cases, name) for cases in engines for name in contenders]
@@ -293,7 +257,7 @@ def fill(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit
             rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
             if "failure" in found:
                 world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {found['failure']}")
-            settle(rows.values())
+            settle(rows.values(), REFERENCES)
             yield
 
 
@@ -445,7 +409,7 @@ def parse_args() -> argparse.Namespace:
 def train(args: argparse.Namespace) -> None:
     """What the result file lacks, as far as time allows. Shows it and ends this process."""
     path = args.out or results_file.RESULTS / f"train_{world.size()}ranks.json"
-    box = [stored(path), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
+    box = [stored(path, SHOWN.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
     dist.broadcast_object_list(box)
     rows, commit = {key(row): row for row in box[0]}, box[1]
     engines = cases_of(args)

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training whole Hugging Face models in DeepSpeed as their users do: tokens per second, memory, and where a step's
+time goes, of plain transformers, AutoEP and ours in every recipe.
+
+Real configurations with random weights: whole_model.yaml has them, the cases, and what others publish. Full finetuning
+and LoRA by PEFT on attention and experts, with Liger's norms, rope and loss and without, in ZeRO-1 with fused AdamW.
+
+A rank holds its share of the experts of N ranks ("one rank of"), and everything else whole. So each expert gets as
+many tokens as with N ranks, and the optimizer has more to do, since it does not share the other parameters. One rank
+exchanges nothing. Over several, as many experts for each are spread.
+
+    python examples/benchmarks/training/whole_model.py --cases short   # again, until nothing is lacking
+    torchrun --nproc-per-node 8 examples/benchmarks/training/whole_model.py --models Qwen3-30B-A3B
+
+Rows are added to what the result file has, so that a run of ten minutes goes on where the last one ended. Times come
+first. Then, on one rank, each contender is built once more for a profiled step, since a profiler slows what follows.
+
+Model FLOPs of a token: 6 for each weight that it meets and that is trained, 4 for each frozen one, with the experts
+that it is sent to; and 12 x context x heads x head size for each attention, where the context is half the sequence or
+the sliding window. The embedding and what checkpointing computes again do not count. Utilisation is of the device's
+peak in dense bf16.
+
+Where fewer layers fit than the model has, "all layers" is derived: the time of what layers hold grows with them, that
+of the optimizer and ZeRO with the trained parameters, the loss stays. "With its exchange" is a model, too: dispatch
+and combine of every layer, with nothing beside them, at the rates that scale_model.py fits to 2 and 4 GPUs.
+"""
+
+import argparse
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import ds_mxfp8_moe
+from lib import models, results_file, run, show, timing, trainings, world
+from lib.world import device, on_gpu
+from training import step_parts
+from training.step_parts import GRADIENTS, IDLE, PARTS
+from training.whole_model_results import (
+    AUTOEP,
+    BF16,
+    CASES,
+    DEFAULT,
+    FULL,
+    KEPT,
+    LORA,
+    MODELS,
+    MXFP8,
+    PLAIN,
+    SHOWN,
+    experts_of,
+)
+
+SECTIONS: dict[str, dict] = {BF16: {"recipe": "bf16"}, DEFAULT: {}, MXFP8: {"recipe": "mxfp8"},
+                             KEPT: {"keep_quantized_weights": True}}
+CONTENDERS, REFERENCES = (PLAIN, AUTOEP, *SECTIONS), (PLAIN, AUTOEP, BF16)
+LEARNING_RATES = {FULL: 1e-5, LORA: 1e-4}
+ADAPTERS = {"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+LIGER = {"rope": True, "rms_norm": True, "fused_linear_cross_entropy": True, "cross_entropy": False, "swiglu": False}
+WARM_UP = 4  # micro-batches at least; one more step says how many steps are timed
+LEAST, MOST = 3, 20  # steps that are timed
+COMPARED = 3  # steps, the first ones, whose losses have to agree
+BATCHES = 2
+PEAKS = {"H200": 989, "H100 80GB HBM3": 989, "B200": 2250}  # TFLOP/s in dense bf16, by a part of the device's name
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes: as in whole_model.yaml. `sequences`, of a micro-batch, and `micro_batches` are one rank's."""
+
+    model: str
+    training: str
+    one_rank_of: int
+    sequences: int
+    micro_batches: int
+    layers: int
+    ranks: int
+    sequence: int = 4096
+    checkpointing: bool = False
+    liger: bool = False
+
+    def __str__(self) -> str:
+        return show.described(self.described(), ("model", "training", "sequences", "micro_batches", "checkpointing",
+                                                 "liger"))
+
+    def described(self) -> dict:
+        """The case in a result file. What is off is None, so that titles leave it out."""
+        return {**asdict(self), "checkpointing": "checkpointing" if self.checkpointing else None,
+                "liger": "Liger" if self.liger else None}
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a micro-batch."""
+        return self.sequences * self.sequence
+
+    def config(self) -> Any:
+        """transformers' config of what the ranks hold together."""
+        from transformers import AutoConfig
+        keys, (key, experts) = dict(MODELS[self.model]), experts_of(self.model)
+        keys |= {key: min(experts, experts // self.one_rank_of * self.ranks), "num_hidden_layers": self.layers,
+                 "use_cache": False, "output_router_logits": False, "initializer_range": keys["hidden_size"]**-0.5}
+        return AutoConfig.for_model(keys.pop("model_type"), **keys)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def model_of(case: Case) -> nn.Module:
+    """The same weights on all ranks and for all contenders, on the device, in bf16."""
+    from transformers import AutoModelForCausalLM
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = AutoModelForCausalLM.from_config(case.config(), dtype=world.BF16).train()
+    if case.liger:
+        from transformers.integrations.liger import apply_liger_kernel
+        apply_liger_kernel(model, LIGER)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.training == LORA:
+        import peft
+        model = peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS))
+    return model
+
+
+def flops_per_token(model: nn.Module, case: Case) -> float:
+    """Of forward and backward; the module's docstring says which."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    share = config.num_experts_per_tok / getattr(config, experts_of(case.model)[0])
+    weights = sum((6 if p.requires_grad else 4) * p.numel() * (share if ".experts." in name else 1)
+                  for name, p in model.named_parameters() if p.dim() > 1 and p is not embedding)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * case.layers
+    contexts = [case.sequence / 2 if kind == "full_attention" else min(case.sequence / 2, config.sliding_window)
+                for kind in kinds]
+    return weights + 12 * sum(contexts) * config.num_attention_heads * head
+
+
+class Training:
+    """Steps of one contender's engine, as a user writes them, over batches that are the same for every contender.
+
+    Attributes:
+        losses: of each step, the mean over its micro-batches.
+        about: what the rows say of the model.
+    """
+
+    def __init__(self, case: Case, contender: str, micro_batches: int):
+        """`micro_batches`: of a step, in place of the case's."""
+        model = model_of(case)
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        self.about = {"parameters": sum(p.numel() for p in model.parameters()), "trained": sum(trained.values()),
+                      "trained_outside_layers": sum(n for name, n in trained.items() if ".layers." not in name),
+                      "flops_per_token": flops_per_token(model, case)}
+        self.contender, self.micro_batches, self.losses = contender, micro_batches, []
+        self.batches = [torch.randint(model.config.vocab_size, (case.sequences, case.sequence),
+                                      generator=torch.Generator().manual_seed(1000 * i + world.rank())).to(device())
+                        for i in range(BATCHES)]
+        adamw = {"lr": LEARNING_RATES[case.training], "torch_adam": True, "fused": True}
+        config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
+                        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+                        "optimizer": {"type": "AdamW", "params": adamw}}
+        if contender != PLAIN:
+            config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
+        if contender in SECTIONS:
+            # Without the check, behind which a broken kernel would be measured as DeepSpeed's path.
+            config["mxfp8_moe"] = {"enabled": True, "self_check": False, **SECTIONS[contender]}
+        initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
+        self.engine = initialize(model=model, config=config)[0]
+
+    def micro_batch(self, i: int) -> torch.Tensor:
+        batch = self.batches[i % BATCHES]
+        loss = self.engine(input_ids=batch, labels=batch).loss
+        with step_parts.part(GRADIENTS):
+            self.engine.backward(loss)
+            self.engine.step()
+        return loss.detach().float()
+
+    def step(self) -> None:
+        self.losses.append(torch.stack([self.micro_batch(i) for i in range(self.micro_batches)]).mean())
+
+    def steps_ms(self, steps: int) -> list[float]:
+        """The time of each of these steps in a row, on the slowest rank."""
+        world.barrier()
+        get_accelerator().synchronize()
+        marks = [_moment()]
+        for _ in range(steps):
+            self.step()
+            marks.append(_moment())
+        get_accelerator().synchronize()
+        times = [a.elapsed_time(b) if on_gpu() else (b - a) * 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+        return world.largest(torch.tensor(times, dtype=torch.float64)).tolist()
+
+
+def _moment() -> Any:
+    if not on_gpu():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def measure(case: Case, budget_s: float, training: Training, before: int) -> dict:
+    """Times LEAST to MOST steps.
+
+    Args:
+        budget_s: seconds for them.
+        before: bytes that were allocated when there was no engine. The peak, the largest of the ranks', is beyond.
+    """
+    engine, accelerator, layers = training.engine, get_accelerator(), models.moe_layers(training.engine)
+    if training.contender != PLAIN and not layers:
+        raise ValueError("AutoEP finds no MoE layers in this model")
+    if training.contender in SECTIONS and not all(hasattr(layer, "mxfp8_settings") for layer in layers):
+        raise ValueError("MoE layers were not converted")
+    accelerator.reset_peak_memory_stats()
+    training.step()
+    norm = float(engine.get_global_grad_norm())
+    for _ in range(math.ceil(WARM_UP / case.micro_batches) - 1):
+        training.step()
+    one_ms, = training.steps_ms(1)
+    step = timing.spread_ms(training.steps_ms(max(LEAST, min(MOST, int(budget_s * 1e3 / one_ms)))))
+    peak = accelerator.max_memory_allocated() - before + (models.staging_bytes(layers[0]) if layers else 0)
+    losses = world.gathered(torch.stack(training.losses[:COMPARED])).mean(0).tolist()
+    rates = {quantile: 1e3 * case.tokens * case.micro_batches / ms for quantile, ms in step.items()}
+    tflops = rates["median_ms"] * training.about["flops_per_token"] / 1e12
+    most_tflops = next((tops for name, tops in PEAKS.items() if name in results_file.machine()), None)
+    tokens_per_expert = (case.tokens * MODELS[case.model]["num_experts_per_tok"] * case.one_rank_of
+                         / experts_of(case.model)[1])
+    return {**step, "tokens_per_s": round(rates["median_ms"]), "tokens_per_s_p10": round(rates["p90_ms"]),
+            "tokens_per_s_p90": round(rates["p10_ms"]), "tflops": round(tflops, 4),
+            **({"utilisation": round(tflops / most_tflops, 4)} if most_tflops else {}),
+            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item())} if on_gpu() else {}),
+            **training.about, "tokens_per_expert": tokens_per_expert,
+            **(models.experts_in(engine, tokens_per_expert) if layers else {}),
+            "losses": [round(loss, 5) for loss in losses], "gradient_norm": round(norm, 6),
+            "correct": all(map(math.isfinite, losses))}
+
+
+def profile(case: Case, step_ms: float, training: Training, before: int) -> dict:
+    """The parts of a step of `step_ms`, from a step of one or two micro-batches: the first of two stands for all but
+    the last. Without a GPU they are of the profiled step, since the profiler slows its operators."""
+    step_parts.mark(training.engine.module)
+    training.step()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu() else [])]
+    parts, busy, wall, last = dict.fromkeys(PARTS, 0.0), 0.0, 0.0, training.micro_batches - 1
+    for i in range(training.micro_batches):
+        times = 1 if i == last else case.micro_batches - 1
+        get_accelerator().synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            begin = time.perf_counter()
+            training.micro_batch(i)
+            get_accelerator().synchronize()
+            wall += times * (time.perf_counter() - begin) * 1e3
+        found, busy_ms = step_parts.spent_ms(profiler)
+        busy += times * busy_ms
+        for name, ms in found.items():
+            parts[name] += times * ms
+    parts[IDLE] = (step_ms if on_gpu() else wall) - busy
+    return {**{f"{name}_ms": round(ms, 3) for name, ms in parts.items()}, "busy_ms": round(busy, 3)}
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    case: Case
+    contender: str
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.contender}"
+
+    @property
+    def key(self) -> tuple:
+        return trainings.key({"case": self.case.described(), "contender": self.contender})
+
+    def found(self, micro_batches: int, call: Callable[[Training, int], dict]) -> dict:
+        """What `call` says of the contender, which is built for it, and freed. It also takes the bytes that were
+        allocated before."""
+        before, held = get_accelerator().memory_allocated(), []
+
+        def build() -> dict:
+            held.append(Training(self.case, self.contender, micro_batches))
+            return {}
+
+        found = world.everywhere(build)
+        if "failure" not in found:
+            found = world.everywhere(partial(call, held[0], before))
+        if "failure" in found:
+            world.say(f"{self}: {found['failure']}")
+        if held:
+            models.free(held.pop().engine)
+        gc.collect()
+        get_accelerator().empty_cache()
+        return found
+
+
+def fill(runs: Collection[Run], rows: dict[tuple, dict], budget_s: float, seconds: float,
+         commit: str | None) -> Iterator[None]:
+    """Fills `rows` with the times that they lack, and yields whenever they are to be written."""
+    for one in world.in_time([one for one in runs if one.key not in rows], seconds):
+        found = one.found(one.case.micro_batches, partial(measure, one.case, budget_s))
+        rows[one.key] = {"case": one.case.described(), "contender": one.contender, "commit": commit, **found}
+        trainings.settle(rows.values(), REFERENCES)
+        yield
+
+
+def fill_parts(runs: Collection[Run], rows: dict[tuple, dict], seconds: float) -> Iterator[None]:
+    """Adds the parts of a step to those rows that have times but not them, and yields as `fill` does."""
+    lacking = [one for one in runs if "median_ms" in (row := rows.get(one.key, {})) and "busy_ms" not in row]
+    for one in world.in_time(lacking, seconds):
+        row = rows[one.key]
+        found = one.found(min(2, one.case.micro_batches), partial(profile, one.case, row["median_ms"]))
+        if "failure" not in found:
+            row.update({**found, "correct": row["correct"]})
+        yield
+
+
+def without_liger(model_type: str) -> str:
+    """Why there are no kernels of Liger. "": there are."""
+    if not on_gpu():
+        return "it needs a GPU"
+    if find_spec("liger_kernel") is None:
+        return "liger_kernel is not installed"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    return "" if model_type in MODEL_TYPE_TO_APPLY_LIGER_FN else f"it has no kernels for {model_type}"
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """What was asked for. Liger comes last, since it changes transformers' classes for the rest of the process."""
+    lines = CASES["short"] + CASES["full"] if args.cases == "full" else CASES[args.cases]
+    lines = [line for line in lines if line["model"] in args.models and line["training"] in args.training]
+    why = {name: without_liger(MODELS[name]["model_type"]) for name in dict.fromkeys(line["model"] for line in lines)}
+    for name in filter(why.get, why):
+        world.say(f"{name}: cases with Liger are left out: {why[name]}")
+    found = []
+    for line in lines:
+        layers = min(line.get("layers", MODELS[line["model"]]["num_hidden_layers"]), args.layers or math.inf)
+        found += [Case(**line | {"layers": layers, "ranks": world.size(), "liger": liger})
+                  for liger in line.get("liger", (False, True)) if not (liger and why[line["model"]])]
+    return sorted(found, key=lambda case: case.liger)
+
+
+# ---- command line -------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = run.timed_parser(__doc__, budget=15, seconds=540)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
+                        help=f"some of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--training", nargs="+", choices=(FULL, LORA), default=[FULL, LORA], help="default: both")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS[:-1]], metavar="NAME",
+                        help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last)")
+    parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as whole_model.yaml says")
+    parser.add_argument("--no-parts", action="store_true", help="leave the profiled steps out")
+    return run.parse(parser)
+
+
+def train(args: argparse.Namespace) -> None:
+    """What the result file lacks, as far as time allows. Shows it and ends this process."""
+    path = args.out or results_file.RESULTS / f"{SHOWN.benchmark}_{world.size()}ranks.json"
+    box = [trainings.stored(path, SHOWN.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else (
+        [None, None])
+    dist.broadcast_object_list(box)
+    rows, commit = {trainings.key(row): row for row in box[0]}, box[1]
+    runs = [Run(case, name) for case in cases_of(args) for name in args.contenders
+            if (case.training, name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
+    if not runs:
+        sys.exit("there is no such case")
+    seconds = args.seconds - world.ENDING_S
+    filled = fill(runs, rows, args.budget, seconds, commit)
+    if world.size() == 1 and not args.no_parts:
+        filled = chain(filled, fill_parts(runs, rows, seconds))
+    for _ in filled:
+        if world.rank() == 0:
+            results_file.write(SHOWN.benchmark, list(rows.values()), path, commit)
+    if not rows:
+        sys.exit("there was no time for any case")
+    run.finish(SHOWN, path, args.check)
+
+
+def main() -> None:
+    args = parse_args()
+    if args.show:
+        sys.exit(show.show(SHOWN, args.show, args.check) or None)
+    world.start(alone=True, timeout=10 * world.TIMEOUT)
+    train(args)
+
+
+if __name__ == "__main__":
+    main()

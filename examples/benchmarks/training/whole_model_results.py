@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the result files of whole_model.py say: measures, derived figures, tables and plots."""
+
+import functools
+import math
+from pathlib import Path
+
+import yaml
+
+from exchange import scale_model
+from lib import results_file, show
+from lib.colors import colors
+from lib.results_file import Group
+from lib.show import Measure
+
+from .step_parts import ATTENTION, ELEMENTWISE, EXPERTS, GRADIENTS, IDLE, LINEARS, LOSS, OPTIMIZER, PARTS
+
+MODELS, CASES, PUBLISHED = yaml.safe_load(Path(__file__).with_name("whole_model.yaml").read_text()).values()
+FULL, LORA = "full", "LoRA"
+PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
+BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
+IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
+
+
+def experts_of(model: str) -> tuple[str, int]:
+    """The key of a model's config that says how many experts a layer has, and what it says."""
+    return next((key, n) for key, n in MODELS[model].items()
+                if key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+# ---- derived figures ----------------------------------------------------------------------------------------------
+
+
+def all_layers_ms(row: dict) -> float | None:
+    """A step with all layers of the model, where fewer were measured."""
+    case = row["case"]
+    more = MODELS[case["model"]]["num_hidden_layers"] / case["layers"]
+    if more == 1 or "busy_ms" not in row:
+        return None
+    outside = row["trained_outside_layers"] / row["trained"]
+    return (row[f"{LOSS}_ms"] + more * sum(row[f"{name}_ms"] for name in IN_LAYERS)
+            + (outside + more * (1 - outside)) * sum(row[f"{name}_ms"] for name in (GRADIENTS, OPTIMIZER)))
+
+
+@functools.cache
+def _rates(operation: str) -> scale_model.Rates:
+    return scale_model.fit(scale_model.samples("nvlink", operation))
+
+
+def exchange_ms(row: dict) -> float | None:
+    """Dispatch and combine of a step's layers between the ranks of one host, one after the other. None: they were
+    measured, or the ranks are not those of one host."""
+    case, model = row["case"], MODELS[row["case"]["model"]]
+    ranks, top_k, hidden = case["one_rank_of"], model["num_experts_per_tok"], model["hidden_size"]
+    if case["ranks"] > 1 or not 1 < ranks <= scale_model.GPUS_A_NODE or "experts_in" not in row:
+        return None
+    experts = experts_of(case["model"])[1]
+    missed = math.comb(experts - experts // ranks, top_k) / math.comb(experts, top_k)  # ranks that a token skips
+    mtokens = case["sequences"] * case["sequence"] / scale_model.MB
+    narrow = hidden * 33 / 32 + 4 * top_k if row["experts_in"] == "MXFP8" else 2 * hidden
+    once = sum(_rates(operation).ms((ranks - 1) * (1 - missed) * bytes_of_token * mtokens, top_k * hidden * mtokens)
+               for operation, bytes_of_token in (("dispatch", narrow), ("combine", 2 * hidden)))
+    passes = 2 + (case["checkpointing"] is not None)  # backward dispatches and combines too
+    return once * passes * case["layers"] * case["micro_batches"]
+
+
+def derived(row: dict, group: Group) -> dict:
+    """What follows from a row and the other contenders of its case."""
+    if "median_ms" not in row:
+        return {}
+    ms, exchange = row["median_ms"], exchange_ms(row)
+    deepspeed = group.figure(AUTOEP) or group.figure(PLAIN)
+    best = min(filter(None, map(group.figure, (BF16, DEFAULT, KEPT))), default=None)
+    step_ms = {"tokens_per_s_all_layers": all_layers_ms(row), "tokens_per_s_exchange": exchange and ms + exchange}
+    return {**{name: round(row["tokens_per_s"] * ms / other) for name, other in step_ms.items() if other},
+            **({"over_deepspeed": deepspeed / ms} if deepspeed else {}), **({"of_best": best / ms} if best else {})}
+
+
+def prepare(result: dict) -> list[dict]:
+    group_of = {str(group.case): group for group in results_file.groups(result)}
+    return [{**row, **derived(row, group_of[str(row["case"])])} for row in result["rows"]]
+
+
+# ---- tables and plots ---------------------------------------------------------------------------------------------
+
+
+def is_full(case: dict) -> bool:
+    return case["training"] == FULL
+
+
+def is_lora(case: dict) -> bool:
+    return case["training"] == LORA
+
+
+RATE = {"figure": "tokens_per_s", "form": "{:.0f}", "when": is_full}
+MEASURES = [
+    Measure(f"full, tokens per second of a GPU: {DEFAULT}", (DEFAULT, ), **RATE),
+    Measure(f"full, tokens per second of a GPU: {MXFP8}", (MXFP8, ), **RATE),
+    Measure(f"full, tokens per second: {DEFAULT} over DeepSpeed, AutoEP or else transformers", (DEFAULT, ),
+            figure="over_deepspeed", when=is_full, main=True),
+    Measure(f"full, tokens per second: {DEFAULT} over {AUTOEP}", (DEFAULT, ), AUTOEP, when=is_full),
+    Measure(f"LoRA, tokens per second: {DEFAULT} over {PLAIN}", (DEFAULT, ), PLAIN, when=is_lora, main=True),
+    Measure(f"full, tokens per second: {DEFAULT} over {BF16}", (DEFAULT, ), BF16, when=is_full),
+    Measure(f"full, tokens per second: {MXFP8} over {BF16}", (MXFP8, ), BF16, when=is_full),
+    Measure(f"tokens per second: {DEFAULT} over the fastest of itself, {BF16}, and with weights kept", (DEFAULT, ),
+            figure="of_best"),
+    Measure(f"peak memory: {DEFAULT}, of {AUTOEP}'s", (DEFAULT, ), AUTOEP, "peak_bytes", better=show.SMALLER,
+            form="{:.1%}")]
+
+
+def panels(result: dict, figure: str) -> dict[str, dict[str, dict[str, float]]]:
+    keys, found = show.varying(result), {}
+    for group in results_file.groups(result):
+        bars = {name: {figure: value} for name in group.rows if (value := group.figure(name, figure))}
+        if bars:
+            found[show.described(group.case, keys)] = bars
+    return found
+
+
+def plot(result: dict, pyplot) -> None:
+    """Tokens per second, with what others publish for the model."""
+    found = panels(result, "tokens_per_s")
+    for group in results_file.groups(result):
+        bars = found.get(show.described(group.case, show.varying(result)))
+        if bars and is_full(group.case):
+            bars |= {f"published: {one['who']}": {"tokens_per_s": one["tokens_per_s"]} for one in PUBLISHED
+                     if one["model"] == group.case["model"]}
+    show.stacked(pyplot, found, "tokens per second of a GPU")
+
+
+def plot_memory(result: dict, pyplot) -> None:
+    found = panels(result, "peak_bytes")
+    show.stacked(pyplot, {case: {name: {"peak": bar["peak_bytes"] / 2**30} for name, bar in bars.items()}
+                          for case, bars in found.items()}, "peak memory, GiB")
+
+
+def plot_parts(result: dict, pyplot) -> None:
+    """One bar for each contender; a part has the same color in all of them."""
+    keys, found = show.varying(result), {}
+    for row in result["rows"]:
+        if "busy_ms" in row:
+            parts = {told: row[f"{name}_ms"] for name, told in PARTS.items()}
+            found.setdefault(show.described(row["case"], keys), {})[row["contender"]] = parts
+    show.stacked(pyplot, found, "ms of a step", colors(PARTS.values()))
+
+
+def more_plots(result: dict) -> dict:
+    plots = {"memory": ("peak_bytes", plot_memory), "parts": ("busy_ms", plot_parts)}
+    return {name: draw for name, (figure, draw) in plots.items() if any(figure in row for row in result["rows"])}
+
+
+def published(result: dict) -> list[str]:
+    there = {row["case"]["model"] for row in result["rows"]}
+    return [f"- Published for {one['model']}, with the exchange: {one['tokens_per_s']} tokens/s of a GPU by "
+            f"[{one['who']}]({one['source']}), {one['how']}." for one in PUBLISHED if one["model"] in there]
+
+
+SHOWN = show.Shown(
+    "whole_model", MEASURES,
+    [("experts in", "experts_in", "{}"), ("tokens/s of a GPU", "tokens_per_s", "{}"),
+     ("p10", "tokens_per_s_p10", "{}"), ("p90", "tokens_per_s_p90", "{}"),
+     ("all layers (derived)", "tokens_per_s_all_layers", "{}"),
+     ("with its exchange (model)", "tokens_per_s_exchange", "{}"), ("TFLOP/s", "tflops", "{:.4g}"),
+     ("utilisation", "utilisation", "{:.1%}"), ("peak, GiB", "peak_bytes", show.GIB),
+     ("step, ms", "median_ms", "{:.1f}"),
+     *((f"{told}, ms", f"{name}_ms", "{:.1f}") for name, told in PARTS.items()), ("loss off", "loss_off", "{:.2%}"),
+     ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")],
+    plot, wide=False, ratios=((AUTOEP, DEFAULT), (PLAIN, DEFAULT)), prepare=prepare, sentences=published,
+    more_plots=more_plots)
