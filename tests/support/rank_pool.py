@@ -30,9 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 # Of a group, or of the default group if none is given. From torch 2.15 on the function has a public name.
 set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
-# What ranks would import for themselves, each of every pool: three to four seconds of a processor. DeepSpeed's engine
-# imports inductor.
-PRELOADED = ["deepspeed", "ds_mxfp8_moe", "torch._inductor.compile_fx", "transformers.modeling_utils"]
+PRELOADED = ["tests.support.preloaded"]  # from the root of the checkout; elsewhere, ranks import for themselves
 CASE_SECONDS = 120.0
 START_SECONDS = 90.0
 GRACE_SECONDS = 5.0  # for the others of a rank that failed
@@ -110,10 +108,12 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         mp.set_start_method("fork", force=True)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import nvtx
 
     from ds_mxfp8_moe.layers.recorders import named_recorders
-    gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
+    modules = 0
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
+    nvtx.enable_nvtx = False  # DeepSpeed's names for a profiler
     linear = torch.nn.functional.linear
     if accelerator == "cuda":
         get_accelerator().set_device(local_rank)
@@ -129,6 +129,12 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         if message is None:
             return
         fn, args, kwargs = message
+        if modules < len(sys.modules):
+            # DeepSpeed and this pool collect garbage for each engine and case: a tenth of a second over all that is
+            # imported, and with it of what a rank does.
+            modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         try:
             reset_deepspeed_groups()
             reset_hugging_face()
