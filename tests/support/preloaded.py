@@ -3,6 +3,7 @@
 itself: three to five seconds of a processor.
 """
 
+import gc
 from importlib import import_module
 
 MODULES = ["deepspeed", "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.stage3",
@@ -19,3 +20,6 @@ from ds_mxfp8_moe.ops.private_names import FEATURES, missing  # noqa: E402
 for feature in FEATURES:  # it reads the sources of large classes
     if feature not in ("kernels", "recordings"):  # of Triton, which CPU ranks do not use
         missing(feature)
+
+gc.collect()
+gc.freeze()  # ranks share these objects' memory as long as nobody looks at them
