@@ -12,6 +12,7 @@ A case hands the pool a top-level function; every rank runs it and its return va
         assert ranks2.run(body, 3) == [0, 3]
 """
 
+import ctypes
 import faulthandler
 import gc
 import io
@@ -34,6 +35,7 @@ PRELOADED = ["tests.support.preloaded"]  # from the root of the checkout; elsewh
 CASE_SECONDS = 120.0
 START_SECONDS = 90.0
 GRACE_SECONDS = 5.0  # for the others of a rank that failed
+SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
 
 
 def free_port() -> int:
@@ -104,6 +106,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
                           NCCL_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     if accelerator == "cpu":
+        ctypes.CDLL(None).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)  # else it would be paused for ever
         # DataLoaders of a rank fork their workers. Those of a fork server would import torch and DeepSpeed again.
         mp.set_start_method("fork", force=True)
     import deepspeed
@@ -204,6 +207,7 @@ class RankPool:
         """Runs `fn(*args, **kwargs)` on every rank; returns the results in rank order or raises RankFailure."""
         if not self._procs:
             self._start()
+        self._signal(signal.SIGCONT)
         for conn in self._conns:
             conn.send((fn, args, kwargs))
         results, errors = {}, {}
@@ -229,7 +233,14 @@ class RankPool:
                 errors[rank] = f"no answer within {seconds} s, or {GRACE_SECONDS} s after a peer's failure"
             self.close()
             raise RankFailure(errors)
+        self._signal(signal.SIGSTOP)
         return [results[r] for r in range(self.world_size)]
+
+    def _signal(self, number: int) -> None:
+        """Pauses CPU ranks between cases, or lets them go on: gloo's threads wake a hundred times a second, and those of
+        ZeRO-3's models never end."""
+        for proc in self._procs if self.accelerator == "cpu" else ():
+            os.kill(proc.pid, number)
 
     def close(self) -> None:
         for proc in self._procs:
