@@ -237,8 +237,9 @@ class RankPool:
         return [results[r] for r in range(self.world_size)]
 
     def _signal(self, number: int) -> None:
-        """Pauses CPU ranks between cases, or lets them go on: gloo's threads wake a hundred times a second, and those of
-        ZeRO-3's models never end."""
+        """Pauses CPU ranks between cases, or lets them go on: gloo's threads wake a hundred times a second, and those
+        of ZeRO-3's models never end.
+        """
         for proc in self._procs if self.accelerator == "cpu" else ():
             os.kill(proc.pid, number)
 
