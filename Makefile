@@ -58,15 +58,16 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	DS_ACCELERATOR=cpu $(RUN) -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 	touch $@
 
-# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks. The last files are
+# short ones, so that both processes end at about the same time.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m 'not slow'
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m 'not slow' tests/ranks tests/examples tests/kernels tests/unit tests/gpu
 
 # Packaging, compilation ahead of time, launchers, benchmarks and long examples.
 test-slow: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m slow
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) -m slow tests/unit tests/kernels tests/examples tests/ranks
 
 # The tests with the oldest and the newest releases, and ahead-of-time compilation with each Triton: tests/releases.py.
 test-releases:

@@ -4,19 +4,19 @@ Triton's interpreter start with the first test that uses them and live until the
 
 import os
 
+import pytest
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from interpreter import interpreter_process  # noqa: E402
-from rank_pool import RankPool, free_port  # noqa: E402
 
-if not torch.cuda.is_available():
-    # Tensors are too small here for more threads, which wait for each other at a processor's cost. The variable is for
-    # processes that tests start; without it the Trainer gives every rank all cores.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+def pytest_make_collect_report():
+    """The first collection imports torch. A process that runs no tests itself, as xdist's first, does without."""
+    import torch
+    if not torch.cuda.is_available():
+        # Tensors are too small here for more threads, which wait for each other at a processor's cost. The variable is
+        # for processes that tests start; without it the Trainer gives every rank all cores.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
@@ -25,6 +25,7 @@ def pytest_addoption(parser):
 
 
 def _pool(world_size):
+    from rank_pool import RankPool
     pool = RankPool(world_size)
     yield pool
     pool.close()
@@ -33,6 +34,9 @@ def _pool(world_size):
 @pytest.fixture(scope="module")
 def one_rank():
     """A group of this process alone: layers can run without a launcher."""
+    import deepspeed
+    import torch
+    from rank_pool import free_port
     with pytest.MonkeyPatch.context() as patch:
         for key, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1",
                                MASTER_PORT=free_port()).items():
@@ -71,4 +75,5 @@ def ranks8():
 @pytest.fixture(scope="session")
 def interpreter():
     """Runs a function in the process of Triton's interpreter."""
+    from interpreter import interpreter_process
     yield from interpreter_process()

@@ -1,36 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/expert_parallel/compare.py under torchrun. It checks its own bars."""
+"""examples/expert_parallel/compare.py under torchrun, and on the ranks of a pool. It checks its own bars."""
 
 import importlib
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/expert_parallel"
 
 
-def run_example(ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks,
-               EXAMPLE / "compare.py", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=280)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, arguments", ((2, ["--block-size", "128"]), (4, ["--dp", "2", "--style", "own"])))
-def test_it_is_above_its_bars(ranks, arguments):
-    done = run_example(ranks, "--tokens", "128", *arguments)
+def test_under_torchrun_it_is_above_its_bars():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
+               EXAMPLE / "compare.py", "--tokens", "128", "--block-size", "128"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout.count(" dB   bar ") == 6, done.stdout + done.stderr[-3000:]
 
 
+def compared(*arguments: str) -> tuple[str, str]:
+    """What it prints on this rank, whose process group stays, and the error."""
+    sys.path.insert(0, str(EXAMPLE))
+    with (mock.patch.object(sys, "argv", ["compare.py", *arguments]), redirect_stdout(io.StringIO()) as out,
+          mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"]),
+          mock.patch.object(torch.cuda, "device_count", return_value=0),
+          mock.patch.object(torch.distributed, "init_process_group"),
+          mock.patch.object(torch.distributed, "destroy_process_group")):
+        try:
+            importlib.import_module("compare").main()
+        except SystemExit as error:
+            return out.getvalue(), str(error)
+    return out.getvalue(), ""
+
+
 @pytest.mark.slow
-def test_nan_is_below_its_bars():
-    done = run_example(1, "--tokens", "0")
-    assert done.returncode and "nan dB" in done.stdout and "below the bar" in done.stderr
+def test_over_two_axes_by_ones_own_style_it_is_above_its_bars(ranks4):
+    (printed, error), *others = ranks4.run(compared, "--tokens", "128", "--dp", "2", "--style", "own")
+    assert printed.count(" dB   bar ") == 6 and not error and others == [("", "")] * 3
+
+
+@pytest.mark.slow
+def test_nan_is_below_its_bars(ranks2):
+    for rank, (printed, error) in enumerate(ranks2.run(compared, "--tokens", "0")):
+        assert error == "below the bar" and ("nan dB" in printed) == (rank == 0)
 
 
 @pytest.mark.parametrize("arguments, error", ((["--dp", "4"], "--dp 4 does not divide the 2 ranks"),

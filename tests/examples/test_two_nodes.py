@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script for two nodes, on one machine with two launchers, and its checks: they notice wrong bits and hosts."""
 
+import io
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -88,28 +91,68 @@ def test_the_guide_gives_commands_that_the_script_takes():
         assert args.node_rank in (0, 1) and args.master
 
 
-@pytest.mark.timeout(600)
-def test_two_launchers_on_one_machine(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
     (tmp_path / "model.yaml").write_text(MODEL)
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    port = free_port()
-    nodes = [subprocess.Popen(
-        [sys.executable, str(SCRIPT), "--node-rank", str(node), "--master", "127.0.0.1", "--one-host", "--port",
-         str(port), "--model", str(tmp_path / "model.yaml"), "--data", str(tmp_path / "text"), "--steps", "3", "--out",
-         str(tmp_path / f"node{node}.json")], env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True) for node in range(2)]
+    return tmp_path
+
+
+def arguments_of(node: int, folder: Path, port: int) -> list[str]:
+    return ["--node-rank", str(node), "--master", "127.0.0.1", "--one-host", "--port", str(port), "--model",
+            str(folder / "model.yaml"), "--data", str(folder / "text"), "--steps", "3", "--out",
+            str(folder / f"node{node}.json")]
+
+
+EXCHANGE = "from exchange import two_nodes; print(len(two_nodes.Node(two_nodes.parse()).exchange()), 'rows')"
+
+
+def exchanged_by_two_launchers(folder: Path) -> None:
+    """Each of the nodes starts its ranks for the exchange."""
+    port, here = free_port(), environment() | {"PYTHONPATH": f"{two_nodes.ROOT}:{SCRIPT.parents[1]}"}
+    nodes = [subprocess.Popen([sys.executable, "-c", EXCHANGE, *arguments_of(node, folder, port)], env=here,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+             for node in range(2)]
     try:
-        said = [node.communicate(timeout=580)[0] for node in nodes]
+        said = [node.communicate(timeout=280)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
     assert not any(node.returncode for node in nodes), "\n".join(said)
-    rows = json.loads((tmp_path / "node0.json").read_text())["rows"]
-    assert all(row["correct"] for row in rows) and not (tmp_path / "node1.json").exists()
+    assert said[0].endswith(" rows\n") and said[1].endswith("\n0 rows\n")
+
+
+def run_train(arguments: list[str]) -> str:
+    """examples/gpt_moe/train.py on a rank of a pool. What it prints."""
+    sys.path.insert(0, str(two_nodes.ROOT / "examples/gpt_moe"))
+    import train
+    with redirect_stdout(io.StringIO()) as out:
+        train.run(train.parse_args(arguments))
+    return out.getvalue()
+
+
+def test_two_launchers_on_one_machine(ranks4, folder):
+    """They start the ranks of the exchange. Those of the trainings are a pool's."""
+    exchanged_by_two_launchers(folder)
+    said = {}
+
+    def launch(node, name, program):
+        program, *arguments = map(str, program)
+        if Path(program).name == "train.py":
+            said[name] = ranks4.run(run_train, arguments)[0]
+        else:
+            assert program == str(SCRIPT) and (node.folder / "exchange.json").exists()
+
+    with mock.patch.object(two_nodes.Node, "launch", launch), pytest.raises(SystemExit) as end, \
+            mock.patch.object(sys, "argv", ["two_nodes.py", *arguments_of(0, folder, free_port())]):
+        two_nodes.main()
+    assert not end.value.code
+    rows = json.loads((folder / "node0.json").read_text())["rows"]
+    assert all(row["correct"] for row in rows)
     of = {(row["case"]["operation"], row["contender"]): row for row in rows}
     assert of["bits", "hierarchical"]["checked"] == 2 * len(two_nodes.ROUTINGS)
     assert of["rail, 4 bytes", "send and receive"]["median_ms"] > 0
     assert {"hierarchical, mxfp8", "collective, mxfp8"} <= {name for operation, name in of if operation == "dispatch"}
     losses = [of["training step", name]["loss"] for name in ("collective", "hierarchical")]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
-    assert "2 nodes of 2 ranks" in (tmp_path / "node0/train_hierarchical.log").read_text()
+    assert "2 nodes of 2 ranks" in said["train_hierarchical"] and "2 nodes" not in said["train_collective"]

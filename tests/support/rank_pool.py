@@ -12,6 +12,7 @@ A case hands the pool a top-level function; every rank runs it and its return va
         assert ranks2.run(body, 3) == [0, 3]
 """
 
+import ctypes
 import faulthandler
 import gc
 import io
@@ -30,12 +31,11 @@ from torch.distributed import distributed_c10d as c10d
 # Of a group, or of the default group if none is given. From torch 2.15 on the function has a public name.
 set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
-# What ranks would import for themselves, each of every pool: three to four seconds of a processor. DeepSpeed's engine
-# imports inductor.
-PRELOADED = ["deepspeed", "ds_mxfp8_moe", "torch._inductor.compile_fx", "transformers.modeling_utils"]
+PRELOADED = ["tests.support.preloaded"]  # from the root of the checkout; elsewhere, ranks import for themselves
 CASE_SECONDS = 120.0
 START_SECONDS = 90.0
 GRACE_SECONDS = 5.0  # for the others of a rank that failed
+SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG
 
 
 def free_port() -> int:
@@ -106,14 +106,17 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
                           NCCL_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     if accelerator == "cpu":
+        ctypes.CDLL(None).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)  # else it would be paused for ever
         # DataLoaders of a rank fork their workers. Those of a fork server would import torch and DeepSpeed again.
         mp.set_start_method("fork", force=True)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import nvtx
 
     from ds_mxfp8_moe.layers.recorders import named_recorders
-    gc.freeze()  # DeepSpeed's ZeRO-3 collects garbage for each engine: half a second over all that is imported
+    modules = 0
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
+    nvtx.enable_nvtx = False  # DeepSpeed's names for a profiler
     linear = torch.nn.functional.linear
     if accelerator == "cuda":
         get_accelerator().set_device(local_rank)
@@ -129,6 +132,12 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         if message is None:
             return
         fn, args, kwargs = message
+        if modules < len(sys.modules):
+            # DeepSpeed and this pool collect garbage for each engine and case: a tenth of a second over all that is
+            # imported, and with it of what a rank does.
+            modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         try:
             reset_deepspeed_groups()
             reset_hugging_face()
@@ -198,6 +207,7 @@ class RankPool:
         """Runs `fn(*args, **kwargs)` on every rank; returns the results in rank order or raises RankFailure."""
         if not self._procs:
             self._start()
+        self._signal(signal.SIGCONT)
         for conn in self._conns:
             conn.send((fn, args, kwargs))
         results, errors = {}, {}
@@ -223,7 +233,15 @@ class RankPool:
                 errors[rank] = f"no answer within {seconds} s, or {GRACE_SECONDS} s after a peer's failure"
             self.close()
             raise RankFailure(errors)
+        self._signal(signal.SIGSTOP)
         return [results[r] for r in range(self.world_size)]
+
+    def _signal(self, number: int) -> None:
+        """Pauses CPU ranks between cases, or lets them go on: gloo's threads wake a hundred times a second, and those
+        of ZeRO-3's models never end.
+        """
+        for proc in self._procs if self.accelerator == "cpu" else ():
+            os.kill(proc.pid, number)
 
     def close(self) -> None:
         for proc in self._procs:
