@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded launches and their C++ executor (ops/csrc/replay), where a device can use it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 
@@ -23,27 +23,44 @@ def unknown_launcher() -> str | None:
     return None if launcher.KNOWN else launcher.UNKNOWN
 
 
-def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable[[list], tuple],
-             inputs: list[torch.Tensor | None]) -> tuple:
-    """function(inputs), which empties `inputs`: see `recording.replayed`. Inputs may be None, but not the first one.
+def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict], inputs: list,
+             stacks: Sequence[Sequence[torch.Tensor]], within_stacks: bool) -> dict:
+    """function(inputs): tensors, MXTensors and None by name. The first call is recorded, later ones are replayed.
 
     A program runs on the current stream of the device of the inputs.
+
+    Args:
+        key: what the function depends on, beside the properties of its tensors.
+        function: empties `inputs`.
+        inputs: tensors, MXTensors and None.
+        stacks: weights that the function reads, too. Those of one stack have the same properties.
+        within_stacks: kernels compute the address of a weight from that of another one of its stack alone. If false,
+            from that of any weight.
     """
     from ..ops.triton_kernels import recording  # Triton exists on Linux alone
-    there = tuple(x is not None for x in inputs)
-    given = [x for x in inputs if x is not None]
+    tensors, kinds = taken_apart(inputs)
     inputs.clear()
+    weights = [weight for stack in stacks for weight in stack]
+    there = tuple(x is not None for x in tensors)
+    given = [*(x for x in tensors if x is not None), *weights]
+    key = (*key, kinds, there, tuple(map(len, stacks)),
+           executor.signature([*given[:len(given) - len(weights)], *(stack[0] for stack in stacks)]))
+    del tensors
 
-    def of_given(given: list) -> tuple:
+    def of_tensors(given: list) -> tuple:
         tensors = iter(given)
-        all_inputs = [next(tensors) if one else None for one in there]
+        values = put_together([next(tensors) if one else None for one in there], kinds)
         given.clear()
-        return function(all_inputs)
+        made = function(values)
+        made_tensors, made_kinds = taken_apart(made.values())
+        return made_tensors, (tuple(made), made_kinds)
 
     device = given[0].device
     elsewhere = device.index is not None and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        return recording.replayed(executor, (*key, there), between, of_given, given)
+        between = tuple(map(executor.distances, stacks)) if within_stacks else executor.distances(weights)
+        values, (names, kinds_made) = recording.replayed(executor, key, between, of_tensors, given)
+    return dict(zip(names, put_together(values, kinds_made), strict=True))
 
 
 def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple]:

@@ -4,8 +4,8 @@
 expert_ffn.py explains the letters in tensor names, gives the formulas, and has a table of the operands of weight
 gradients.
 
-The work between two exchanges is one step or a few (steps.py). A step takes its rows in a list, which it empties, so
-that each of them is freed after its last use.
+The work between two exchanges is one step or a few. A step takes its rows in a list, which it empties, so that each of
+them is freed after its last use.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +17,7 @@ import torch
 
 from ..compute import casts
 from ..compute.activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
+from ..compute.executor import replayed
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import (
     grouped_mm,
@@ -31,7 +32,6 @@ from ..compute.mx import MXTensor
 from ..config import Recipe
 from ..ops.device import multiprocessors
 from ..transport import Pending, Plan
-from .steps import run_step
 
 
 class Rows(NamedTuple):
@@ -108,8 +108,37 @@ class ExpertMath:
 
     def _step(self, name: str, function: Callable[[list], dict], rows: list, reads: Sequence[str] = (),
               how: tuple = ()) -> dict:
-        """function(rows), as steps.py runs it."""
-        return function(rows) if self.executor is None else run_step(self, name, function, rows, reads, how)
+        """function(rows), which empties `rows`. With an executor, the first call is recorded, and later ones replayed.
+
+        What runs between two exchanges can be recorded, since it depends on the number of rows, and on nothing else
+        that only the device knows. Transports round that number up (`room_for`), so that it repeats.
+
+        Args:
+            rows: tensors, MXTensors and None.
+            reads: the GEMMs whose weights the step reads, as they are or quantised.
+            how: what the step depends on, beside this object's attributes and the properties of its tensors.
+        """
+        if self.executor is None or (rows and rows[0].numel() == 0):
+            return function(rows)
+        known, count = self.quantized_weights, len(rows)
+        quantized = [gemm for gemm in reads if gemm in known]
+        stacks = [[stack] if isinstance(stack, torch.Tensor) else list(stack)
+                  for gemm in reads if gemm not in known for stack in self.stacks[gemm]]
+        inputs = [*rows, *map(known.get, quantized), None if self.plan is None else self.plan.group_ends_E,
+                  self.up_bias_EG, self.down_bias_EH, *(factor for pair in self.adapters.values() for factor in pair)]
+        rows.clear()
+        if not self.keep:  # no later step reads them
+            for gemm in quantized:
+                del known[gemm]
+
+        def of_inputs(inputs: list) -> dict:
+            known.update(zip(quantized, inputs[count:count + len(quantized)], strict=True))
+            del inputs[count:]
+            return function(inputs)
+
+        key = (name, how, self.formula, self.recipe, self.dtype, self.keep, tuple(self.weights), tuple(self.adapters),
+               tuple(quantized))
+        return replayed(self.executor, key, of_inputs, inputs, stacks, self.recipe.quantize_gemm)
 
     def _quantize_weights_of(self, names: Iterable[str], transposed: bool) -> None:
         """Quantises the weights of these GEMMs, if the recipe does so and they are not quantised yet."""

@@ -112,9 +112,6 @@ class Transport(ABC):
     """
 
     name: str  # of the layer, for errors
-    # Whether what it does can be recorded and replayed (ops/triton_kernels/recording.py). Its plan then has `tensors`
-    # and `with_tensors`, and it never calls `meanwhile`, since what that launches belongs to one call.
-    replayable = False
 
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"

@@ -6,8 +6,7 @@ the most rows that the choices can need, because the host does not know the coun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -39,13 +38,6 @@ class LocalPlan:
     slot_TK: torch.Tensor
     source_P: torch.Tensor
 
-    @property
-    def tensors(self) -> tuple:
-        return self.group_ends_E, self.slot_TK, self.source_P
-
-    def with_tensors(self, group_ends_E: Any, slot_TK: Any, source_P: Any) -> "LocalPlan":
-        return replace(self, group_ends_E=group_ends_E, slot_TK=slot_TK, source_P=source_P)
-
 
 def most_rows(choices: int, experts: int) -> int:
     """P: the most rows that these choices can need. Each expert with a choice has at most 127 padding rows."""
@@ -75,7 +67,6 @@ class Local(Transport):
     """`name`: of the layer, for errors."""
 
     name: str = "an expert-parallel exchange"
-    replayable = True
 
     @property
     def world_size(self) -> int:
