@@ -24,7 +24,7 @@ def unknown_launcher() -> str | None:
 
 
 def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict], inputs: list,
-             stacks: Sequence[Sequence[torch.Tensor]], within_stacks: bool) -> dict:
+             stacks: Sequence[Sequence[torch.Tensor]] = (), within_stacks: bool = True) -> dict:
     """function(inputs): tensors, MXTensors and None by name. The first call is recorded, later ones are replayed.
 
     A program runs on the current stream of the device of the inputs.
@@ -34,8 +34,8 @@ def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict],
         function: empties `inputs`.
         inputs: tensors, MXTensors and None.
         stacks: weights that the function reads, too. Those of one stack have the same properties.
-        within_stacks: kernels compute the address of a weight from that of another one of its stack alone. If false,
-            from that of any weight.
+        within_stacks: a kernel finds each weight by its distance from the first weight of its stack. If false, by its
+            distance from the first weight of all stacks.
     """
     from ..ops.triton_kernels import recording  # Triton exists on Linux alone
     tensors, kinds = taken_apart(inputs)
