@@ -25,13 +25,14 @@ def unknown_launcher() -> str | None:
 
 def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict], inputs: list,
              stacks: Sequence[Sequence[torch.Tensor]] = (), within_stacks: bool = True) -> dict:
-    """function(inputs): tensors, MXTensors and None by name. The first call is recorded, later ones are replayed.
+    """function(inputs). The first call is recorded, later ones are replayed.
 
     A program runs on the current stream of the device of the inputs.
 
     Args:
         key: what the function depends on, beside the properties of its tensors.
-        function: empties `inputs`.
+        function: empties `inputs`. It returns tensors, MXTensors and None by name, and objects without tensors, which
+            replays return as they are.
         inputs: tensors, MXTensors and None.
         stacks: weights that the function reads, too. Those of one stack have the same properties.
         within_stacks: a kernel finds each weight by its distance from the first weight of its stack. If false, by its
@@ -40,11 +41,10 @@ def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict],
     from ..ops.triton_kernels import recording  # Triton exists on Linux alone
     tensors, kinds = taken_apart(inputs)
     inputs.clear()
+    there = [x is not None for x in tensors]
+    key = (*key, kinds, tuple(map(len, stacks)), executor.signature([*tensors, *(stack[0] for stack in stacks)]))
     weights = [weight for stack in stacks for weight in stack]
-    there = tuple(x is not None for x in tensors)
     given = [*(x for x in tensors if x is not None), *weights]
-    key = (*key, kinds, there, tuple(map(len, stacks)),
-           executor.signature([*given[:len(given) - len(weights)], *(stack[0] for stack in stacks)]))
     del tensors
 
     def of_tensors(given: list) -> tuple:
@@ -52,24 +52,31 @@ def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict],
         values = put_together([next(tensors) if one else None for one in there], kinds)
         given.clear()
         made = function(values)
-        made_tensors, made_kinds = taken_apart(made.values())
-        return made_tensors, (tuple(made), made_kinds)
+        others = {name: x for name, x in made.items() if x is not None and not isinstance(x, torch.Tensor)}
+        names = tuple(name for name in made if name not in others)
+        made_tensors, made_kinds = taken_apart(map(made.get, names))
+        return made_tensors, (names, made_kinds, others)
 
     device = given[0].device
     elsewhere = device.index is not None and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
         between = tuple(map(executor.distances, stacks)) if within_stacks else executor.distances(weights)
-        values, (names, kinds_made) = recording.replayed(executor, key, between, of_tensors, given)
-    return dict(zip(names, put_together(values, kinds_made), strict=True))
+        values, (names, kinds_made, others) = recording.replayed(executor, key, between, of_tensors, given)
+    made = dict(zip(names, put_together(values, kinds_made) if any(kinds_made) else values, strict=True))
+    made.update(others)
+    return made
 
 
 def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple]:
     """The plain tensors of these tensors; and of each its kind: the attributes of an MXTensor, else None."""
     tensors, kinds = [], []
     for value in values:
-        quantized = isinstance(value, MXTensor)
-        kinds.append((value.block_size, value.orig_dtype, value.tiled) if quantized else None)
-        tensors += [value.qdata, value.scale_bytes] if quantized else [value]
+        if isinstance(value, MXTensor):
+            tensors += value.qdata, value.scale_bytes
+            kinds.append((value.block_size, value.orig_dtype, value.tiled))
+        else:
+            tensors.append(value)
+            kinds.append(None)
     return tensors, tuple(kinds)
 
 

@@ -42,7 +42,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -54,21 +54,13 @@ from ..compute.formula import ROLES, ExpertFormula, LowRank
 from ..compute.routing import Routes
 from ..config import Recipe
 from ..transport import Transport, Wire
-from ..transport.deadline import naming_evaluation, tell_peers_on_error
+from ..transport.deadline import naming_evaluation, tell_peers
 from .branch import Branch
 from .expert_math import ExpertMath, Rows
 from .kept_weights import KeptWeights
 
-
-def _outside_compile(function: Callable) -> Callable:
-    """torch.compiler.disable, without its work on the host where nothing is being compiled."""
-    disabled = torch.compiler.disable(function)
-
-    @wraps(function)
-    def call(*args, **kwargs):
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return call
+# function(*args), of which torch.compile sees nothing: the host decides sizes in it.
+_outside_compile = torch.compiler.disable(lambda function, *args: function(*args))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +85,15 @@ class ExpertFFN:
     kept: KeptWeights | None = None
     training: bool = True
 
-    @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
-    @tell_peers_on_error
+    @property
+    def recorded_whole(self) -> bool:
+        """Whether a whole forward or backward can be recorded. Else, what runs between two exchanges can be."""
+        return self.transport.replayable_plan is not None and self.timed is None
+
+    def has_few_tokens(self, expert_TK: torch.Tensor) -> bool:
+        """Whether a call computes unquantised, if all ranks of the group have as many choices."""
+        return expert_TK.numel() / self.num_local_experts < self.min_tokens_per_expert
+
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
                  branch: Branch | None = None, adapters: dict[str, LowRank] | None = None) -> torch.Tensor:
@@ -112,15 +111,21 @@ class ExpertFFN:
             [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
             A token without choices gets 0. Collective: every rank of the group must call it.
         """
-        device_type = x_TH.device.type
-        if torch.is_autocast_enabled(device_type):
-            x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
-        layout, tensors = _flattened(weights)
-        adapted = tuple(adapters or ())
-        factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
-        with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
-            return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
-                                            routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_compile(self, x_TH, routes, weights, branch, adapters)
+        try:
+            device_type = x_TH.device.type
+            if torch.is_autocast_enabled(device_type):
+                x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
+            layout, tensors = _flattened(weights)
+            adapted = tuple(adapters or ())
+            factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
+            with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
+                return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
+                                                routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
+        except Exception as error:
+            tell_peers(error)
+            raise
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
@@ -152,6 +157,7 @@ def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest:
     return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
+@lru_cache(maxsize=64)
 def unquantized(recipe: Recipe) -> Recipe:
     """The recipe without any quantisation."""
     return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
@@ -182,91 +188,115 @@ def _unflattened(layout: tuple, flat: Sequence) -> dict:
     return found
 
 
-def _adapters_of(adapted: Sequence[str], factors: Sequence[torch.Tensor]) -> dict[str, LowRank]:
-    return {name: LowRank(*factors[2 * i:2 * i + 2]) for i, name in enumerate(adapted)}
-
-
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
-        recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
-        experts = _experts(ffn, recipe, None, layout, adapted, tensors, dtype, transposed=False)
-
-        def meanwhile():
-            """While the host waits for the counts, the device computes the branch and quantises weights."""
-            if branch is not None:
-                branch.launch()
-            # If this rank has few tokens, the call will probably run unquantised.
-            if expert_TK.numel() >= fewest * ffn.num_local_experts:
-                experts.quantize_ahead()
-
-        plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
-                                  _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
-        if plan.tokens_per_expert < fewest:
-            _warn_of_few_tokens(fewest)
-            recipe = unquantized(recipe)
-            experts = _experts(ffn, recipe, None, layout, adapted, tensors, dtype, transposed=False)
-        experts.plan = plan
-        timed = ffn.timed or (lambda phase: nullcontext())
-
-        def dispatch():
-            with timed("dispatch"):
-                return ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
-
-        y_PH, rows = experts.forward(dispatch, backward)
-        with timed("combine"):
-            y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
-        kept, ctx.kinds = taken_apart(rows)
-        ctx.ffn, ctx.recipe, ctx.dtype, ctx.plan, ctx.layout, ctx.adapted = ffn, recipe, dtype, plan, layout, adapted
-        ctx.save_for_backward(*kept, *tensors)
+        recipe = unquantized(ffn.recipe) if ffn.recorded_whole and ffn.has_few_tokens(expert_TK) else ffn.recipe
+        experts = _experts(ffn, recipe, layout, adapted, tensors, x_TH.dtype, transposed=False)
+        call = partial(_forward, ffn, branch, backward, experts)
+        if ffn.recorded_whole:
+            call = experts.step("whole forward", call, None, (backward, ffn.num_local_experts))
+        made = call([expert_TK, x_TH, weight_TK])
+        ctx.kinds, ctx.plan = made.pop("kinds"), made.pop("plan")
+        y_TH, *kept = made.values()
+        ctx.ffn, ctx.recipe, ctx.dtype, ctx.layout, ctx.adapted = ffn, experts.recipe, x_TH.dtype, layout, adapted
+        ctx.save_for_backward(*tensors, *kept)
         return y_TH
 
     @staticmethod
-    @_outside_compile  # for compiled autograd, as in ExpertFFN.__call__
-    @tell_peers_on_error
     def backward(ctx, g_TH):
-        ffn, recipe, dtype, plan, layout, adapted = ctx.ffn, ctx.recipe, ctx.dtype, ctx.plan, ctx.layout, ctx.adapted
-        if torch.is_grad_enabled():
-            raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it out "
-                               "with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
-        _, _, _, _, _, _, *needs = ctx.needs_input_grad
-        tensors = list(ctx.saved_tensors)
-        rows = Rows(*put_together(tensors, ctx.kinds))
-        roles = _unflattened(layout, needs[2 + 2 * len(adapted):])
-        needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
-        # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if
-        # this rank needs no gradient of x: other ranks may need theirs.
-        dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
-        with _without_autocast(g_TH.device.type):
-            experts = _experts(ffn, recipe, plan, layout, adapted, tensors, dtype, transposed=True)
-            grads, (x_grad, weight_grad) = experts.backward(
-                partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
-                partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype,
-                        phase="combine of the gradient"),
-                partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), rows, needed)
-        flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name])]
-        for role, size in layout:
-            grad = grads.get(role)
-            flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
-        grads = [grad if need else None for grad, need in zip(flat, needs, strict=True)]
-        return None, None, None, None, None, None, *grads
+        if torch.compiler.is_dynamo_compiling():  # for compiled autograd
+            return _outside_compile(_ExpertFFNFunction.backward, ctx, g_TH)
+        ffn, layout = ctx.ffn, ctx.layout
+        try:
+            if torch.is_grad_enabled():
+                raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it "
+                                   "out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
+            _, _, _, _, _, _, *needs = ctx.needs_input_grad
+            saved, count = ctx.saved_tensors, len(needs) - 2
+            with _without_autocast(g_TH.device.type):
+                experts = _experts(ffn, ctx.recipe, layout, ctx.adapted, saved[:count], ctx.dtype, transposed=True)
+                call = partial(_backward, ffn, experts, ctx.plan, ctx.kinds, layout, needs)
+                if ffn.recorded_whole:
+                    call = experts.step("whole backward", call, None, (ctx.kinds, layout, *needs))
+                grads = call([g_TH, *saved[count:]])
+        except Exception as error:
+            tell_peers(error)
+            raise
+        return None, None, None, None, None, None, *grads.values()
 
 
-def _experts(ffn: ExpertFFN, recipe: Recipe, plan: Any, layout: tuple, adapted: Sequence[str],
-             tensors: Sequence[torch.Tensor], dtype: torch.dtype, transposed: bool) -> ExpertMath:
-    """The arithmetic of a forward or a backward. `tensors`: the adapters' factors, and the flat weights.
+def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[str], tensors: Sequence[torch.Tensor],
+             dtype: torch.dtype, transposed: bool) -> ExpertMath:
+    """The arithmetic of a forward or a backward, without its plan. `tensors`: adapters' factors, and flat weights.
 
     `transposed`: the GEMMs contract over the weights' second to last axis, as backward's do.
     """
-    factors, flat = tensors[:2 * len(adapted)], tensors[2 * len(adapted):]
-    weights = _unflattened(layout, flat)
+    count = 2 * len(adapted)
+    adapters = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(adapted)}
+    weights = _unflattened(layout, tensors[count:])
     kept = None
     if ffn.kept is not None and recipe.quantize_gemm:
         matrices = [weight for role, value in weights.items() if not role.endswith("_bias")
                     for weight in ([value] if isinstance(value, torch.Tensor) else value)]
         kept = ffn.kept.of(matrices, transposed)
-    return ExpertMath(ffn.formula, recipe, plan, weights, dtype, kept, _adapters_of(adapted, factors),
-                      executor_for(tensors[0].device))
+    return ExpertMath(ffn.formula, recipe, None, weights, dtype, kept, adapters, executor_for(tensors[0].device))
+
+
+def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:
+    """The output y_TH; the tensors that backward needs, by number; their `kinds`, as `taken_apart` returns them; and
+    the `plan`, which is None if its tensors are among those. Takes expert_TK, x_TH and weight_TK."""
+    expert_TK, x_TH, weight_TK = given
+    given.clear()
+    recipe, dtype, fewest, timed = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert, ffn.timed or nullcontext
+
+    def meanwhile():
+        """While the host waits for the counts, the device computes the branch and quantises weights."""
+        if branch is not None:
+            branch.launch()
+        if not ffn.has_few_tokens(expert_TK):  # else the call will probably run unquantised
+            experts.quantize_ahead()
+
+    plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
+                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
+    if plan.tokens_per_expert < fewest:
+        _warn_of_few_tokens(fewest)
+        recipe = unquantized(recipe)
+        experts.recipe, experts.keep, experts.quantized_weights = recipe, False, {}
+    experts.plan = plan
+    with timed("dispatch"):
+        rows = [*ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)]
+    made = experts.step("forward", partial(experts.forward_rows, backward), tuple(experts.stacks), (backward, ))(rows)
+    with timed("combine"):
+        y_TH, _ = ffn.transport.combine(plan, made.pop("y_PH"), _wire(recipe, recipe.combine_fwd), dtype)
+    replayable = ffn.transport.replayable_plan is not None
+    kept, kinds = taken_apart([*map(made.get, Rows._fields), *(plan if replayable else ())])
+    return {"y_TH": y_TH, **dict(enumerate(kept)), "kinds": kinds, "plan": None if replayable else plan}
+
+
+def _backward(ffn: ExpertFFN, experts: ExpertMath, plan: Any, kinds: tuple, layout: tuple, needs: Sequence[bool],
+              given: list) -> dict:
+    """The gradients of x, of the routing weights, of the adapters' factors and of the weights, by number: None where
+    `needs` is false. Takes the output's gradient and what `_forward` kept."""
+    g_TH, *kept = given
+    given.clear()
+    values, recipe, dtype, adapted = put_together(kept, kinds), experts.recipe, experts.dtype, experts.adapters
+    rows = Rows(*values[:len(Rows._fields)])
+    experts.plan = plan = ffn.transport.replayable_plan(*values[len(rows):]) if plan is None else plan
+    roles = _unflattened(layout, needs[2 + 2 * len(adapted):])
+    needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
+    # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
+    # rank needs no gradient of x: other ranks may need theirs.
+    dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
+    grads, (x_grad, weight_grad) = experts.backward(
+        partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
+        partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype, phase="combine of the gradient"),
+        partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), rows, needed)
+    flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name])]
+    for role, size in layout:
+        grad = grads.get(role)
+        flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
+    return dict(enumerate(grad if need else None for grad, need in zip(flat, needs, strict=True)))

@@ -17,7 +17,7 @@ from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.local import Local
+from ds_mxfp8_moe.transport.local import Local, LocalPlan
 
 
 def check(ranks, recipe, name, least=45, **kwargs):
@@ -120,13 +120,14 @@ def test_the_host_waits_for_the_device_in_one_place_only(gpu_ranks, recipe_name)
     assert all(gpu_ranks.run(run_without_waiting, RECIPES[recipe_name]))
 
 
-def steps(recipe, name, stacked, executor=True):
+def steps(recipe, name, stacked, whole=False, executor=True):
     """Outputs and gradients of four steps with other tokens each, and the most memory that the last one took.
 
-    executor: what runs between exchanges may be recorded.
+    whole: calls may be recorded as a whole. executor: what runs between exchanges may be recorded.
     """
     outputs = []
-    with nullcontext() if executor else mock.patch.object(expert_ffn, "executor_for", lambda device: None):
+    with mock.patch.object(Local, "replayable_plan", LocalPlan if whole else None), \
+            nullcontext() if executor else mock.patch.object(expert_ffn, "executor_for", lambda device: None):
         for seed in range(4):
             torch.manual_seed(seed)
             experts, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16, bias=name != "linear")
@@ -154,9 +155,11 @@ def test_replayed_steps_give_the_same_bits_in_the_same_memory(one_rank, recipe_n
     recording._PROGRAMS.clear()
     direct, direct_peak = steps(RECIPES[recipe_name], name, stacked, executor=False)
     assert not recording._PROGRAMS
-    replayed, peak = steps(RECIPES[recipe_name], name, stacked)
-    programs = [program for by_place in recording._PROGRAMS.values() for program, _ in by_place.values()]
-    assert all(programs) and len(programs) == (1 if name == "linear" else 4)
-    for a, b in zip(direct, replayed, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
-    assert peak <= direct_peak
+    for whole in (True, False):
+        recording._PROGRAMS.clear()
+        replayed, peak = steps(RECIPES[recipe_name], name, stacked, whole)
+        programs = [program for by_place in recording._PROGRAMS.values() for program, _ in by_place.values()]
+        assert all(programs) and len(programs) == (2 if whole else 1 if name == "linear" else 4)
+        for a, b in zip(direct, replayed, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+        assert peak <= direct_peak

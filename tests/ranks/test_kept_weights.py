@@ -368,7 +368,8 @@ def test_replayed_calls_take_and_return_kept_weights(monkeypatch, recipe, name):
     monkeypatch.setattr(expert_ffn, "executor_for", lambda device: None)
     assert equal(changed, calls(weights, None, recipe, name)) and not equal(changed, wanted)
     programs = [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
-    assert programs and None not in programs
+    # Forward and backward: without the key, where they make kept weights, and where they find them.
+    assert len(programs) == 6 and None not in programs
 
 
 def test_tokens_of_several_dtypes_share_kept_weights():
