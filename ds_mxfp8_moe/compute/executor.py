@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -17,6 +18,7 @@ def executor_for(device: torch.device) -> ModuleType | None:
     return None if not has_kernels(device) or unknown_launcher() else replay.try_load()[0]
 
 
+@cache
 def unknown_launcher() -> str | None:
     """Why launches with this release of Triton cannot be recorded. None: they can."""
     from ..ops.triton_kernels import launcher  # Triton exists on Linux alone
@@ -41,45 +43,46 @@ def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict],
     from ..ops.triton_kernels import recording  # Triton exists on Linux alone
     tensors, kinds = taken_apart(inputs)
     inputs.clear()
-    there = [x is not None for x in tensors]
     key = (*key, kinds, tuple(map(len, stacks)), executor.signature([*tensors, *(stack[0] for stack in stacks)]))
     weights = [weight for stack in stacks for weight in stack]
-    given = [*(x for x in tensors if x is not None), *weights]
-    del tensors
+    between = tuple(map(executor.distances, stacks)) if within_stacks else executor.distances(weights)
+    tensors += weights
 
-    def of_tensors(given: list) -> tuple:
-        tensors = iter(given)
-        values = put_together([next(tensors) if one else None for one in there], kinds)
-        given.clear()
+    def of_tensors(tensors: list) -> tuple:
+        values = put_together(tensors, kinds)
+        tensors.clear()
         made = function(values)
         others = {name: x for name, x in made.items() if x is not None and not isinstance(x, torch.Tensor)}
         names = tuple(name for name in made if name not in others)
         made_tensors, made_kinds = taken_apart(map(made.get, names))
-        return made_tensors, (names, made_kinds, others)
+        return made_tensors, (made_kinds, names, others)
 
-    device = given[0].device
-    elsewhere = device.index is not None and device.index != torch.cuda.current_device()
+    device = tensors[0].get_device()  # -1: the CPU
+    elsewhere = device >= 0 and device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        between = tuple(map(executor.distances, stacks)) if within_stacks else executor.distances(weights)
-        values, (names, kinds_made, others) = recording.replayed(executor, key, between, of_tensors, given)
-    made = dict(zip(names, put_together(values, kinds_made) if any(kinds_made) else values, strict=True))
-    made.update(others)
-    return made
+        values, (made_kinds, names, others) = recording.replayed(executor, key, between, of_tensors, tensors)
+    if any(made_kinds) or None in made_kinds:
+        values = put_together(values, made_kinds)
+    return dict(zip(names, values, strict=True), **others)
 
 
-def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple]:
-    """The plain tensors of these tensors; and of each its kind: the attributes of an MXTensor, else None."""
+def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor], tuple]:
+    """The plain tensors of these tensors; and of each its kind: None if it is None, () if it is plain, else the
+    attributes of an MXTensor."""
     tensors, kinds = [], []
     for value in values:
-        if isinstance(value, MXTensor):
+        if value is None:
+            kinds.append(None)
+        elif type(value) is MXTensor:
             tensors += value.qdata, value.scale_bytes
             kinds.append((value.block_size, value.orig_dtype, value.tiled))
         else:
             tensors.append(value)
-            kinds.append(None)
+            kinds.append(())
     return tensors, tuple(kinds)
 
 
-def put_together(tensors: list[torch.Tensor | None], kinds: Iterable) -> list[torch.Tensor | None]:
+def put_together(tensors: list[torch.Tensor], kinds: tuple) -> list[torch.Tensor | None]:
     """The inverse of `taken_apart`. It removes what it takes from the front of `tensors`."""
-    return [tensors.pop(0) if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) for kind in kinds]
+    return [None if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) if kind else tensors.pop(0)
+            for kind in kinds]

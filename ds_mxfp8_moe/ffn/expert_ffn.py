@@ -115,22 +115,19 @@ class ExpertFFN:
             return _outside_compile(self, x_TH, routes, weights, branch, adapters)
         try:
             device_type = x_TH.device.type
-            if torch.is_autocast_enabled(device_type):
+            autocast = torch.is_autocast_enabled(device_type)
+            if autocast:
                 x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
             layout, tensors = _flattened(weights)
             adapted = tuple(adapters or ())
             factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
-            with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
+            with torch.autocast(device_type, enabled=False) if autocast else nullcontext(), \
+                    nullcontext() if self.training else naming_evaluation():
                 return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
                                                 routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
         except Exception as error:
             tell_peers(error)
             raise
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager:
-    """This file chooses every dtype itself. Autocast to one 16-bit dtype also refuses to join tensors of the other."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _warn_of_few_tokens(fewest: float) -> None:
@@ -184,7 +181,7 @@ def _unflattened(layout: tuple, flat: Sequence) -> dict:
     found, start = {}, 0
     for role, size in layout:
         found[role] = flat[start] if size == 0 else list(flat[start:start + size])
-        start += max(size, 1)
+        start += size or 1
     return found
 
 
@@ -200,9 +197,9 @@ class _ExpertFFNFunction(torch.autograd.Function):
         if ffn.recorded_whole:
             call = experts.step("whole forward", call, None, (backward, ffn.num_local_experts))
         made = call([expert_TK, x_TH, weight_TK])
-        ctx.kinds, ctx.plan = made.pop("kinds"), made.pop("plan")
+        kinds, plan = made.pop("kinds and plan")
         y_TH, *kept = made.values()
-        ctx.ffn, ctx.recipe, ctx.dtype, ctx.layout, ctx.adapted = ffn, experts.recipe, x_TH.dtype, layout, adapted
+        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, kinds, plan
         ctx.save_for_backward(*tensors, *kept)
         return y_TH
 
@@ -210,18 +207,19 @@ class _ExpertFFNFunction(torch.autograd.Function):
     def backward(ctx, g_TH):
         if torch.compiler.is_dynamo_compiling():  # for compiled autograd
             return _outside_compile(_ExpertFFNFunction.backward, ctx, g_TH)
-        ffn, layout = ctx.ffn, ctx.layout
+        ffn, recipe, dtype, layout, adapted, kinds, plan = ctx.call
         try:
             if torch.is_grad_enabled():
                 raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it "
                                    "out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
-            _, _, _, _, _, _, *needs = ctx.needs_input_grad
-            saved, count = ctx.saved_tensors, len(needs) - 2
-            with _without_autocast(g_TH.device.type):
-                experts = _experts(ffn, ctx.recipe, layout, ctx.adapted, saved[:count], ctx.dtype, transposed=True)
-                call = partial(_backward, ffn, experts, ctx.plan, ctx.kinds, layout, needs)
+            needs, saved = ctx.needs_input_grad[6:], ctx.saved_tensors
+            count, device_type = len(needs) - 2, g_TH.device.type
+            autocast = torch.is_autocast_enabled(device_type)
+            with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+                experts = _experts(ffn, recipe, layout, adapted, saved[:count], dtype, transposed=True)
+                call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
                 if ffn.recorded_whole:
-                    call = experts.step("whole backward", call, None, (ctx.kinds, layout, *needs))
+                    call = experts.step("whole backward", call, None, (kinds, layout, needs))
                 grads = call([g_TH, *saved[count:]])
         except Exception as error:
             tell_peers(error)
@@ -247,8 +245,8 @@ def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[st
 
 
 def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:
-    """The output y_TH; the tensors that backward needs, by number; their `kinds`, as `taken_apart` returns them; and
-    the `plan`, which is None if its tensors are among those. Takes expert_TK, x_TH and weight_TK."""
+    """The output y_TH; the tensors that backward needs, by number; and their kinds, as `taken_apart` returns them,
+    with the plan, which is None if its tensors are among those. Takes expert_TK, x_TH and weight_TK."""
     expert_TK, x_TH, weight_TK = given
     given.clear()
     recipe, dtype, fewest, timed = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert, ffn.timed or nullcontext
@@ -274,7 +272,7 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: Exp
         y_TH, _ = ffn.transport.combine(plan, made.pop("y_PH"), _wire(recipe, recipe.combine_fwd), dtype)
     replayable = ffn.transport.replayable_plan is not None
     kept, kinds = taken_apart([*map(made.get, Rows._fields), *(plan if replayable else ())])
-    return {"y_TH": y_TH, **dict(enumerate(kept)), "kinds": kinds, "plan": None if replayable else plan}
+    return {"y_TH": y_TH, **dict(enumerate(kept)), "kinds and plan": (kinds, None if replayable else plan)}
 
 
 def _backward(ffn: ExpertFFN, experts: ExpertMath, plan: Any, kinds: tuple, layout: tuple, needs: Sequence[bool],

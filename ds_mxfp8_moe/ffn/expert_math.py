@@ -10,6 +10,7 @@ them is freed after its last use.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from types import ModuleType
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ from ..config import Recipe
 from ..ops.device import multiprocessors
 from ..transport import Pending, Plan
 
-GEMMS = "up", "down"
+# The GEMMs, and the names of their quantised weights in what a step returns.
+GEMMS = {"up": "quantized up", "down": "quantized down"}
 
 
 class Rows(NamedTuple):
@@ -145,13 +147,13 @@ class ExpertMath:
         known, count, executor = self.quantized_weights, len(rows), self.executor
         given = [gemm for gemm in (GEMMS if reads is None else reads) if gemm in known]
         if reads is None:
-            stacks, ends_E = [*self.weights.values()], None
+            stacks, ends_E = self.weights.values(), None
         else:
             ends_E = getattr(self.plan, "group_ends_E", None)
             stacks = [stack for gemm in reads if gemm not in known for stack in self.stacks[gemm]]
             stacks += [stack for role, stack in self.weights.items() if role.endswith("_bias")]
             how = *how, tuple(self.dtypes.items())
-        inputs = [*rows, *map(known.get, given), ends_E, *(x for pair in self.adapters.values() for x in pair)]
+        inputs = [*rows, *map(known.get, given), ends_E, *chain(*self.adapters.values())]
         rows.clear()
         if not self.keep:  # no later step reads them
             for gemm in given:
@@ -164,16 +166,16 @@ class ExpertMath:
             self.executor = None  # steps within this one are part of it
             made = function(inputs)
             self.executor = executor
-            return made | {("quantized", gemm): mx for gemm, mx in known.items() if gemm not in before}
+            return made | {GEMMS[gemm]: mx for gemm, mx in known.items() if gemm not in before}
 
         key = (name, how, self.formula, self.recipe, self.dtype, self.keep, tuple(self.weights), tuple(self.adapters),
                tuple(given))
         made = replayed(executor, key, of_inputs, inputs,
-                        [[stack] if isinstance(stack, torch.Tensor) else stack for stack in stacks],
+                        [stack if isinstance(stack, list) else [stack] for stack in stacks],
                         self.recipe.quantize_gemm)
-        for gemm in GEMMS:
-            if ("quantized", gemm) in made:
-                known[gemm] = made.pop(("quantized", gemm))
+        for gemm, quantized in GEMMS.items():
+            if quantized in made:
+                known[gemm] = made.pop(quantized)
         return made
 
     # ---- forward ----------------------------------------------------------------------------------------------------
