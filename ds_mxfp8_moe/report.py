@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     statuses = transports()
     for transport in statuses:
         _line(f"transport {transport.name}", f"{'[OKAY]' if transport.available else '[NO]'} {transport.reason}")
-    _line("launches on one rank", launches())
+    _line("launches of the experts' kernels", launches())
     _line("check of the kernels", kernels_check())
 
     _heading(f'section "mxfp8_moe" of {path}' if path else 'a section {"enabled": true} would mean')

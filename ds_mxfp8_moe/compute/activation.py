@@ -37,7 +37,7 @@ def _swiglu_oai_slope(x):
     return torch.where(x > SWIGLU_OAI_LIMIT, 0.0, s * (1 + SWIGLU_OAI_ALPHA * c * (1 - s)))
 
 
-# Derivatives of experts.ACTIVATIONS, on float32.
+# Derivatives of formula.ACTIVATIONS. They take float32.
 SLOPES: dict[str, Callable] = {
     "relu": lambda x: (x > 0).to(x.dtype),
     "gelu": _gelu_slope,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded launches and their C++ executor (ops/csrc/replay), where a device can use it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -17,45 +18,71 @@ def executor_for(device: torch.device) -> ModuleType | None:
     return None if not has_kernels(device) or unknown_launcher() else replay.try_load()[0]
 
 
+@cache
 def unknown_launcher() -> str | None:
     """Why launches with this release of Triton cannot be recorded. None: they can."""
     from ..ops.triton_kernels import launcher  # Triton exists on Linux alone
     return None if launcher.KNOWN else launcher.UNKNOWN
 
 
-def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable[[list], tuple],
-             inputs: list[torch.Tensor | None]) -> tuple:
-    """function(inputs), which empties `inputs`: see `recording.replayed`. Inputs may be None, but not the first one.
+def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict], inputs: list,
+             stacks: Sequence[Sequence[torch.Tensor]] = (), within_stacks: bool = True) -> dict:
+    """function(inputs). The first call is recorded, later ones are replayed.
 
     A program runs on the current stream of the device of the inputs.
+
+    Args:
+        key: what the function depends on, beside the properties of its tensors.
+        function: empties `inputs`. It returns tensors, MXTensors and None by name, and objects without tensors, which
+            replays return as they are.
+        inputs: tensors, MXTensors and None.
+        stacks: weights that the function reads, too. Those of one stack have the same properties.
+        within_stacks: a kernel finds each weight by its distance from the first weight of its stack. If false, by its
+            distance from the first weight of all stacks.
     """
     from ..ops.triton_kernels import recording  # Triton exists on Linux alone
-    there = tuple(x is not None for x in inputs)
-    given = [x for x in inputs if x is not None]
+    tensors, kinds = taken_apart(inputs)
     inputs.clear()
+    key = (*key, kinds, tuple(map(len, stacks)), executor.signature([*tensors, *(stack[0] for stack in stacks)]))
+    weights = [weight for stack in stacks for weight in stack]
+    between = tuple(map(executor.distances, stacks)) if within_stacks else executor.distances(weights)
+    tensors += weights
 
-    def of_given(given: list) -> tuple:
-        tensors = iter(given)
-        all_inputs = [next(tensors) if one else None for one in there]
-        given.clear()
-        return function(all_inputs)
+    def of_tensors(tensors: list) -> tuple:
+        values = put_together(tensors, kinds)
+        tensors.clear()
+        made = function(values)
+        others = {name: x for name, x in made.items() if x is not None and not isinstance(x, torch.Tensor)}
+        names = tuple(name for name in made if name not in others)
+        made_tensors, made_kinds = taken_apart(map(made.get, names))
+        return made_tensors, (made_kinds, names, others)
 
-    device = given[0].device
-    elsewhere = device.index is not None and device.index != torch.cuda.current_device()
+    device = tensors[0].get_device()  # -1: the CPU
+    elsewhere = device >= 0 and device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        return recording.replayed(executor, (*key, there), between, of_given, given)
+        values, (made_kinds, names, others) = recording.replayed(executor, key, between, of_tensors, tensors)
+    if any(made_kinds) or None in made_kinds:
+        values = put_together(values, made_kinds)
+    return dict(zip(names, values, strict=True), **others)
 
 
-def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], tuple]:
-    """The plain tensors of these tensors; and of each its kind: the attributes of an MXTensor, else None."""
+def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tensor], tuple]:
+    """The plain tensors of these tensors; and of each its kind: None if it is None, () if it is plain, else the
+    attributes of an MXTensor."""
     tensors, kinds = [], []
     for value in values:
-        quantized = isinstance(value, MXTensor)
-        kinds.append((value.block_size, value.orig_dtype, value.tiled) if quantized else None)
-        tensors += [value.qdata, value.scale_bytes] if quantized else [value]
+        if value is None:
+            kinds.append(None)
+        elif type(value) is MXTensor:
+            tensors += value.qdata, value.scale_bytes
+            kinds.append((value.block_size, value.orig_dtype, value.tiled))
+        else:
+            tensors.append(value)
+            kinds.append(())
     return tensors, tuple(kinds)
 
 
-def put_together(tensors: list[torch.Tensor | None], kinds: Iterable) -> list[torch.Tensor | None]:
+def put_together(tensors: list[torch.Tensor], kinds: tuple) -> list[torch.Tensor | None]:
     """The inverse of `taken_apart`. It removes what it takes from the front of `tensors`."""
-    return [tensors.pop(0) if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) for kind in kinds]
+    return [None if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) if kind else tensors.pop(0)
+            for kind in kinds]

@@ -17,8 +17,8 @@ Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept
 (`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
 calls share quantised weights instead. A recipe without quantisation keeps everything in the tokens' dtype.
 
-This file is the differentiable function. expert_call.py runs its calls with kept weights and recordings.
-expert_math.py computes the rows, transport/ moves them, casts.py and grouped_gemm.py choose the kernels.
+This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, casts.py and
+grouped_gemm.py choose the kernels.
 
 The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 
@@ -42,35 +42,25 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, wraps
-from types import ModuleType
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.utils.logging import warning_once
 
 from ..compute.executor import executor_for, put_together, taken_apart
-from ..compute.formula import ExpertFormula, LowRank
+from ..compute.formula import ROLES, ExpertFormula, LowRank
 from ..compute.routing import Routes
 from ..config import Recipe
 from ..transport import Transport, Wire
-from ..transport.deadline import naming_evaluation, tell_peers_on_error
+from ..transport.deadline import naming_evaluation, tell_peers
 from .branch import Branch
-from .expert_call import flattened, length, made_by, run, take_given, unflattened
 from .expert_math import ExpertMath, Rows
 from .kept_weights import KeptWeights
 
-
-def _outside_compile(function: Callable) -> Callable:
-    """torch.compiler.disable, without its work on the host where nothing is being compiled."""
-    disabled = torch.compiler.disable(function)
-
-    @wraps(function)
-    def call(*args, **kwargs):
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return call
+# function(*args), of which torch.compile sees nothing: the host decides sizes in it.
+_outside_compile = torch.compiler.disable(lambda function, *args: function(*args))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +86,14 @@ class ExpertFFN:
     training: bool = True
 
     @property
-    def key(self) -> tuple:
-        """What a recording of a call depends on. Layers of the same kind share recordings."""
-        return self.formula, self.recipe, self.num_local_experts, self.min_tokens_per_expert
+    def recorded_whole(self) -> bool:
+        """Whether a whole forward or backward can be recorded. Else, what runs between two exchanges can be."""
+        return self.transport.replayable_plan is not None and self.timed is None
 
-    @_outside_compile  # the host decides sizes, so torch.compile breaks its graph here
-    @tell_peers_on_error
+    def has_few_tokens(self, expert_TK: torch.Tensor) -> bool:
+        """Whether a call computes unquantised, if all ranks of the group have as many choices."""
+        return expert_TK.numel() / self.num_local_experts < self.min_tokens_per_expert
+
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
                  branch: Branch | None = None, adapters: dict[str, LowRank] | None = None) -> torch.Tensor:
@@ -119,20 +111,23 @@ class ExpertFFN:
             [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
             A token without choices gets 0. Collective: every rank of the group must call it.
         """
-        device_type = x_TH.device.type
-        if torch.is_autocast_enabled(device_type):
-            x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
-        layout, tensors = flattened(weights)
-        adapted = tuple(adapters or ())
-        factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
-        with _without_autocast(device_type), nullcontext() if self.training else naming_evaluation():
-            return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
-                                            routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager:
-    """This file chooses every dtype itself. Autocast to one 16-bit dtype also refuses to join tensors of the other."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_compile(self, x_TH, routes, weights, branch, adapters)
+        try:
+            device_type = x_TH.device.type
+            autocast = torch.is_autocast_enabled(device_type)
+            if autocast:
+                x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
+            layout, tensors = _flattened(weights)
+            adapted = tuple(adapters or ())
+            factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
+            with torch.autocast(device_type, enabled=False) if autocast else nullcontext(), \
+                    nullcontext() if self.training else naming_evaluation():
+                return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
+                                                routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
+        except Exception as error:
+            tell_peers(error)
+            raise
 
 
 def _warn_of_few_tokens(fewest: float) -> None:
@@ -159,10 +154,35 @@ def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest:
     return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
+@lru_cache(maxsize=64)
 def unquantized(recipe: Recipe) -> Recipe:
     """The recipe without any quantisation."""
     return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
+
+
+def _flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> tuple[tuple, list[torch.Tensor]]:
+    """The tensors of weights by role in a flat list, as autograd takes them, and their layout.
+
+    The layout has a pair (role, size) for each role: `size` tensors, or one stacked tensor [E, ...] if `size` is 0.
+    """
+    layout, tensors = [], []
+    for role in ROLES:
+        value = weights.get(role)
+        if value is not None:
+            stacked = isinstance(value, torch.Tensor)
+            layout.append((role, 0 if stacked else len(value)))
+            tensors += [value] if stacked else list(value)
+    return tuple(layout), tensors
+
+
+def _unflattened(layout: tuple, flat: Sequence) -> dict:
+    """The inverse of `_flattened`: role -> one stacked tensor or a list of E."""
+    found, start = {}, 0
+    for role, size in layout:
+        found[role] = flat[start] if size == 0 else list(flat[start:start + size])
+        start += size or 1
+    return found
 
 
 class _ExpertFFNFunction(torch.autograd.Function):
@@ -171,127 +191,100 @@ class _ExpertFFNFunction(torch.autograd.Function):
     def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
-        factors, weights = tensors[:2 * len(adapted)], tensors[2 * len(adapted):]
-        inputs = expert_TK, x_TH, weight_TK, *factors
-        few_tokens = expert_TK.numel() < ffn.min_tokens_per_expert * ffn.num_local_experts
-        (y_TH, *kept), call = run(partial(_forward, ffn, branch, layout, adapted, backward), inputs, weights, layout,
-                                  key=(*ffn.key, backward, adapted), kept=ffn.kept, transposed=False,
-                                  quantized=ffn.recipe.quantize_gemm and not few_tokens,
-                                  executor=_executor_of_call(ffn, expert_TK))
-        ctx.layout, ctx.adapted, ctx.call = layout, adapted, call._replace(ffn=ffn)
-        ctx.save_for_backward(*kept, *factors, *weights)
+        recipe = unquantized(ffn.recipe) if ffn.recorded_whole and ffn.has_few_tokens(expert_TK) else ffn.recipe
+        experts = _experts(ffn, recipe, layout, adapted, tensors, x_TH.dtype, transposed=False)
+        call = partial(_forward, ffn, branch, backward, experts)
+        if ffn.recorded_whole:
+            call = experts.step("whole forward", call, None, (backward, ffn.num_local_experts))
+        made = call([expert_TK, x_TH, weight_TK])
+        kinds, plan = made.pop("kinds and plan")
+        y_TH, *kept = made.values()
+        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, kinds, plan
+        ctx.save_for_backward(*tensors, *kept)
         return y_TH
 
     @staticmethod
-    @_outside_compile  # for compiled autograd, as in ExpertFFN.__call__
-    @tell_peers_on_error
     def backward(ctx, g_TH):
-        if torch.is_grad_enabled():
-            raise RuntimeError(f"{ctx.call.ffn.name} has no second derivative, for which create_graph=True asks: "
-                               "leave it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
-        layout, adapted, call, saved = ctx.layout, ctx.adapted, ctx.call, ctx.saved_tensors
-        _, _, _, _, _, _, *needs = ctx.needs_input_grad
-        ffn, count = call.ffn, length(layout)
-        inputs, weights = (g_TH, *saved[:-count]), saved[-count:]
-        with _without_autocast(g_TH.device.type):
-            grads, _ = run(partial(_backward, call, layout, adapted, needs), inputs, weights, layout,
-                           key=(*ffn.key, call.recipe, adapted, tuple(needs)), kept=ffn.kept, transposed=True,
-                           quantized=call.recipe.quantize_gemm, executor=_executor_of_call(ffn, g_TH))
-        return None, None, None, None, None, None, *grads
+        if torch.compiler.is_dynamo_compiling():  # for compiled autograd
+            return _outside_compile(_ExpertFFNFunction.backward, ctx, g_TH)
+        ffn, recipe, dtype, layout, adapted, kinds, plan = ctx.call
+        try:
+            if torch.is_grad_enabled():
+                raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it "
+                                   "out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
+            needs, saved = ctx.needs_input_grad[6:], ctx.saved_tensors
+            count, device_type = len(needs) - 2, g_TH.device.type
+            autocast = torch.is_autocast_enabled(device_type)
+            with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+                experts = _experts(ffn, recipe, layout, adapted, saved[:count], dtype, transposed=True)
+                call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
+                if ffn.recorded_whole:
+                    call = experts.step("whole backward", call, None, (kinds, layout, needs))
+                grads = call([g_TH, *saved[count:]])
+        except Exception as error:
+            tell_peers(error)
+            raise
+        return None, None, None, None, None, None, *grads.values()
 
 
-class _Call(NamedTuple):
-    """What forward hands to backward beside tensors.
+def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[str], tensors: Sequence[torch.Tensor],
+             dtype: torch.dtype, transposed: bool) -> ExpertMath:
+    """The arithmetic of a forward or a backward, without its plan. `tensors`: adapters' factors, and flat weights.
 
-    Attributes:
-        ffn: None in what a recording holds, since layers share recordings.
-        recipe: the recipe that ran, which is without quantisation where experts got few tokens.
-        kinds: of the rows that are kept, as `taken_apart` returns them.
-        plan: without its tensors, where these are saved for backward.
+    `transposed`: the GEMMs contract over the weights' second to last axis, as backward's do.
     """
-
-    ffn: ExpertFFN | None
-    recipe: Recipe
-    dtype: torch.dtype
-    kinds: tuple
-    plan: Any
-
-
-def _executor_of_call(ffn: ExpertFFN, first: torch.Tensor) -> ModuleType | None:
-    """Records the whole call and replays it. None: the call has exchanges or timers in it, or no rows."""
-    possible = ffn.transport.replayable and ffn.timed is None and first.numel() > 0
-    return executor_for(first.device) if possible else None
+    count = 2 * len(adapted)
+    adapters = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(adapted)}
+    weights = _unflattened(layout, tensors[count:])
+    kept = None
+    if ffn.kept is not None and recipe.quantize_gemm:
+        matrices = [weight for role, value in weights.items() if not role.endswith("_bias")
+                    for weight in ([value] if isinstance(value, torch.Tensor) else value)]
+        kept = ffn.kept.of(matrices, transposed)
+    return ExpertMath(ffn.formula, recipe, None, weights, dtype, kept, adapters, executor_for(tensors[0].device))
 
 
-def _executor_of_steps(ffn: ExpertFFN, device: torch.device) -> ModuleType | None:
-    """Records the work between exchanges and replays it. None: the whole call is recorded, or nothing."""
-    return None if ffn.transport.replayable else executor_for(device)
-
-
-def _adapters_of(adapted: tuple[str, ...], tensors: list[torch.Tensor]) -> dict[str, LowRank]:
-    """The adapters of these names, whose factors are removed from the front of `tensors`."""
-    return {name: LowRank(tensors.pop(0), tensors.pop(0)) for name in adapted}
-
-
-def _forward(ffn: ExpertFFN, branch: Branch | None, layout: tuple, adapted: tuple[str, ...], backward: bool,
-             given: tuple | None, expert_TK: torch.Tensor, x_TH: torch.Tensor, weight_TK: torch.Tensor,
-             *tensors: torch.Tensor) -> tuple[list, tuple]:
-    """Returns tensors (the output, what backward needs, the quantised weights to keep), and a pair: the call, and the
-    names and kinds of these weights."""
-    recipe, dtype, fewest = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert
-    weights = list(tensors)
-    adapters = _adapters_of(adapted, weights)
-    kept_weights = take_given(given, weights)
-    experts = ExpertMath(ffn.formula, recipe, None, unflattened(layout, weights), dtype, kept_weights, adapters,
-                         _executor_of_steps(ffn, x_TH.device))
+def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:
+    """The output y_TH; the tensors that backward needs, by number; and their kinds, as `taken_apart` returns them,
+    with the plan, which is None if its tensors are among those. Takes expert_TK, x_TH and weight_TK."""
+    expert_TK, x_TH, weight_TK = given
+    given.clear()
+    recipe, dtype, fewest, timed = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert, ffn.timed or nullcontext
 
     def meanwhile():
         """While the host waits for the counts, the device computes the branch and quantises weights."""
         if branch is not None:
             branch.launch()
-        # If this rank has few tokens, the call will probably run unquantised.
-        if expert_TK.numel() >= fewest * ffn.num_local_experts:
+        if not ffn.has_few_tokens(expert_TK):  # else the call will probably run unquantised
             experts.quantize_ahead()
 
     plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
                               _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
     if plan.tokens_per_expert < fewest:
         _warn_of_few_tokens(fewest)
-        experts.recipe = recipe = unquantized(recipe)
-        experts.quantized_weights.clear()
+        recipe = unquantized(recipe)
+        experts.recipe, experts.keep, experts.quantized_weights = recipe, False, {}
     experts.plan = plan
-    timed = ffn.timed or (lambda phase: nullcontext())
-
-    def dispatch():
-        with timed("dispatch"):
-            return ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)
-
-    y_PH, rows = experts.forward(dispatch, backward)
+    with timed("dispatch"):
+        rows = [*ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)]
+    made = experts.step("forward", partial(experts.forward_rows, backward), tuple(experts.stacks), (backward, ))(rows)
     with timed("combine"):
-        y_TH, _ = ffn.transport.combine(plan, y_PH, _wire(recipe, recipe.combine_fwd), dtype)
-    kept, kinds = taken_apart(rows)
-    if ffn.transport.replayable:
-        kept += plan.tensors
-        plan = plan.with_tensors(*(None for _ in plan.tensors))
-    quantized_weights, made = made_by(experts.quantized_weights, given)
-    return [y_TH, *kept, *quantized_weights], (_Call(None, recipe, dtype, kinds, plan), made)
+        y_TH, _ = ffn.transport.combine(plan, made.pop("y_PH"), _wire(recipe, recipe.combine_fwd), dtype)
+    replayable = ffn.transport.replayable_plan is not None
+    kept, kinds = taken_apart([*map(made.get, Rows._fields), *(plan if replayable else ())])
+    return {"y_TH": y_TH, **dict(enumerate(kept)), "kinds and plan": (kinds, None if replayable else plan)}
 
 
-def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Sequence[bool], given: tuple | None,
-              g_TH: torch.Tensor, *saved: torch.Tensor) -> tuple[list, tuple]:
-    """Returns tensors (the gradients of x, of the routing weights, of the adapters' factors and of the experts'
-    weights; the quantised weights to keep), and a pair: None, and the names and kinds of these weights. A gradient is
-    None if `needs` is false for it."""
-    ffn, recipe, dtype, kinds, plan = call
-    saved = list(saved)
-    rows = put_together(saved, kinds)
-    if ffn.transport.replayable:
-        plan = plan.with_tensors(*(saved.pop(0) for _ in plan.tensors))
-    adapters = _adapters_of(adapted, saved)
-    kept_weights = take_given(given, saved)
-    experts = ExpertMath(ffn.formula, recipe, plan, unflattened(layout, saved), dtype, kept_weights, adapters,
-                         _executor_of_steps(ffn, g_TH.device))
-    roles = unflattened(layout, needs[2 + 2 * len(adapted):])
+def _backward(ffn: ExpertFFN, experts: ExpertMath, plan: Any, kinds: tuple, layout: tuple, needs: Sequence[bool],
+              given: list) -> dict:
+    """The gradients of x, of the routing weights, of the adapters' factors and of the weights, by number: None where
+    `needs` is false. Takes the output's gradient and what `_forward` kept."""
+    g_TH, *kept = given
+    given.clear()
+    values, recipe, dtype, adapted = put_together(kept, kinds), experts.recipe, experts.dtype, experts.adapters
+    rows = Rows(*values[:len(Rows._fields)])
+    experts.plan = plan = ffn.transport.replayable_plan(*values[len(rows):]) if plan is None else plan
+    roles = _unflattened(layout, needs[2 + 2 * len(adapted):])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
     # rank needs no gradient of x: other ranks may need theirs.
@@ -299,11 +292,9 @@ def _backward(call: _Call, layout: tuple, adapted: tuple[str, ...], needs: Seque
     grads, (x_grad, weight_grad) = experts.backward(
         partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
         partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype, phase="combine of the gradient"),
-        partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), Rows(*rows), needed)
+        partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), rows, needed)
     flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name])]
     for role, size in layout:
         grad = grads.get(role)
         flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
-    grads = [grad if need else None for grad, need in zip(flat, needs, strict=True)]
-    quantized_weights, made = made_by(experts.quantized_weights, given)
-    return [*grads, *quantized_weights], (None, made)
+    return dict(enumerate(grad if need else None for grad, need in zip(flat, needs, strict=True)))

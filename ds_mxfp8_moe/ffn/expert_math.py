@@ -4,12 +4,13 @@
 expert_ffn.py explains the letters in tensor names, gives the formulas, and has a table of the operands of weight
 gradients.
 
-The work between two exchanges is one step or a few (steps.py). A step takes its rows in a list, which it empties, so
-that each of them is freed after its last use.
+The work between two exchanges is one step or a few. A step takes its rows in a list, which it empties, so that each of
+them is freed after its last use.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import chain
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 
 from ..compute import casts
 from ..compute.activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
+from ..compute.executor import replayed
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import (
     grouped_mm,
@@ -31,7 +33,9 @@ from ..compute.mx import MXTensor
 from ..config import Recipe
 from ..ops.device import multiprocessors
 from ..transport import Pending, Plan
-from .steps import run_step
+
+# The GEMMs, and the names of their quantised weights in what a step returns.
+GEMMS = {"up": "quantized up", "down": "quantized down"}
 
 
 class Rows(NamedTuple):
@@ -78,73 +82,124 @@ class ExpertMath:
         self.keep, self.adapters, self.executor = kept is not None, adapters or {}, executor
         self.adapter_grads: dict[str, LowRank] = {}
         self.quantized_weights = kept if self.keep else {}
-        self.up_roles = [role for role in ("gate", "up") if role in weights]
-        self.stacks = {"up": [weights[role] for role in self.up_roles]}
-        if "down" in weights:
-            self.stacks["down"] = [weights["down"]]
-        self.up_bias_EG, self.down_bias_EH = self._up_bias(), self._stacked_bias("down")
-        self.layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
 
-    def _stacked_bias(self, role: str) -> torch.Tensor | None:
-        bias = self.weights.get(f"{role}_bias")
-        return None if bias is None else casts.joined([bias]).contiguous()
+    # A replay needs none of what follows. Biases are joined by the step that reads them, which is one: a second one
+    # would read what is not among its inputs.
 
-    def _up_bias(self) -> torch.Tensor | None:
+    @cached_property
+    def up_roles(self) -> list[str]:
+        return [role for role in ("gate", "up") if role in self.weights]
+
+    @cached_property
+    def stacks(self) -> dict[str, list]:
+        found = {"up": [self.weights[role] for role in self.up_roles]}
+        if "down" in self.weights:
+            found["down"] = [self.weights["down"]]
+        return found
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the weights, by role."""
+        return {role: casts.sample(weight).dtype for role, weight in self.weights.items()}
+
+    @cached_property
+    def up_bias_EG(self) -> torch.Tensor | None:
         biases = [self._stacked_bias(role) for role in self.up_roles]
         if all(bias is None for bias in biases):
             return None
         known = next(bias for bias in biases if bias is not None)
         return torch.cat([torch.zeros_like(known) if bias is None else bias for bias in biases], dim=1)
 
+    @cached_property
+    def down_bias_EH(self) -> torch.Tensor | None:
+        return self._stacked_bias("down")
+
+    def _stacked_bias(self, role: str) -> torch.Tensor | None:
+        bias = self.weights.get(f"{role}_bias")
+        return None if bias is None else casts.joined([bias]).contiguous()
+
     @property
     def wgrad_quantized(self) -> bool:
         """Whether the weight gradients' GEMMs multiply MXFP8."""
         return self.recipe.quantize_gemm and self.recipe.wgrad == "mxfp8"
 
-    def dtype_of(self, role: str) -> torch.dtype:
-        return casts.sample(self.weights[role]).dtype
-
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def _step(self, name: str, function: Callable[[list], dict], rows: list, reads: Sequence[str] = (),
-              how: tuple = ()) -> dict:
-        """function(rows), as steps.py runs it."""
-        return function(rows) if self.executor is None else run_step(self, name, function, rows, reads, how)
+    def step(self, name: str, function: Callable[[list], dict], reads: Sequence[str] | None = (),
+             how: tuple = ()) -> Callable[[list], dict]:
+        """The function, or with an executor, what records its first call and replays it in later ones.
 
-    def _quantize_weights_of(self, names: Iterable[str], transposed: bool) -> None:
-        """Quantises the weights of these GEMMs, if the recipe does so and they are not quantised yet."""
-        names = [name for name in names if name not in self.quantized_weights]
-        if self.recipe.quantize_gemm and names:
-            self.quantized_weights |= self._step(
-                "quantize", lambda rows: {name: self._quantize_weights(name, transposed) for name in names}, [], names,
-                (transposed, ))
+        What runs between two exchanges can be recorded, since it depends on the number of rows, and on nothing else
+        that only the device knows. Transports round that number up (`room_for`), so that it repeats. With a transport
+        of one rank, a whole forward or backward is a step, and those inside it are part of it.
+
+        Args:
+            function: takes rows, which are tensors, MXTensors and None, in a list, and empties it.
+            reads: the GEMMs whose weights the step reads, as they are or quantised. None: it is a whole call.
+            how: what the step depends on, beside this object's attributes and the properties of its tensors.
+        """
+        return function if self.executor is None else partial(self._replayed, name, function, reads, how)
+
+    def _replayed(self, name: str, function: Callable[[list], dict], reads: Sequence[str] | None, how: tuple,
+                  rows: list) -> dict:
+        if rows and rows[0].numel() == 0:
+            return function(rows)
+        known, count, executor = self.quantized_weights, len(rows), self.executor
+        given = [gemm for gemm in (GEMMS if reads is None else reads) if gemm in known]
+        if reads is None:
+            stacks, ends_E = self.weights.values(), None
+        else:
+            ends_E = getattr(self.plan, "group_ends_E", None)
+            stacks = [stack for gemm in reads if gemm not in known for stack in self.stacks[gemm]]
+            stacks += [stack for role, stack in self.weights.items() if role.endswith("_bias")]
+            how = *how, tuple(self.dtypes.items())
+        inputs = [*rows, *map(known.get, given), ends_E, *chain(*self.adapters.values())]
+        rows.clear()
+        if not self.keep:  # no later step reads them
+            for gemm in given:
+                del known[gemm]
+
+        def of_inputs(inputs: list) -> dict:
+            known.update(zip(given, inputs[count:count + len(given)], strict=True))
+            del inputs[count:]
+            before = [*known]
+            self.executor = None  # steps within this one are part of it
+            made = function(inputs)
+            self.executor = executor
+            return made | {GEMMS[gemm]: mx for gemm, mx in known.items() if gemm not in before}
+
+        key = (name, how, self.formula, self.recipe, self.dtype, self.keep, tuple(self.weights), tuple(self.adapters),
+               tuple(given))
+        made = replayed(executor, key, of_inputs, inputs,
+                        [stack if isinstance(stack, list) else [stack] for stack in stacks],
+                        self.recipe.quantize_gemm)
+        for gemm, quantized in GEMMS.items():
+            if quantized in made:
+                known[gemm] = made.pop(quantized)
+        return made
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def quantize_ahead(self) -> None:
-        """Quantises the weights for the forward GEMMs. It needs no plan."""
-        self._quantize_weights_of(self.stacks, transposed=False)
+        """Quantises the weights for the forward GEMMs that are not quantised yet. It needs no plan."""
+        missing = [gemm for gemm in self.stacks if gemm not in self.quantized_weights]
 
-    def forward(self, dispatch: Callable[[], tuple], backward: bool) -> tuple[torch.Tensor, Rows]:
-        """The experts' output rows y_PH.
+        def quantize(rows: list) -> dict:
+            self.quantized_weights.update({gemm: self._quantize_weights(gemm, transposed=False) for gemm in missing})
+            return {}
 
-        Args:
-            dispatch: returns the rows x_PH and their routing weights. It is called here, so that no caller holds x_PH
-                in memory.
-            backward: whether to keep what backward needs.
+        if self.recipe.quantize_gemm and missing:
+            self.step("quantize", quantize, missing)([])
+
+    def forward_rows(self, backward: bool, given: list) -> dict:
+        """The experts' output rows y_PH, and those of `Rows`. Takes x_PH and weight_P.
+
+        `backward`: whether to keep what backward needs.
         """
-        if self.keep:
-            self.quantize_ahead()
-        made = self._step("forward", partial(self._forward_rows, backward), [*dispatch()], tuple(self.stacks),
-                          (backward, ))
-        return made["y_PH"], Rows(*(made[name] for name in Rows._fields))
-
-    def _forward_rows(self, backward: bool, given: list) -> dict:
-        """The output rows and those of `Rows`. Takes x_PH and weight_P."""
         x_PH, weight_P = given
         given.clear()
         x_PH = self.quantized(x_PH)
-        pre_PG = self._adapted(self.forward_gemm(x_PH, "up"), x_PH, "up")
+        pre_PG = self._adapted(self.gemm(x_PH, "up"), x_PH, "up")
         if not backward:
             x_PH = None
         if self.formula.kind == "linear":
@@ -155,7 +210,7 @@ class ExpertMath:
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
-        y_PH = self._adapted(self.forward_gemm(h_PF, "down"), h_PF, "down")
+        y_PH = self._adapted(self.gemm(h_PF, "down"), h_PF, "down")
         if self.down_bias_EH is not None:
             y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
         return {"y_PH": y_PH, "x_PH": x_PH, "pre_PG": pre_PG, "h_PF": h_PF, "weight_P": weight_P}
@@ -184,9 +239,7 @@ class ExpertMath:
         g_PH, _ = dispatch_grad()
         given = [g_PH, *rows]
         del g_PH
-        if self.keep:
-            self._quantize_weights_of(["down"], transposed=True)
-        grads = self._step("gradient of h", partial(self._backward_to_dpre, needed), given, ("down", ), how)
+        grads = self.step("gradient of h", partial(self._backward_to_dpre, needed), ("down", ), how)(given)
         g_rows, g_wgrad, low_PR, dweight_P = map(grads.pop, ("g_rows", "g_wgrad", "low_PR", "dweight_P"))
         columns = g_wgrad is not None and self.wgrad_quantized
         g_wgrad = g_rows if g_wgrad is None else g_wgrad
@@ -194,8 +247,8 @@ class ExpertMath:
             self.adapter_grads[name] = LowRank(*(grads.pop((name, field)) for field in LowRank._fields))
 
         def ups(beside: int) -> dict:
-            return self._step("gradients of up", partial(self._ups_wgrad, columns, needed, beside),
-                              [g_wgrad, rows.x_PH], how=(how, columns, beside))
+            return self.step("gradients of up", partial(self._ups_wgrad, columns, needed, beside),
+                             how=(how, columns, beside))([g_wgrad, rows.x_PH])
 
         beside = 0 if not wants_ups else sms_beside(
             *wgrad_cost(g_wgrad, rows.x_PH, len(self.plan.group_ends_E), self.wgrad_quantized))
@@ -207,9 +260,7 @@ class ExpertMath:
             g_wgrad = None  # which frees it
         given = [g_rows, low_PR]
         del g_rows
-        if self.keep:
-            self._quantize_weights_of(["up"], transposed=True)
-        dx_PH = self._step("gradient of x", self._backward_to_dx, given, ("up", )).pop("dx_PH")
+        dx_PH = self.step("gradient of x", self._backward_to_dx, ("up", ))(given).pop("dx_PH")
         pending = combine_grad(dx_PH, weight_P=dweight_P, sms=beside)
         del dx_PH
         try:
@@ -230,10 +281,10 @@ class ExpertMath:
             dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, rows.weight_P)
         low_PR = self._adapter_backward(g_PH, rows.h_PF, "down", grads)
         g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
-        t_PF = self._adapted_dgrad(self.dgrad_gemm(g_PH, "down"), low_PR, "down")
+        t_PF = self._adapted_dgrad(self.gemm(g_PH, "down", transposed=True), low_PR, "down")
         del g_PH
         if "down" in needed:
-            grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtype_of("down"), columns)
+            grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtypes["down"], columns)
         del g_wgrad
 
         wants_ups = not needed.isdisjoint(self.up_roles)
@@ -255,22 +306,22 @@ class ExpertMath:
         """Takes `g_rows` and `low_PR` of `_backward_to_dpre`."""
         g_rows, low_PR = given
         given.clear()
-        return {"dx_PH": self._adapted_dgrad(self.dgrad_gemm(g_rows, "up"), low_PR, "up")}
+        return {"dx_PH": self._adapted_dgrad(self.gemm(g_rows, "up", transposed=True), low_PR, "up")}
 
     def _backward_linear(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending], rows: Rows,
                          needed: set[str]) -> tuple[dict, tuple]:
         grads = {}
         g_PH, _ = dispatch_grad()
-        t_PH = self.dgrad_gemm(self.quantized(g_PH), "up").float()
+        t_PH = self.gemm(self.quantized(g_PH), "up", transposed=True).float()
         g_PH, x_PH = in_float32(g_PH), in_float32(rows.x_PH)
         dweight_P = (t_PH * x_PH).sum(-1)
         weighted_g = (g_PH * rows.weight_P.unsqueeze(1)).to(self.dtype)
         if "up" in needed:
             g_wgrad, columns = self._wgrad_form(weighted_g)
-            grads["up"] = self.wgrad_gemm(g_wgrad, rows.x_PH, self.dtype_of("up"), columns)
+            grads["up"] = self.wgrad_gemm(g_wgrad, rows.x_PH, self.dtypes["up"], columns)
         if self.up_bias_EG is not None:
             dweight_P += (g_PH * self.bias_rows(self.up_bias_EG)).sum(-1)
-            grads["up_bias"] = self.group_sums(weighted_g).to(self.dtype_of("up_bias"))
+            grads["up_bias"] = self.group_sums(weighted_g).to(self.dtypes["up_bias"])
         return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
 
     def _adapted(self, y_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor:
@@ -311,13 +362,13 @@ class ExpertMath:
     def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
         """<g, b2> of each row, and the gradient of b2."""
         g_PH = in_float32(g_PH) if isinstance(g_PH, MXTensor) else g_PH
-        bias_grad = self.group_sums(g_PH, weight_P).to(self.dtype_of("down_bias"))
+        bias_grad = self.group_sums(g_PH, weight_P).to(self.dtypes["down_bias"])
         return (g_PH.float() * self.bias_rows(self.down_bias_EH)).sum(-1), bias_grad
 
     def _up_bias_gradients(self, dpre_PG: torch.Tensor) -> dict[str, torch.Tensor]:
         sums = self.group_sums(dpre_PG).chunk(len(self.up_roles), dim=1)
         biases = zip((f"{role}_bias" for role in self.up_roles), sums, strict=True)
-        return {bias: of_role.to(self.dtype_of(bias)) for bias, of_role in biases if bias in self.weights}
+        return {bias: of_role.to(self.dtypes[bias]) for bias, of_role in biases if bias in self.weights}
 
     def _ups_wgrad(self, columns: bool, needed: set[str], beside: int, given: list) -> dict[str, torch.Tensor]:
         """The gradients of gate and up. Takes dpre and x_PH."""
@@ -327,7 +378,7 @@ class ExpertMath:
         # only one of the two is needed, they are not split, since the pieces share one storage.
         count = len(self.up_roles)
         splits = count if needed.issuperset(self.up_roles) else 1
-        both = self.wgrad_gemm(g_wgrad, x_PH, self.dtype_of("up"), columns, beside, splits)
+        both = self.wgrad_gemm(g_wgrad, x_PH, self.dtypes["up"], columns, beside, splits)
         return dict(zip(self.up_roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
 
     def _ups_first_takes_less(self, shape_PG: Sequence[int], H: int) -> bool:
@@ -375,15 +426,11 @@ class ExpertMath:
 
     # ---- products and sums ------------------------------------------------------------------------------------------
 
-    def forward_gemm(self, x_PK: torch.Tensor, name: str) -> torch.Tensor:
-        """Rows times the weights of this name in `stacks`: contracts over the weights' last axis."""
-        return self._gemm(x_PK, name, transposed=False)
+    def gemm(self, x_PK: torch.Tensor, name: str, transposed: bool = False) -> torch.Tensor:
+        """Rows times the weights of this name in `stacks`.
 
-    def dgrad_gemm(self, g_PN: torch.Tensor, name: str) -> torch.Tensor:
-        """Rows times the weights of this name in `stacks`: contracts over the weights' second to last axis."""
-        return self._gemm(g_PN, name, transposed=True)
-
-    def _gemm(self, x_PK: torch.Tensor, name: str, transposed: bool) -> torch.Tensor:
+        Contracts over the weights' last axis, as forward does, or over their second to last one if `transposed`.
+        """
         ends_E = self.plan.group_ends_E
         if not self.recipe.quantize_gemm:
             return grouped_mm_weights(x_PK, self.stacks[name], ends_E, transposed)
@@ -412,7 +459,9 @@ class ExpertMath:
         return group_sums(x_PN, self.plan.group_ends_E, weight_P)
 
     def activation(self) -> dict:
-        return {"activation": self.formula.activation, "layout": self.layout, "block_size": self.recipe.block_size,
+        formula = self.formula
+        layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
+        return {"activation": formula.activation, "layout": layout, "block_size": self.recipe.block_size,
                 "scaling_mode": self.recipe.scaling_mode, "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
 
 

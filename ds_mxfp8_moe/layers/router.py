@@ -70,8 +70,8 @@ def _replayed(function: Callable, key: tuple, inputs: Sequence[torch.Tensor | No
     executor = executor_for(inputs[0].device)
     if executor is None:
         return function(*inputs)
-    return replayed(executor, (_Route, *key, executor.signature(inputs)), (), lambda given: (function(*given), None),
-                    list(inputs))[0]
+    made = replayed(executor, (_Route, *key), lambda given: dict(enumerate(function(*given))), list(inputs))
+    return list(made.values())
 
 
 class _Route(torch.autograd.Function):

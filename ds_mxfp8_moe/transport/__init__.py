@@ -112,9 +112,9 @@ class Transport(ABC):
     """
 
     name: str  # of the layer, for errors
-    # Whether what it does can be recorded and replayed (ops/triton_kernels/recording.py). Its plan then has `tensors`
-    # and `with_tensors`, and it never calls `meanwhile`, since what that launches belongs to one call.
-    replayable = False
+    # Given if all that the transport does can be recorded and replayed (compute/executor.py): the type of its plans,
+    # which are named tuples of tensors. It never calls `meanwhile`, since what that launches belongs to one call.
+    replayable_plan: type | None = None
 
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"

@@ -150,24 +150,29 @@ def failure_of_any(group: Any, failure: str | None, where: str) -> str | None:
 
 
 def tell_peers_on_error(function: Callable) -> Callable:
-    """Decorates a function after which peers wait for this rank. If it raises, they can quote the error.
-
-    Two errors are not told: a PeerFailure, which the peers have themselves, and the exception by which activation
-    checkpointing ends a recomputation early.
-    """
-    untold = (PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure))
+    """Decorates a function after which peers wait for this rank. If it raises, they can quote the error."""
 
     @functools.wraps(function)
     def telling(*args, **kwargs):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not isinstance(error, untold) and dist.is_initialized() and dist.get_world_size() > 1:
-                note = f"{time.time()} {type(error).__name__}: {error}"
-                _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
+            tell_peers(error)
             raise
 
     return telling
+
+
+def tell_peers(error: Exception) -> None:
+    """Writes an error of this rank where peers that wait for it can quote it.
+
+    Two errors are not told: a PeerFailure, which the peers have themselves, and the exception by which activation
+    checkpointing ends a recomputation early.
+    """
+    untold = PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure)
+    if not isinstance(error, untold) and dist.is_initialized() and dist.get_world_size() > 1:
+        note = f"{time.time()} {type(error).__name__}: {error}"
+        _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
 
 
 def wait_for_device(event: Any, group: Any, where: str, seconds: float, node_of: dict | None = None) -> None:

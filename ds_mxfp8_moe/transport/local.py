@@ -6,8 +6,8 @@ the most rows that the choices can need, because the host does not know the coun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,33 +18,36 @@ from ..ops.device import has_kernels
 from . import ROW_ALIGNMENT, Transport, Wire, padded, with_zero_row
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LocalPlan:
-    """What one forward's routing means. Immutable.
+class LocalPlan(NamedTuple):
+    """What one forward's routing means.
 
     Attributes:
-        num_tokens, top_k: T and K.
-        tokens_per_expert: mean number of choices per expert, dropped ones included.
         group_ends_E: int32, the end of each expert's rows among the P.
-        num_rows: P.
         slot_TK: int32, the row of each choice. P where it was dropped.
         source_P: int32, the choice t * K + k of each row. T * K in padding rows.
     """
 
-    num_tokens: int
-    top_k: int
-    tokens_per_expert: float
     group_ends_E: torch.Tensor
-    num_rows: int
     slot_TK: torch.Tensor
     source_P: torch.Tensor
 
     @property
-    def tensors(self) -> tuple:
-        return self.group_ends_E, self.slot_TK, self.source_P
+    def num_tokens(self) -> int:
+        return self.slot_TK.shape[0]
 
-    def with_tensors(self, group_ends_E: Any, slot_TK: Any, source_P: Any) -> "LocalPlan":
-        return replace(self, group_ends_E=group_ends_E, slot_TK=slot_TK, source_P=source_P)
+    @property
+    def top_k(self) -> int:
+        return self.slot_TK.shape[1]
+
+    @property
+    def tokens_per_expert(self) -> float:
+        """Mean number of choices per expert, dropped ones included."""
+        return self.slot_TK.numel() / self.group_ends_E.numel()
+
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return self.source_P.shape[0]
 
 
 def most_rows(choices: int, experts: int) -> int:
@@ -75,7 +78,7 @@ class Local(Transport):
     """`name`: of the layer, for errors."""
 
     name: str = "an expert-parallel exchange"
-    replayable = True
+    replayable_plan = LocalPlan
 
     @property
     def world_size(self) -> int:
@@ -83,14 +86,12 @@ class Local(Transport):
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> LocalPlan:
-        (T, K), E = expert_TK.shape, num_local_experts
+        E = num_local_experts
+        P = most_rows(expert_TK.numel(), E)
         if has_kernels(expert_TK.device):
             from ..ops.triton_kernels import local as kernels  # Triton is there on Linux alone
-            ends_E, slot_TK, source_P = kernels.plan_rows(expert_TK.contiguous(), E, most_rows(T * K, E))
-        else:
-            ends_E, slot_TK, source_P = plan_rows(expert_TK, E, most_rows(T * K, E))
-        return LocalPlan(num_tokens=T, top_k=K, tokens_per_expert=T * K / E, group_ends_E=ends_E,
-                         num_rows=source_P.shape[0], slot_TK=slot_TK, source_P=source_P)
+            return LocalPlan(*kernels.plan_rows(expert_TK.contiguous(), E, P))
+        return LocalPlan(*plan_rows(expert_TK, E, P))
 
     def dispatch(self, plan: LocalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:

@@ -54,11 +54,11 @@ def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function:
         function: returns two things: a list of tensors and None, and an object without tensors.
         inputs: a replay empties this list.
     """
-    if key not in _PROGRAMS:
+    programs = _PROGRAMS.get(key)
+    if programs is None:
         if len(_PROGRAMS) == MOST_KEYS:
             _PROGRAMS.pop(next(iter(_PROGRAMS)))
-        _PROGRAMS[key] = {}
-    programs = _PROGRAMS[key]
+        programs = _PROGRAMS[key] = {}
     found = programs.get(between)
     if found is None and len(programs) < MOST_DISTANCES:
         with Recording(inputs) as recording:

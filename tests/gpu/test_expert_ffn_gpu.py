@@ -17,7 +17,7 @@ from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.local import Local
+from ds_mxfp8_moe.transport.local import Local, LocalPlan
 
 
 def check(ranks, recipe, name, least=45, **kwargs):
@@ -126,7 +126,7 @@ def steps(recipe, name, stacked, whole=False, executor=True):
     whole: calls may be recorded as a whole. executor: what runs between exchanges may be recorded.
     """
     outputs = []
-    with mock.patch.object(Local, "replayable", whole), \
+    with mock.patch.object(Local, "replayable_plan", LocalPlan if whole else None), \
             nullcontext() if executor else mock.patch.object(expert_ffn, "executor_for", lambda device: None):
         for seed in range(4):
             torch.manual_seed(seed)

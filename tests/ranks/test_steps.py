@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between ranks, what runs between exchanges is recorded and replayed. Plain torch ops stand for the kernels here."""
+"""What is recorded and replayed: between ranks what runs between exchanges, on one rank whole calls, and the router.
+Plain torch ops stand for the kernels here."""
 
-from contextlib import contextmanager
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from slow import slow_except
-from test_expert_ffn import HIDDEN, RECIPES, formula, make_routes, problem, transport
+from test_expert_ffn import HIDDEN, RECIPES, alone, formula, make_routes, problem, transport
 
 from ds_mxfp8_moe.compute import grouped_gemm
 from ds_mxfp8_moe.compute.formula import LowRank
@@ -18,20 +23,27 @@ from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.expert_math import ExpertMath
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
+from ds_mxfp8_moe.layers import router as router_module
+from ds_mxfp8_moe.layers.router import route
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
+from ds_mxfp8_moe.ops.triton_kernels import route as route_kernels
 from ds_mxfp8_moe.transport import room_for
+from ds_mxfp8_moe.transport.local import Local
 
 pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),
                                 reason=str(replay.ReplayBuilder()._obstacle()))
-STEPS = "_forward_rows", "_backward_to_dpre", "_backward_to_dx", "_ups_wgrad", "_quantize_weights"
+STEPS = "forward_rows", "_backward_to_dpre", "_backward_to_dx", "_ups_wgrad", "_quantize_weights"
+CALLS = "_forward", "_backward"
+FEW = 1e6  # tokens per expert, of which every call has fewer
 
 
 @contextmanager
-def steps_are(recorded: bool):
-    """Within it, steps are recorded and replayed on the CPU, or not."""
+def launches_are(recorded: bool):
+    """Within it, what can be recorded is recorded and replayed on the CPU, or not."""
     executor = replay.ReplayBuilder().jit_load() if recorded else None
     with mock.patch.object(expert_ffn, "executor_for", lambda device: executor), \
+            mock.patch.object(router_module, "executor_for", lambda device: executor), \
             mock.patch.object(recording.launcher, "current_stream", lambda: lambda device: 0), \
             mock.patch.object(recording, "_PROGRAMS", {}), \
             mock.patch.object(grouped_gemm, "emulated", lambda device, dtype: True):  # else an op without tensors
@@ -39,24 +51,37 @@ def steps_are(recorded: bool):
 
 
 @contextmanager
-def counted():
-    """How often each step runs in Python. A replay does not."""
-    counts = dict.fromkeys(STEPS, 0)
+def counted(*owned):
+    """How often each of these functions, given as (owner, names), runs in Python. A replay does not."""
+    counts = {name: 0 for _, names in owned for name in names}
 
-    def counting(name: str, plain):
+    def counting(name: str, plain: Callable) -> Callable:
         def call(*args, **keys):
             counts[name] += 1
             return plain(*args, **keys)
         return call
 
-    with mock.patch.multiple(ExpertMath, **{name: counting(name, getattr(ExpertMath, name)) for name in STEPS}):
+    with ExitStack() as stack:
+        for owner, names in owned:
+            stack.enter_context(mock.patch.multiple(owner, **{
+                name: counting(name, getattr(owner, name)) for name in names}))
         yield counts
 
 
-def trained(recipe, name, stacked, adapted, kept, calls=3):
+def programs() -> list:
+    return [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
+
+
+def equal(a: list, b: list) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def trained(recipe, name, stacked=False, adapted=False, kept=False, biased=False, few=False, dtype=torch.bfloat16,
+            calls=3):
     """Outputs and gradients of calls in a row, with other tokens and routes each, and other weights in the last."""
-    rank, local = dist.get_rank(), 8 // dist.get_world_size()
-    experts = problem(1, name, dtype=torch.bfloat16)[0][rank * local:(rank + 1) * local]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    local = 8 // world
+    experts = problem(1, name, bias=biased, dtype=dtype)[0][rank * local:(rank + 1) * local]
     weights = {role: [torch.nn.Parameter(e[role]) for e in experts] for role in experts[0]}
     if stacked:
         weights = {role: torch.nn.Parameter(torch.stack(list(values)).detach()) for role, values in weights.items()}
@@ -68,7 +93,7 @@ def trained(recipe, name, stacked, adapted, kept, calls=3):
         adapters = {gemm: LowRank(*(torch.randn(local, *shape, dtype=torch.bfloat16).mul(0.05).requires_grad_()
                                     for shape in ((8, ins[gemm]), (outs[gemm], 8)))) for gemm in outs}
     wanted = [*flat, *chain(*adapters.values())]
-    ffn = ExpertFFN(formula(name), recipe, transport(dist.get_world_size()), local,
+    ffn = ExpertFFN(formula(name), recipe, transport(world), local, FEW if few else 0,
                     kept=KeptWeights() if kept else None)
     results = []
     for seed in range(calls):
@@ -77,46 +102,222 @@ def trained(recipe, name, stacked, adapted, kept, calls=3):
             with torch.no_grad():
                 for weight in flat:
                     weight.mul_(0.5)
-        expert_TK, weight_TK = make_routes("random", 40 + rank + seed, 2, 8)
-        x = torch.randn(len(expert_TK), HIDDEN).bfloat16().requires_grad_()
+        tokens = 40 + rank + seed if world > 1 else 40  # on one rank, other numbers of them are recorded anew
+        expert_TK, weight_TK = make_routes("random", tokens, 2, 8)
+        x = torch.randn(tokens, HIDDEN).bfloat16().requires_grad_()
         y = ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight_TK.requires_grad_(), num_experts=8), weights,
                 adapters=adapters)
         results += [y.detach(), *torch.autograd.grad(y, [x, weight_TK, *wanted], torch.randn(y.shape).bfloat16())]
     return results
 
 
-def both_ways(*case):
-    """Which results differ; how often steps ran in Python; and the programs that there are not."""
+def both_ways(recipe, name, **keys):
+    """Whether recorded and replayed calls give the same bits as others; how often functions ran in Python; and the
+    number of programs, and of those that are missing."""
     torch.manual_seed(0)
-    with steps_are(recorded=False):
-        wanted = trained(*case)
+    with launches_are(recorded=False):
+        wanted = trained(recipe, name, **keys)
     torch.manual_seed(0)
-    with steps_are(recorded=True), counted() as counts:
-        found = trained(*case)
-        programs = [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
-    return [i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(a, b)], counts, (
-        len(programs), programs.count(None))
+    with launches_are(recorded=True), counted((ExpertMath, STEPS), (expert_ffn, CALLS)) as counts:
+        found = trained(recipe, name, **keys)
+        return equal(wanted, found), counts, len(programs()), programs().count(None)
 
 
 RECIPE_NAMES = "hp-32", "hp-128", "mxfp8-32", "mxfp8-128", "bf16"
-CASES = {f"{recipe}-{name}": (recipe, name, False, False, False)
+CASES = {f"{recipe}-{name}": dict(recipe=recipe, name=name)
          for recipe, name in zip(RECIPE_NAMES, ("linear", "swiglu", "gelu", "swiglu", "linear"), strict=True)}
-CASES |= {f"{recipe}-{name}-stacked": (recipe, name, True, False, False)
+CASES |= {f"{recipe}-{name}-stacked": dict(recipe=recipe, name=name, stacked=True)
           for recipe, name in zip(RECIPE_NAMES, ("gelu", "linear", "swiglu", "gelu", "swiglu"), strict=True)}
-CASES |= {f"{recipe}-adapters": (recipe, "swiglu", False, True, False) for recipe in ("hp-32", "mxfp8-128", "bf16")}
-CASES |= {f"{recipe}-kept": (recipe, "swiglu", False, False, True) for recipe in ("hp-128", "mxfp8-32")}
+CASES |= {f"{recipe}-adapters": dict(recipe=recipe, name="swiglu", adapted=True)
+          for recipe in ("hp-32", "mxfp8-128", "bf16")}
+CASES |= {f"{recipe}-kept": dict(recipe=recipe, name="swiglu", kept=True) for recipe in ("hp-128", "mxfp8-32")}
+CASES |= {"hp-32-linear-kept": dict(recipe="hp-32", name="linear", kept=True),
+          "hp-128-biases": dict(recipe="hp-128", name="swiglu", biased=True),
+          "bf16-biases-stacked": dict(recipe="bf16", name="gelu", biased=True, stacked=True),
+          "mxfp8-32-kept-biases-adapters": dict(recipe="mxfp8-32", name="swiglu", kept=True, biased=True,
+                                                adapted=True),
+          "hp-128-few-tokens": dict(recipe="hp-128", name="swiglu", few=True, kept=True)}
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, "hp-128-swiglu", "bf16-swiglu-stacked", "hp-128-kept"))
+def casts_of(recipe: str, name: str, few: bool = False) -> int:
+    """How many times a forward and a backward quantise the weights of a GEMM."""
+    return 0 if recipe == "bf16" or few else 2 if name == "linear" else 4
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, "hp-128-swiglu", "bf16-swiglu-stacked", "hp-128-kept",
+                                             "hp-128-biases", "hp-128-few-tokens"))
 def test_replayed_steps_give_the_same_bits(ranks2, case):
-    recipe, name, *others = CASES[case]
-    gemms = 1 if name == "linear" else 2
-    once = dict.fromkeys(STEPS, 1) | {"_quantize_weights": 0 if recipe == "bf16" else 2 * gemms}
+    recipe, name, keys = (keys := dict(CASES[case])).pop("recipe"), keys.pop("name"), keys
+    casts = casts_of(recipe, name, keys.get("few", False))
+    # A step that quantises weights to be kept is recorded again where they are given.
+    backward = 2 if keys.get("kept") and casts else 1
+    once = dict(zip(STEPS, (1, backward, backward, 1, casts), strict=True)) | dict.fromkeys(CALLS, 3)
     if name == "linear":  # its backward is not made of steps
         once |= dict.fromkeys(("_backward_to_dpre", "_backward_to_dx", "_ups_wgrad"), 0)
-        once["_quantize_weights"] = 0 if recipe == "bf16" else 1 + 3
-    for different, counts, (programs, missing) in ranks2.run(both_ways, RECIPES[recipe], name, *others):
-        assert different == [] and missing == 0 and programs >= 1 and counts == once
+        once["_quantize_weights"] = 0 if not casts else 2 + 1 if keys.get("kept") else 1 + 3
+    for same, counts, number, missing in ranks2.run(both_ways, RECIPES[recipe], name, **keys):
+        assert same and missing == 0 and number >= 1 and counts == once
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, "hp-32-linear", "hp-128-swiglu", "bf16-swiglu-stacked",
+                                             "hp-128-kept", "mxfp8-32-kept-biases-adapters", "hp-128-few-tokens"))
+def test_replayed_calls_of_one_rank_give_the_same_bits(one_rank, case):
+    recipe, name, keys = (keys := dict(CASES[case])).pop("recipe"), keys.pop("name"), keys
+    casts = casts_of(recipe, name, keys.get("few", False))
+    times = 2 if keys.get("kept") and casts else 1  # where kept weights are made, and where they are given
+    once = dict.fromkeys((*STEPS, *CALLS), times) | {"_quantize_weights": casts}
+    if name == "linear":
+        once |= dict.fromkeys(("_backward_to_dpre", "_backward_to_dx", "_ups_wgrad"), 0)
+    assert both_ways(RECIPES[recipe], name, **keys) == (True, once, 2 * times, 0)
+
+
+def other_dtypes(recipe, **keys):
+    """Whether layers whose weights have other dtypes, and whose rows have the same, share no recordings."""
+    dtypes, same = (torch.bfloat16, torch.float32), []
+    for recorded in (False, True):
+        with launches_are(recorded):
+            torch.manual_seed(0)
+            same.append([x for dtype in dtypes for x in trained(recipe, "swiglu", biased=True, dtype=dtype, **keys)])
+    return equal(*same) and {x.dtype for x in same[1]} == set(dtypes)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_weights_of_another_dtype_are_recorded_apart(ranks2, one_rank, kept):
+    assert other_dtypes(RECIPES["hp-128"], kept=kept)
+    assert ranks2.run(other_dtypes, RECIPES["hp-128"], kept=kept) == [True, True]
+
+
+def one_call(ffn, x, g, routes, weights, frozen=False):
+    x = x.clone().requires_grad_()
+    y = ffn(x, routes, weights)
+    return [y.detach(), *torch.autograd.grad(y, [x, *([] if frozen else chain(*weights.values()))], g)]
+
+
+def layer(recipe="hp-128", **keys):
+    """An FFN of one rank, and what a call of it takes. A role's weights lie in one storage, so that the distances
+    between them are the same in all layers."""
+    x, g, routes, weights = alone("swiglu", **keys)
+    weights = {role: [*map(torch.nn.Parameter, torch.stack(of_role).detach())] for role, of_role in weights.items()}
+    ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe], Local(), len(weights["up"]), kept=KeptWeights())
+    return ffn, x, g, routes, weights
+
+
+def test_layers_share_recordings_which_hold_nothing_of_them(one_rank):
+    with launches_are(recorded=False):
+        wanted = one_call(*layer())
+    with launches_are(recorded=True), counted((expert_ffn, CALLS)) as counts:
+        first = layer()
+        for _ in range(3):
+            assert equal(one_call(*first), wanted)
+        assert list(counts.values()) == [2, 2] and len(programs()) == 4
+        held = [weakref.ref(x) for x in (first[0], *chain(*first[-1].values()), *first[0].kept._forward.values())]
+        del first
+        gc.collect()
+        assert not any(ref() for ref in held) and len(held) == 1 + 3 * 8 + 2
+        for _ in range(3):
+            assert equal(one_call(*layer()), wanted)
+        assert list(counts.values()) == [2, 2] and len(programs()) == 4
+
+
+def test_what_a_call_depends_on_is_recorded_apart(one_rank):
+    """The number of tokens, and which gradients are needed. Dropped choices are data."""
+    changes = [dict(), dict(tokens=(51, )), dict(routing="dropped"), dict(frozen=True), dict(tokens=(0, ))]
+
+    def results():
+        found = []
+        for change in (*changes, *changes):
+            change = dict(change)
+            frozen, one = change.pop("frozen", False), layer(**change)
+            for of_role in one[-1].values():
+                for weight in of_role:
+                    weight.requires_grad_(not frozen)
+            found += one_call(*one, frozen=frozen)
+            with torch.no_grad():
+                found.append(one[0](one[1], *one[3:]))
+        return found
+
+    with launches_are(recorded=False):
+        wanted = results()
+    with launches_are(recorded=True), counted((expert_ffn, CALLS)) as counts:
+        assert equal(results(), wanted)
+        # Two numbers of tokens, with a backward and without; and the calls without tokens, which run in Python.
+        assert counts == {"_forward": 2 * 2 + 2 * 2, "_backward": 3 + 2}
+
+
+def test_timed_calls_are_recorded_in_steps(one_rank):
+    seen = []
+
+    def timed(phase):
+        seen.append(phase)
+        return nullcontext()
+
+    with launches_are(recorded=False):
+        wanted = one_call(*layer())
+    with launches_are(recorded=True), counted((ExpertMath, STEPS), (expert_ffn, CALLS)) as counts:
+        for _ in range(3):
+            ffn, *given = layer()
+            ffn = ExpertFFN(ffn.formula, ffn.recipe, ffn.transport, ffn.num_local_experts, timed=timed)
+            assert equal(one_call(ffn, *given), wanted)
+    assert seen == ["dispatch", "combine"] * 3
+    assert counts == dict.fromkeys(STEPS, 1) | {"_quantize_weights": 4} | dict.fromkeys(CALLS, 3)
+
+
+def plain_route(logits_TE, top_k, sigmoid, normalize, scale, bias_E, correction_E):
+    """Stands for the kernel."""
+    score_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(dim=1)
+    biased_TE = score_TE
+    for bias in (bias_E, correction_E):
+        biased_TE = biased_TE if bias is None else biased_TE + bias
+    expert_TK = biased_TE.topk(top_k, dim=1).indices
+    weight_TK = score_TE.gather(1, expert_TK)
+    weight_TK = scale * (weight_TK / weight_TK.sum(dim=1, keepdim=True) if normalize else weight_TK)
+    flat = expert_TK.flatten()
+    count_E = torch.zeros(logits_TE.shape[1], dtype=torch.int32).index_add(0, flat, torch.ones_like(flat).int())
+    return [weight_TK, expert_TK, count_E]
+
+
+def plain_route_backward(logits_TE, expert_TK, dweight_TK, sigmoid, normalize, scale):
+    """Stands for the kernel; not the true gradient."""
+    dlogits_TE = torch.zeros_like(logits_TE).scatter(1, expert_TK, scale * dweight_TK)
+    return dlogits_TE * (logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=1))
+
+
+def routed(score, biased, captured, plain, calls=3):
+    """What a router returns, and its gradients, in calls with other tokens and weights each."""
+    torch.manual_seed(4)
+    router = TokenChoiceTopKRouter(HIDDEN, 8, None, None, 2, score, True, 2.5, gate_bias=not plain)
+    logits, results = [], []
+    if captured:  # by transformers, whose auxiliary loss has a gradient of the logits
+
+        def output_capturing_hook(gate, inputs, out):
+            logits.append(out)
+        router.gate.register_forward_hook(output_capturing_hook)
+    for _ in range(calls):
+        with torch.no_grad():
+            router.gate.weight.copy_(torch.randn(8, HIDDEN))
+        x = torch.randn(20, HIDDEN).requires_grad_()
+        weight_TK, expert_TK, count_E = route(router, x, torch.randn(8) / 10 if biased else None)
+        loss = (weight_TK * torch.randn(weight_TK.shape)).sum()
+        if captured:
+            loss = loss + (logits[-1] * torch.randn(20, 8)).sum()
+        results += [weight_TK.detach(), expert_TK, count_E, *torch.autograd.grad(loss, [x, router.gate.weight])]
+    return results
+
+
+@pytest.mark.parametrize("score, biased, captured, plain", [
+    ("softmax", False, False, True), ("sigmoid", True, False, True), ("softmax", True, True, True),
+    ("sigmoid", False, True, False)])
+def test_a_replayed_router_gives_the_same_bits(monkeypatch, score, biased, captured, plain):
+    monkeypatch.setattr(router_module, "has_kernels", lambda device: True)
+    monkeypatch.setattr(route_kernels, "route", plain_route)
+    monkeypatch.setattr(route_kernels, "route_backward", plain_route_backward)
+    names = "route", "route_backward"
+    with launches_are(recorded=False), counted((route_kernels, names)) as counts:
+        wanted = routed(score, biased, captured, plain)
+        assert counts == dict.fromkeys(names, 3)
+    with launches_are(recorded=True), counted((route_kernels, names)) as counts:
+        assert equal(routed(score, biased, captured, plain), wanted)
+        assert counts == dict.fromkeys(names, 1) and len(programs()) == 2 and None not in programs()
 
 
 def test_few_sizes_hold_all_numbers_of_rows():

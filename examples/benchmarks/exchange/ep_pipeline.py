@@ -117,7 +117,7 @@ class _Pipeline(torch.autograd.Function):
     def forward(ctx, transport: Any, experts: ExpertMath, x_TD: torch.Tensor, w_EHD: torch.Tensor) -> torch.Tensor:
         plan, chosen = experts.plan, experts.recipe
         x_PD, _ = transport.dispatch(plan, x_TD, wire(chosen, chosen.dispatch_fwd))
-        y_PH = experts.forward_gemm(experts.quantized(x_PD), "up")
+        y_PH = experts.gemm(experts.quantized(x_PD), "up")
         y_TH, _ = transport.combine(plan, y_PH, wire(chosen, chosen.combine_fwd), BF16)
         ctx.call, ctx.kept = (transport, experts, w_EHD), x_PD
         return y_TH
@@ -133,7 +133,7 @@ class _Pipeline(torch.autograd.Function):
         else:
             g_rows = experts.quantized(g_PH)
             g_wgrad = g_rows if experts.wgrad_quantized else g_PH
-        dx_PD = experts.dgrad_gemm(g_rows, "up")
+        dx_PD = experts.gemm(g_rows, "up", transposed=True)
         wire_back = wire(chosen, chosen.dispatch_bwd)
         beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire_back,
                                       *wgrad_cost(g_wgrad, x_PD, len(w_EHD), experts.wgrad_quantized))
