@@ -306,6 +306,8 @@ class Run(NamedTuple):
             models.free(held.pop().engine)
         gc.collect()
         get_accelerator().empty_cache()
+        if on_gpu() and (left := get_accelerator().memory_allocated() - before) > 2**30:
+            world.say(f"{self}: {left / 2**30:.1f} GiB were not given back")
         return found
 
 
