@@ -117,6 +117,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     modules = 0
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
     nvtx.enable_nvtx = False  # DeepSpeed's names for a profiler
+    torch.nn.Parameter.__repr__ = object.__repr__  # ZeRO-3 formats parameters for lines that it does not print
     linear = torch.nn.functional.linear
     if accelerator == "cuda":
         get_accelerator().set_device(local_rank)
