@@ -83,8 +83,7 @@ class ExpertMath:
         self.adapter_grads: dict[str, LowRank] = {}
         self.quantized_weights = kept if self.keep else {}
 
-    # A replay needs none of what follows. Biases are joined by the step that reads them, which is one: a second one
-    # would read what is not among its inputs.
+    # The replay of a whole call needs none of what follows.
 
     @cached_property
     def up_roles(self) -> list[str]:
@@ -146,15 +145,14 @@ class ExpertMath:
             return function(rows)
         known, count, executor = self.quantized_weights, len(rows), self.executor
         given = [gemm for gemm in (GEMMS if reads is None else reads) if gemm in known]
-        if reads is None:
-            stacks, ends_E = self.weights.values(), None
-        else:
-            ends_E = getattr(self.plan, "group_ends_E", None)
-            stacks = [stack for gemm in reads if gemm not in known for stack in self.stacks[gemm]]
-            stacks += [stack for role, stack in self.weights.items() if role.endswith("_bias")]
-            how = *how, tuple(self.dtypes.items())
-        inputs = [*rows, *map(known.get, given), ends_E, *chain(*self.adapters.values())]
+        inputs = [*rows, *map(known.get, given), *chain(*self.adapters.values())]
         rows.clear()
+        if reads is None:
+            stacks = self.weights.values()
+        else:
+            stacks = [stack for gemm in reads if gemm not in known for stack in self.stacks[gemm]]
+            inputs += getattr(self.plan, "group_ends_E", None), self.up_bias_EG, self.down_bias_EH
+            how = *how, *self.dtypes.values()
         if not self.keep:  # no later step reads them
             for gemm in given:
                 del known[gemm]
