@@ -36,7 +36,7 @@ _ORIGINS = {
     "scale_block_size": "chosen for this device: 128 on sm_90, 32 elsewhere",
     "transport": "chosen: nvlink inside a host, hierarchical between hosts if they are even, else collective",
     "node_size": "chosen: the ranks of one host",
-    "wire": "chosen: it takes every network",
+    "wire": "chosen: NCCL supports every network",
     "nvlink_sms": "chosen for each exchange",
     "capacity_factor": "default: buffers fit the routing of each step",
     "min_tokens_per_expert": "estimated for each layer from its shape, recipe and device",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: which token goes to which expert with which weight. Nothing dense over tokens x experts."""
+"""Routes: which token goes to which expert with which weight."""
 
 from dataclasses import dataclass, replace
 

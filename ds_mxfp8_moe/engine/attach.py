@@ -113,8 +113,8 @@ def _print_advice(lines: list[str]) -> None:
 
 
 def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
-    """The report after the check of the kernels at their first use, by which ranks convert their layers again if one
-    of them found a broken kernel."""
+    """The report after the check of the kernels at their first use. If a kernel is broken on any rank, all ranks
+    convert their layers again, without it."""
     device = torch.device(get_accelerator().current_device_name())
     if not config.self_check or not has_kernels(device):
         return report

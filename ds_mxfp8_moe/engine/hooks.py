@@ -91,7 +91,7 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
     engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
         layers) else None
     if any(not balance.corrects(layer) for layer in layers):
-        print_on_rank_0("mxfp8_moe: the biases that balance the experts' load stand in checkpoints alone: "
+        print_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
                         "transformers has no place for them in this model")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check at first use: every kernel that an engine's layers will launch runs once on a small case.
+"""A check at first use: every Triton kernel that an engine's layers will launch runs once on a small case.
 
 Compilers have bugs, and a new release, chip or driver may bring one that makes gradients wrong without an error. So
 the first engine on a chip with these releases runs a small expert FFN, forward and backward. Each operation of it runs

@@ -246,7 +246,7 @@ def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[st
 
 def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:
     """The output y_TH; the tensors that backward needs, by number; and their kinds, as `taken_apart` returns them,
-    with the plan, which is None if its tensors are among those. Takes expert_TK, x_TH and weight_TK."""
+    with the plan. The plan is None if its tensors were saved. Takes expert_TK, x_TH and weight_TK."""
     expert_TK, x_TH, weight_TK = given
     given.clear()
     recipe, dtype, fewest, timed = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert, ffn.timed or nullcontext

@@ -58,7 +58,7 @@ def _is_plain(gate: nn.Module, x_TH: torch.Tensor) -> bool:
 def _has_no_hooks(module: nn.Module, but: str = "") -> bool:
     """Hooks, and a forward that was put in place of the class's, see the module's own call.
 
-    `but`: name of a forward hook that is no matter.
+    `but`: the name of a forward hook to ignore.
     """
     return "forward" not in vars(module) and not (
         module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks) and all(

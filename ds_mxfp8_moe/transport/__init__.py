@@ -112,8 +112,9 @@ class Transport(ABC):
     """
 
     name: str  # of the layer, for errors
-    # Given if all that the transport does can be recorded and replayed (compute/executor.py): the type of its plans,
-    # which are named tuples of tensors. It never calls `meanwhile`, since what that launches belongs to one call.
+    # The type of its plans, which are named tuples of tensors. Set it only if all that the transport does can be
+    # recorded and replayed (compute/executor.py). Its `plan` then never calls `meanwhile`: what that launches belongs
+    # to one call.
     replayable_plan: type | None = None
 
     def _where(self, phase: str) -> str:

@@ -4,7 +4,8 @@
 A wait ends at the timeout of its process group: DeepSpeed's `DEEPSPEED_TIMEOUT` (minutes), or `timeout=` of
 `deepspeed.init_distributed`. A rank that gives up writes a note into the store of the default process group. It then
 reads the notes of the others for a moment, and names the ranks that left none. A rank that raises another error inside
-a layer writes that error into the store, so that its peers can quote it. While all goes well, nobody uses the store.
+a layer writes that error into the store, so that its peers can quote it. Otherwise only waits of more than a second
+use the store.
 
 On gloo the host waits in every exchange, and every wait ends here. On NCCL the host waits for the counts of a plan.
 That wait ends here, shortly before NCCL's own watchdog would abort the process. The exchanges themselves wait on the

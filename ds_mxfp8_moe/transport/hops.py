@@ -69,7 +69,7 @@ class Hops:
 
     @staticmethod
     def over(group: Any, node_of: dict, node_size: int, between: RowWire, inside: RowWire) -> "Hops":
-        """Hops over these wires. Each of two PeerWires does nothing after a failure of the other."""
+        """Hops over these wires. If one of two PeerWires fails, the other one skips its exchanges."""
         if isinstance(between, PeerWire) and isinstance(inside, PeerWire):
             between.other, inside.other = inside, between
         return Hops(group, dist.get_rank(group=group), node_of, node_size, between, inside)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport over peer memory inside a node. Its kernels are in ops/csrc/nvlink; each step is one kernel.
+"""The transport over peer memory inside a node. Its kernels are in ops/csrc/nvlink.
 
     plan        stores this rank's counts to every peer. The host waits for all counts once, to size what follows. Then
                 finds the place of every choice among its expert's rows, and stores it to the expert's rank.

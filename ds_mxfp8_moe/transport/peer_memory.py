@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging of the NVLink transport: memory of every rank of a group, which the kernels of all its ranks address.
+"""Staging: memory of every rank of a group, which the kernels of all its ranks address.
 
 Kernels get a pointer for each rank. `Symmetric` allocates the memory as torch's symmetric memory, over CUDA's peer
-access inside one node. It never uses multicast. The tests bring another provider, for ranks without GPUs.
+access inside one host. It never uses multicast. `nvshmem.Heap` allocates it between hosts. The tests bring another
+provider, for ranks without GPUs.
 """
 
 import secrets
@@ -24,7 +25,7 @@ FIRST_BYTES = 8 << 20  # size of a half at first: enough for the counts, and for
 SLACK = 1.25  # a half grows to this times what is needed, since routing varies
 
 # By extension and the ranks that exchange: one staging serves all layers of a group, or of a hop. Keyed weakly, so
-# that an entry goes with its process group.
+# that an entry is removed with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 

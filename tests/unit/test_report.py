@@ -65,7 +65,7 @@ def test_report_on_this_machine(capsys):
         "transport collective ..... [OKAY] gloo through deepspeed.comm",
         "transport hierarchical ... [OKAY] between hosts with the same number of ranks, at least two; wire host: gloo",
         "node_size ................ null (chosen: the ranks of one host)",
-        'wire ..................... "host" (chosen: it takes every network)',
+        'wire ..................... "host" (chosen: NCCL supports every network)',
         'a section {"enabled": true} would mean',
         'recipe ................... "mxfp8_wgrad_with_hp" (default)',
         "scale_block_size ......... 32 (chosen for this device",
