@@ -309,7 +309,7 @@ def test_ranks_may_bring_different_numbers_of_tokens(ranks2):
 def compiled(around_the_layers: bool):
     """Losses of an engine and of a compiled one. `around_the_layers`: DeepSpeed compiles what lies between them."""
     changes = {"compile": {"autoep_non_moe": True}} if around_the_layers else {}
-    engines = [engine(MXFP8, 1, 2, **changes) for _ in range(2)]
+    engines = [engine(MXFP8, 1, 2, model_changes={"num_hidden_layers": 1}, **changes) for _ in range(2)]
     engines[1].compile(backend="eager")
     return [train_engine(built, range(3)) for built in engines]
 
