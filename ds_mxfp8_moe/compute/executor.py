@@ -13,12 +13,12 @@ from ..ops.op_builder import replay
 from .mx import MXTensor
 
 
+@cache
 def executor_for(device: torch.device) -> ModuleType | None:
     """The executor, which is built at its first use. None: the host launches from Python on this device."""
     return None if not has_kernels(device) or unknown_launcher() else replay.try_load()[0]
 
 
-@cache
 def unknown_launcher() -> str | None:
     """Why launches with this release of Triton cannot be recorded. None: they can."""
     from ..ops.triton_kernels import launcher  # Triton exists on Linux alone

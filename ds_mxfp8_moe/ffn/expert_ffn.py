@@ -17,8 +17,8 @@ Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept
 (`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
 calls share quantised weights instead. A recipe without quantisation keeps everything in the tokens' dtype.
 
-This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, casts.py and
-grouped_gemm.py choose the kernels.
+This file is the differentiable function. expert_math.py computes the rows, and records what can be replayed.
+transport/ moves the rows, casts.py and grouped_gemm.py choose the kernels.
 
 The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 

@@ -262,6 +262,12 @@ def test_timed_calls_are_recorded_in_steps(one_rank):
     assert counts == dict.fromkeys(STEPS, 1) | {"_quantize_weights": 4} | dict.fromkeys(CALLS, 3)
 
 
+def test_calls_without_a_recording_give_the_same_bits(one_rank, monkeypatch):
+    monkeypatch.setattr(recording, "MOST_DISTANCES", 0)
+    same, counts, *none = both_ways(RECIPES["mxfp8-32"], "swiglu", kept=True, biased=True)
+    assert same and none == [0, 0] and counts == dict.fromkeys((*STEPS, *CALLS), 3) | {"_quantize_weights": 2 * 4}
+
+
 def plain_route(logits_TE, top_k, sigmoid, normalize, scale, bias_E, correction_E):
     """Stands for the kernel."""
     score_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(dim=1)
