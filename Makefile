@@ -58,8 +58,8 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	DS_ACCELERATOR=cpu $(RUN) -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
 	touch $@
 
-# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks. The last files are
-# short ones, so that both processes end at about the same time.
+# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks. The last files
+# are short ones, so that both processes end at about the same time.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/ready
