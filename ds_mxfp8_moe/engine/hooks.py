@@ -50,8 +50,8 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     """Gives the engine work around each step of its optimizer. A second call changes nothing.
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
-    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After a
-    step that was skipped, it looks for the first NaN.
+    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After
+    the first step it decides whether to keep quantised weights. After a skipped step it looks for the first NaN.
     """
     if say_if_missing("steps"):
         return
@@ -60,6 +60,8 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
     def step(plain, *args, **kwargs):
         PeerMemory.wait_and_check_all()
         result = plain(*args, **kwargs)
+        if engine._mxfp8_first_step is not None:
+            engine._mxfp8_first_step.after_step()
         if engine._mxfp8_balancer is not None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:

@@ -37,6 +37,8 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         config: the section, which may be disabled. It counts on ranks without converted layers, as in a pipeline.
         converted: the number of layers that were converted on any rank.
     """
+    if first := getattr(engine, "_mxfp8_first_step", None):  # of an earlier conversion, which made no step
+        first.end()
     engine._mxfp8_keeping, engine._mxfp8_first_step = [], None
     layers = converted_layers(engine.module)
     asked = (layers[0].mxfp8_settings.config if layers else config).keep_quantized_weights
@@ -53,7 +55,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
     if asked:
         _keep(engine, layers)
     else:
-        engine._mxfp8_first_step = _FirstStep(layers)
+        engine._mxfp8_first_step = _FirstStep(engine, layers)
     _hook(engine)
 
 
@@ -68,42 +70,43 @@ def _obstacle(engine: DeepSpeedEngine) -> str | None:
 
 
 class _FirstStep:
-    """What the first step shows.
+    """What the first step shows, and what follows from it.
 
     Attributes:
         layers: those that could keep weights.
         calls: how often the first layer ran in training mode, repeats of activation checkpointing included.
     """
 
-    def __init__(self, layers: list):
-        self.layers, self.calls, self._hook = layers, 0, None
+    def __init__(self, engine: DeepSpeedEngine, layers: list):
+        self.engine, self.layers, self.calls, self._hook = engine, layers, 0, None
         if layers:
-            self._hook = layers[0].register_forward_pre_hook(self._count)
+            # A compiled model would be compiled again for each count.
+            self._hook = layers[0].register_forward_pre_hook(torch.compiler.disable(self._count))
 
     def _count(self, layer: torch.nn.Module, _: Any) -> None:
         self.calls += layer.training
 
     def end(self) -> None:
+        """Stops counting."""
+        self.engine._mxfp8_first_step = None
         if self._hook is not None:
             self._hook.remove()
 
-
-def _decide(engine: DeepSpeedEngine, first: _FirstStep) -> None:
-    """Keeps weights from the second step on, where this saves casts and memory allows it. One all-gather."""
-    first.end()
-    layers = first.layers
-    saves = first.calls > 1 or any(_frozen(layer) for layer in layers)
-    size, free = _bytes(layers), _free_bytes()
-    answers = [(saves, size <= MOST_OF_FREE * free)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
-    saves, fits = any(saves for saves, _ in answers), all(fits for _, fits in answers)
-    if saves and fits:
-        _keep(engine, layers)
-    elif saves:
-        print_on_rank_0(f"mxfp8_moe: MXFP8 weights are not kept, since they take more than half of the memory that a "
-                        f"step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on this rank). "
-                        '"keep_quantized_weights": true keeps them all the same')
+    def after_step(self) -> None:
+        """Keeps weights from the second step on, where this saves casts and memory allows it. One all-gather."""
+        self.end()
+        saves = self.calls > 1 or any(map(_frozen, self.layers))
+        size, free = _bytes(self.layers), _free_bytes()
+        answers = [(saves, size <= MOST_OF_FREE * free)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
+        saves, fits = any(saves for saves, _ in answers), all(fits for _, fits in answers)
+        if saves and fits:
+            _keep(self.engine, self.layers)
+        elif saves:
+            print_on_rank_0("mxfp8_moe: MXFP8 weights are not kept, since they take more than half of the memory that "
+                            f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on this rank). "
+                            '"keep_quantized_weights": true keeps them all the same')
 
 
 def _keep(engine: DeepSpeedEngine, layers: list) -> None:
@@ -157,14 +160,9 @@ def _hook(engine: DeepSpeedEngine) -> None:
         finally:
             clear(frozen)
 
-    def decide(plain: Callable, *args, **kwargs) -> Any:
-        result = plain(*args, **kwargs)
-        first, engine._mxfp8_first_step = engine._mxfp8_first_step, None
-        if first is not None:
-            _decide(engine, first)
-        return result
-
     def stop(plain: Callable) -> None:
+        if engine._mxfp8_first_step is not None:
+            engine._mxfp8_first_step.end()
         for layer in engine._mxfp8_keeping:
             vars(layer).pop("mxfp8_kept", None)
         plain()
@@ -173,5 +171,4 @@ def _hook(engine: DeepSpeedEngine) -> None:
                                   (engine, "load_checkpoint", True), (engine, "offload_states", True),
                                   (engine.optimizer, "load_state_dict", True)):
         wrap(owner, method, partial(change, frozen), until=engine)
-    wrap(engine, "_take_model_step", decide, until=engine)
     wrap(engine, "destroy", stop, until=engine)

@@ -338,6 +338,21 @@ def test_layers_keep_weights_where_an_engine_can_clear_them(ranks2):
     assert said.count("MXFP8 weights are kept within each step, up to 0.00 GiB on this rank") == 4
 
 
+def hooks_that_count():
+    """On each converted layer: after two conversions without a step between them, and after the engine's end."""
+    reset_deepspeed_groups()
+    engine = make_engine(Layout(zero=1), DEFAULT)
+    layers = [module for module in engine.modules() if "mxfp8_settings" in vars(module)]
+    ds_mxfp8_moe.convert(engine, DEFAULT)
+    counting = [len(layer._forward_pre_hooks) for layer in layers]
+    engine.destroy()
+    return counting, [len(layer._forward_pre_hooks) for layer in layers]
+
+
+def test_one_hook_counts_until_the_first_step_or_the_end(ranks2):
+    assert ranks2.run(hooks_that_count) == [([1, 0], [0, 0])] * 2
+
+
 # ---- one layer ------------------------------------------------------------------------------------------------------
 
 

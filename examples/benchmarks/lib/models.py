@@ -26,6 +26,8 @@ SCRATCH_BYTES = 6e9  # DeepSpeed's buckets, one group's gradients in float32, st
 # Times the experts' width: Adam's first steps move every weight as far, and the more of them are summed the further
 # they lead. Low: two batches learnt by heart would set apart what differs by rounding.
 LEARNING_RATE = 3e-3
+# The section of every contender of ours. With the check, a broken kernel would be measured as DeepSpeed's path.
+OURS = {"enabled": True, "self_check": False}
 IMBALANCE = 2  # rows of the fullest expert over the mean: what the dropless classic layer pads every expert to
 
 
@@ -154,8 +156,7 @@ def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool 
     else:
         config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "preset_model": size.family}
     if section is not None:
-        # Without the check, behind which a broken kernel would be measured as DeepSpeed's path.
-        config["mxfp8_moe"] = {"enabled": True, "self_check": False, **section}
+        config["mxfp8_moe"] = {**OURS, **section}
     return ds_mxfp8_moe.initialize(model=model, config=config)[0]
 
 
