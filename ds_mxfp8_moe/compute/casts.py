@@ -81,10 +81,15 @@ def quantize_weights(stacks: Sequence[Stack], block_size: int, scaling_mode: str
     if block_size != TILE:
         return mx.quantize(w_ENK.transpose(1, 2) if transposed else w_ENK, block_size, scaling_mode)
     tiles = mx.quantize_tiles(w_ENK, scaling_mode)
-    if not transposed:
-        return tiles
-    return tiles.with_parts(tiles.qdata.view(torch.uint8).transpose(1, 2).contiguous().view(torch.float8_e4m3fn),
-                            tiles.scale_bytes.transpose(1, 2))
+    return mx.transpose_tiles(tiles) if transposed else tiles
+
+
+def transpose_tiles(w_ENK: MXTensor) -> MXTensor:
+    """mx.transpose_tiles of experts' weights, whose parts are contiguous."""
+    if not runs_triton(w_ENK) or w_ENK.shape[1] % 32:
+        return mx.transpose_tiles(w_ENK)
+    from ..ops.triton_kernels.transpose_tiles import transpose_tiles as kernel
+    return MXTensor.of(kernel(w_ENK.parts), w_ENK.orig_dtype)
 
 
 def sample(stack: Stack) -> torch.Tensor:

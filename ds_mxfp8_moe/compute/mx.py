@@ -302,6 +302,12 @@ def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
     return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), TILE, w.dtype, tiled=True)
 
 
+def transpose_tiles(w: MXTensor) -> MXTensor:
+    """The exact transpose [..., K, N] of tiled weights [..., N, K]: the same bytes in other places."""
+    data = w.qdata.view(torch.uint8).transpose(-1, -2).contiguous().view(torch.float8_e4m3fn)
+    return w.with_parts(data, w.scale_bytes.transpose(-1, -2).contiguous())
+
+
 def dequantize(mx: MXTensor, output_dtype: torch.dtype | None = None) -> torch.Tensor:
     """data * scale in float32, cast to `output_dtype` (default: the tensor's own).
 

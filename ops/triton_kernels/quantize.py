@@ -79,7 +79,7 @@ DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
 @triton.jit
-def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr):
+def tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr):
     """The first row (int64) and the first column of this program's tile."""
     pid = tl.program_id(0)
     per_strip: tl.constexpr = (N + BN - 1) // BN * STRIP
@@ -90,7 +90,7 @@ def _tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.
 @triton.jit
 def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
                           B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    r0, k0 = _tile_origin(K, BR, BK, 1)
+    r0, k0 = tile_origin(K, BR, BK, 1)
     r = tl.arange(0, BR)[:, None]
     k = tl.arange(0, BK)[None, :]
     mask = (r < R - r0) & (k < K - k0)
@@ -148,7 +148,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
     """
     LANES: tl.constexpr = 32 * VECTOR // BN
     expert = tl.program_id(1)
-    m0, n0 = _tile_origin(N, BM, BN, STRIP)
+    m0, n0 = tile_origin(N, BM, BN, STRIP)
     if m0 >= M:
         return
     height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
@@ -203,7 +203,7 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
                     STRIP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
     LANES: tl.constexpr = 32 * VECTOR // BK
     SHARED: tl.constexpr = min(B, BK)
-    p0, k0 = _tile_origin(K, BP, BK, STRIP)
+    p0, k0 = tile_origin(K, BP, BK, STRIP)
     if p0 >= P:
         return
     height, width = tl.minimum(P - p0, BP).to(tl.int32), K - k0
@@ -230,7 +230,7 @@ def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scal
                        K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
                        BK: tl.constexpr, VECTOR: tl.constexpr):
     expert = tl.program_id(1).to(tl.int64)
-    r0, k0 = _tile_origin(K, BR, BK, 1)
+    r0, k0 = tile_origin(K, BR, BK, 1)
     r = tl.arange(0, BR)[:, None]
     # A thread loads as many values as it stores. Wider loads would need an exchange between threads.
     k = tl.max_contiguous(tl.arange(0, BK), VECTOR)[None, :]

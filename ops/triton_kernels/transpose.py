@@ -4,7 +4,7 @@
 FP8 tensor cores read operands along the contraction only, so a GEMM that contracts over M needs this form.
 
 Transposing goes through shared memory. A lane writes it four bytes at a time if it holds four neighbours of one
-column. `loaded_row` therefore chooses the rows that each thread loads. `_quads` splits a thread's registers into such
+column. `loaded_row` therefore chooses the rows that each thread loads. `quads` splits a thread's registers into such
 quads, and two casts turn a quad into one register of four bytes:
 
     m = loaded_row(BM, LANES, WARPS)    # LANES = 32 * VECTOR / BN: lanes of a warp side by side along the rows
@@ -48,7 +48,7 @@ def below(i, end, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _quads(x):
+def quads(x):
     """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x [M, N], each as [N, M / 4]. One thread holds the four of a quad."""
     x = tl.permute(tl.reshape(x, [x.shape[0] // 4, 2, 2, x.shape[1]]), (3, 0, 1, 2))
     even, odd = tl.split(x)
@@ -59,7 +59,7 @@ def _quads(x):
 
 @triton.jit
 def _quad_bytes(x0, x1, x2, x3):
-    """The e4m3 bytes [N, M] of what `_quads` returned. Two casts make four neighbouring bytes in one register."""
+    """The e4m3 bytes [N, M] of what `quads` returned. Two casts make four neighbouring bytes in one register."""
     data = to_e4m3(tl.join(tl.join(x0, x2), tl.join(x1, x3)), 1.0)
     return tl.reshape(data, [x0.shape[0], x0.shape[1] * 4])
 
@@ -67,7 +67,7 @@ def _quad_bytes(x0, x1, x2, x3):
 @triton.jit
 def by_column(x):
     """The e4m3 bytes of x [M, N], transposed: [N, M]."""
-    x0, x1, x2, x3 = _quads(x)
+    x0, x1, x2, x3 = quads(x)
     return _quad_bytes(x0, x1, x2, x3)
 
 
@@ -87,7 +87,7 @@ def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl
                   VECTOR: tl.constexpr, WHOLE: tl.constexpr):
     """Quantises x [BM, BN] in blocks along M. Stores data as `store_transposed` does, and scales to [M / B, N]."""
     BM: tl.constexpr = x.shape[0]
-    x0, x1, x2, x3 = _quads(x)
+    x0, x1, x2, x3 = quads(x)
     largest = larger(larger(x0, x1), larger(x2, x3))
     largest = tl.reshape(largest, [x.shape[1], BM // B, B // 4]).to(tl.int32, bitcast=True)
     byte, inverse = new_scale(tl.max(largest, axis=2), FLOOR)
