@@ -71,6 +71,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     exclude: tuple[str, ...] = ()
     batch_gradients: bool = True
     keep_quantized_weights: bool | None = None
+    frozen_experts: Literal["mxfp8", "keep"] | None = None
     load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     metrics: MetricsConfig | None = None
     self_check: bool = True
@@ -109,7 +110,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
         problems += [f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
-                     for key in (*WIRE_KEYS, "preactivation_dtype")
+                     for key in (*WIRE_KEYS, "preactivation_dtype", "frozen_experts")
                      if key in written and self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
         return problems
 

@@ -59,7 +59,6 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
         aligned: promises that P and the groups are multiples of 128 rows. MXFP8 operands must be aligned.
     """
     out_dtype = out_dtype or a_PK.dtype
-    # With blocks of 128, Hopper's kernel takes tiled weights only.
     if _both_mxfp8(a_PK, b_ENK) and b_ENK.tiled == (b_ENK.block_size == TILE):
         if capability(a_PK.device) == HOPPER:
             from ..ops.triton_kernels.grouped_gemm_hopper import grouped_mm_mxfp8

@@ -15,7 +15,9 @@ gradient travels unweighted, one copy to each rank. An expert of one Linear laye
 
 Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
 (`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
-calls share quantised weights instead. A recipe without quantisation keeps everything in the tokens' dtype.
+calls share quantised weights instead. Weights that are held in MXFP8 alone (frozen_weights.py) are read as they are,
+and backward transposes them for one GEMM at a time. A recipe without quantisation keeps everything in the tokens'
+dtype.
 
 This file is the differentiable function. expert_math.py computes the rows, and records what can be replayed.
 transport/ moves the rows, casts.py and grouped_gemm.py choose the kernels.
@@ -51,12 +53,14 @@ from deepspeed.utils.logging import warning_once
 
 from ..compute.executor import executor_for, put_together, taken_apart
 from ..compute.formula import ROLES, ExpertFormula, LowRank
+from ..compute.mx import MXTensor
 from ..compute.routing import Routes
 from ..config import Recipe
 from ..transport import Transport, Wire
 from ..transport.deadline import naming_evaluation, tell_peers
 from .branch import Branch
 from .expert_math import ExpertMath, Rows
+from .frozen_weights import FrozenWeights
 from .kept_weights import KeptWeights
 
 # function(*args), of which torch.compile sees nothing: the host decides sizes in it.
@@ -96,7 +100,8 @@ class ExpertFFN:
 
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
-                 branch: Branch | None = None, adapters: dict[str, LowRank] | None = None) -> torch.Tensor:
+                 branch: Branch | None = None, adapters: dict[str, LowRank] | None = None,
+                 frozen: FrozenWeights | None = None) -> torch.Tensor:
         """Sends tokens through their experts.
 
         Args:
@@ -106,13 +111,15 @@ class ExpertFFN:
                 [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
             branch: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
             adapters: low-rank updates of the GEMMs "up" (which includes the gate) and "down", in x's dtype or another.
+            frozen: weights that are held in MXFP8 alone. `weights` then has biases at most, and the call always
+                runs the recipe, which multiplies MXFP8.
 
         Returns:
             [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.
             A token without choices gets 0. Collective: every rank of the group must call it.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _outside_compile(self, x_TH, routes, weights, branch, adapters)
+            return _outside_compile(self, x_TH, routes, weights, branch, adapters, frozen)
         try:
             device_type = x_TH.device.type
             autocast = torch.is_autocast_enabled(device_type)
@@ -123,8 +130,9 @@ class ExpertFFN:
             factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
             with torch.autocast(device_type, enabled=False) if autocast else nullcontext(), \
                     nullcontext() if self.training else naming_evaluation():
-                return _ExpertFFNFunction.apply(self, branch, layout, adapted, torch.is_grad_enabled(),
-                                                routes.expert_TK, x_TH, routes.weight_TK, *factors, *tensors)
+                return _ExpertFFNFunction.apply(self, branch, layout, adapted, frozen and frozen.operands(),
+                                                torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK,
+                                                *factors, *tensors)
         except Exception as error:
             tell_peers(error)
             raise
@@ -188,18 +196,20 @@ def _unflattened(layout: tuple, flat: Sequence) -> dict:
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
+    def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, frozen, grad_enabled, expert_TK, x_TH, weight_TK,
+                *tensors):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
         recipe = unquantized(ffn.recipe) if ffn.recorded_whole and ffn.has_few_tokens(expert_TK) else ffn.recipe
-        experts = _experts(ffn, recipe, layout, adapted, tensors, x_TH.dtype, transposed=False)
+        experts = _experts(ffn, recipe, layout, adapted, frozen, tensors, x_TH.dtype, x_TH.device,
+                           transposed=False)
         call = partial(_forward, ffn, branch, backward, experts)
         if ffn.recorded_whole:
             call = experts.step("whole forward", call, None, (backward, ffn.num_local_experts))
         made = call([expert_TK, x_TH, weight_TK])
         kinds, plan = made.pop("kinds and plan")
         y_TH, *kept = made.values()
-        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, kinds, plan
+        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, frozen, kinds, plan
         ctx.save_for_backward(*tensors, *kept)
         return y_TH
 
@@ -207,16 +217,17 @@ class _ExpertFFNFunction(torch.autograd.Function):
     def backward(ctx, g_TH):
         if torch.compiler.is_dynamo_compiling():  # for compiled autograd
             return _outside_compile(_ExpertFFNFunction.backward, ctx, g_TH)
-        ffn, recipe, dtype, layout, adapted, kinds, plan = ctx.call
+        ffn, recipe, dtype, layout, adapted, frozen, kinds, plan = ctx.call
         try:
             if torch.is_grad_enabled():
                 raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it "
                                    "out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
-            needs, saved = ctx.needs_input_grad[6:], ctx.saved_tensors
+            needs, saved = ctx.needs_input_grad[7:], ctx.saved_tensors
             count, device_type = len(needs) - 2, g_TH.device.type
             autocast = torch.is_autocast_enabled(device_type)
             with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-                experts = _experts(ffn, recipe, layout, adapted, saved[:count], dtype, transposed=True)
+                experts = _experts(ffn, recipe, layout, adapted, frozen, saved[:count], dtype, g_TH.device,
+                                   transposed=True)
                 call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
                 if ffn.recorded_whole:
                     call = experts.step("whole backward", call, None, (kinds, layout, needs))
@@ -224,11 +235,12 @@ class _ExpertFFNFunction(torch.autograd.Function):
         except Exception as error:
             tell_peers(error)
             raise
-        return None, None, None, None, None, None, *grads.values()
+        return None, None, None, None, None, None, None, *grads.values()
 
 
-def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[str], tensors: Sequence[torch.Tensor],
-             dtype: torch.dtype, transposed: bool) -> ExpertMath:
+def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[str],
+             frozen: dict[str, MXTensor] | None, tensors: Sequence[torch.Tensor], dtype: torch.dtype,
+             device: torch.device, transposed: bool) -> ExpertMath:
     """The arithmetic of a forward or a backward, without its plan. `tensors`: adapters' factors, and flat weights.
 
     `transposed`: the GEMMs contract over the weights' second to last axis, as backward's do.
@@ -237,11 +249,11 @@ def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[st
     adapters = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(adapted)}
     weights = _unflattened(layout, tensors[count:])
     kept = None
-    if ffn.kept is not None and recipe.quantize_gemm:
+    if ffn.kept is not None and recipe.quantize_gemm and frozen is None:
         matrices = [weight for role, value in weights.items() if not role.endswith("_bias")
                     for weight in ([value] if isinstance(value, torch.Tensor) else value)]
         kept = ffn.kept.of(matrices, transposed)
-    return ExpertMath(ffn.formula, recipe, None, weights, dtype, kept, adapters, executor_for(tensors[0].device))
+    return ExpertMath(ffn.formula, recipe, None, weights, dtype, kept, adapters, executor_for(device), frozen)
 
 
 def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:

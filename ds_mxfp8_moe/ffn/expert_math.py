@@ -67,19 +67,22 @@ class ExpertMath:
         quantized_weights: the weights that are quantised already, by the name of their GEMM.
         keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
             needs the weights transposed.
+        frozen: the weights of each GEMM, if they are held in MXFP8 alone. Then `weights` has biases alone.
     """
 
     def __init__(self, formula: ExpertFormula, recipe: Recipe, plan: Plan | None, weights: dict, dtype: torch.dtype,
                  kept: dict[str, MXTensor] | None = None, adapters: dict[str, LowRank] | None = None,
-                 executor: ModuleType | None = None):
+                 executor: ModuleType | None = None, frozen: dict[str, MXTensor] | None = None):
         """Arguments:
             weights: for each role of the formula, one tensor [E, ...] or a list of E.
             dtype: of the tokens.
             kept: quantised weights of earlier calls, to which this object adds those that it makes. None keeps none.
             adapters: None: there are none.
+            frozen: of a gated formula: FrozenWeights.operands. None: the weights are in `weights`.
         """
         self.formula, self.recipe, self.plan, self.weights, self.dtype = formula, recipe, plan, weights, dtype
         self.keep, self.adapters, self.executor = kept is not None, adapters or {}, executor
+        self.frozen = frozen or {}
         self.adapter_grads: dict[str, LowRank] = {}
         self.quantized_weights = kept if self.keep else {}
 
@@ -87,10 +90,12 @@ class ExpertMath:
 
     @cached_property
     def up_roles(self) -> list[str]:
-        return [role for role in ("gate", "up") if role in self.weights]
+        return [role for role in ("gate", "up") if role in self.weights or self.frozen]
 
     @cached_property
     def stacks(self) -> dict[str, list]:
+        if self.frozen:
+            return {gemm: [mx.qdata, mx.scale_bytes] for gemm, mx in self.frozen.items()}
         found = {"up": [self.weights[role] for role in self.up_roles]}
         if "down" in self.weights:
             found["down"] = [self.weights["down"]]
@@ -148,7 +153,7 @@ class ExpertMath:
         inputs = [*rows, *map(known.get, given), *chain(*self.adapters.values())]
         rows.clear()
         if reads is None:
-            stacks = self.weights.values()
+            stacks = [*self.weights.values(), *(chain(*self.stacks.values()) if self.frozen else ())]
         else:
             stacks = [stack for gemm in reads if gemm not in known for stack in self.stacks[gemm]]
             inputs += getattr(self.plan, "group_ends_E", None), self.up_bias_EG, self.down_bias_EH
@@ -166,8 +171,8 @@ class ExpertMath:
             self.executor = executor
             return made | {GEMMS[gemm]: mx for gemm, mx in known.items() if gemm not in before}
 
-        key = (name, how, self.formula, self.recipe, self.dtype, self.keep, tuple(self.weights), tuple(self.adapters),
-               tuple(given))
+        key = (name, how, self.formula, self.recipe, self.dtype, self.keep, tuple(self.weights), tuple(self.frozen),
+               tuple(self.adapters), tuple(given))
         made = replayed(executor, key, of_inputs, inputs,
                         [stack if isinstance(stack, list) else [stack] for stack in stacks],
                         self.recipe.quantize_gemm)
@@ -180,7 +185,7 @@ class ExpertMath:
 
     def quantize_ahead(self) -> None:
         """Quantises the weights for the forward GEMMs that are not quantised yet. It needs no plan."""
-        missing = [gemm for gemm in self.stacks if gemm not in self.quantized_weights]
+        missing = [gemm for gemm in self.stacks if gemm not in self.quantized_weights and not self.frozen]
 
         def quantize(rows: list) -> dict:
             self.quantized_weights.update({gemm: self._quantize_weights(gemm, transposed=False) for gemm in missing})
@@ -420,6 +425,8 @@ class ExpertMath:
             g_PN.device, self.recipe.block_size)
 
     def _quantize_weights(self, name: str, transposed: bool) -> MXTensor:
+        if self.frozen:
+            return casts.transpose_tiles(self.frozen[name]) if transposed else self.frozen[name]
         return casts.quantize_weights(self.stacks[name], self.recipe.block_size, self.recipe.scaling_mode, transposed)
 
     # ---- products and sums ------------------------------------------------------------------------------------------

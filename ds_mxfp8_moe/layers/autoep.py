@@ -12,10 +12,12 @@ from ..compute.formula import LowRank
 from ..compute.routing import Routes, round_robin
 from ..ffn.branch import Branch
 from ..ffn.expert_ffn import ExpertFFN
+from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..transport.deadline import tell_peers_on_error
 from .classic import LayerSettings
 from .extended_experts import ExtendedGroupedExperts
+from .frozen_experts import WEIGHTS, dtype_of, frozen_of
 from .router import route
 
 
@@ -29,8 +31,9 @@ class MXFP8GroupedExperts(GroupedExperts):
                 branch: Branch | None = None) -> torch.Tensor:
         if ffn is None:  # the layer is back on DeepSpeed's path, but a wrapper (PEFT) kept these experts' class
             return super().forward(x_TH, routes)
-        weights = {"gate": self.w1, "up": self.w3, "down": self.w2, **self.biases()}
-        return ffn(x_TH, routes, weights, branch, self.adapters())
+        frozen = frozen_of(self)
+        weights = {"gate": self.w1, "up": self.w3, "down": self.w2} if frozen is None else {}
+        return ffn(x_TH, routes, {**weights, **self.biases()}, branch, self.adapters(), frozen)
 
     def biases(self) -> dict[str, torch.Tensor]:
         """Role -> [E, ...]."""
@@ -39,6 +42,18 @@ class MXFP8GroupedExperts(GroupedExperts):
     def adapters(self) -> dict[str, LowRank]:
         """Name of a GEMM -> its adapter."""
         return {}
+
+    def requires_grad_(self, requires_grad: bool = True) -> GroupedExperts:
+        """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""
+        frozen = frozen_of(self)
+        if frozen is not None:
+            frozen.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WEIGHTS and frozen_of(self) is not None:
+            raise AttributeError(f"{name} of these experts {REFUSED}")
+        return super().__getattr__(name)
 
 
 class MXFP8ExtendedGroupedExperts(MXFP8GroupedExperts, ExtendedGroupedExperts):
@@ -93,6 +108,11 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         layer = self if shared is None else _SharedExpertsCalled(self, *shared.result())
         return AutoEPMoELayer._finalize_output(layer, output, x_TH, hidden_states, hidden_states.shape[-1])
 
+    def requires_grad_(self, requires_grad: bool = True) -> AutoEPMoELayer:
+        """Raises RuntimeError if asked to train experts that are held in MXFP8 alone."""
+        self.experts.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     def _shared_experts(self, x_TH: torch.Tensor, hidden_states: torch.Tensor) -> Branch | None:
         """What the shared experts and their gate return, as a branch. None if `_finalize_output` calls them."""
         if self.shared_experts is None or torch.compiler.is_compiling():  # it is traced only outside ExpertFFN
@@ -115,7 +135,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             raise RuntimeError(f"{self.mxfp8_settings.name}: its experts were replaced by a "
                                f"{type(self.experts).__name__} after conversion, which this path does not compute: "
                                "convert again")
-        self.mxfp8_settings.check_input(x, experts.w1.dtype, weights_cast=True)
+        self.mxfp8_settings.check_input(x, dtype_of(experts), weights_cast=True)
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
         logits_TE = self.router.gate(x_TH).float()

@@ -37,6 +37,17 @@ def is_peft(model: nn.Module | None) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
+def has_adapters(model: nn.Module | None) -> bool:
+    """Whether PEFT has put adapters into the model."""
+    if is_peft(model):
+        return True
+    if not isinstance(model, nn.Module) or "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
 class _Factor(nn.Linear):
     """One of PEFT's factors. A call returns the weight, since ZeRO-3 gathers parameters around calls."""
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights, same
+from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_transpose_tiles, run_weights, same
 
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.ops.mx_format import MXParts
@@ -65,6 +65,7 @@ CASES = [
         ((10, 32), BF16, 32, "floor"), ((40, 160), BF16, 128, "rceil"), ((40, 160), F16, 32, "floor"),
         ((40, 160), F32, 128, "floor"), ((1000, 2048), BF16, 32, "rceil"), ((1000, 2048), BF16, 128, "floor"),
         ((1000, 2048), F16, 128, "rceil"), ((1000, 2048), F32, 32, "rceil")]),
+    *((run_transpose_tiles, "cuda", *shape) for shape in [(2, 160, 416), (3, 1536, 2048)]),
     *((run_empty, "cuda", block) for block in (32, 128)),
 ]
 

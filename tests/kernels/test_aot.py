@@ -74,6 +74,8 @@ def casts():
             cast.quantize_weights([scattered, scattered], block, "rceil", transposed)
     cast.dequantize(mx(E, F, H, block=128, tiled=True), F32)
     cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True)
+    for rows in (F, F + 32):
+        module("transpose_tiles").transpose_tiles(mx(E, rows, H, block=128, tiled=True))
 
 
 def activations():
@@ -245,7 +247,7 @@ def test_hopper_multiplies_natively(launches):
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. A few numbers a row, and a table of pointers, are left
     out."""
-    rooms = r"\.(quantize|rescale_tiles|activation|permute|unpermute|local)\."
+    rooms = r"\.(quantize|rescale_tiles|transpose_tiles|activation|permute|unpermute|local)\."
     moving = [launch for launch in launches if re.search(rooms, launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_places_kernel", "_count_kernel",
                                               "_scan_kernel", "_place_kernel"))]

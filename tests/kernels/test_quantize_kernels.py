@@ -3,7 +3,15 @@
 
 import pytest
 import torch
-from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_weights
+from quantize_cases import (
+    DTYPES,
+    run_columns,
+    run_empty,
+    run_rescale,
+    run_rows,
+    run_transpose_tiles,
+    run_weights,
+)
 
 from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
@@ -29,6 +37,11 @@ def test_rescale(interpreter, block, mode):
 @pytest.mark.parametrize("block, mode", [(32, "floor"), (128, "rceil")])
 def test_weights(interpreter, block, mode, layout, dtype, heights):
     interpreter(run_weights, "cpu", heights, 96, layout, dtype, block, mode)
+
+
+@pytest.mark.parametrize("rows, columns", [(256, 128), (160, 416)])
+def test_transposed_tiles(interpreter, rows, columns):
+    interpreter(run_transpose_tiles, "cpu", 2, rows, columns)
 
 
 def test_more_experts_than_pointers(interpreter):

@@ -10,6 +10,7 @@ from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
+from ds_mxfp8_moe.ops.triton_kernels.transpose_tiles import transpose_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -130,6 +131,19 @@ def run_weights(device: str, heights: tuple, columns: int, layout: str, dtype: t
             same(actual, expected)
             assert block == 32 or actual.scale_bytes.is_contiguous()
         same_values(kernels.dequantize(actual, dtype), mx.dequantize(expected, dtype))
+
+
+def run_transpose_tiles(device: str, experts: int, rows: int, columns: int) -> None:
+    """All 256 data bytes under many scales, which nothing changes."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    data = torch.randint(0, 256, (experts, rows, columns), generator=generator, dtype=torch.uint8)
+    tiles = experts, -(-rows // 128), -(-columns // 128)
+    scale = torch.randint(0, 256, tiles, generator=generator, dtype=torch.uint8)
+    x = MXTensor(data.view(torch.float8_e4m3fn), scale, 128, torch.bfloat16, tiled=True)
+    with poisoned():
+        actual = transpose_tiles(MXParts(x.qdata.to(device), scale.to(device), 128, tiled=True))
+        same(actual, mx.transpose_tiles(x))
+        assert actual.qdata.is_contiguous() and actual.scale_bytes.is_contiguous()
 
 
 def run_empty(device: str, block: int) -> None:
