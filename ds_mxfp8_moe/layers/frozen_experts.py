@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoEP layers whose experts' weights are FrozenWeights, in place of the parameters w1, w2 and w3.
+
+A layer gets them while AutoEP makes it, so that no copy of the weights in high precision is made on the way:
+
+    with without_weights(dtype):
+        layer, sources = ...                # AutoEP makes the layer. Its w1, w2, w3 are on the device meta
+    frozen = FrozenWeights(...)             # whose bytes come from anywhere
+    hold(layer, frozen)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from deepspeed.module_inject import auto_ep_layer
+from deepspeed.module_inject.auto_ep_config import MoELayerSpec
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_repack import (
+    repack_expert_requires_grad_flags,
+    repack_expert_source_params,
+    repack_expert_weights,
+)
+from torch import nn
+
+from ..ffn.frozen_weights import FrozenWeights
+from .patches import patched
+from .presets import gate_and_up_in_turn
+
+WEIGHTS = ("w1", "w2", "w3")  # AutoEP's names of gate, down and up
+
+
+def frozen_of(experts: nn.Module) -> FrozenWeights | None:
+    """What a layer's experts hold in place of parameters. None: they hold parameters."""
+    return experts._modules.get("frozen")
+
+
+def dtype_of(experts: nn.Module) -> torch.dtype:
+    """The dtype of the experts' weights, which FrozenWeights stand for."""
+    frozen = frozen_of(experts)
+    return next(experts.parameters()).dtype if frozen is None else frozen.dtype
+
+
+def frozen_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
+    """AutoEP's layers with FrozenWeights, by their names in the model."""
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, AutoEPMoELayer) and frozen_of(module.experts) is not None}
+
+
+def hold(layer: AutoEPMoELayer, frozen: FrozenWeights) -> None:
+    """Takes the parameters of a layer's experts away, and gives it `frozen` instead.
+
+    Their memory is freed even if an optimizer holds the parameters.
+    """
+    experts = layer.experts
+    for name in WEIGHTS:
+        parameter = getattr(experts, name)
+        delattr(experts, name)
+        _free(parameter)
+    experts.frozen = frozen
+
+
+@contextmanager
+def without_weights(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the context, AutoEP's new layers have experts on the device meta, and read nothing of their sources."""
+
+    def repack(plain, experts_source, spec, ep_rank, ep_size):
+        E, F, H = spec.num_experts // ep_size, spec.ffn_hidden_size, spec.hidden_size
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in ((E, F, H), (E, H, F), (E, F, H)))
+
+    def experts(plain, *args, **kwargs):
+        with torch.device("meta"):
+            return plain(*args, **kwargs)
+
+    with patched(auto_ep_layer, "repack_expert_weights", repack), patched(auto_ep_layer, "GroupedExperts", experts):
+        yield
+
+
+def is_frozen(source: nn.Module, spec: MoELayerSpec) -> bool:
+    """Whether no weight of a block's experts is trained, before AutoEP replaces the block."""
+    return not any(repack_expert_requires_grad_flags(source, spec, 0, 1))
+
+
+def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Gate [F, H], down [H, F] and up [F, H] of each of this rank's experts, in copies that are made one by one.
+
+    With ZeRO-3, all of this rank's experts are copied at once, and every rank has to go through to the end.
+    """
+    first, count = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
+    if any(hasattr(p, "ds_id") for p in sources_of(source, spec)):
+        parts = [(layer.ep_rank, layer.ep_size)]
+    else:
+        parts = [(expert, spec.num_experts) for expert in range(first, first + count)]
+    for part in parts:
+        gate, down, up = repack_expert_weights(source, spec, *part)
+        if gate_and_up_in_turn(spec):
+            both = torch.cat([gate, up], dim=1)
+            gate, up = both[:, 0::2], both[:, 1::2]
+        yield from zip(gate, down, up, strict=True)
+
+
+def sources_of(source: nn.Module, spec: MoELayerSpec) -> list[nn.Parameter]:
+    """The parameters of all experts' weights, before AutoEP replaces their block."""
+    return list(dict.fromkeys(p for of_weight in repack_expert_source_params(source, spec, 0, 1) for p in of_weight))
+
+
+def free_sources(source: nn.Module, spec: MoELayerSpec) -> None:
+    """Frees the weights of a block that AutoEP has replaced, even if an optimizer holds the parameters.
+
+    ZeRO-3 frees its partitions by itself.
+    """
+    for parameter in sources_of(source, spec):
+        if not hasattr(parameter, "ds_id"):
+            _free(parameter)
+
+
+def _free(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.new_empty(0)
