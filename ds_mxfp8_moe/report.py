@@ -40,6 +40,7 @@ _ORIGINS = {
     "nvlink_sms": "chosen for each exchange",
     "capacity_factor": "default: buffers fit the routing of each step",
     "min_tokens_per_expert": "estimated for each layer from its shape, recipe and device",
+    "frozen_experts": "chosen: mxfp8 for models with adapters by PEFT, else keep",
     "keep_quantized_weights": "decided after the first step, by the casts that it saves and the memory that is free",
 }
 

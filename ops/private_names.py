@@ -43,6 +43,7 @@ FEATURES = {
     "phimoe": "phimoe is not converted",
     "recorders": "AutoEP may not start with transformers 5.23 and later",
     "LoRA on experts": "PEFT's adapters on experts are not taken over",
+    "frozen_experts": "frozen experts stay in the model's dtype while an engine starts",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
     "compiled models": "AutoEP finds no layers in a model that torch.compile returned: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
@@ -160,6 +161,22 @@ NAMES = tuple(Row(*row) for row in (
     ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
     ("LoRA on experts", "peft.tuners.tuners_utils:BaseTunerLayer", "active_adapters disable_adapters"),
     ("LoRA on experts", "peft.utils.other", "AuxiliaryTrainingWrapper"),
+
+    ("frozen_experts", _ENGINE,
+     "_configure_expert_parallel(self, model, ...) bfloat16_enabled fp16_enabled .dont_change_device .has_moe_layers "
+     ".local_rank"),
+    ("frozen_experts", "deepspeed.module_inject.auto_ep:AutoEP",
+     "_replace_moe_layer_without_retarget(self, spec, ...) .model"),
+    ("frozen_experts", "deepspeed.module_inject.auto_ep_layer",
+     "GroupedExperts repack_expert_weights(experts_source, spec, ep_rank, ep_size)"),
+    ("frozen_experts", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
+     ".ep_group_name .ep_rank .ep_size .num_local_experts"),
+    ("frozen_experts", "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", ".sources"),
+    ("frozen_experts", "deepspeed.moe.ep_repack",
+     "repack_expert_requires_grad_flags(experts_source, spec, ep_rank, ep_size) "
+     "repack_expert_source_params(experts_source, spec, ep_rank, ep_size) "
+     "repack_expert_weights(experts_source, spec, ep_rank, ep_size)"),
+    ("frozen_experts", "deepspeed.utils.groups", "_get_expert_broadcast_src_rank _get_expert_data_parallel_group"),
 
     ("own optimizer", _ENGINE,
      "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),

@@ -4,6 +4,7 @@
 Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-1 and 2 give every rank its own
 frozen experts: DeepSpeed would give rank 0's to all. They read what was trained before and is frozen now: DeepSpeed
 would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as with LoRA: DeepSpeed would refuse.
+Frozen experts that are held in MXFP8 come from where the model was loaded: checkpoints are without them.
 """
 
 import inspect
@@ -13,9 +14,11 @@ from functools import partial
 from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..layers.found import trains_experts
+from ..layers.frozen_experts import frozen_layers
 from ..layers.patches import lent, wrap
 from ..transport.deadline import tell_peers_on_error
 
@@ -25,6 +28,11 @@ def hook_checkpoints(engine: DeepSpeedEngine) -> None:
     if engine.checkpoint_engine is not None:  # ZeRO-3 without an optimizer, for evaluation, has none
         wrap(engine.checkpoint_engine, "load", _name_broken_file, until=engine)
 
+    frozen = frozen_layers(engine.module)
+    if frozen and any(map(is_moe_param, engine.module.parameters())):
+        wrap(engine, "save_checkpoint", partial(_refuse_some_in_mxfp8, next(iter(frozen))), until=engine)
+    elif frozen:
+        engine.has_moe_layers = False  # for DeepSpeed, which looks for files and parameters of experts
     if engine.zero_optimization_partition_weights():
         wrap(engine, "save_checkpoint", partial(_without_moe_layers, engine), until=engine)
         wrap(engine, "load_checkpoint", partial(_without_moe_layers, engine), until=engine)
@@ -45,6 +53,12 @@ def _name_broken_file(plain: Callable, path: str, *args, **kwargs) -> Any:
         raise RuntimeError(f"the checkpoint file {path} ({size} bytes) cannot be read: {type(error).__name__}: "
                            f"{why}. It was probably cut short while it was saved or copied: load an earlier "
                            "checkpoint (tag= of load_checkpoint), or copy it again") from error
+
+
+def _refuse_some_in_mxfp8(layer: str, plain: Callable, *args, **kwargs) -> None:
+    raise RuntimeError(f"{layer} holds its frozen experts in MXFP8, which no checkpoint contains, and other layers "
+                       "train theirs, which DeepSpeed saves only for all layers alike: write "
+                       '"frozen_experts": "keep" in the mxfp8_moe section')
 
 
 def _with_own_frozen(engine: DeepSpeedEngine, plain: Callable, checkpoint: dict, *args, **kwargs) -> None:

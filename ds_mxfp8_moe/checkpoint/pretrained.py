@@ -20,8 +20,10 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ..layers.frozen_experts import WEIGHTS, frozen_layers
 from ..layers.lora import ADAPTERS, base_prefix, is_peft
 from ..layers.presets import CORRECTION_BIAS, added_preset, gate_and_up_in_turn, router_names
+from ..layers.say import print_on_rank_0
 from ..transport.deadline import deadline_for, ranks_of, tell_peers_on_error
 
 
@@ -192,11 +194,15 @@ def _tensors(model, skeleton, prefix: str, specs: dict[str, MoELayerSpec], wante
              keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor in host memory) under Hugging Face's names. Collective; yields where `keep` alone."""
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
+    dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
+    if dequantised:
+        print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
+                        "saved in the model's dtype, with the values that they compute with")
     for name, spec in specs.items():
         start = f"{name}."
         own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
         source = skeleton.get_submodule(name[len(prefix) + 1:] if prefix else name)
-        for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, keep):
+        for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, keep, name in dequantised):
             yield start + key, tensor
     seen = {}
     for name, value in entries.items():
@@ -206,8 +212,12 @@ def _tensors(model, skeleton, prefix: str, specs: dict[str, MoELayerSpec], wante
             yield name, seen[id(value)]
 
 
-def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced."""
+def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool,
+                   dequantised: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced.
+
+    `dequantised`: its experts are held in MXFP8, and wanted.
+    """
     gate, correction_bias = router_names(spec)
     shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
     renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
@@ -229,9 +239,10 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, keep: bool) -> 
         yield f"{start}{spec.expert_w1_name}_bias", both
     if keep and "down" in biases:
         yield f"{start}{spec.expert_w2_name}_bias", biases["down"]
-    if "experts.w1" not in own:  # not wanted
+    if "experts.w1" not in own and not dequantised:  # not wanted
         return
-    weights = [all_experts(layer, own[f"experts.{key}"], keep) for key in ("w1", "w2", "w3")]
+    weights = layer.experts.frozen.dequantized() if dequantised else (own[f"experts.{key}"] for key in WEIGHTS)
+    weights = [all_experts(layer, weight, keep) for weight in weights]
     if keep:
         for key, tensor in _unpacked(*weights, getattr(source, spec.experts_name), spec):
             yield start + key, tensor

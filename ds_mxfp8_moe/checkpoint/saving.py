@@ -26,7 +26,8 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ..layers.lora import is_peft, with_pefts_names
+from ..layers.frozen_experts import frozen_layers
+from ..layers.lora import has_adapters, is_peft, with_pefts_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.deadline import tell_peers_on_error
@@ -104,7 +105,11 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
     refuse_tensor_parallelism(engine)
     buffers = {name for name, _ in engine.module.named_buffers()}
 
+    held = [f"{name}.experts." for name in frozen_layers(engine.module)] if has_adapters(engine.module) else []
+
     def wanted(name: str, value: torch.Tensor) -> bool:
+        if any(map(name.startswith, held)):  # who has adapters saves them alone
+            return False
         return value.requires_grad or not exclude_frozen_parameters or name in buffers
 
     if autoep_layers(engine.module):

@@ -59,6 +59,7 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
         aligned: promises that P and the groups are multiples of 128 rows. MXFP8 operands must be aligned.
     """
     out_dtype = out_dtype or a_PK.dtype
+    # With blocks of 128, Hopper's kernel takes tiled weights only.
     if _both_mxfp8(a_PK, b_ENK) and b_ENK.tiled == (b_ENK.block_size == TILE):
         if capability(a_PK.device) == HOPPER:
             from ..ops.triton_kernels.grouped_gemm_hopper import grouped_mm_mxfp8
@@ -220,9 +221,10 @@ def _kernel_of_rows(x_PN: torch.Tensor, stacks: Sequence[Stack]) -> Callable | N
 
 
 def _both_mxfp8(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a kernel multiplies these two as MXFP8."""
-    return isinstance(a, MXTensor) and isinstance(b, MXTensor) and a.block_size == b.block_size and (
-        multiplies_mxfp8(a.device, a.block_size))
+    """Whether a kernel multiplies these two as MXFP8. Blackwell's also takes blocks of 32 beside tiled weights."""
+    if not isinstance(a, MXTensor) or not isinstance(b, MXTensor) or not multiplies_mxfp8(a.device, a.block_size):
+        return False
+    return a.block_size == b.block_size or b.tiled and capability(a.device) != HOPPER
 
 
 def _parts(x: torch.Tensor):

@@ -16,6 +16,7 @@ from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from packaging.specifiers import SpecifierSet
 
 from ..config import READERS, ConfigError, MXFP8MoEConfig
+from ..layers.frozen_experts import frozen_of
 
 # Tested: 5.17.0, 5.20.2, 5.21.1, 5.22.2, 5.23.0, 5.24.0. The last two need layers/recorders.py. setup.py has
 # the same bounds.
@@ -69,6 +70,13 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
     if config.recipe == "bf16":
         lines += [f'"{key}" has no effect: the recipe "bf16" quantises nothing'
                   for key in MXFP8_KEYS if key in config.model_fields_set]
+    held = [frozen_of(layer.experts) is not None for layer in layers]
+    if layers and config.frozen_experts == "mxfp8" and not any(held):
+        lines.append('"frozen_experts": "mxfp8" has no effect: no layer of AutoEP has experts that are all frozen. '
+                     "Classic layers keep theirs in the model's dtype, and so does ZeRO-3 in an engine that exists")
+    if layers and all(held):
+        lines += [f'"{key}" has no effect: all experts are frozen and held in MXFP8, which no call casts'
+                  for key in ("min_tokens_per_expert", "keep_quantized_weights") if getattr(config, key)]
     return lines
 
 

@@ -11,6 +11,7 @@ from ..checkpoint.saving import save_whole_models
 from ..compute.executor import unknown_launcher
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.found import converted_layers
+from ..layers.frozen_experts import frozen_layers
 from ..layers.presets import announcement, why_no_layers
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.device import has_kernels
@@ -45,6 +46,11 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         if added := announcement(engine.module):
             print_on_rank_0(added)
         print_on_rank_0((why_no_layers(engine) if not report.layers else None) or report)
+        if held := list(frozen_layers(engine.module).values()):
+            before, now = map(sum, zip(*(layer.experts.frozen.bytes_held() for layer in held), strict=True))
+            print_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in MXFP8 alone, in "
+                            f"{now / 2**30:.2f} GiB on this rank instead of {before / 2**30:.2f} GiB. Checkpoints "
+                            "leave them out")
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
         _print_advice(about_keys(config, converted_layers(engine.module)))
         choose_transports(engine.module)

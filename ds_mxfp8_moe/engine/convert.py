@@ -19,10 +19,11 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
-from ..config import MXFP8MoEConfig, current_device, resolve
+from ..config import ConfigError, MXFP8MoEConfig, current_device, resolve
 from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.extended_experts import ExtendedGroupedExperts
+from ..layers.frozen_experts import frozen_layers, frozen_of, hold_quantized, wants_mxfp8
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..ops.private_names import missing
 
@@ -81,10 +82,16 @@ class ConversionReport:
 
 
 def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
-    """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted."""
+    """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted.
+
+    Raises:
+        ConfigError: a layer holds its experts in MXFP8 alone, and this section would compute them without MXFP8.
+    """
     model = getattr(model_or_engine, "module", model_or_engine)
     recipe = resolve(config, *current_device())
-    shared = _shared_parameters(model)
+    _refuse_to_leave_mxfp8(model, config, broken)
+    holds_mxfp8 = wants_mxfp8(config, model)
+    shared = shared_parameters(model)
     layers = []
     for name, module in list(model.named_modules()):
         if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
@@ -98,12 +105,18 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, bro
         try:
             if gone := broken or missing(f"{kind} layers"):
                 raise NotRecognised(gone)
-            formula = (_classic_formula if classic else _autoep_formula)(module, shared)
+            formula = (_classic_formula if classic else autoep_formula)(module, shared)
         except NotRecognised as reason:
+            if not classic and frozen_of(module.experts) is not None:
+                raise ConfigError(f"{label} {_MXFP8_ALONE}: {reason}") from reason
             layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
             continue
+        if holds_mxfp8 and not classic and _can_hold_mxfp8(module):
+            hold_quantized(module, recipe.scaling_mode)
         fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, module.num_local_experts,
                                               torch.device(current_device()[0]))
+        if not classic and frozen_of(module.experts) is not None:
+            fewest_tokens = 0  # there are no other weights to compute with
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
         if classic:
@@ -116,9 +129,26 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, bro
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
         instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
-        detail = f"{_placement(module)}, {_describe(settings)}{_trained(module)}{instead}"
+        held = ", frozen experts in MXFP8" if not classic and frozen_of(module.experts) is not None else ""
+        detail = f"{_placement(module)}, {_describe(settings)}{held}{_trained(module)}{instead}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
+
+
+_MXFP8_ALONE = ("holds its frozen experts in MXFP8 alone, which nothing but an MXFP8 recipe computes. Make the engine "
+                'with "frozen_experts": "keep" in the section to compute them otherwise')
+
+
+def _refuse_to_leave_mxfp8(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str) -> None:
+    for name in frozen_layers(model):
+        if broken or not config.enabled or not config.selects(name) or config.recipe == "bf16":
+            raise ConfigError(f"{name} {_MXFP8_ALONE}{f' ({broken})' if broken else ''}")
+
+
+def _can_hold_mxfp8(layer: AutoEPMoELayer) -> bool:
+    """Whether all weights of a layer's experts are frozen parameters. Those that ZeRO-3 has partitioned stay."""
+    weights = list(layer.experts.parameters())
+    return bool(weights) and not any(p.requires_grad or hasattr(p, "ds_id") for p in weights)
 
 
 def _placement(layer: torch.nn.Module) -> str:
@@ -154,7 +184,7 @@ def _restore_layer(module: torch.nn.Module) -> None:
                 vars(part).pop(ours, None)
 
 
-def _shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
+def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
     """Parameters that the model holds in more than one place, with the name of the first place."""
     places: dict = {}
     for name, module in model.named_modules():
@@ -199,7 +229,7 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     return recognise(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
 
 
-def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
+def autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     experts = layer.experts
     _refuse_subclass(layer, AutoEPMoELayer)
     _refuse_subclass(experts, GroupedExperts, ExtendedGroupedExperts)
@@ -226,7 +256,10 @@ def _autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
             raise NotRecognised(f"parameter {name} of its experts is {parameter.dtype}")
     if len({p.dtype for p in experts.parameters()}) > 1:
         raise NotRecognised("the parameters of its experts have different dtypes")
-    _, ffn_size, hidden_size = getattr(experts.w1, "ds_shape", experts.w1.shape)
+    if (frozen := frozen_of(experts)) is not None:
+        _, hidden_size, ffn_size = frozen.down_data.shape
+    else:
+        _, ffn_size, hidden_size = getattr(experts.w1, "ds_shape", experts.w1.shape)
     if hidden_size % 32 or ffn_size % 32:
         raise NotRecognised(f"hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32")
     biases = {}

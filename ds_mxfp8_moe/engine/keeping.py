@@ -20,6 +20,7 @@ from ..compute.crossover import min_tokens_per_expert
 from ..config import MXFP8MoEConfig
 from ..ffn.kept_weights import KeptWeights
 from ..layers.found import converted_layers
+from ..layers.frozen_experts import frozen_of
 from ..layers.patches import wrap
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..transport.deadline import answers_of_all
@@ -51,7 +52,9 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         if asked:
             print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
         return
-    layers = [layer for layer in layers if layer.mxfp8_settings.recipe.quantize_gemm]
+    # Layers that hold frozen experts in MXFP8 cast nothing.
+    layers = [layer for layer in layers
+              if layer.mxfp8_settings.recipe.quantize_gemm and frozen_of(layer.experts) is None]
     if asked:
         _keep(engine, layers)
     else:

@@ -37,9 +37,11 @@ from ..compute.routing import Routes
 from ..config import Recipe
 from ..ffn import expert_ffn, expert_math
 from ..ffn.expert_ffn import ExpertFFN, unquantized
+from ..ffn.frozen_weights import FrozenWeights
 from ..layers import router
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
+from ..layers.frozen_experts import dtype_of, frozen_of
 from ..layers.patches import lent, patched
 from ..transport import Transport
 from ..transport.collective import Collective
@@ -47,7 +49,8 @@ from ..transport.local import Local
 
 # What runs twice, by the module in which its callers look it up.
 OPERATIONS = {
-    casts: ("quantize", "quantize_columns", "quantize_both", "rescale_columns", "dequantize", "quantize_weights"),
+    casts: ("quantize", "quantize_columns", "quantize_both", "rescale_columns", "dequantize", "quantize_weights",
+            "transpose_tiles"),
     expert_math: ("activate", "activate_backward", "add_weighted_bias", "group_sums", "grouped_mm",
                   "grouped_mm_weights", "grouped_mm_wgrad", "grouped_mm_wgrad_rows"),
     Collective: ("dispatch", "combine"),
@@ -70,6 +73,7 @@ class Kind(NamedTuple):
         exchanges: whether rows travel to other ranks.
         routed: whether the router is AutoEP's, with these properties: score_func, route_norm, and whether a bias acts
             on the choice of experts.
+        frozen: whether the weights are held in MXFP8 alone.
     """
 
     formula: ExpertFormula
@@ -79,6 +83,7 @@ class Kind(NamedTuple):
     rank: int = 0
     exchanges: bool = False
     routed: tuple | None = None
+    frozen: bool = False
 
 
 class Verdict(NamedTuple):
@@ -108,10 +113,10 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8AutoEPMoELayer]) -> set[Kind]
         if stacked and type(layer.router) is TokenChoiceTopKRouter and layer.router.num_expert_groups is None:
             biased = layer.expert_bias is not None or layer.router.e_score_correction_bias is not None
             routed = layer.router.score_func, layer.router.route_norm, biased
-        dtype = next(p.dtype for p in layer.experts.parameters())
+        dtype = dtype_of(layer.experts) if stacked else next(layer.experts.parameters()).dtype
         found.add(Kind(small(settings.formula), settings.recipe, dtype, stacked,
                        rank=8 if hasattr(layer, "expert_adapters") else 0, exchanges=layer.ep_size > 1,
-                       routed=routed))
+                       routed=routed, frozen=stacked and frozen_of(layer.experts) is not None))
     return found
 
 
@@ -267,6 +272,11 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
     second = torch.where(torch.arange(TOKENS) % 5 < 3, 2, 3)
     expert_TK = tokens(torch.stack([torch.zeros_like(second), second], dim=1))
     weights = {role: randn(EXPERTS, *shape) for role, shape in formula.shapes().items()}
+    frozen = None
+    if kind.frozen and kind.recipe.quantize_gemm:
+        frozen = FrozenWeights(EXPERTS, HIDDEN, FFN, kind.dtype, device)
+        for i, parts in enumerate(zip(*(weights.pop(role) for role in ("gate", "up", "down")), strict=True)):
+            frozen.put(i, *parts, kind.recipe.scaling_mode)
     weights = {role: leaf(w) if kind.stacked else [leaf(one) for one in w] for role, w in weights.items()}
     adapters = {}
     if kind.rank:
@@ -277,7 +287,7 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
                     name="the check of ds_mxfp8_moe's kernels")
     with nullcontext() if recorded else lent(expert_ffn, "executor_for", lambda device: None):
         y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
-                   adapters=adapters)
+                   adapters=adapters, frozen=frozen)
         y_TH.backward(g_TH)
     return [y_TH.detach(), *(one.grad for one in leaves)]
 

@@ -28,6 +28,7 @@ from ..layers.say import print_on_rank_0, say_if_missing
 from .advice import explaining_transformers
 from .attach import attach
 from .expert_groups import any_groups_allowed
+from .freezing import frozen_experts_held
 from .hooks import remember_engine
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
@@ -86,7 +87,8 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
             if config.enabled:
                 _refuse_empty(model)
                 contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
-                            "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed()}
+                            "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed(),
+                            "frozen_experts": frozen_experts_held(config, model)}
                 for feature, context in contexts.items():
                     if not say_if_missing(feature):
                         stack.enter_context(context)

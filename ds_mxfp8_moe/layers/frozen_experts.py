@@ -11,6 +11,7 @@ A layer gets them while AutoEP makes it, so that no copy of the weights in high 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed.module_inject import auto_ep_layer
@@ -23,7 +24,9 @@ from deepspeed.moe.ep_repack import (
 )
 from torch import nn
 
+from ..config import MXFP8MoEConfig, current_device, resolve
 from ..ffn.frozen_weights import FrozenWeights
+from .lora import has_adapters
 from .patches import patched
 from .presets import gate_and_up_in_turn
 
@@ -38,13 +41,23 @@ def frozen_of(experts: nn.Module) -> FrozenWeights | None:
 def dtype_of(experts: nn.Module) -> torch.dtype:
     """The dtype of the experts' weights, which FrozenWeights stand for."""
     frozen = frozen_of(experts)
-    return next(experts.parameters()).dtype if frozen is None else frozen.dtype
+    return experts.w1.dtype if frozen is None else frozen.dtype
 
 
 def frozen_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
     """AutoEP's layers with FrozenWeights, by their names in the model."""
     return {name: module for name, module in model.named_modules()
             if isinstance(module, AutoEPMoELayer) and frozen_of(module.experts) is not None}
+
+
+def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
+    """Whether frozen experts of AutoEP's layers are to be held in MXFP8.
+
+    Without the key, they are where the model has adapters by PEFT: its users save the adapters, and memory decides.
+    """
+    if not resolve(config, *current_device()).quantize_gemm or config.frozen_experts == "keep":
+        return False
+    return config.frozen_experts == "mxfp8" or has_adapters(model)
 
 
 def hold(layer: AutoEPMoELayer, frozen: FrozenWeights) -> None:
@@ -58,6 +71,15 @@ def hold(layer: AutoEPMoELayer, frozen: FrozenWeights) -> None:
         delattr(experts, name)
         _free(parameter)
     experts.frozen = frozen
+
+
+def hold_quantized(layer: AutoEPMoELayer, scaling_mode: str) -> None:
+    """Quantises the experts' weights of a layer, one expert after the other, and lets it hold the result alone."""
+    w1_EFH, w2_EHF, w3_EFH = (getattr(layer.experts, name) for name in WEIGHTS)
+    frozen = FrozenWeights(*w2_EHF.shape, w1_EFH.dtype, w1_EFH.device)
+    for i, (gate, down, up) in enumerate(zip(w1_EFH, w2_EHF, w3_EFH, strict=True)):
+        frozen.put(i, gate, up, down, scaling_mode)
+    hold(layer, frozen)
 
 
 @contextmanager

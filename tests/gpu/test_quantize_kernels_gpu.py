@@ -10,7 +10,16 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from quantize_cases import DTYPES, run_columns, run_empty, run_rescale, run_rows, run_transpose_tiles, run_weights, same
+from quantize_cases import (
+    DTYPES,
+    run_columns,
+    run_empty,
+    run_rescale,
+    run_rows,
+    run_transpose_tiles,
+    run_weights,
+    same,
+)
 
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.ops.mx_format import MXParts

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets AutoEP's layers hold frozen experts in MXFP8 alone: the key "frozen_experts".
+
+While an engine starts, AutoEP replaces one MoE block after the other. The weights of a block's experts then go to the
+device and are quantised there, one expert after the other, and the block's own are freed. So the most memory that the
+start takes beside the user's model is that of one expert, on the host and on the device. What is quantised lies on the
+device from then on. With ZeRO-3's partitioned parameters it is one layer in place of one expert.
+
+In an engine that exists, `convert` does the same, layer by layer.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+
+from ..compute.formula import NotRecognised
+from ..config import MXFP8MoEConfig
+from ..ffn.frozen_weights import FrozenWeights
+from ..layers.frozen_experts import (
+    WEIGHTS,
+    experts_of,
+    free_sources,
+    hold,
+    is_frozen,
+    sources_of,
+    wants_mxfp8,
+    without_weights,
+)
+from ..layers.patches import patched
+from ..transport.deadline import failure_of_any
+from .convert import autoep_formula, shared_parameters
+
+
+def frozen_experts_held(config: MXFP8MoEConfig, model: Any) -> AbstractContextManager:
+    """Engines made inside the context hold frozen experts as the section asks for it.
+
+    Args:
+        model: the model of the engine, with PEFT's adapters where PEFT has put them.
+
+    Raises:
+        RuntimeError: inside the context, on every rank, if one of them cannot hold the experts of a layer.
+    """
+    wanted = wants_mxfp8(config, model)
+
+    def configure(plain, engine, model, *args, **kwargs):
+        if not wanted:
+            return plain(engine, model, *args, **kwargs)
+        if engine.local_rank >= 0:  # as DeepSpeed does later in the start
+            get_accelerator().set_device(engine.local_rank)
+        start = _Start(engine, model, config)
+        with patched(AutoEP, "_replace_moe_layer_without_retarget", start.replace_layer):
+            sources = plain(engine, model, *args, **kwargs)
+        start.end()
+        return sources
+
+    return patched(DeepSpeedEngine, "_configure_expert_parallel", configure)
+
+
+class _Start:
+    """The layers that AutoEP makes while one engine starts."""
+
+    def __init__(self, engine: DeepSpeedEngine, model: torch.nn.Module, config: MXFP8MoEConfig):
+        self.engine, self.model, self.config = engine, model, config
+        self.shared = shared_parameters(model)
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.layers: list[AutoEPMoELayer] = []
+        self.failure: str | None = None
+
+    def replace_layer(self, plain, autoep, spec, *args, **kwargs) -> tuple:
+        """AutoEP's function that makes a layer and puts it into the place of the block."""
+        block = autoep.model.get_submodule(spec.moe_module_name)
+        name = next(name for name, module in self.model.named_modules() if module is block)
+        source = getattr(block, spec.experts_name)
+        weights = sources_of(source, spec)
+        held = self.config.selects(name) and is_frozen(source, spec) and self.shared.keys().isdisjoint(weights)
+        if not held:
+            return plain(autoep, spec, *args, **kwargs)
+        dtype = self._dtype(weights[0])
+        with without_weights(dtype):
+            layer, sources = plain(autoep, spec, *args, **kwargs)
+        experts = experts_of(source, spec, layer)
+        origins = [sources.sources.pop(id(getattr(layer.experts, key)), None) for key in WEIGHTS]
+        try:
+            formula = autoep_formula(layer, {})
+        except NotRecognised:  # DeepSpeed's own path needs parameters
+            stacks = map(torch.stack, zip(*experts, strict=True))
+            for key, origin, stack in zip(WEIGHTS, origins, stacks, strict=True):
+                parameter = torch.nn.Parameter(stack, requires_grad=False)
+                vars(parameter).update(vars(getattr(layer.experts, key)))
+                setattr(layer.experts, key, parameter)
+                if origin is not None:  # a client optimizer needs them
+                    sources.sources[id(parameter)] = origin
+            return layer, sources
+        frozen = None
+        for i, (gate, down, up) in enumerate(experts):  # to the end, since ZeRO-3 gathers on all ranks
+            if self.failure is not None:
+                continue
+            try:
+                if frozen is None:
+                    frozen = FrozenWeights(layer.num_local_experts, formula.hidden_size, formula.ffn_size, dtype,
+                                           weights[0].device if self.engine.dont_change_device else self.device)
+                frozen.put(i, gate, up, down, self.config.scaling_mode)
+            except Exception as error:
+                self.failure = f"{name}.{spec.experts_name}, expert {i} of this rank: {type(error).__name__}: {error}"
+        hold(layer, frozen)
+        free_sources(source, spec)
+        self.layers.append(layer)
+        return layer, sources
+
+    def end(self) -> None:
+        """Raises RuntimeError on every rank, if one of them failed. Makes copies of experts on several ranks equal, as
+        DeepSpeed does with parameters."""
+        failure = self.failure
+        if dist.get_world_size() > 1:
+            failure = failure_of_any(dist.get_world_group(), failure, "the start (every rank quantises its experts)")
+        if failure:
+            raise RuntimeError(f"frozen experts could not be held in MXFP8: {failure}")
+        for layer in self.layers:
+            group = groups._get_expert_data_parallel_group(layer.ep_group_name)
+            if dist.get_world_size(group=group) > 1:
+                for buffer in layer.experts.frozen.buffers():
+                    dist.broadcast(buffer, groups._get_expert_broadcast_src_rank(layer.ep_group_name), group=group)
+
+    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """The dtype to which DeepSpeed would cast the weight."""
+        if self.engine.fp16_enabled():
+            return torch.float16
+        return torch.bfloat16 if self.engine.bfloat16_enabled() else weight.dtype
