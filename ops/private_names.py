@@ -83,6 +83,8 @@ NAMES = tuple(Row(*row) for row in (
     ("import", f"{_PRESETS}.base",
      "ForwardContract MoELayerSpec MoEModelPreset TransformersTopLevelRouterLogitsAdapter"),
     ("import", f"{_PRESETS}.registry", "PRESET_MODELS"),
+    ("import", "deepspeed.module_inject", "auto_ep_layer"),
+    ("import", "deepspeed.moe", "ep_repack"),
     ("import", "deepspeed.moe.ep_count", "count_tokens_per_expert(selected_experts_indices, num_experts, ...)"),
     ("import", "deepspeed.moe.ep_experts", "GroupedExperts apply_expert_activation(gate, up, activation, ...)"),
     ("import", "deepspeed.moe.ep_router", "TokenChoiceTopKRouter"),

@@ -106,7 +106,7 @@ class _Start:
                 if frozen is None:
                     frozen = FrozenWeights(layer.num_local_experts, formula.hidden_size, formula.ffn_size, dtype,
                                            weights[0].device if self.engine.dont_change_device else self.device)
-                frozen.put(i, gate, up, down, self.config.scaling_mode)
+                frozen.put(i, gate, down, up, self.config.scaling_mode)
             except Exception as error:
                 self.failure = f"{name}.{spec.experts_name}, expert {i} of this rank: {type(error).__name__}: {error}"
         hold(layer, frozen)

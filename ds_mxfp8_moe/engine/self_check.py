@@ -275,7 +275,7 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
     frozen = None
     if kind.frozen and kind.recipe.quantize_gemm:
         frozen = FrozenWeights(EXPERTS, HIDDEN, FFN, kind.dtype, device)
-        for i, parts in enumerate(zip(*(weights.pop(role) for role in ("gate", "up", "down")), strict=True)):
+        for i, parts in enumerate(zip(*(weights.pop(role) for role in ("gate", "down", "up")), strict=True)):
             frozen.put(i, *parts, kind.recipe.scaling_mode)
     weights = {role: leaf(w) if kind.stacked else [leaf(one) for one in w] for role, w in weights.items()}
     adapters = {}

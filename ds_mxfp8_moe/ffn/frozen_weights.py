@@ -45,7 +45,7 @@ class FrozenWeights(nn.Module):
         self._operands: dict[str, MXTensor] = {}
 
     @torch.no_grad()
-    def put(self, expert: int, gate_FH: torch.Tensor, up_FH: torch.Tensor, down_HF: torch.Tensor,
+    def put(self, expert: int, gate_FH: torch.Tensor, down_HF: torch.Tensor, up_FH: torch.Tensor,
             scaling_mode: str) -> None:
         """Quantises the weights of one expert, as `casts.quantize_weights` does with blocks of 128.
 
@@ -68,14 +68,10 @@ class FrozenWeights(nn.Module):
 
     def dequantized(self) -> Iterator[torch.Tensor]:
         """The experts' gate [E, F, H], down [E, H, F] and up [E, F, H] in `dtype`, one after the other."""
-        operands, ffn_size = self.operands(), self.down_data.shape[2]
-        both = operands["up"]
-        for name in ("gate", "down", "up"):
-            if name == "down":
-                yield casts.dequantize(operands["down"], self.dtype)
-            else:
-                whole = casts.dequantize(both, self.dtype)
-                yield (whole[:, :ffn_size] if name == "gate" else whole[:, ffn_size:]).contiguous()
+        ffn_size, up, down = self.down_data.shape[2], *self.operands().values()
+        yield casts.dequantize(up, self.dtype)[:, :ffn_size].contiguous()
+        yield casts.dequantize(down, self.dtype)
+        yield casts.dequantize(up, self.dtype)[:, ffn_size:].contiguous()
 
     def bytes_held(self) -> tuple[int, int]:
         """The bytes of these weights in `dtype`, and as they are held."""

@@ -17,11 +17,7 @@ import torch
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.moe.ep_repack import (
-    repack_expert_requires_grad_flags,
-    repack_expert_source_params,
-    repack_expert_weights,
-)
+from deepspeed.moe import ep_repack
 from torch import nn
 
 from ..config import MXFP8MoEConfig, current_device, resolve
@@ -78,7 +74,7 @@ def hold_quantized(layer: AutoEPMoELayer, scaling_mode: str) -> None:
     w1_EFH, w2_EHF, w3_EFH = (getattr(layer.experts, name) for name in WEIGHTS)
     frozen = FrozenWeights(*w2_EHF.shape, w1_EFH.dtype, w1_EFH.device)
     for i, (gate, down, up) in enumerate(zip(w1_EFH, w2_EHF, w3_EFH, strict=True)):
-        frozen.put(i, gate, up, down, scaling_mode)
+        frozen.put(i, gate, down, up, scaling_mode)
     hold(layer, frozen)
 
 
@@ -100,7 +96,7 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
 
 def is_frozen(source: nn.Module, spec: MoELayerSpec) -> bool:
     """Whether no weight of a block's experts is trained, before AutoEP replaces the block."""
-    return not any(repack_expert_requires_grad_flags(source, spec, 0, 1))
+    return not any(ep_repack.repack_expert_requires_grad_flags(source, spec, 0, 1))
 
 
 def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -114,7 +110,7 @@ def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer) -> 
     else:
         parts = [(expert, spec.num_experts) for expert in range(first, first + count)]
     for part in parts:
-        gate, down, up = repack_expert_weights(source, spec, *part)
+        gate, down, up = ep_repack.repack_expert_weights(source, spec, *part)
         if gate_and_up_in_turn(spec):
             both = torch.cat([gate, up], dim=1)
             gate, up = both[:, 0::2], both[:, 1::2]
@@ -123,7 +119,8 @@ def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer) -> 
 
 def sources_of(source: nn.Module, spec: MoELayerSpec) -> list[nn.Parameter]:
     """The parameters of all experts' weights, before AutoEP replaces their block."""
-    return list(dict.fromkeys(p for of_weight in repack_expert_source_params(source, spec, 0, 1) for p in of_weight))
+    of_weights = ep_repack.repack_expert_source_params(source, spec, 0, 1)
+    return list(dict.fromkeys(p for of_weight in of_weights for p in of_weight))
 
 
 def free_sources(source: nn.Module, spec: MoELayerSpec) -> None:

@@ -24,6 +24,7 @@ from ds_mxfp8_moe.layers.found import converted_layers
 
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
+KEPT = {"enabled": True, "frozen_experts": "keep"}  # which DeepSpeed's own path computes, too
 PLAIN = {"enabled": True, "exclude": [".*"]}  # DeepSpeed's own path
 SECTIONS = {"BF16": BF16, "MXFP8": MXFP8, "PLAIN": PLAIN}
 LEARNING_RATE = 0.5
@@ -155,7 +156,7 @@ def test_one_layer_beside_deepspeeds_own_path(ranks2):
 
 def saved(directory, stage, ep_size, **changes):
     net = adapted(**changes)
-    engine = build(net, MXFP8, stage, ep_size)
+    engine = build(net, KEPT, stage, ep_size)
     train_engine(engine, range(2))
     ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
     if stage == 3:
@@ -184,7 +185,7 @@ def by_transformers(directory):
     net = model()
     net.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"],
                                     target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
-    engine = build(net, MXFP8)
+    engine = build(net, KEPT)
     train_engine(engine, range(2))
     state = saving._state_dict(engine)  # what accelerator.get_state_dict returns
     net.save_pretrained(directory, state_dict=state, is_main_process=dist.get_rank() == 0)

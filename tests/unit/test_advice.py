@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig
 from ds_mxfp8_moe.engine.advice import TRANSFORMERS, about_expert_parallel, about_keys, explaining_transformers
@@ -48,9 +49,12 @@ def test_configs_with_nothing_to_say(config, ranks):
     ({"recipe": "bf16", "scaling_mode": "floor"}, [2], '"scaling_mode" has no effect: the recipe "bf16" quantises '
                                                        "nothing"),
     ({"transport": "nvlink"}, [1, 2], None), ({"transport": "collective"}, [1], None), ({}, [1], None),
-    ({"recipe": "bf16"}, [1], None), ({"capacity_factor": 1.5}, [], None)])
+    ({"recipe": "bf16"}, [1], None), ({"capacity_factor": 1.5}, [], None),
+    ({"frozen_experts": "mxfp8"}, [2], '"frozen_experts": "mxfp8" has no effect: no layer of AutoEP has experts that '
+                                       "are all frozen. Classic layers keep theirs in the model's dtype, and so does "
+                                       "ZeRO-3 in an engine that exists")])
 def test_keys_without_effect(section, sizes, line):
-    layers = [SimpleNamespace(ep_size=size) for size in sizes]
+    layers = [SimpleNamespace(ep_size=size, experts=torch.nn.Module()) for size in sizes]
     assert about_keys(MXFP8MoEConfig(**section), layers) == ([line] if line else [])
 
 

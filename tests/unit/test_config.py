@@ -31,6 +31,7 @@ ALL_KEYS = {
     "overlap": False,
     "batch_gradients": False,
     "keep_quantized_weights": True,
+    "frozen_experts": "mxfp8",
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],
