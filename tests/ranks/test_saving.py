@@ -15,11 +15,13 @@ from test_pretrained import build, held_out_loss, loaded
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.checkpoint.saving import MARK
+from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 
 
 def loss_of(engine) -> float:
-    """On DeepSpeed's own path, which rounds as plain transformers does."""
-    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    """On DeepSpeed's own path, which rounds as plain transformers does. Frozen experts in MXFP8 stay on ours."""
+    if not frozen_layers(engine.module):
+        ds_mxfp8_moe.convert(engine, {"enabled": False})
     return held_out_loss(engine)
 
 
@@ -113,8 +115,8 @@ PATTERN = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
 def adapters(directory, stage):
     net = peft.get_peft_model(model("qwen3_moe"), LORA)
     optimizer = {"type": "SGD", "params": {"lr": 2.0, "momentum": 0.9}}
-    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, stage, 2, PATTERN,
-                                                                 optimizer=optimizer))[0]
+    section = {"enabled": True, "frozen_experts": "keep"}  # those in MXFP8: test_frozen_experts.py
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, 2, PATTERN, optimizer=optimizer))[0]
     train_engine(engine, range(5))
     save_pretrained(engine, directory / "whole")
     state = engine._zero3_consolidated_16bit_state_dict()  # what accelerator.get_state_dict returns
