@@ -2,9 +2,10 @@
 """Lets AutoEP's layers hold frozen experts in MXFP8 alone: the key "frozen_experts".
 
 While an engine starts, AutoEP replaces one MoE block after the other. The weights of a block's experts then go to the
-device and are quantised there, one expert after the other, and the block's own are freed. So the most memory that the
-start takes beside the user's model is that of one expert, on the host and on the device. What is quantised lies on the
-device from then on. With ZeRO-3's partitioned parameters it is one layer in place of one expert.
+device, one expert after the other, and are quantised there. The block's own are freed before the next block. So beside
+the user's model the start takes no memory of the host. On the device it takes that of all experts in MXFP8, which
+stay, and of two copies of one expert in the model's dtype. Of parameters that ZeRO-3 has partitioned, a layer is
+gathered at once.
 
 In an engine that exists, `convert` does the same, layer by layer.
 """
@@ -16,11 +17,12 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
-from ..compute.formula import NotRecognised
+from ..compute.formula import ExpertFormula, NotRecognised
 from ..config import MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.frozen_experts import (
@@ -85,12 +87,11 @@ class _Start:
         dtype = self._dtype(weights[0])
         with without_weights(dtype):
             layer, sources = plain(autoep, spec, *args, **kwargs)
-        experts = experts_of(source, spec, layer)
         origins = [sources.sources.pop(id(getattr(layer.experts, key)), None) for key in WEIGHTS]
         try:
             formula = autoep_formula(layer, {})
         except NotRecognised:  # DeepSpeed's own path needs parameters
-            stacks = map(torch.stack, zip(*experts, strict=True))
+            stacks = map(torch.stack, zip(*experts_of(source, spec, layer, weights[0].device), strict=True))
             for key, origin, stack in zip(WEIGHTS, origins, stacks, strict=True):
                 parameter = torch.nn.Parameter(stack, requires_grad=False)
                 vars(parameter).update(vars(getattr(layer.experts, key)))
@@ -98,21 +99,27 @@ class _Start:
                 if origin is not None:  # a client optimizer needs them
                     sources.sources[id(parameter)] = origin
             return layer, sources
-        frozen = None
-        for i, (gate, down, up) in enumerate(experts):  # to the end, since ZeRO-3 gathers on all ranks
-            if self.failure is not None:
-                continue
-            try:
-                if frozen is None:
-                    frozen = FrozenWeights(layer.num_local_experts, formula.hidden_size, formula.ffn_size, dtype,
-                                           weights[0].device if self.engine.dont_change_device else self.device)
-                frozen.put(i, gate, down, up, self.config.scaling_mode)
-            except Exception as error:
-                self.failure = f"{name}.{spec.experts_name}, expert {i} of this rank: {type(error).__name__}: {error}"
-        hold(layer, frozen)
+        hold(layer, self._quantized(name, layer, formula, source, spec, dtype))
         free_sources(source, spec)
         self.layers.append(layer)
         return layer, sources
+
+    def _quantized(self, name: str, layer: AutoEPMoELayer, formula: ExpertFormula, source: torch.nn.Module,
+                   spec: MoELayerSpec, dtype: torch.dtype) -> FrozenWeights | None:
+        """None if this rank has failed, in this layer or before."""
+        device = sources_of(source, spec)[0].device if self.engine.dont_change_device else self.device
+        frozen, done = None, 0
+        try:
+            if self.failure is None:
+                frozen = FrozenWeights(layer.num_local_experts, formula.hidden_size, formula.ffn_size, dtype, device)
+            for weights in experts_of(source, spec, layer, device):
+                if frozen is not None:
+                    frozen.put(done, *weights, self.config.scaling_mode)
+                done += 1
+        except Exception as error:
+            self.failure = (f"{name}.{spec.experts_name}, with {done} of {layer.num_local_experts} experts done: "
+                            f"{type(error).__name__}: {error}")
+        return None if self.failure else frozen
 
     def end(self) -> None:
         """Raises RuntimeError on every rank, if one of them failed. Makes copies of experts on several ranks equal, as

@@ -11,6 +11,8 @@ A layer gets them while AutoEP makes it, so that no copy of the weights in high 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,22 +101,32 @@ def is_frozen(source: nn.Module, spec: MoELayerSpec) -> bool:
     return not any(ep_repack.repack_expert_requires_grad_flags(source, spec, 0, 1))
 
 
-def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Gate [F, H], down [H, F] and up [F, H] of each of this rank's experts, in copies that are made one by one.
+def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer,
+               device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Gate [F, H], down [H, F] and up [F, H] of each of this rank's experts, in copies on `device`, made one by one.
 
     With ZeRO-3, all of this rank's experts are copied at once, and every rank has to go through to the end.
     """
     first, count = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
     if any(hasattr(p, "ds_id") for p in sources_of(source, spec)):
-        parts = [(layer.ep_rank, layer.ep_size)]
+        parts = [(source, spec, layer.ep_rank, layer.ep_size)]
     else:
-        parts = [(expert, spec.num_experts) for expert in range(first, first + count)]
+        one = replace(spec, num_experts=1)
+        parts = ((_one_of(source, spec, i, device), one, 0, 1) for i in range(first, first + count))
     for part in parts:
-        gate, down, up = ep_repack.repack_expert_weights(source, spec, *part)
+        gate, down, up = ep_repack.repack_expert_weights(*part)
         if gate_and_up_in_turn(spec):
             both = torch.cat([gate, up], dim=1)
             gate, up = both[:, 0::2], both[:, 1::2]
         yield from zip(gate, down, up, strict=True)
+
+
+def _one_of(source: nn.Module, spec: MoELayerSpec, expert: int, device: torch.device) -> Any:
+    """What AutoEP reads of a block's experts, for one of them."""
+    if spec.expert_storage != "fused_3d":
+        return nn.ModuleList([source[expert]])
+    names = filter(None, (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name))
+    return SimpleNamespace(**{name: getattr(source, name).data[expert:expert + 1].to(device) for name in names})
 
 
 def sources_of(source: nn.Module, spec: MoELayerSpec) -> list[nn.Parameter]:

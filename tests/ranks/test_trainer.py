@@ -98,8 +98,8 @@ def by_trainer(directory, stage, adapters, *args):
 
 
 def check_files(directory, names, adapters, dtype, expected: float) -> float:
-    """Plain transformers, or PEFT, loads each of the files with the held-out loss that the engine had. Returns the last
-    one's."""
+    """Plain transformers, or PEFT, loads each of the files with the held-out loss that the engine had. Returns that of
+    the last file."""
     for name in names:
         if adapters:
             net = peft.PeftModel.from_pretrained(model(), directory / name)
