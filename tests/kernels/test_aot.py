@@ -53,6 +53,7 @@ def blackwell_gemms():
     gemm = module("grouped_gemm_blackwell")
     gemm.grouped_mm_mxfp8(mx(P, H), mx(E, F, H), ends(), BF16)
     gemm.grouped_mm_mxfp8(mx(P, H, block=128, block_major=True), mx(E, 160, H, block=128), ends(), F32)
+    gemm.grouped_mm_mxfp8(mx(P, H), mx(E, F, H, block=128, tiled=True), ends(), BF16)  # frozen weights
     for dtype in (BF16, F32):
         gemm.grouped_mm_wgrad_mxfp8(mx(F, P, block_major=True), mx(H, P, block=128, block_major=True), ends(), dtype)
 

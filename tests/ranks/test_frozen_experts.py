@@ -93,27 +93,27 @@ def test_blocks_of_32_read_one_scale_a_tile(ranks2):
 # ---------------------------------------------------------------- one call
 
 
-def calls(frozen, recipe, routing, tokens=50, name="swiglu", count=3):
+def calls(frozen, recipe, routing, tokens=50, name="swiglu", count=3, device="cpu"):
     """Outputs and gradients of some calls with the same frozen weights: held in MXFP8, or not."""
     experts, _, _, _ = problem(1, name, dtype=torch.bfloat16)
-    stacks = {role: torch.nn.Parameter(torch.stack([e[role] for e in experts]), requires_grad=False)
+    stacks = {role: torch.nn.Parameter(torch.stack([e[role] for e in experts]).to(device), requires_grad=False)
               for role in experts[0]}
     held = None
     if frozen:
-        held = FrozenWeights(len(experts), HIDDEN, FFN, torch.bfloat16, "cpu")
+        held = FrozenWeights(len(experts), HIDDEN, FFN, torch.bfloat16, device)
         for i, expert in enumerate(experts):
             held.put(i, expert["gate"], expert["down"], expert["up"], "rceil")
     results = []
     for seed in range(count):
         torch.manual_seed(seed)
         _, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16, routing=routing, tokens=(tokens, ))
-        x, weight_TK = (x * (seed + 1)).requires_grad_(), routes[1].requires_grad_()
-        factors = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in (
+        x, weight_TK = (x * (seed + 1)).to(device).requires_grad_(), routes[1].to(device).requires_grad_()
+        factors = [torch.randn(shape, dtype=torch.bfloat16).to(device).requires_grad_() for shape in (
             (8, 8, HIDDEN), (8, 2 * FFN, 8), (8, 8, FFN), (8, HIDDEN, 8))]
         y = ExpertFFN(formula(name), RECIPES[recipe], Local(), 8, kept=None if frozen else KeptWeights())(
-            x, Routes(expert_TK=routes[0], weight_TK=weight_TK, num_experts=8), {} if frozen else stacks,
+            x, Routes(expert_TK=routes[0].to(device), weight_TK=weight_TK, num_experts=8), {} if frozen else stacks,
             adapters={"up": LowRank(*factors[:2]), "down": LowRank(*factors[2:])}, frozen=held)
-        results += [y.detach(), *torch.autograd.grad(y, [x, weight_TK, *factors], g)]
+        results += [y.detach(), *torch.autograd.grad(y, [x, weight_TK, *factors], g.to(device))]
     return results
 
 
@@ -162,6 +162,19 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
     assert before == 4 * 3 * 2 * 160 * 96 and 0 < now - before // 4 < 40
     meta = model.to("meta")
     assert all(operand.device.type == "meta" for operand in meta[0].operands().values())
+
+
+def compiled():
+    """Losses of an engine and of a compiled one."""
+    engines = [build(adapted(), SECTION) for _ in range(2)]
+    engines[1].compile(backend="eager")
+    return [train_engine(made, range(3)) for made in engines]
+
+
+@pytest.mark.slow
+def test_compiled_engines_train_alike(ranks2):
+    for plain, traced in ranks2.run(compiled):
+        assert traced == plain
 
 
 # ---------------------------------------------------------------- when, and what is refused

@@ -26,6 +26,7 @@ FORMULAS = {
     "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="gate_up_in_turn"),
 }
 AUTOEP = dict(stacked=True, rank=8, routed=("softmax", True, True))
+FROZEN = dict(stacked=True, rank=8, frozen=True)
 CLASSIC = dict(stacked=False, exchanges=True)
 
 
@@ -46,10 +47,12 @@ def on_cpu(monkeypatch, tmp_path):
 
 RECIPES = "mxfp8", "mxfp8_wgrad_with_hp", "bf16"
 CASES = {f"{name}-{recipe}-classic": (name, recipe, CLASSIC) for name in FORMULAS for recipe in RECIPES} | {
-    f"{name}-{recipe}-autoep": (name, recipe, AUTOEP) for name in ("gated", "gpt-oss") for recipe in RECIPES}
+    f"{name}-{recipe}-autoep": (name, recipe, AUTOEP) for name in ("gated", "gpt-oss") for recipe in RECIPES} | {
+    f"{name}-{recipe}-frozen": (name, recipe, FROZEN) for name in ("gated", "gpt-oss") for recipe in RECIPES[:2]}
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, "gated-mxfp8_wgrad_with_hp-autoep", "packed-mxfp8-classic"))
+@pytest.mark.parametrize("case", slow_except(CASES, "gated-mxfp8_wgrad_with_hp-autoep", "packed-mxfp8-classic",
+                                             "gpt-oss-mxfp8-frozen"))
 def test_whole_kernels_pass(case):
     name, recipe, keys = CASES[case]
     assert self_check._run(kind(name, recipe, **keys), CPU) == Verdict()
@@ -92,15 +95,16 @@ def test_a_broken_operation_is_found(monkeypatch, name, change, runs, found):
     assert re.search(found, verdict.found)
 
 
-def test_a_broken_cast_is_found(monkeypatch):
+@pytest.mark.parametrize("name, keys", [("quantize_weights", AUTOEP), ("transpose_tiles", FROZEN)])
+def test_a_broken_cast_is_found(monkeypatch, name, keys):
     def change(found):
         data = found.qdata.view(torch.uint8).clone()
         data[0, 5] ^= 0x80  # a row with another sign
         return found.with_parts(data.view(torch.float8_e4m3fn), found.scale_bytes)
 
-    monkeypatch.setattr(casts, "quantize_weights", broken_once(casts.quantize_weights, change))
-    verdict = self_check._run(kind(**AUTOEP), CPU)
-    assert verdict.runs == "bf16" and verdict.found.startswith("quantize_weights: signal-to-noise")
+    monkeypatch.setattr(casts, name, broken_once(getattr(casts, name), change))
+    verdict = self_check._run(kind(**keys), CPU)
+    assert verdict.runs == "bf16" and verdict.found.startswith(f"{name}: signal-to-noise")
 
 
 def test_the_check_leaves_no_trace():
