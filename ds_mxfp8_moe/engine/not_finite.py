@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
 from ..layers.say import print_on_rank_0
+from ..ops.mx_format import NAN_SCALE_BYTE
 from ..transport.deadline import answers_of_all
 
 
@@ -56,6 +57,8 @@ class FirstNotFinite:
             module, name, _ = self._outputs[first]
             weights = [key for key, p in module.named_parameters(prefix=name)  # in ZeRO-3, this rank's part of them
                        if not getattr(p, "ds_tensor", p).detach().isfinite().all()]
+            weights += [key for key, scale in module.named_buffers(prefix=name)  # of frozen experts in MXFP8
+                        if key.endswith(("frozen.up_scale", "frozen.down_scale")) and (scale == NAN_SCALE_BYTE).any()]
             found = [(first, not weights, dist.get_rank(), name or "the model itself", weights)]
         if dist.get_world_size() > 1:
             found = sum(answers_of_all(dist.get_world_group(), found, "the search for the first NaN"), [])

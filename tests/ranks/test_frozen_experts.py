@@ -280,6 +280,22 @@ def test_a_rank_without_memory_is_an_error_on_every_rank(ranks2):
                         "experts, with 2 of 4 experts done: OutOfMemoryError: CUDA out of memory")
 
 
+def with_a_nan():
+    """What is said if a frozen weight of rank 1 is NaN."""
+    made = build(adapted(dtype=torch.bfloat16), SECTION, 1, **BF16)
+    if dist.get_rank() == 1:
+        autoep_layers(made.module)[1].experts.frozen.down_scale[0] = 255
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        train_engine(made, range(3))
+    return [line for line in told.getvalue().splitlines() if "NaN" in line]
+
+
+def test_a_nan_in_a_frozen_weight_is_named(ranks2):
+    (line, ), nothing = ranks2.run(with_a_nan)
+    assert not nothing and line.endswith("layers.1.mlp, on rank 1; there is one in base_model.model.model.layers.1."
+                                         "mlp.experts.frozen.down_scale")
+
+
 # ---------------------------------------------------------------- the start
 
 

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from ds_mxfp8_moe.compute import grouped_gemm
 from ds_mxfp8_moe.compute.grouped_gemm import emulated, grouped_mm, grouped_mm_wgrad
 from ds_mxfp8_moe.compute.mx import quantize, quantize_tiles, sqnr_db
 
@@ -61,6 +62,13 @@ def test_mxfp8_operands(dtype, block):
     actual = grouped_mm(a_mx, b_mx, ENDS)
     assert actual.dtype == dtype and sqnr_db(expected, actual) >= (110 if dtype == torch.float32 else 50)
     same(expected, grouped_mm(a_mx, b_mx.dequantize(torch.float32), ENDS, torch.float32), torch.float32)
+
+
+def test_frozen_weights_of_tiles_are_multiplied_beside_blocks_of_32_on_blackwell_alone(monkeypatch):
+    a, tiles = quantize(torch.randn(128, 128), 32), quantize_tiles(torch.randn(1, 128, 128))
+    for capability, multiplies in (((10, 0), True), ((9, 0), False)):
+        monkeypatch.setattr(grouped_gemm, "capability", lambda device, found=capability: found)
+        assert grouped_gemm._both_mxfp8(a, tiles) == multiplies
 
 
 @pytest.mark.parametrize("block", (32, 128))
