@@ -176,8 +176,7 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
     if _rank_0_writes(given.arguments):
         return None
     state = given.arguments.get("state_dict")
-    stray = [name for name in autoep_layers(model) if state is not None and f"{name}.experts.w1" in state]
-    if stray:
+    if state is not None and (stray := _stray_layers(model, state)):
         raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
                            f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
     if state is None:
@@ -187,6 +186,13 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
                                f"so it cannot save itself. {USE_INSTEAD}")
         given.arguments["state_dict"] = whole_state_dict(model, expert_parallel, keep=True)
     return plain(*given.args, **given.kwargs)
+
+
+def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
+    """AutoEP's layers of which a state dict has this rank's experts, or none where they are held in MXFP8."""
+    held = {} if has_adapters(model) else frozen_layers(model)
+    return [name for name in autoep_layers(model) if f"{name}.experts.w1" in state or (
+        name in held and not any(key.startswith(f"{name}.experts.") for key in state))]
 
 
 def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
