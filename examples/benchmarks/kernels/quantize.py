@@ -133,6 +133,11 @@ def of_weights(E: int, N: int, K: int, block: int, dtype: torch.dtype) -> Iterat
         case = {"kernel": name, "shape": f"{E}x{N}x{K}", "block_size": block, "dtype": str(dtype)[6:]}
         yield Kernel(case, partial(casts.quantize_weights, parts, block, MODE, transposed),
                      lambda out: [w_ENK, out], partial(right, order=order, transposed=transposed))
+    if block == mx.TILE and dtype == BF16:  # frozen weights that are held in MXFP8, for the input gradient
+        tiles = casts.quantize_weights([w_ENK], block, MODE)
+        yield Kernel({"kernel": "tiles, transposed", "shape": f"{E}x{N}x{K}", "block_size": block, "dtype": "e4m3"},
+                     lambda: casts.transpose_tiles(tiles), lambda out: [tiles, out],
+                     partial(right, order=in_order, transposed=True))
 
 
 def nearly_same(actual: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
