@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_mxfp8_report [ds_config.json [model]]`: what ds_mxfp8_moe would use on this machine, and why; and what would make
-training with this config and model faster.
+"""`ds_mxfp8_report [ds_config.json [model]]`: what ds_mxfp8_moe would use on this machine, and why.
 
-It only reads, and never starts torch.distributed. `python -m ds_mxfp8_moe.report` is the same. The form is that of
-DeepSpeed's ds_report: names, dots, values.
+It also says what would make training with this config and model faster. It only reads, and never starts
+torch.distributed. `python -m ds_mxfp8_moe.report` is the same. The form is that of DeepSpeed's ds_report: names, dots,
+values.
 """
 
 import argparse

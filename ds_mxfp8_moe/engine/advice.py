@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about a config that runs, but probably not as its author meant: one line each. And what would make the rest
-of a step faster, outside of this package.
+"""What to do about a config that runs, but probably not as its author meant: one line each.
+
+What would make a step faster, outside of this package: one line each, too.
 
 Also: which version of transformers to install if AutoEP does not start with this one.
 """
@@ -115,8 +116,9 @@ def _about_model(model: torch.nn.Module) -> Iterator[str]:
             yield f'attention is "eager": load the model with attn_implementation="{found}"'
     forwards = (str(getattr(module.forward, "__module__", "")) for module in model.modules())
     if not any(name.startswith("liger_kernel") for name in forwards) and _liger_has_kernels(model_type_of(model)):
-        yield ("Liger-Kernel is installed, and the model does not use its norms and its loss: use_liger_kernel=True in "
-               "the Trainer, or transformers.integrations.liger.apply_liger_kernel(model, None)")
+        yield ("Liger-Kernel is installed, and the model does not use its norms and its loss: pass "
+               "use_liger_kernel=True to the Trainer, or call transformers.integrations.liger.apply_liger_kernel("
+               "model, None)")
 
 
 def _liger_has_kernels(model_type: str | None) -> bool:

@@ -187,16 +187,19 @@ def _whole_model(out, *arguments):
 
 def test_whole_model(ranks1, tmp_path):
     """Full finetuning with and without checkpointing, and LoRA. A second run adds where the time goes."""
-    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-1])
+    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-2])
     rows = ranks1.run(_whole_model, out, "--no-parts")[0]
-    assert contenders(rows) == 2 * names + [name for name in names if name != whole_model.AUTOEP]
-    assert [row["case"]["checkpointing"] is None for row in rows] == len(names) * [True] + (len(rows) - len(names)) * [
-        False]
+    *_, changed = rows
+    assert contenders(rows) == 2 * names + [name for name in names if name != whole_model.AUTOEP] + [
+        whole_model.DEFAULT]
+    assert [row["case"]["checkpointing"] is None for row in rows] == len(names) * [True] + (
+        len(rows) - len(names) - 1) * [False] + [True]
+    assert all(changed["case"][key] for key in whole_model.CHANGES) and 0 < changed["loss_off"] < 0.002
     assert all(len(row["losses"]) == whole_model.COMPARED and row["tokens_per_s"] > 0 for row in rows)
     chosen = [whole_model.PLAIN, whole_model.DEFAULT]
     rows = ranks1.run(_whole_model, out, "--training", "full", "--contenders", *chosen)[0]
     parts = [row for row in rows if "busy_ms" in row]
-    assert len(rows) == 3 * len(names) - 1 and contenders(parts) == 2 * chosen
+    assert len(rows) == 3 * len(names) and contenders(parts) == 2 * chosen + chosen[1:]
     for row in parts:
         times = {name: row[f"{name}_ms"] for name in step_parts.PARTS}
         assert all(ms > 0 for name, ms in times.items() if name != step_parts.IDLE)

@@ -74,8 +74,8 @@ def trained(family: str, patched: str | None, directory=None):
         directory: to save the model in.
     """
     source, calls = model(family), set()
-    classes = mock.patch.object(modeling_qwen3_moe, "Qwen3MoeExperts", Experts) if patched == "class" else nullcontext()
-    with classes:
+    changed = mock.patch.object(modeling_qwen3_moe, "Qwen3MoeExperts", Experts)
+    with changed if patched == "class" else nullcontext():
         net = model(family)
     assert (type(net.model.layers[-1].mlp.experts) is Experts) == (patched == "class")
     net.load_state_dict(source.state_dict())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What whole_model.py can change of its script: attention, loss, optimizer. guides/fast_training.md says what to choose.
+"""What whole_model.py can change of its script: attention, loss and optimizer.
 
-None is the script as it is: what transformers chooses for the model, Liger's loss with Liger, torch's fused AdamW.
+guides/fast_training.md says which to choose. None is the script as it is: what transformers chooses for the model, Liger's loss with Liger, torch's fused AdamW.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
 CHUNK = 1024  # tokens of which the last two hold logits
-CHUNK_MEM_CONST = 16  # of Liger's loss: it holds the logits of so many times fewer bytes than the default
+CHUNK_MEM_CONST = 16  # by which Liger's loss holds the logits of about so many times more tokens
 
 
 def choose_attention(attention: str | None) -> str | None:
@@ -60,6 +60,6 @@ def tiled(micro_batches: int, head: nn.Module, hidden_BTH: torch.Tensor, target_
     """DeepSpeed computes all gradients in forward. In backward, it scales that of the hidden states alone, so the
     factor 1 / micro_batches of the engine's backward has to be there in forward."""
     count = micro_batches * (target_BT != -100).sum()
-    shards = -(-target_BT.numel() // CHUNK)
-    return micro_batches * TiledFusedLogitsLoss.apply(lambda *given: _summed(*given) / count, head, hidden_BTH, target_BT,
-                                                      None, shards, [head.weight], "sum")
+    tiles = -(-target_BT.numel() // CHUNK)
+    return micro_batches * TiledFusedLogitsLoss.apply(lambda *given: _summed(*given) / count, head, hidden_BTH,
+                                                      target_BT, None, tiles, [head.weight], "sum")

@@ -368,8 +368,9 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
                  if name in (args.contenders or CONTENDERS)
                  and (line["training"], name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
         keys = {key: value for key, value in line.items() if key != "contenders"}
-        found += [Run(Case(**keys | {"layers": layers, "ranks": world.size(), "liger": liger}), name)
-                  for liger in line.get("liger", (False, True)) if not (liger and why[line["model"]]) for name in names]
+        keys |= {"layers": layers, "ranks": world.size()}
+        found += [Run(Case(**keys | {"liger": liger}), name) for liger in line.get("liger", (False, True))
+                  if not (liger and why[line["model"]]) for name in names]
     return sorted(found, key=lambda one: one.case.liger)
 
 
