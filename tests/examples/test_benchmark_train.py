@@ -181,10 +181,13 @@ def test_the_tables_of_the_guide_have_what_was_measured():
             row(results.DEFAULT, 99.0, **fastest, attention="sdpa, flash"),
             {**row(results.DEFAULT, 1.0, **results.LARGER), "failure": "OutOfMemoryError: CUDA out of memory"}]
     del rows[-1]["median_ms"]
+    gpt_oss = whole_model.CASES["full"][0] | {"checkpointing": "checkpointing"} | results.LIGER
+    rows += [row(results.DEFAULT, 20.0, **gpt_oss), row(results.DEFAULT, 50.0, **gpt_oss, attention="eager")]
     text = results.steps_text({"rows": rows, "machine": "1 x NVIDIA X", "date": "2026-11-26", "commit": "abc"})
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert ["transformers with DeepSpeed", "5000", "", "1.00"] in cells and len(cells) == 2 + 4 + 2 + 3
     assert ["its loss in large chunks", "20000", "1.60x", "1.00"] in cells
     assert ["quantised weights not kept", "16667", "0.83x", "1.00"] in cells
     assert ["4 micro-batches of 2 sequences", "out of memory", "", ""] in cells
+    assert "`flex_attention` has 2.50 times" in text
     assert "--cases guide" in results.steps_text(None)

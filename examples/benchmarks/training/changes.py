@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What whole_model.py can change of its script: attention, loss and optimizer.
 
-guides/fast_training.md says which to choose. None is the script as it is: what transformers chooses for the model, Liger's loss with Liger, torch's fused AdamW.
+guides/fast_training.md says which to choose. None is the script as it is: what transformers chooses for the model,
+Liger's loss with Liger, torch's fused AdamW.
 """
 
 from functools import partial
@@ -22,11 +23,11 @@ CHUNK = 1024  # tokens of which the last two hold logits
 CHUNK_MEM_CONST = 16  # by which Liger's loss holds the logits of about so many times more tokens
 
 
-def choose_attention(attention: str | None) -> str | None:
-    """Lets torch choose the kernels that a case asks for. Returns transformers' name of the implementation."""
+def choose_attention(attention: str | None) -> dict[str, str]:
+    """Lets torch choose the kernels that a case asks for. Returns what transformers needs to know."""
     for backend in ("flash", "cudnn", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(SDPA.get(attention, backend) == backend)
-    return "sdpa" if attention in SDPA else attention
+    return {"attn_implementation": "sdpa" if attention in SDPA else attention} if attention else {}
 
 
 def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:

@@ -136,8 +136,8 @@ def model_of(case: Case) -> nn.Module:
     from transformers import AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(
-            case.config(), dtype=world.BF16, attn_implementation=changes.choose_attention(case.attention)).train()
+        model = AutoModelForCausalLM.from_config(case.config(), dtype=world.BF16,
+                                                 **changes.choose_attention(case.attention)).train()
     if case.liger:
         from transformers.integrations.liger import apply_liger_kernel
         apply_liger_kernel(model, LIGER | {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)})

@@ -209,12 +209,17 @@ def steps_text(result: dict | None) -> str:
     if not lines:
         return ("No result file has these figures yet. On a GPU, this measures them: "
                 "`python examples/benchmarks/training/whole_model.py --cases guide`, after `--cases short`.")
-    parts = [f"Each line adds to those above. {show.origin(result)}.",
+    parts = [f"Each line adds to those above. On {show.origin(result)}:",
              show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
     fastest = row_of(result, DEFAULT, FASTEST)
     if fastest and (instead := step_lines(result, INSTEAD, fastest)):
         parts += ["One thing changed in the line with the loss in large chunks:",
                   show.markdown(instead, ["instead", "tokens/s of a GPU", "of that line", "peak, GiB"])]
+    flex, eager = (row_of(result, DEFAULT, CASES["full"][0] | {"checkpointing": "checkpointing"} | LIGER | changed)
+                   for changed in ({}, {"attention": "eager"}))
+    if flex and eager and "median_ms" in flex and "median_ms" in eager:
+        parts.append(f"gpt-oss-20b with `flex_attention` has {eager['median_ms'] / flex['median_ms']:.2f} times the "
+                     "tokens/s that it has with `eager`.")
     return "\n\n".join(parts)
 
 
