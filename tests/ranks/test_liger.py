@@ -69,8 +69,8 @@ def trained(family: str, patched: str | None, directory=None):
 
     Args:
         patched: "instance", as the Trainer does it; "class", before the model is made; "adapters": an instance with
-            PEFT's adapters on its experts, so that a wrapper of PEFT gets the experts' forward; "not adapters": such
-            an instance that is not patched. None: not at all.
+            PEFT's adapters on its experts, so that a wrapper of PEFT gets the experts' forward. It is checkpointed and
+            compiled. "not adapters": an instance with adapters and nothing else. None: not at all.
         directory: to save the model in.
     """
     source, calls = model(family), set()
@@ -83,8 +83,17 @@ def trained(family: str, patched: str | None, directory=None):
         net = with_adapters(net)
     if patched in ("instance", "adapters"):
         calls = patch(net)
+    if patched == "adapters":
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, 1))[0]
+    if patched == "adapters":
+        engine.compile(backend="eager")
     losses = train(engine, range(2))
+    engine.eval()
+    with torch.no_grad():
+        losses.append(engine(input_ids=batch(9), labels=batch(9)).loss.item())
+    engine.train()
+    losses += train(engine, [2])
     if directory:
         ds_mxfp8_moe.save_pretrained(engine, directory)
     return losses, calls, len(converted_layers(engine.module))

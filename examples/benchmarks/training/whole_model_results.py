@@ -207,8 +207,8 @@ def steps_text(result: dict | None) -> str:
     """The tables of the guide to fast training. `result`: None without a result file."""
     lines = step_lines(result, STEPS) if result else []
     if not lines:
-        return ("No result file has these figures yet. On a GPU, this measures them: "
-                "`python examples/benchmarks/training/whole_model.py --cases guide`, after `--cases short`.")
+        return ("No result file has these figures yet. On a GPU, this measures them, after `--cases short`:\n"
+                "`python examples/benchmarks/training/whole_model.py --cases guide`.")
     parts = [f"Each line adds to those above. On {show.origin(result)}:",
              show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
     fastest = row_of(result, DEFAULT, FASTEST)
