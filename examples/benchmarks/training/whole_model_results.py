@@ -119,7 +119,7 @@ def panels(result: dict, figure: str) -> dict[str, dict[str, dict[str, float]]]:
     keys, found = show.varying(result), {}
     for group in results_file.groups(result):
         bars = {name: {figure: value} for name in group.rows if (value := group.figure(name, figure))}
-        if bars:
+        if bars and not is_changed(group.case):
             found[show.described(group.case, keys)] = bars
     return found
 
