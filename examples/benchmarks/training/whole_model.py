@@ -356,7 +356,8 @@ def without_liger(model_type: str) -> str:
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
     """What was asked for. Liger comes last, since it changes transformers' classes for the rest of the process."""
-    lines = CASES["short"] + CASES["full"] if args.cases == "full" else CASES[args.cases]
+    names = ("short", "full", "published") if args.cases == "full" else (args.cases, )
+    lines = [line for name in names for line in CASES[name]]
     lines = [line for line in lines if line["model"] in args.models and line["training"] in args.training]
     why = {name: without_liger(MODELS[name]["model_type"]) for name in dict.fromkeys(line["model"] for line in lines)}
     for name in filter(why.get, why):
@@ -378,7 +379,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", ))
+    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "published"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
                         help=f"some of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--training", nargs="+", choices=(FULL, LORA), default=[FULL, LORA], help="default: both")
