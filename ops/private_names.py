@@ -52,7 +52,7 @@ FEATURES = {
     "saving": "saved models hold one rank's experts: use checkpoints",
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
     "loading": "checkpoints load as DeepSpeed loads them",
-    "advice on speed": "start-up does not say that another attention is faster",
+    "advice on speed": "start-up does not say what would make a step faster",
     "recordings": "the host launches each kernel from Python, which is slower",
     "kernels": "MXFP8 layers run in bf16",
 }

@@ -47,7 +47,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         print_on_rank_0((why_no_layers(engine) if not report.layers else None) or report)
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
         _print_advice(about_keys(config, converted_layers(engine.module)))
-        if has_kernels(torch.device(get_accelerator().current_device_name())):
+        on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
+        if on_gpu and not say_if_missing("advice on speed"):
             hint_at_speed(engine, config)
         choose_transports(engine.module)
         build_executor(engine.module)
