@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_mxfp8_report [ds_config.json]`: what ds_mxfp8_moe would use on this machine, and why.
+"""`ds_mxfp8_report [ds_config.json [model]]`: what ds_mxfp8_moe would use on this machine, and why.
 
-It only reads, and never starts torch.distributed. `python -m ds_mxfp8_moe.report` is the same. The form is that of
-DeepSpeed's ds_report: names, dots, values.
+It also says what would make training with this config and model faster. It only reads, and never starts
+torch.distributed. `python -m ds_mxfp8_moe.report` is the same. The form is that of DeepSpeed's ds_report: names, dots,
+values.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from .compute.executor import unknown_launcher
 from .compute.grouped_gemm import multiplies_mxfp8
 from .compute.mx import BLOCK_SIZES
 from .config import READERS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
-from .engine.advice import about_enabled, about_expert_parallel, about_keys
+from .engine.advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report. Returns the exit status: 1 if the given config has an error or cannot run here, else 0."""
     parser = argparse.ArgumentParser(prog="ds_mxfp8_report", description="What ds_mxfp8_moe would use here, and why.")
     parser.add_argument("config", nargs="?", help="a DeepSpeed config file, to see what its section means here")
-    path = parser.parse_args(argv).config
+    parser.add_argument("model", nargs="?", help="a Hugging Face model's folder or name, to see what would be faster")
+    args = parser.parse_args(argv)
+    path = args.config
 
     _heading("ds_mxfp8_moe: what this machine would use and why")
     for name, text in device_lines():
@@ -87,6 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                        None)
         for line in advice(path, config) if path else ():
             print(f"[WARN] {line}")
+        try:
+            for line in about_speed(load_ds_config(path), config, model_like(args.model)) if path else ():
+                print(f"[HINT] faster, unless your script does it: {line}")
+        except (ImportError, OSError, ValueError) as error:
+            problem = problem or f"the model {args.model}: {error}"
     if problem:
         print("\n".join(f"[FAIL] {line}" for line in problem.splitlines()))
 
@@ -218,6 +226,15 @@ def advice(path: str, config: MXFP8MoEConfig) -> list[str]:
         return about_enabled(config)
     ranks = max(2, get_accelerator().device_count())  # how many will train is not known here
     return about_expert_parallel(load_ds_config(path), ranks) + about_keys(config, ())
+
+
+def model_like(model: str | None) -> torch.nn.Module | None:
+    """A model without weights, as transformers makes it by default."""
+    if model is None:
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 
 def _origin(config: MXFP8MoEConfig, key: str) -> str:

@@ -53,6 +53,7 @@ FEATURES = {
     "saving": "saved models hold one rank's experts: use checkpoints",
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
     "loading": "checkpoints load as DeepSpeed loads them",
+    "advice on speed": "start-up does not say what would make a step faster",
     "recordings": "the host launches each kernel from Python, which is slower",
     "kernels": "MXFP8 layers run in bf16",
 }
@@ -239,6 +240,10 @@ NAMES = tuple(Row(*row) for row in (
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
      "destroy zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
+
+    ("advice on speed", _ENGINE, ".basic_optimizer"),
+    ("advice on speed", "transformers:PreTrainedConfig", "_attn_implementation"),
+    ("advice on speed", "transformers:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
 
     ("recordings", "triton", "JITFunction knobs"),
     ("recordings", "triton.runtime", "driver"),

@@ -17,7 +17,7 @@ from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.device import has_kernels
 from ..ops.op_builder import replay
 from ..transport.deadline import answers_of_all, tell_peers_on_error
-from .advice import about_enabled, about_expert_parallel, about_keys
+from .advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .convert import ConversionReport, convert_layers
 from .hooks import engine_of, hook_engine
 from .self_check import check, kinds_of, line_about, worst
@@ -53,6 +53,9 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
                             "leave them out")
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
         _print_advice(about_keys(config, converted_layers(engine.module)))
+        on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
+        if on_gpu and not say_if_missing("advice on speed"):
+            hint_at_speed(engine, config)
         choose_transports(engine.module)
         build_executor(engine.module)
         save_whole_models(engine)
@@ -116,6 +119,12 @@ def _section(config) -> MXFP8MoEConfig:
 def _print_advice(lines: list[str]) -> None:
     for line in lines:
         print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
+
+
+def hint_at_speed(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    """Prints what would make the rest of a step faster."""
+    for line in about_speed(engine._config._param_dict, config, engine.module, engine.basic_optimizer):
+        print_on_rank_0(f"mxfp8_moe: faster: {line}")
 
 
 def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:

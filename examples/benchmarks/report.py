@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the result files say: one page for each benchmark beside them, with their plots, and between their marks
-the README's plot and table and the answer of the guide to quality.
+the README's plot and table, the answer of the guide to quality and the tables of the guide to fast training.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; checks the files against lib/bars.yaml
@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 from lib import results_file, show
-from training import convergence, convergence_results, train
+from training import convergence, convergence_results, train, whole_model, whole_model_results
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
+FAST = ROOT / "examples" / "guides" / "fast_training.md"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.metrics_cost",
               "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
@@ -125,6 +126,12 @@ def answer_text(found: Found) -> str:
                    f"[{path.name}](../benchmarks/results/{path.name}).")
 
 
+def fast_text(found: Found) -> str:
+    """How fast the scripts of the guide to fast training are, by the latest file of one rank that has them."""
+    results_of_one = [result for path, result in found if "_1ranks" in path.stem]
+    return compact(whole_model_results.steps_text(next(iter(results_of_one), None)))
+
+
 def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
@@ -143,14 +150,15 @@ def compact(text: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """Every page that `make report` writes, the README, and the guide to quality."""
+    """Every page that `make report` writes, the README, and two guides."""
     modules = [importlib.import_module(name) for name in BENCHMARKS]
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
                for module, found in pages.items()}
     text = replaced(README.read_text(), "measured", measured_table(pages))
     return written | {README: replaced(text, "gain", gain_text(pages[train])),
-                      QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence]))}
+                      QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence])),
+                      FAST: replaced(FAST.read_text(), "steps", fast_text(pages.get(whole_model, [])))}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -68,7 +68,7 @@ def test_grouped_gemm(tmp_path):
 def test_quantize(tmp_path):
     rows = run_script("kernels.quantize", tmp_path / "x.json", *BRIEF)
     moved = {row["case"]["kernel"]: row["case"]["bytes"] for row in rows if "kernel" in row["case"]}
-    assert len(moved) == 5 + 4 + 3 and moved["rows"] == 512 * 256 * 3 + 512 * 2
+    assert len(moved) == 5 + 5 + 3 and moved["rows"] == 512 * 256 * 3 + 512 * 2
     for shape in (*quantize.ROWS, *quantize.HIDDEN):
         assert shape[0] * shape[1] * 2 >= 256 << 20  # larger than any L2
 
@@ -187,16 +187,19 @@ def _whole_model(out, *arguments):
 
 def test_whole_model(ranks1, tmp_path):
     """Full finetuning with and without checkpointing, and LoRA. A second run adds where the time goes."""
-    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-1])
+    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-2])
     rows = ranks1.run(_whole_model, out, "--no-parts")[0]
-    assert contenders(rows) == 2 * names + [name for name in names if name != whole_model.AUTOEP]
-    assert [row["case"]["checkpointing"] is None for row in rows] == len(names) * [True] + (len(rows) - len(names)) * [
-        False]
+    *_, changed = rows
+    assert contenders(rows) == 2 * names + [name for name in names if name != whole_model.AUTOEP] + [
+        whole_model.DEFAULT]
+    assert [row["case"]["checkpointing"] is None for row in rows] == len(names) * [True] + (
+        len(rows) - len(names) - 1) * [False] + [True]
+    assert all(changed["case"][key] for key in whole_model.CHANGES) and 0 < changed["loss_off"] < 0.002
     assert all(len(row["losses"]) == whole_model.COMPARED and row["tokens_per_s"] > 0 for row in rows)
     chosen = [whole_model.PLAIN, whole_model.DEFAULT]
     rows = ranks1.run(_whole_model, out, "--training", "full", "--contenders", *chosen)[0]
     parts = [row for row in rows if "busy_ms" in row]
-    assert len(rows) == 3 * len(names) - 1 and contenders(parts) == 2 * chosen
+    assert len(rows) == 3 * len(names) and contenders(parts) == 2 * chosen + chosen[1:]
     for row in parts:
         times = {name: row[f"{name}_ms"] for name in step_parts.PARTS}
         assert all(ms > 0 for name, ms in times.items() if name != step_parts.IDLE)

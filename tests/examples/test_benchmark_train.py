@@ -6,9 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lib import models, results_file, trainings
-from training import train, whole_model, whole_model_results
+from training import changes, train, whole_model, whole_model_results
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
 pytestmark = pytest.mark.slow
@@ -148,3 +149,45 @@ def test_what_follows_from_the_rows_of_a_whole_model():
     assert first["over_deepspeed"] == 1.25 and first["of_best"] == 1 and first["tokens_per_s_all_layers"] == 552
     assert first["tokens_per_s_exchange"] < 1000 and "tokens_per_s_exchange" not in second
     assert failed["failure"] == "out of memory"
+
+
+@pytest.mark.parametrize("loss", [changes.IN_CHUNKS, changes.TILED])
+def test_other_losses_have_the_gradients_of_the_models(monkeypatch, loss):
+    monkeypatch.setattr(changes, "CHUNK", 48)  # of 2 x 40 tokens
+    config = whole_model.Case("tiny", "full", 2, 2, 2, 1, 1).config()
+    found = []
+    for kind in (None, loss):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        changes.change_loss(model, kind, micro_batches=2)
+        ids = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+        labels = ids.masked_fill(torch.arange(40) < 7, -100)
+        got = model(input_ids=ids, labels=labels).loss
+        (got / 2).backward()  # as an engine with two micro-batches
+        found.append([got.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_the_tables_of_the_guide_have_what_was_measured():
+    def row(contender, ms, peak=2**30, **changed):
+        case = whole_model.CASES["short"][0] | {"layers": 48, "ranks": 1} | changed
+        return {"case": case, "contender": contender, "correct": True, "median_ms": ms, "peak_bytes": peak,
+                "tokens_per_s": round(1e6 / ms)}
+
+    results = whole_model_results
+    fastest = results.FASTEST
+    rows = [row(results.PLAIN, 200.0), row(results.DEFAULT, 100.0), row(results.DEFAULT, 80.0, **results.LIGER),
+            row(results.DEFAULT, 50.0, **fastest), row(results.NOT_KEPT, 60.0, **fastest),
+            row(results.DEFAULT, 99.0, **fastest, attention="sdpa, flash"),
+            {**row(results.DEFAULT, 1.0, **results.LARGER), "failure": "OutOfMemoryError: CUDA out of memory"}]
+    del rows[-1]["median_ms"]
+    gpt_oss = whole_model.CASES["full"][0] | {"checkpointing": "checkpointing"} | results.LIGER
+    rows += [row(results.DEFAULT, 20.0, **gpt_oss), row(results.DEFAULT, 50.0, **gpt_oss, attention="eager")]
+    text = results.steps_text({"rows": rows, "machine": "1 x NVIDIA X", "date": "2026-11-26", "commit": "abc"})
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert ["transformers with DeepSpeed", "5000", "", "1.00"] in cells and len(cells) == 2 + 4 + 2 + 3
+    assert ["its loss in large chunks", "20000", "1.60x", "1.00"] in cells
+    assert ["quantised weights not kept", "16667", "0.83x", "1.00"] in cells
+    assert ["4 micro-batches of 2 sequences", "out of memory", "", ""] in cells
+    assert "`flex_attention` has 2.50 times" in text
+    assert "--cases guide" in results.steps_text(None)

@@ -34,6 +34,7 @@ from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
+from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
 from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
@@ -195,6 +196,24 @@ def test_a_size_left_out_and_where_the_experts_lie_are_said(ranks2):
     assert 'WARNING: "capacity_factor" has no effect: every rank holds all experts' in said
     said, _ = ranks2.run(advised, {"autoep_size": 2})
     assert said.count("converted: 8 experts, 4 on each of 2 ranks, recipe") == 2 and said.count("WARNING") == 1
+
+
+def hinted():
+    """Lines at the start on a GPU, and those of an engine with nothing to say."""
+    unfused = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    config, out = ds_config(MXFP8, **unfused), io.StringIO()
+    engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    config["optimizer"]["params"]["fused"] = True
+    other = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    with redirect_stdout(out):
+        hint_at_speed(engine, engine._mxfp8_moe_config)
+        hint_at_speed(other, other._mxfp8_moe_config)
+    return out.getvalue()
+
+
+def test_what_would_be_faster_is_said(ranks2):
+    said, other = ranks2.run(hinted)
+    assert said.startswith("mxfp8_moe: faster: AdamW is not fused") and said.count("\n") == 1 and not other
 
 
 def our_hooks(engine) -> int:

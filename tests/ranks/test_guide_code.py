@@ -14,7 +14,8 @@ import peft
 import pytest
 import torch
 import transformers
-from autoep_models import ds_config, model
+from autoep_models import batch, ds_config, model
+from slow import slow_except
 from test_engine import enabled
 from test_trainer import Sentences
 
@@ -43,14 +44,15 @@ def write_config(directory: Path, text: str | None) -> None:
 
 
 @enabled(times=0)  # the blocks call `enable` themselves
-def run(page: Path, directory: Path, most: int | None = None, **given) -> dict:
-    """Runs all Python of a page in `directory`, or its first `most` blocks, one after the other. Returns its names."""
+def run(page: Path, directory: Path, which: slice | list[int] = slice(None), **given) -> dict:
+    """Runs all Python of a page in `directory`, or `which` of its blocks, one after the other. Returns its names."""
     names = {"model": model(), "dataset": Sentences(16)} | given
     before = os.getcwd()
     write_config(directory, config_of(page))
     os.chdir(directory)
     try:
-        for block in blocks(page, "python")[:most]:
+        found = blocks(page, "python")
+        for block in found[which] if isinstance(which, slice) else [found[i] for i in which]:
             block = block.replace("range(101)", "range(21)")  # of the quick start's steps: 50 s less
             exec(compile(block, str(page), "exec"), names)
     finally:
@@ -118,7 +120,7 @@ def test_accelerate(ranks2, tmp_path):
 
 
 def lora(directory: Path) -> int:
-    return len(converted_layers(run(GUIDES / "peft.md", directory, 1)["engine"].module))
+    return len(converted_layers(run(GUIDES / "peft.md", directory, [0])["engine"].module))
 
 
 def test_peft(ranks2, tmp_path, monkeypatch):
@@ -129,6 +131,39 @@ def test_peft(ranks2, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(blocks(GUIDES / "peft.md", "python")[1], {})
     assert loads(tmp_path / "run/merged")
+
+
+def like_liger(net: torch.nn.Module, config: dict | None) -> None:
+    """Gives the model a forward that takes chunk_mem_const, as Liger-Kernel does."""
+
+    def forward(self, input_ids=None, labels=None, chunk_mem_const=None, **kwargs):
+        assert chunk_mem_const == 16
+        return type(self).forward(self, input_ids=input_ids, labels=labels, **kwargs)
+
+    net.forward = forward.__get__(net)
+
+
+def fast(directory: Path, block: int, family: str) -> tuple[int, list[float], list[float]]:
+    """Converted layers, and losses of the model's own and of the guide's forward, as a mean and as a Trainer's sum."""
+    page, net = GUIDES / "fast_training.md", model(family)
+    ids = batch(0, rank=0, length=40)
+    labels = ids.masked_fill(ids < 20, -100)
+    given = [{"input_ids": ids, "labels": labels} | more for more in ({}, {"num_items_in_batch": torch.tensor(7)})]
+    plain = [net(**one).loss.item() for one in given]
+    with mock.patch("transformers.integrations.liger.apply_liger_kernel", like_liger):
+        names = run(page, directory, [0, block], model=net)
+    engine = names["trainer"].model_wrapped if "trainer" in names else names.get("engine", names["model"])
+    other = model(family)
+    names["loss_in_chunks"](other, tokens=24)
+    assert other(input_ids=ids).logits.shape == (2, 40, len(other.lm_head.weight))
+    return len(converted_layers(engine.module)), plain, [other(**one).loss.item() for one in given]
+
+
+@pytest.mark.parametrize("block, family", slow_except(
+    [(1, "qwen3_moe"), (1, "qwen2_moe"), (2, "qwen3_moe"), (3, "qwen2_moe")], (1, "qwen2_moe"), (2, "qwen3_moe")))
+def test_fast_training(ranks2, tmp_path, block, family):
+    for converted, plain, in_chunks in ranks2.run(fast, tmp_path, block, family):
+        assert converted == 2 and in_chunks == pytest.approx(plain, rel=1e-5)
 
 
 def saving(directory: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from autoep_models import model
 from test_config import ALL_KEYS, OF_TWO_HOPS
 
 from ds_mxfp8_moe import report
@@ -118,6 +119,18 @@ def test_what_training_would_warn_of_at_start_up(tmp_path, capsys, config, line)
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
     assert line in text if line else "[WARN]" not in text
+
+
+def test_what_would_be_faster(tmp_path, capsys):
+    path, folder = tmp_path / "ds_config.json", tmp_path / "model"
+    path.write_text(json.dumps({"mxfp8_moe": {"enabled": True}, "wall_clock_breakdown": True}))
+    model("gpt_oss").config.save_pretrained(folder)
+    assert report.main([str(path)]) == 0
+    assert capsys.readouterr().out.count("[HINT] faster, unless your script does it: ") == 1
+    assert report.main([str(path), str(folder)]) == 0
+    assert '[HINT] faster, unless your script does it: attention is "eager"' in capsys.readouterr().out
+    assert report.main([str(path), str(tmp_path / "absent")]) == 1
+    assert "[FAIL] the model" in capsys.readouterr().out
 
 
 def test_config_without_the_section_is_plain_deepspeed(tmp_path, capsys):

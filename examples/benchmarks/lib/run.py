@@ -27,10 +27,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return out
 
 
-def timed_parser(doc: str, budget: float, seconds: float = float("inf")) -> argparse.ArgumentParser:
+def timed_parser(doc: str, budget: float, seconds: float = float("inf"),
+                 more_cases: tuple[str, ...] = ()) -> argparse.ArgumentParser:
     """The arguments of benchmarks that time contenders case by case."""
     out = parser(doc)
-    out.add_argument("--cases", choices=("tiny", "short", "full"), default="full" if world.on_gpu() else "tiny",
+    out.add_argument("--cases", choices=("tiny", "short", "full", *more_cases),
+                     default="full" if world.on_gpu() else "tiny",
                      help="default: full, and without a GPU tiny, which takes seconds there")
     out.add_argument("--budget", type=float, default=budget, metavar="S",
                      help="seconds for each contender of a case (default: %(default)s)")

@@ -27,18 +27,21 @@ def stored(path: Path, benchmark: str) -> list[dict]:
     return result["rows"]
 
 
-def settle(rows: Iterable[dict], references: Collection[str]) -> None:
+def settle(rows: Iterable[dict], references: Collection[str], changes: Collection[str] = ()) -> None:
     """Compares each row's losses and first gradient norm with those of the case's reference, and says what is
     correct.
 
     Args:
         references: contenders in bf16. The first of them that has losses is the reference.
+        changes: keys of cases that change no result. A case has the reference of that without them.
     """
     rows = list(rows)
+    unchanged = dict.fromkeys(changes)
     for row in rows:
         if "losses" not in row:
             continue
-        others = {other["contender"]: other for other in rows if other["case"] == row["case"] and "losses" in other}
+        others = {other["contender"]: other for other in rows
+                  if other["case"] == row["case"] | unchanged and "losses" in other}
         reference = next((others[name] for name in references if name in others), row)
         offs = [abs(a / b - 1) for a, b in zip(row["losses"], reference["losses"], strict=True)]
         off = max(offs, key=lambda each: math.inf if math.isnan(each) else each)

@@ -4,12 +4,14 @@ time goes, of plain transformers, AutoEP and ours in every recipe.
 
 Real configurations with random weights: whole_model.yaml has them, the cases, and what others publish. Full finetuning
 and LoRA by PEFT on attention and experts, with Liger's norms, rope and loss and without, in ZeRO-1 with fused AdamW.
+A case may change attention, loss and optimizer (changes.py).
 
 A rank holds its share of the experts of N ranks ("one rank of"), and everything else whole. So each expert gets as
 many tokens as with N ranks, and the optimizer has more to do, since it does not share the other parameters. One rank
 exchanges nothing. Over several, as many experts for each are spread.
 
     python examples/benchmarks/training/whole_model.py --cases short   # again, until nothing is lacking
+    python examples/benchmarks/training/whole_model.py --cases guide   # for the table of guides/fast_training.md
     torchrun --nproc-per-node 8 examples/benchmarks/training/whole_model.py --models Qwen3-30B-A3B
 
 Rows are added to what the result file has, so that a run of ten minutes goes on where the last one ended. Times come
@@ -50,25 +52,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ds_mxfp8_moe
 from lib import models, results_file, run, show, timing, trainings, world
 from lib.world import device, on_gpu
-from training import step_parts
+from training import changes, step_parts
 from training.step_parts import GRADIENTS, IDLE, PARTS
 from training.whole_model_results import (
     AUTOEP,
     BF16,
     CASES,
+    CHANGES,
     DEFAULT,
     FULL,
     KEPT,
     LORA,
     MODELS,
     MXFP8,
+    NOT_KEPT,
     PLAIN,
     SHOWN,
     experts_of,
 )
 
 SECTIONS: dict[str, dict] = {BF16: {"recipe": "bf16"}, DEFAULT: {}, MXFP8: {"recipe": "mxfp8"},
-                             KEPT: {"keep_quantized_weights": True}}
+                             KEPT: {"keep_quantized_weights": True}, NOT_KEPT: {"keep_quantized_weights": False}}
 CONTENDERS, REFERENCES = (PLAIN, AUTOEP, *SECTIONS), (PLAIN, AUTOEP, BF16)
 LEARNING_RATES = {FULL: 1e-5, LORA: 1e-4}
 ADAPTERS = {"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"],
@@ -95,17 +99,20 @@ class Case:
     layers: int
     ranks: int
     sequence: int = 4096
-    checkpointing: bool = False
+    checkpointing: bool | str = False
     liger: bool = False
+    attention: str | None = None
+    loss: str | None = None
+    optimizer: str | None = None
 
     def __str__(self) -> str:
         return show.described(self.described(), ("model", "training", "sequences", "micro_batches", "checkpointing",
-                                                 "liger"))
+                                                 "liger", *CHANGES))
 
     def described(self) -> dict:
         """The case in a result file. What is off is None, so that titles leave it out."""
-        return {**asdict(self), "checkpointing": "checkpointing" if self.checkpointing else None,
-                "liger": "Liger" if self.liger else None}
+        kinds = {False: None, True: "checkpointing", "half": "checkpointing of every other layer"}
+        return {**asdict(self), "checkpointing": kinds[self.checkpointing], "liger": "Liger" if self.liger else None}
 
     @property
     def tokens(self) -> int:
@@ -129,12 +136,16 @@ def model_of(case: Case) -> nn.Module:
     from transformers import AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(case.config(), dtype=world.BF16).train()
+        model = AutoModelForCausalLM.from_config(case.config(), dtype=world.BF16,
+                                                 **changes.choose_attention(case.attention)).train()
     if case.liger:
         from transformers.integrations.liger import apply_liger_kernel
-        apply_liger_kernel(model, LIGER)
+        apply_liger_kernel(model, LIGER | {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)})
+    changes.change_loss(model, case.loss, case.micro_batches)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in model.model.layers[::2] if case.checkpointing == "half" else ():
+            layer.gradient_checkpointing = False
     if case.training == LORA:
         import peft
         model = peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS))
@@ -173,7 +184,7 @@ class Training:
         self.batches = [torch.randint(model.config.vocab_size, (case.sequences, case.sequence),
                                       generator=torch.Generator().manual_seed(1000 * i + world.rank())).to(device())
                         for i in range(BATCHES)]
-        adamw = {"lr": LEARNING_RATES[case.training], "torch_adam": True, "fused": True}
+        adamw = {"lr": LEARNING_RATES[case.training], **changes.OPTIMIZERS[case.optimizer]}
         config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
                         "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
                         "optimizer": {"type": "AdamW", "params": adamw}}
@@ -318,7 +329,7 @@ def fill(runs: Collection[Run], rows: dict[tuple, dict], budget_s: float, second
     for one in world.in_time([one for one in runs if one.key not in rows], seconds):
         found = one.found(one.case.micro_batches, partial(measure, one.case, budget_s))
         rows[one.key] = {"case": one.case.described(), "contender": one.contender, "commit": commit, **found}
-        trainings.settle(rows.values(), REFERENCES)
+        trainings.settle(rows.values(), REFERENCES, CHANGES)
         yield
 
 
@@ -343,9 +354,10 @@ def without_liger(model_type: str) -> str:
     return "" if model_type in MODEL_TYPE_TO_APPLY_LIGER_FN else f"it has no kernels for {model_type}"
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
+def runs_of(args: argparse.Namespace) -> list[Run]:
     """What was asked for. Liger comes last, since it changes transformers' classes for the rest of the process."""
-    lines = CASES["short"] + CASES["full"] if args.cases == "full" else CASES[args.cases]
+    names = ("short", "full", "published") if args.cases == "full" else (args.cases, )
+    lines = [line for name in names for line in CASES[name]]
     lines = [line for line in lines if line["model"] in args.models and line["training"] in args.training]
     why = {name: without_liger(MODELS[name]["model_type"]) for name in dict.fromkeys(line["model"] for line in lines)}
     for name in filter(why.get, why):
@@ -353,21 +365,26 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     found = []
     for line in lines:
         layers = min(line.get("layers", MODELS[line["model"]]["num_hidden_layers"]), args.layers or math.inf)
-        found += [Case(**line | {"layers": layers, "ranks": world.size(), "liger": liger})
-                  for liger in line.get("liger", (False, True)) if not (liger and why[line["model"]])]
-    return sorted(found, key=lambda case: case.liger)
+        names = [name for name in line.get("contenders", args.contenders or CONTENDERS[:-2])
+                 if name in (args.contenders or CONTENDERS)
+                 and (line["training"], name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
+        keys = {key: value for key, value in line.items() if key != "contenders"}
+        keys |= {"layers": layers, "ranks": world.size()}
+        found += [Run(Case(**keys | {"liger": liger}), name) for liger in line.get("liger", (False, True))
+                  if not (liger and why[line["model"]]) for name in names]
+    return sorted(found, key=lambda one: one.case.liger)
 
 
 # ---- command line -------------------------------------------------------------------------------------------------
 
 
 def parse_args() -> argparse.Namespace:
-    parser = run.timed_parser(__doc__, budget=15, seconds=540)
+    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "published"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
                         help=f"some of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--training", nargs="+", choices=(FULL, LORA), default=[FULL, LORA], help="default: both")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS[:-1]], metavar="NAME",
-                        help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last)")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME",
+                        help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last two)")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as whole_model.yaml says")
     parser.add_argument("--no-parts", action="store_true", help="leave the profiled steps out")
     return run.parse(parser)
@@ -380,8 +397,7 @@ def train(args: argparse.Namespace) -> None:
         [None, None])
     dist.broadcast_object_list(box)
     rows, commit = {trainings.key(row): row for row in box[0]}, box[1]
-    runs = [Run(case, name) for case in cases_of(args) for name in args.contenders
-            if (case.training, name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
+    runs = runs_of(args)
     if not runs:
         sys.exit("there is no such case")
     seconds = args.seconds - world.ENDING_S

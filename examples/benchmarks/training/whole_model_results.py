@@ -13,12 +13,15 @@ from lib.colors import colors
 from lib.results_file import Group
 from lib.show import Measure
 
+from . import changes
 from .step_parts import ATTENTION, ELEMENTWISE, EXPERTS, GRADIENTS, IDLE, LINEARS, LOSS, OPTIMIZER, PARTS
 
 MODELS, CASES, PUBLISHED = yaml.safe_load(Path(__file__).with_name("whole_model.yaml").read_text()).values()
 FULL, LORA = "full", "LoRA"
 PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
 BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
+NOT_KEPT = "ours, default, weights not kept"
+CHANGES = ("attention", "loss", "optimizer")  # keys of a case that the guide to fast training changes
 IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
 
 
@@ -84,8 +87,12 @@ def prepare(result: dict) -> list[dict]:
 # ---- tables and plots ---------------------------------------------------------------------------------------------
 
 
+def is_changed(case: dict) -> bool:
+    return any(case.get(key) for key in CHANGES)
+
+
 def is_full(case: dict) -> bool:
-    return case["training"] == FULL
+    return case["training"] == FULL and not is_changed(case)
 
 
 def is_lora(case: dict) -> bool:
@@ -103,7 +110,7 @@ MEASURES = [
     Measure(f"full, tokens per second: {DEFAULT} over {BF16}", (DEFAULT, ), BF16, when=is_full),
     Measure(f"full, tokens per second: {MXFP8} over {BF16}", (MXFP8, ), BF16, when=is_full),
     Measure(f"tokens per second: {DEFAULT} over the fastest of itself, {BF16}, and with weights kept", (DEFAULT, ),
-            figure="of_best"),
+            figure="of_best", when=lambda case: not is_changed(case)),
     Measure(f"peak memory: {DEFAULT}, of {AUTOEP}'s", (DEFAULT, ), AUTOEP, "peak_bytes", better=show.SMALLER,
             form="{:.1%}")]
 
@@ -112,7 +119,7 @@ def panels(result: dict, figure: str) -> dict[str, dict[str, dict[str, float]]]:
     keys, found = show.varying(result), {}
     for group in results_file.groups(result):
         bars = {name: {figure: value} for name in group.rows if (value := group.figure(name, figure))}
-        if bars:
+        if bars and not is_changed(group.case):
             found[show.described(group.case, keys)] = bars
     return found
 
@@ -153,6 +160,67 @@ def published(result: dict) -> list[str]:
     there = {row["case"]["model"] for row in result["rows"]}
     return [f"- Published for {one['model']}, with the exchange: {one['tokens_per_s']} tokens/s of a GPU by "
             f"[{one['who']}]({one['source']}), {one['how']}." for one in PUBLISHED if one["model"] in there]
+
+
+# ---- the guide to fast training -----------------------------------------------------------------------------------
+
+# What a line is called, its contender, and how its case differs from the first one of "short".
+LIGER = {"liger": "Liger"}
+FASTEST = LIGER | {"loss": changes.LARGE_CHUNKS}
+LARGER = FASTEST | {"sequences": 2, "micro_batches": 4}
+STEPS = (("transformers with DeepSpeed", PLAIN, {}), ("AutoEP, by `expert_parallel`", AUTOEP, {}),
+         ("this package, by `mxfp8_moe`", DEFAULT, {}), ("Liger's norms, RoPE and loss", DEFAULT, LIGER),
+         ("its loss in large chunks", DEFAULT, FASTEST), ('`"recipe": "mxfp8"`', MXFP8, FASTEST))
+INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of in (
+               {"loss": changes.IN_CHUNKS}, {"loss": changes.TILED}, {"loss": changes.OWN})),
+           *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
+             for kind in (*changes.SDPA, "flex_attention")),
+           *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
+           ("quantised weights not kept", NOT_KEPT, FASTEST), ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
+           ("the same, checkpointing every other layer", DEFAULT,
+            LARGER | {"checkpointing": "checkpointing of every other layer"}),
+           ("the same, checkpointing all layers", DEFAULT, LARGER | {"checkpointing": "checkpointing"}),
+           ("the same, quantised weights not kept", NOT_KEPT, LARGER | {"checkpointing": "checkpointing"}))
+
+
+def row_of(result: dict, contender: str, changed: dict) -> dict | None:
+    wanted = {**dict.fromkeys((*CHANGES, "liger", "checkpointing")), **CASES["short"][0], **changed}
+    return next((row for row in result["rows"] if row["contender"] == contender
+                 and all(row["case"].get(key) == value for key, value in wanted.items())), None)
+
+
+def step_lines(result: dict, steps: tuple, over: dict | None = None) -> list[list]:
+    """A line for each step that was measured. `over`: the row that all are compared with, in place of the last."""
+    lines, last = [], over
+    for told, contender, changed in steps:
+        row = row_of(result, contender, changed)
+        if row is not None and "median_ms" not in row:
+            lines.append([told, "out of memory" if "memory" in row["failure"] else "failed", None, None])
+        elif row is not None:
+            lines.append([told, f"{row['tokens_per_s']}", last and f"{last['median_ms'] / row['median_ms']:.2f}x",
+                          show.GIB(row["peak_bytes"]) if "peak_bytes" in row else None])
+            last = over or row
+    return lines
+
+
+def steps_text(result: dict | None) -> str:
+    """The tables of the guide to fast training. `result`: None without a result file."""
+    lines = step_lines(result, STEPS) if result else []
+    if not lines:
+        return ("No result file has these figures yet. On a GPU, this measures them, after `--cases short`:\n"
+                "`python examples/benchmarks/training/whole_model.py --cases guide`.")
+    parts = [f"Each line adds to those above. On {show.origin(result)}:",
+             show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
+    fastest = row_of(result, DEFAULT, FASTEST)
+    if fastest and (instead := step_lines(result, INSTEAD, fastest)):
+        parts += ["One thing changed in the line with the loss in large chunks:",
+                  show.markdown(instead, ["instead", "tokens/s of a GPU", "of that line", "peak, GiB"])]
+    flex, eager = (row_of(result, DEFAULT, CASES["full"][0] | {"checkpointing": "checkpointing"} | LIGER | changed)
+                   for changed in ({}, {"attention": "eager"}))
+    if flex and eager and "median_ms" in flex and "median_ms" in eager:
+        parts.append(f"gpt-oss-20b with `flex_attention` has {eager['median_ms'] / flex['median_ms']:.2f} times the "
+                     "tokens/s that it has with `eager`.")
+    return "\n\n".join(parts)
 
 
 SHOWN = show.Shown(

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What whole_model.py can change of its script: attention, loss and optimizer.
+
+guides/fast_training.md says which to choose. None is the script as it is: what transformers chooses for the model,
+Liger's loss with Liger, torch's fused AdamW.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SDPA = {"sdpa, flash": "flash", "sdpa, cuDNN": "cudnn"}  # which of torch's backends
+OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused": {"torch_adam": True},
+              "DeepSpeed's AdamW": {}}
+OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
+IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
+CHUNK = 1024  # tokens of which the last two hold logits
+CHUNK_MEM_CONST = 16  # by which Liger's loss holds the logits of about so many times more tokens
+
+
+def choose_attention(attention: str | None) -> dict[str, str]:
+    """Lets torch choose the kernels that a case asks for. Returns what transformers needs to know."""
+    for backend in ("flash", "cudnn", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{backend}_sdp")(SDPA.get(attention, backend) == backend)
+    return {"attn_implementation": "sdpa" if attention in SDPA else attention} if attention else {}
+
+
+def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:
+    """`micro_batches`: of a step."""
+    if loss == LARGE_CHUNKS:
+        model.forward = partial(model.forward, chunk_mem_const=CHUNK_MEM_CONST)
+    elif loss in (IN_CHUNKS, TILED):
+        of = partial(tiled, micro_batches) if loss == TILED else in_chunks
+        model.forward = partial(_forward, model, of)
+
+
+def _forward(model: nn.Module, loss_of: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+    hidden_BTH = model.model(input_ids=input_ids).last_hidden_state
+    target_BT = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return CausalLMOutput(loss=loss_of(model.lm_head, hidden_BTH, target_BT))
+
+
+def _summed(head: nn.Module, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(hidden).float(), target, reduction="sum")
+
+
+def in_chunks(head: nn.Module, hidden_BTH: torch.Tensor, target_BT: torch.Tensor) -> torch.Tensor:
+    """As in guides/fast_training.md."""
+    parts = zip(hidden_BTH.flatten(0, 1).split(CHUNK), target_BT.flatten().split(CHUNK), strict=True)
+    losses = [checkpoint(_summed, head, *part, use_reentrant=False) for part in parts]
+    return torch.stack(losses).sum() / (target_BT != -100).sum()
+
+
+def tiled(micro_batches: int, head: nn.Module, hidden_BTH: torch.Tensor, target_BT: torch.Tensor) -> torch.Tensor:
+    """DeepSpeed computes all gradients in forward. In backward, it scales that of the hidden states alone, so the
+    factor 1 / micro_batches of the engine's backward has to be there in forward."""
+    count = micro_batches * (target_BT != -100).sum()
+    tiles = -(-target_BT.numel() // CHUNK)
+    return micro_batches * TiledFusedLogitsLoss.apply(lambda *given: _summed(*given) / count, head, hidden_BTH,
+                                                      target_BT, None, tiles, [head.weight], "sum")
