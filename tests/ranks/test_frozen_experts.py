@@ -416,6 +416,22 @@ def test_training_goes_on_from_a_checkpoint_without_experts(ranks2, tmp_path, st
     assert not [path for path in tmp_path.rglob("*expert*")]
 
 
+def resumed_from_kept(directory, stage):
+    first = build(adapted(), KEEP, stage)
+    train_engine(first, range(2))
+    first.save_checkpoint(directory)
+    second = build(adapted(), SECTION, stage)
+    second.load_checkpoint(directory)
+    return train_engine(first, [2, 3]), train_engine(second, [2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_checkpoint_with_experts_is_read_but_for_them(ranks2, tmp_path, stage):
+    for went_on, again in ranks2.run(resumed_from_kept, tmp_path, stage):
+        assert again == went_on
+
+
 def switched():
     """Held-out losses with each of two adapters, with both and with none; and what generate writes."""
     results = []
