@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of other 8-bit and 4-bit formats as tiles of MXFP8, and back.
+
+Block FP8 (DeepSeek-V3 and its followers) stores e4m3 data [N, K] and a factor for each tile of 128x128 values, named
+`weight_scale_inv`: a value is data * factor. Where the factors are powers of two, this is a tiled MXTensor, byte for
+byte. MXFP4 (gpt-oss) stores pairs of e2m1 values, and one E8M0 byte for 32 values of a row.
+
+What is no tile of MXFP8 is computed in float32 and quantised again, with mx.py's rule:
+
+    factors that are powers of two     data and scales stay
+    other factors                      each value is rounded a second time, to 4 significant bits
+    MXFP4                              exact while the scale bytes in a tile differ by 14 or less
+    tiles with another border          only values that become subnormal in e4m3 change
+    factor 0                           the tile is zero
+    NaN or Inf as factor, NaN as data  the tile is NaN: scale byte 255, data 0x7F
+
+A weight is quantised again as a whole if one of its tiles has to be. That changes no value of the other tiles, since
+their new scale is at most their old one. `Rounding` counts what changed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import casts
+from .mx import NAN_SCALE_BYTE, TILE, MXTensor, _power_of_two, dequantize
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
+
+
+class Rounding:
+    """What a conversion changed, summed over tensors.
+
+    Attributes:
+        values: how many values were compared.
+        changed: how many of them differ after the conversion.
+    """
+
+    def __init__(self):
+        self.values = self.changed = 0
+        self._signal = self._noise = 0.0
+
+    def add(self, before: torch.Tensor, after: MXTensor) -> None:
+        """Compares float32 values with what became of them. Reads from the device."""
+        difference = dequantize(after, torch.float32).sub_(before)
+        self.values += before.numel()
+        self.changed += int(difference.count_nonzero())
+        signal, noise = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (before, difference))
+        self._signal += float(signal)**2
+        self._noise += float(noise)**2
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to noise ratio of the values after against those before. inf: no value changed."""
+        if self._noise == 0:
+            return math.inf
+        return 10 * math.log10(self._signal / self._noise) if self._signal else -math.inf
+
+
+def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, rounding: Rounding | None = None,
+                   dtype: torch.dtype = torch.bfloat16) -> MXTensor:
+    """Block FP8 as tiles of MXFP8.
+
+    Args:
+        name: of the weight, for errors.
+        weight: float8_e4m3fn [N, K] or [E, N, K]. K is a multiple of 32.
+        factors: `weight_scale_inv`, [ceil(N / 128), ceil(K / 128)] or the same for each expert: float32, bfloat16,
+            float16, float8_e8m0fnu, or E8M0 bytes in uint8.
+        rounding: counts what a second rounding changes.
+        dtype: what the result looks like.
+
+    Raises:
+        TypeError: weight or factors have another dtype.
+        ValueError: a shape does not fit.
+    """
+    if weight.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{name} has dtype {weight.dtype}; block FP8 has torch.float8_e4m3fn")
+    if factors.dtype not in FACTOR_DTYPES:
+        raise TypeError(f"the scales of {name} have dtype {factors.dtype}; expected one of "
+                        f"{', '.join(map(str, FACTOR_DTYPES))}")
+    if weight.dim() not in (2, 3) or weight.shape[-1] % 32:
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}; expected [N, K] or [E, N, K] with K a multiple of "
+                         "32")
+    expected = tile_grid(weight.shape)
+    if tuple(factors.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(weight.shape)} and scales of shape {tuple(factors.shape)}; tiles "
+                         f"of {TILE}x{TILE} have scales of shape {expected}. Only this block size is supported")
+    factors, exponents = _factors(factors)
+    # A NaN is equal to nothing. In the data it has no scale that says so yet.
+    if torch.equal(_power_of_two(exponents), factors) and not _has_nan(weight):
+        return MXTensor(weight, exponents.to(torch.uint8), TILE, dtype, tiled=True)
+
+    def convert(w_NK: torch.Tensor, factors: torch.Tensor) -> MXTensor:
+        return quantize_again(w_NK.float() * _spread(factors, w_NK.shape), rounding, dtype)
+
+    return convert(weight, factors) if weight.dim() == 2 else _for_each(convert, weight.shape, weight, factors)
+
+
+def to_block_fp8(tiles: MXTensor, factor_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiles of MXFP8 as block FP8, byte for byte.
+
+    Args:
+        tiles: [N, K] or [E, N, K], with `tiled`. `quantize_again` makes them from other MXTensors.
+        factor_dtype: float32 or float8_e8m0fnu.
+
+    Returns:
+        The weight, float8_e4m3fn, and its `weight_scale_inv`.
+    """
+    if not tiles.tiled:
+        raise ValueError(f"block FP8 has one scale for {TILE}x{TILE} values; given were blocks of {tiles.block_size}")
+    if factor_dtype == torch.float8_e8m0fnu:
+        return tiles.qdata, tiles.scale
+    if factor_dtype != torch.float32:
+        raise TypeError(f"scales of {factor_dtype} were asked for; supported are torch.float32 and "
+                        "torch.float8_e8m0fnu")
+    return tiles.qdata, _power_of_two(tiles.scale_bytes.int())
+
+
+def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: Rounding | None = None,
+               dtype: torch.dtype = torch.bfloat16) -> MXTensor:
+    """MXFP4 as tiles of MXFP8.
+
+    Args:
+        name: of the weight, for errors.
+        blocks: uint8 [N, K / 32, 16] or the same for each expert. The lower half of a byte is the earlier value.
+        scales: uint8 [N, K / 32] or the same for each expert.
+        rounding: counts the values that do not fit into their tile.
+        dtype: what the result looks like.
+
+    Raises:
+        TypeError: blocks or scales are not uint8.
+        ValueError: a shape does not fit.
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise TypeError(f"{name}: its blocks have dtype {blocks.dtype} and its scales {scales.dtype}; MXFP4 has "
+                        "torch.uint8 for both")
+    if blocks.dim() not in (3, 4) or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
+        raise ValueError(f"{name}: its blocks have shape {tuple(blocks.shape)} and its scales {tuple(scales.shape)}; "
+                         "MXFP4 has [..., N, K / 32, 16] and [..., N, K / 32]")
+    e2m1 = torch.tensor([*E2M1, *(-value for value in E2M1)], device=blocks.device)
+
+    def convert(blocks: torch.Tensor, scales: torch.Tensor) -> MXTensor:
+        values = torch.stack([e2m1[(blocks & 15).int()], e2m1[(blocks >> 4).int()]], dim=-1).flatten(-2)
+        values *= _power_of_two(scales.int()).unsqueeze(-1)
+        return quantize_again(values.flatten(-2), rounding, dtype)
+
+    if blocks.dim() == 3:
+        return convert(blocks, scales)
+    return _for_each(convert, (*blocks.shape[:2], 32 * blocks.shape[2]), blocks, scales)
+
+
+def quantize_again(values: torch.Tensor | MXTensor, rounding: Rounding | None = None,
+                   dtype: torch.dtype = torch.bfloat16) -> MXTensor:
+    """Values [N, K] or [E, N, K] as tiles.
+
+    Args:
+        values: float32, or an MXTensor of any block size.
+        rounding: counts what changes.
+        dtype: what the result looks like.
+    """
+    values = dequantize(values, torch.float32) if isinstance(values, MXTensor) else values
+    stack = values if values.dim() == 3 else values.unsqueeze(0)
+    tiles = casts.quantize_weights([stack], TILE, "rceil")
+    tiles = MXTensor(tiles.qdata.view(values.shape), tiles.scale_bytes.view(tile_grid(values.shape)), TILE, dtype,
+                     tiled=True)
+    if rounding is not None:
+        rounding.add(values, tiles)
+    return tiles
+
+
+def above(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTensor:
+    """Tiled matrices [..., N, K], one above the other: gate above up. Bytes stay if all but the last have a multiple
+    of 128 rows. Else tiles cross the borders, and all are quantised again."""
+    first, uint8 = parts[0], torch.uint8
+    if any(part.shape[-2] % TILE for part in parts[:-1]):
+        return quantize_again(torch.cat([dequantize(part, torch.float32) for part in parts], dim=-2), rounding,
+                              first.orig_dtype)
+    qdata = torch.cat([part.qdata.view(uint8) for part in parts], dim=-2).view(torch.float8_e4m3fn)
+    return first.with_parts(qdata, torch.cat([part.scale_bytes for part in parts], dim=-2))
+
+
+def rows_of(tiles: MXTensor, start: int, stop: int, rounding: Rounding | None = None) -> MXTensor:
+    """Rows `start` to `stop` of a tiled matrix [..., N, K]: gate or up. Bytes stay if `start` is a multiple of 128.
+    Else the rows are quantised again, in tiles that begin at `start`."""
+    if start % TILE == 0:
+        return tiles.with_parts(tiles.qdata[..., start:stop, :],
+                                tiles.scale_bytes[..., start // TILE:-(-stop // TILE), :])
+    return quantize_again(dequantize(tiles, torch.float32)[..., start:stop, :].contiguous(), rounding,
+                          tiles.orig_dtype)
+
+
+def tile_grid(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight [..., N, K] in tiles."""
+    return *shape[:-2], -(-shape[-2] // TILE), -(-shape[-1] // TILE)
+
+
+def _factors(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors in float32, and the E8M0 bytes (int32) of those that are powers of two."""
+    if factors.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponents = factors.view(torch.uint8).int()
+        return _power_of_two(exponents), exponents
+    factors = factors.float().contiguous()
+    # 2^-127, byte 0, is subnormal in float32: its exponent bits are 0. NaN and Inf have 255.
+    return factors, (factors.view(torch.int32) >> 23) & NAN_SCALE_BYTE
+
+
+def _has_nan(weight: torch.Tensor) -> bool:
+    """Not every device compares float8, and isnan takes four bytes for each value."""
+    return bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any())
+
+
+def _spread(per_tile: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """[..., ceil(N / 128), ceil(K / 128)] -> [..., N, K]."""
+    rows = per_tile.repeat_interleave(TILE, dim=-2)[..., :shape[-2], :]
+    return rows.repeat_interleave(TILE, dim=-1)[..., :shape[-1]]
+
+
+def _for_each(convert: Callable[..., MXTensor], shape: Sequence[int], *stacks: torch.Tensor) -> MXTensor:
+    """Converts matrix after matrix of a stack [E, N, K], so that only one of them is in float32 at a time."""
+    data = torch.empty(*shape, dtype=torch.uint8, device=stacks[0].device)
+    scales = torch.empty(tile_grid(shape), dtype=torch.uint8, device=data.device)
+    dtype = torch.bfloat16
+    for i, matrices in enumerate(zip(*stacks, strict=True)):
+        mx = convert(*matrices)
+        data[i], scales[i], dtype = mx.qdata.view(torch.uint8), mx.scale_bytes, mx.orig_dtype
+    return MXTensor(data.view(torch.float8_e4m3fn), scales, TILE, dtype, tiled=True)
