@@ -4,6 +4,7 @@
 from .ops.private_names import line_about, missing
 
 if missing("import") is None:
+    from .checkpoint.from_pretrained import from_pretrained
     from .checkpoint.pretrained import save_pretrained
     from .config import ConfigError, MXFP8MoEConfig
     from .engine.attach import convert
@@ -16,7 +17,7 @@ else:
     from .plain import convert, enable, initialize
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
-           "initialize", "register_expert", "save_pretrained"]
+           "from_pretrained", "initialize", "register_expert", "save_pretrained"]
 
 
 def __getattr__(name: str):

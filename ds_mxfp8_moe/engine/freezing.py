@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from ..compute.formula import ExpertFormula, NotRecognised
-from ..config import MXFP8MoEConfig
+from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.frozen_experts import (
     WEIGHTS,
@@ -35,6 +35,7 @@ from ..layers.frozen_experts import (
     wants_mxfp8,
     without_weights,
 )
+from ..layers.held_experts import HeldExperts, holds_experts
 from ..layers.patches import patched
 from ..transport.deadline import failure_of_any
 from .convert import autoep_formula, shared_parameters
@@ -52,7 +53,7 @@ def frozen_experts_held(config: MXFP8MoEConfig, model: Any) -> AbstractContextMa
     wanted = wants_mxfp8(config, model)
 
     def configure(plain, engine, model, *args, **kwargs):
-        if not wanted:
+        if not wanted and not holds_experts(model):
             return plain(engine, model, *args, **kwargs)
         if engine.local_rank >= 0:  # as DeepSpeed does later in the start
             get_accelerator().set_device(engine.local_rank)
@@ -60,6 +61,9 @@ def frozen_experts_held(config: MXFP8MoEConfig, model: Any) -> AbstractContextMa
         with patched(AutoEP, "_replace_moe_layer_without_retarget", start.replace_layer):
             sources = plain(engine, model, *args, **kwargs)
         start.end()
+        if any(isinstance(module, HeldExperts) and not module.original for module in model.modules()):
+            raise ConfigError("the model's experts are held in MXFP8 alone, and AutoEP has not made layers of them: "
+                              'write the section "expert_parallel" of the config with which from_pretrained loaded it')
         return sources
 
     return patched(DeepSpeedEngine, "_configure_expert_parallel", configure)
@@ -80,6 +84,8 @@ class _Start:
         block = autoep.model.get_submodule(spec.moe_module_name)
         name = next(name for name, module in self.model.named_modules() if module is block)
         source = getattr(block, spec.experts_name)
+        if isinstance(source, HeldExperts):
+            return self._take(plain, autoep, spec, *args, source=source, name=f"{name}.{spec.experts_name}", **kwargs)
         weights = sources_of(source, spec)
         held = self.config.selects(name) and is_frozen(source, spec) and self.shared.keys().isdisjoint(weights)
         if not held:
@@ -101,6 +107,22 @@ class _Start:
             return layer, sources
         hold(layer, self._quantized(name, layer, formula, source, spec, dtype))
         free_sources(source, spec)
+        self.layers.append(layer)
+        return layer, sources
+
+    def _take(self, plain, autoep, spec, *args, source: HeldExperts, name: str, **kwargs) -> tuple:
+        """The same for experts that are in 8 bits already."""
+        dtype = self._dtype(source.down_proj)
+        with without_weights(dtype):
+            layer, sources = plain(autoep, spec, *args, **kwargs)
+        frozen, count = None, layer.num_local_experts
+        device = source.down_proj.device if self.engine.dont_change_device else self.device
+        try:
+            if self.failure is None:
+                frozen = source.take(name, layer.ep_rank * count, count, dtype, device)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+        hold(layer, frozen)
         self.layers.append(layer)
         return layer, sources
 

@@ -20,6 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.found import converted_layers
+from ..layers.held_experts import holds_experts, quantised_experts
 from ..layers.lora import adapted_experts
 from ..layers.patches import wrap
 from ..layers.presets import added_preset
@@ -86,12 +87,15 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
         with explaining_transformers(config), ExitStack() as stack:
             if config.enabled:
                 _refuse_empty(model)
-                contexts = {"recorders": named_recorders(), "added presets": added_preset(model),
-                            "LoRA on experts": adapted_experts(model), "own optimizer": any_groups_allowed(),
+                contexts = {"FP8 experts": quantised_experts(model), "recorders": named_recorders(),
+                            "added presets": added_preset(model), "LoRA on experts": adapted_experts(model),
+                            "own optimizer": any_groups_allowed(),
                             "frozen_experts": frozen_experts_held(config, model)}
                 for feature, context in contexts.items():
                     if not say_if_missing(feature):
                         stack.enter_context(context)
+            elif holds_experts(model):
+                raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
             yield
     finally:
         _READ.reset(before)

@@ -55,8 +55,13 @@ class FrozenWeights(nn.Module):
         for name, parts in (("up", (gate_FH, up_FH)), ("down", (down_HF, ))):
             stacks = [part.detach().to(device, self.dtype).unsqueeze(0) for part in parts]
             quantized = casts.quantize_weights(stacks, TILE, scaling_mode)
-            self.get_buffer(f"{name}_data")[expert].copy_(quantized.qdata[0].view(torch.uint8))
-            self.get_buffer(f"{name}_scale")[expert].copy_(quantized.scale_bytes[0])
+            self.put_tiles(name, expert, quantized[0])
+
+    @torch.no_grad()
+    def put_tiles(self, name: str, expert: int, tiles: MXTensor) -> None:
+        """Writes the weight of one expert in one GEMM, "up" [2F, H] or "down" [H, F], which is quantised already."""
+        self.get_buffer(f"{name}_data")[expert].copy_(tiles.qdata.view(torch.uint8))
+        self.get_buffer(f"{name}_scale")[expert].copy_(tiles.scale_bytes)
 
     def operands(self) -> dict[str, MXTensor]:
         """The weights of each GEMM as it reads them, by its name: "up", which includes the gate, and "down"."""

@@ -21,6 +21,7 @@ from test_trainer import Sentences
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +132,16 @@ def test_peft(ranks2, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(blocks(GUIDES / "peft.md", "python")[1], {})
     assert loads(tmp_path / "run/merged")
+    assert ranks2.run(too_large, tmp_path) == [2, 2]
+
+
+def too_large(directory: Path) -> int:
+    names = {"ds_mxfp8_moe": ds_mxfp8_moe, "peft": peft, "lora": peft.LoraConfig(target_modules=["q_proj"])}
+    before = os.getcwd()
+    os.chdir(directory)
+    exec(blocks(GUIDES / "peft.md", "python")[2], names)
+    os.chdir(before)
+    return len(frozen_layers(names["engine"].module))
 
 
 def like_liger(net: torch.nn.Module, config: dict | None) -> None:

@@ -37,7 +37,8 @@ FAMILIES = {
 
 
 # AutoEP knows it only with this package's section.
-ADDED = {"gpt_oss": lambda: transformers.GptOssConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
+ADDED = {"glm4_moe": lambda: transformers.Glm4MoeConfig(**_DEEPSEEK, first_k_dense_replace=1, head_dim=16),
+         "gpt_oss": lambda: transformers.GptOssConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
                                                       head_dim=16, layer_types=["full_attention"] * 2)}
 
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint in safetensors, whose tensors are read one by one. Errors name a tensor."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+
+class Shards:
+    """Files of a checkpoint. The one that was read last stays open.
+
+    Attributes:
+        file_of: a tensor's file, by the tensor's name.
+    """
+
+    def __init__(self, files: Sequence[str]):
+        """Raises RuntimeError: a file cannot be read."""
+        self.file_of: dict[str, str] = {}
+        self._last: tuple[str, Any] = "", None
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    self.file_of.update(dict.fromkeys(opened.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise RuntimeError(f"the checkpoint file {file} ({_size(file)}){_holds(file)} cannot be read: {error}."
+                                   " It was probably cut short while it was copied: copy it again") from error
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The tensor, or its part at `index` of the first axis, in host memory.
+
+        Raises:
+            RuntimeError: no file has it, or it cannot be read.
+        """
+        if name not in self.file_of:
+            raise RuntimeError(f"{name} is in no file of the checkpoint")
+        file = self.file_of[name]
+        try:
+            if self._last[0] != file:  # which closes the one before: the pages of open files count as host memory
+                self._last = file, safe_open(file, framework="pt")
+            if index is None:
+                return self._last[1].get_tensor(name)
+            return self._last[1].get_slice(name)[index:index + 1][0]
+        except (SafetensorError, OSError, IndexError) as error:
+            raise RuntimeError(f"{name} cannot be read from {file}: {error}") from error
+
+    @contextmanager
+    def slices(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """Tensors that are read when somebody indexes them, as transformers does, inside the context."""
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            found = {}
+            for name in names:
+                file = self.file_of[name]
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+                found[name] = opened[file].get_slice(name)
+            yield found
+
+
+def check_shards(directory: str | os.PathLike) -> None:
+    """Raises FileNotFoundError if a folder's index names a file that is not there."""
+    for file, names in _index(directory).items():
+        if not os.path.isfile(os.path.join(directory, file)):
+            raise FileNotFoundError(f"{os.path.join(directory, file)} is missing, which holds {_some(names)}")
+
+
+def _index(directory: str | os.PathLike) -> dict[str, list[str]]:
+    """The names of tensors by file, as a checkpoint's index has them. Empty: there is none."""
+    path = os.path.join(directory, "model.safetensors.index.json")
+    found: dict[str, list[str]] = {}
+    if os.path.isfile(path):
+        with open(path) as opened:
+            for name, file in json.load(opened)["weight_map"].items():
+                found.setdefault(file, []).append(name)
+    return found
+
+
+def _holds(file: str) -> str:
+    names = _index(os.path.dirname(file)).get(os.path.basename(file))
+    return f", which holds {_some(names)}" if names else ""
+
+
+def _some(names: list[str]) -> str:
+    others = f" and {len(names) - 1} other tensors" if len(names) > 1 else ""
+    return f"{sorted(names)[0]}{others}"
+
+
+def _size(file: str) -> str:
+    return f"{os.path.getsize(file)} bytes" if os.path.isfile(file) else "missing"

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen experts in 8 bits inside a Hugging Face model, from loading until AutoEP makes a layer of their block.
+
+Three kinds of modules become `HeldExperts`: transformers' own experts, while a checkpoint is read
+(checkpoint/from_pretrained.py); its FP8Experts; and its experts of gpt-oss in MXFP4. AutoEP then finds the block as
+that of a model in bf16, and PEFT finds parameters of the right shapes, for adapters. None of them has memory.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
+from ..compute.mx import TILE, MXTensor
+from ..config import ConfigError
+from ..ffn.frozen_weights import FrozenWeights
+from ..ops.private_names import missing
+from .patches import patched
+from .say import print_on_rank_0
+
+STACKS = ("gate_up_proj", "down_proj")  # transformers' names
+
+
+class HeldExperts(nn.Module):
+    """What stands in a model for a block's experts. It computes nothing.
+
+    `gate_up_proj` and `down_proj` have the shapes, the dtype and the device of transformers' parameters. All their
+    values are one NaN in memory. They are in no state dict. Everything else is as in the module whose place this
+    takes: its biases, its activation, its other attributes.
+
+    Attributes:
+        weights_of: takes what `take` takes, and returns FrozenWeights.
+        original: the module whose place this takes, in a tuple, if the weights are still there. Else ().
+    """
+
+    def __init__(self, source: nn.Module, shapes: tuple[torch.Size, torch.Size], is_transposed: bool,
+                 dtype: torch.dtype, device: torch.device, convert: Callable[..., FrozenWeights] | None = None):
+        """Arguments:
+            source: the module whose place this takes.
+            shapes: of gate_up_proj and down_proj.
+            is_transposed: whether these are [E, in, out], not [E, out, in]. PEFT asks for it.
+            convert: takes `source`, and then what `take` takes. None: somebody else sets `weights_of`.
+        """
+        super().__init__()
+        for name, value in vars(source).items():
+            if not name.startswith("_") and name not in (*STACKS, "training"):
+                setattr(self, name, value)
+        for name, child in source.named_children():
+            self.add_module(name, child)
+        for name, parameter in source.named_parameters(recurse=False):
+            if name.endswith("_bias"):
+                self.register_parameter(name, parameter)
+        self.is_transposed, self._shapes = is_transposed, shapes
+        self.weights_of = convert and partial(convert, source)
+        self.original = (source, ) if convert else ()
+        self._place(torch.full((), float("nan"), dtype=dtype, device=device))
+
+    def take(self, name: str, first: int, count: int, dtype: torch.dtype, device: torch.device) -> FrozenWeights:
+        """The weights of a rank's experts.
+
+        Args:
+            name: of this module, for errors.
+            first, count: the experts.
+            dtype: of the weights that they stand for.
+            device: where they are to lie.
+
+        Raises:
+            ConfigError: the experts are to be trained, or this rank has loaded others.
+            RuntimeError, TypeError, ValueError: a tensor has another form. The error names it.
+        """
+        trained = [stack for stack in STACKS if getattr(self, stack).requires_grad]
+        if trained:
+            raise ConfigError(f"{name}.{trained[0]} is to be trained, but is held in 8 bits alone: freeze it, or load "
+                              "the model in bf16")
+        return self.weights_of(name, first, count, dtype, device)
+
+    def _place(self, nan: torch.Tensor) -> None:
+        for name, shape in zip(STACKS, self._shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(nan.expand(shape), requires_grad=False))
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        # Another device or dtype for the whole of them would take their memory.
+        nan = self._parameters.pop(STACKS[0])[0, 0, 0].detach()
+        del self._parameters[STACKS[1]]
+        super()._apply(fn, recurse)
+        self._place(fn(nan))
+        return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in STACKS:
+            del destination[prefix + name]
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        """Raises RuntimeError: an engine computes these experts."""
+        raise RuntimeError("these experts are held in 8 bits, which transformers cannot compute: give the model to "
+                           'ds_mxfp8_moe.initialize, with "expert_parallel" in its config')
+
+
+def read_before(weights: FrozenWeights, first: int, name: str, wanted_first: int, wanted_count: int,
+                dtype: torch.dtype, device: torch.device) -> FrozenWeights:
+    """HeldExperts.take of the experts from `first` on, whose weights were read before."""
+    count = len(weights.up_data)
+    if (first, count) != (wanted_first, wanted_count):
+        raise ConfigError(f"{name}: this rank loaded the experts from {first} to {first + count - 1}, and DeepSpeed "
+                          f"gives it those from {wanted_first} to {wanted_first + wanted_count - 1}: give "
+                          "from_pretrained the config of the engine, and leave out use_data_before_expert_parallelism "
+                          "and tensor_parallel")
+    weights.dtype = dtype
+    return weights.to(device)
+
+
+# ---- transformers' modules ------------------------------------------------------------------------------------------
+
+
+def gate_above_up(name: str, data: torch.Tensor, factors: torch.Tensor, rounding: Rounding) -> MXTensor:
+    """Block FP8 of gate above up, [2F, H], as tiles.
+
+    `factors`: for tiles of the whole, or one after the other for the tiles of gate and of up, as they come from two
+    tensors. These are the same if F is a multiple of 128.
+    """
+    rows = len(data) // 2
+    of_each = -(-rows // TILE)
+    if rows % TILE == 0 or len(factors) != 2 * of_each:
+        return from_block_fp8(name, data, factors, rounding)
+    parts = zip((data[:rows], data[rows:]), factors.split(of_each), strict=True)
+    return above([from_block_fp8(name, part.contiguous(), of_part, rounding) for part, of_part in parts], rounding)
+
+
+def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
+                    device: torch.device) -> FrozenWeights:
+    _, hidden, ffn = source.down_proj.shape
+    weights = FrozenWeights(count, hidden, ffn, dtype, device)
+    for i in range(first, first + count):
+        for gemm, stack, convert in (("up", "gate_up_proj", gate_above_up), ("down", "down_proj", from_block_fp8)):
+            parts = [getattr(source, f"{stack}{end}").detach()[i].to(device) for end in ("", "_scale_inv")]
+            weights.put_tiles(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))
+    return weights
+
+
+def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
+                      device: torch.device) -> FrozenWeights:
+    from transformers.integrations.mxfp4 import Mxfp4ReverseDeserialize
+
+    root = nn.Module()
+    root.experts = source
+    weights = FrozenWeights(count, source.hidden_size, source.intermediate_size, dtype, device)
+    for gemm, stack in (("up", "gate_up_proj"), ("down", "down_proj")):
+        packed = Mxfp4ReverseDeserialize(None).convert({}, model=root, full_layer_name=f"experts.{stack}_blocks")
+        for i in range(first, first + count):
+            parts = [packed[f"experts.{stack}_{kind}"][i].to(device) for kind in ("blocks", "scales")]
+            parts = rows_apart(*parts) if gemm == "up" else parts
+            weights.put_tiles(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))
+    return weights
+
+
+def rows_apart(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors [2F, ...], in which the rows of gate and up alternate, with all of gate above all of up."""
+    return [torch.cat([tensor[0::2], tensor[1::2]]) for tensor in tensors]
+
+
+# ---- an engine's start ----------------------------------------------------------------------------------------------
+
+
+def holds_experts(model: Any) -> bool:
+    """Whether HeldExperts stand in the model."""
+    return isinstance(model, nn.Module) and any(isinstance(module, HeldExperts) for module in model.modules())
+
+
+@contextmanager
+def quantised_experts(model: Any) -> Iterator[None]:
+    """Inside the context, HeldExperts stand for the experts that transformers holds in FP8 or in MXFP4.
+
+    Those of which AutoEP makes no layer come back. If the engine casts its parameters, the scales of the model's other
+    FP8 layers stay float32.
+    """
+    if not isinstance(model, nn.Module) or missing("frozen_experts"):  # without which NaN would be trained
+        yield
+        return
+    rounding = Rounding()
+    for parent, name, child in _children(model):
+        if (held := _stand_in(child, model, rounding)) is not None:
+            setattr(parent, name, held)
+    try:
+        with patched(DeepSpeedEngine, "_cast_module_mixed_precision", _keep_scales):
+            yield
+    finally:
+        for parent, name, child in _children(model):
+            if isinstance(child, HeldExperts) and child.original:
+                setattr(parent, name, *child.original)
+    say_rounding(rounding)
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _keep_scales(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
+    """The engine's cast of its parameters. Scales of FP8 layers keep their dtype: in bf16 they would be others."""
+    kept = [(p, p.data) for module in engine.module.modules() if _is(module, "finegrained_fp8", "FP8Linear")
+            for p in (module.weight_scale_inv, module.activation_scale) if p is not None]
+    plain(engine, *args, **kwargs)
+    for parameter, data in kept:
+        parameter.data = data
+
+
+def say_rounding(rounding: Rounding) -> None:
+    """Rank 0 says how many weights are other numbers in MXFP8 than in the file, if any is."""
+    if rounding.changed:
+        print_on_rank_0(f"mxfp8_moe: {rounding.changed / rounding.values:.2%} of the experts' weights that got new "
+                        "scales, one power of two for 128x128 of them, changed: the difference is "
+                        f"{rounding.sqnr_db:.1f} dB below the file's values. There, scales are no powers of two, or "
+                        "too far apart")
+
+
+def _is(module: nn.Module, file: str, name: str) -> bool:
+    """Whether a module is of a class of transformers.integrations, which need not be imported."""
+    integration = sys.modules.get(f"transformers.integrations.{file}")
+    return integration is not None and isinstance(module, getattr(integration, name))
+
+
+def _stand_in(module: nn.Module, model: nn.Module, rounding: Rounding) -> HeldExperts | None:
+    """What takes the place of experts that transformers holds quantised. None: they are others."""
+    dtype = getattr(getattr(model, "config", None), "dtype", None) or torch.bfloat16
+    if _is(module, "finegrained_fp8", "FP8Experts") and module.has_gate:
+        shapes = tuple(getattr(module, stack).shape for stack in STACKS)
+        return HeldExperts(module, shapes, False, dtype, module.down_proj.device,
+                           partial(_of_fp8_experts, rounding))
+    if _is(module, "mxfp4", "Mxfp4GptOssExperts"):
+        experts, hidden, ffn = module.num_experts, module.hidden_size, module.intermediate_size
+        shapes = torch.Size((experts, hidden, 2 * ffn)), torch.Size((experts, ffn, hidden))  # as of GptOssExperts
+        return HeldExperts(module, shapes, True, dtype, module.down_proj_bias.device,
+                           partial(_of_mxfp4_experts, rounding))
+    return None

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose experts are read from a checkpoint's files into MXFP8, beside plain torch's reading of the files."""
+
+import ctypes
+import gc
+import re
+import sys
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import transformers
+from autoep_models import ds_config, train_engine
+from frozen_checkpoints import expert_values, fp8_without_gpu, tensors_of, write
+from rank_pool import reset_hugging_face
+from slow import slow_except
+from test_engine import enabled
+from test_pretrained import held_out_loss
+from test_trainer import AUTO, Sentences
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import from_pretrained
+from ds_mxfp8_moe.checkpoint.shards import Shards
+from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
+from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
+from ds_mxfp8_moe.layers.held_experts import HeldExperts
+from ds_mxfp8_moe.layers.patches import patched
+
+MXFP8 = {"enabled": True}
+FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+
+
+def held(net) -> dict[str, HeldExperts]:
+    return {name: module for name, module in net.named_modules() if isinstance(module, HeldExperts)}
+
+
+def operands(module: HeldExperts, first: int, count: int):
+    return module.take("experts", first, count, torch.bfloat16, torch.device("cpu")).operands()
+
+
+VALUES = [*((family, kind, {}) for family in FAMILIES for kind in ("bf16", "float", "ue8m0")),
+          ("qwen3_moe", "transformers", {}), ("gpt_oss", "bf16", {}), ("gpt_oss", "mxfp4", {}),
+          *(("qwen3_moe", kind, {"moe_intermediate_size": 192}) for kind in ("bf16", "float", "ue8m0")),
+          ("gpt_oss", "mxfp4", {"intermediate_size": 192})]
+
+
+@pytest.mark.parametrize("family, kind, sizes, on_gpu", [
+    *((*case, False) for case in VALUES), *((*case, True) for case in VALUES if case[1] not in ("bf16", "mxfp4"))])
+def test_experts_have_the_values_of_the_files(tmp_path, family, kind, sizes, on_gpu):
+    """`on_gpu`: transformers makes FP8 layers, as it does there, and does not dequantise."""
+    write(tmp_path, family, kind, **sizes)
+    with fp8_without_gpu() if on_gpu else nullcontext():
+        net = from_pretrained(tmp_path, ds_config(MXFP8, ep_size=1))
+    wanted = list(expert_values(tmp_path).values())
+    modules = held(net)
+    assert len(modules) == len(wanted) == (1 if family in ("glm4_moe", "deepseek_v3") else 2)
+    for module, values in zip(modules.values(), wanted, strict=True):
+        up = torch.cat([values["gate"], values["up"]], dim=1)
+        for mx, exact in zip(operands(module, 0, 8).values(), (up, values["down"]), strict=True):
+            if kind in ("ue8m0", "mxfp4") and not sizes:
+                assert torch.equal(dequantize(mx, torch.float32), exact)
+            else:
+                again = quantize_tiles(exact)
+                assert torch.equal(mx.scale_bytes, again.scale_bytes)
+                assert torch.equal(mx.qdata.view(torch.uint8), again.qdata.view(torch.uint8))
+    assert not any("experts.gate_up_proj" in name for name in net.state_dict() if not name.endswith("_bias"))
+    assert not any(p.is_meta for p in net.parameters())
+
+
+# ---------------------------------------------------------------- engines
+
+
+def by_shards(directory, config):
+    return from_pretrained(directory, config)
+
+
+def by_transformers(directory, config):
+    """On a CPU it dequantises, so the engine quantises the same values again."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+
+
+def by_fp8_experts(directory, config):
+    """As on a GPU: transformers' FP8Experts."""
+    with fp8_without_gpu():
+        net = by_transformers(directory, config)
+    assert any(isinstance(module, FP8Experts) for module in net.modules())
+    return net
+
+
+def by_mxfp4_experts(directory, config):
+    """As on a GPU, but for the layout in which kernels read the bytes."""
+    net, tensors = by_transformers(directory, config), tensors_of(directory)
+    for name, block in net.named_modules():
+        if name.endswith("mlp"):
+            experts = Mxfp4GptOssExperts(net.config)
+            for stack in ("gate_up_proj", "down_proj"):
+                blocks, scales = (tensors[f"{name}.experts.{stack}_{kind}"] for kind in ("blocks", "scales"))
+                delattr(experts, stack)
+                setattr(experts, stack, SimpleNamespace(storage=stored(blocks.flatten(2))))
+                scale = SimpleNamespace(storage=stored(scales))
+                setattr(experts, f"{stack}_precision_config", SimpleNamespace(weight_scale=scale))
+                bias = getattr(experts, f"{stack}_bias")
+                bias.data.copy_(getattr(block.experts, f"{stack}_bias"))
+            block.experts = experts
+    return net
+
+
+def stored(data):
+    return SimpleNamespace(data=data.transpose(-1, -2), layout=SimpleNamespace(unswizzle_data=lambda data: data))
+
+
+def adapted(net, targets):
+    net = peft.get_peft_model(net, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "q_a_proj"],
+                                                   target_parameters=[f"experts.{name}" for name in targets]))
+    torch.manual_seed(1)
+    for name, p in net.named_parameters():
+        if "lora_" in name:  # PEFT rounds those of FP8 experts to e4m3
+            torch.nn.init.normal_(p, std=0.3)
+    return net
+
+
+def trained(directory, way, ep_size, stage, targets):
+    config = ds_config(MXFP8, stage, ep_size, bf16={"enabled": True})
+    net = adapted(way(directory, config), targets)
+    engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    losses = train_engine(engine, range(3))
+    frozen = frozen_layers(net).values()
+    bits = [torch.cat([buffer.flatten() for buffer in layer.experts.frozen.buffers()]) for layer in frozen]
+    values = [sum(x.double().square().sum().item() for x in layer.experts.frozen.dequantized()) for layer in frozen]
+    return losses, [len(part) for part in bits], values
+
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("family, kind, ep_size, stage, ways", slow_except([
+    ("qwen3_moe", "bf16", 2, 0, (by_shards, )), ("qwen3_moe", "bf16", 1, 2, (by_shards, )),
+    ("mixtral", "ue8m0", 2, 2, (by_shards, by_fp8_experts)), ("glm4_moe", "ue8m0", 2, 0, (by_shards, by_fp8_experts)),
+    ("deepseek_v3", "ue8m0", 1, 0, (by_shards, by_fp8_experts)), ("qwen3_moe", "ue8m0", 2, 3, (by_shards, )),
+    ("gpt_oss", "bf16", 2, 2, (by_shards, )), ("gpt_oss", "mxfp4", 2, 0, (by_shards, by_mxfp4_experts))],
+    ("mixtral", "ue8m0", 2, 2, (by_shards, by_fp8_experts)), ("gpt_oss", "mxfp4", 2, 0, (by_shards, by_mxfp4_experts)),
+    ("qwen3_moe", "bf16", 2, 0, (by_shards, ))))
+def test_every_way_in_trains_with_the_same_bits(ranks2, tmp_path, family, kind, ep_size, stage, ways):
+    write(tmp_path, family, kind)
+    reference = ranks2.run(trained, tmp_path, by_transformers, ep_size, stage, STACKS)
+    for way in ways:
+        targets = () if way is by_mxfp4_experts else STACKS  # PEFT finds no parameters there
+        wanted = reference if targets else ranks2.run(trained, tmp_path, by_transformers, ep_size, stage, targets)
+        assert ranks2.run(trained, tmp_path, way, ep_size, stage, targets) == wanted
+
+
+def other_layers(directory, way):
+    """Whether transformers' FP8 layers are as in the files, after the engine has cast its parameters to bf16."""
+    config = ds_config(MXFP8, bf16={"enabled": True})
+    with fp8_without_gpu():
+        net = way(directory, config).requires_grad_(False)
+    net.lm_head.requires_grad_(True)
+    ds_mxfp8_moe.initialize(model=net, config=config)
+    tensors = tensors_of(directory)
+    layers = {name: module for name, module in net.named_modules() if isinstance(module, FP8Linear)}
+    for name, layer in layers.items():
+        assert torch.equal(layer.weight.view(torch.uint8), tensors[f"{name}.weight"].view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv, tensors[f"{name}.weight_scale_inv"])
+    return len(layers), len(frozen_layers(net))
+
+
+@pytest.mark.parametrize("way", [by_shards, by_transformers])
+def test_other_fp8_layers_stay_transformers_own(ranks2, tmp_path, way):
+    write(tmp_path, "qwen3_moe", "float", everywhere=True)
+    assert ranks2.run(other_layers, tmp_path, way) == [(2 * 4, 2)] * 2
+
+
+# ---------------------------------------------------------------- memory, and what comes out again
+
+
+def most_host_memory(directory, config) -> tuple[float, int]:
+    """MiB that loading takes at most beside what stays, and bytes of experts that are read and not freed yet, at most.
+    """
+    live = most_live = 0
+
+    def freed(nbytes):
+        nonlocal live
+        live -= nbytes
+
+    def read(plain, *args):
+        nonlocal live, most_live
+        tensor = plain(*args)
+        live += tensor.nbytes
+        most_live = max(most_live, live)
+        weakref.finalize(tensor, freed, tensor.nbytes)
+        return tensor
+
+    with patched(Shards, "read", read):
+        for _ in range(2):  # the first time imports modules
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the largest size
+            before = in_mib("VmRSS")
+            net = from_pretrained(directory, config)
+            most = in_mib("VmHWM") - before
+            buffers = [buffer for module in held(net).values() for buffer in module.weights_of.args[0].buffers()]
+            most -= sum(tensor.nbytes for tensor in [*buffers, *net.state_dict().values()]) / 2**20
+            del net, buffers
+    return most, most_live
+
+
+def in_mib(key):
+    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind, value, layers", slow_except([("bf16", 2, 8), ("float", 1, 2)], ("float", 1, 2)))
+def test_loading_takes_the_host_memory_of_one_expert(ranks2, tmp_path, kind, value, layers):
+    write(tmp_path, "qwen3_moe", kind, shard="8MB", hidden_size=512, moe_intermediate_size=512,
+          num_hidden_layers=layers)
+    assert sum(file.stat().st_size / 2**20 for file in tmp_path.glob("*.safetensors")) > 6 * value * layers
+    for beside, live in ranks2.run(most_host_memory, tmp_path, ds_config(MXFP8)):
+        assert live < 1.01 * 3 * 512 * 512 * value
+        assert beside < 32  # torch's and Python's own included, which come and go
+
+
+def saved(directory, out, with_adapters):
+    config = ds_config(MXFP8, 1, bf16={"enabled": True})
+    net = from_pretrained(directory, config)
+    if with_adapters:
+        net = adapted(net, STACKS)
+    engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    train_engine(engine, range(3))
+    ds_mxfp8_moe.save_pretrained(engine, out)
+    return held_out_loss(engine)
+
+
+CASES = [("qwen3_moe", "bf16"), ("mixtral", "ue8m0"), ("gpt_oss", "mxfp4")]
+
+
+@pytest.mark.parametrize("family, kind", slow_except(CASES, ("mixtral", "ue8m0")))
+def test_plain_peft_loads_the_adapters(ranks2, tmp_path, family, kind):
+    write(tmp_path / "base", family, kind)
+    losses = ranks2.run(saved, tmp_path / "base", tmp_path / "adapters", True)
+    net = by_transformers(tmp_path / "base", None)
+    untrained = held_out_loss(net)
+    plain = held_out_loss(peft.PeftModel.from_pretrained(net, tmp_path / "adapters"))
+    assert losses == pytest.approx([plain] * 2, rel=2e-3)  # the engine's activations are in MXFP8
+    assert abs(untrained - plain) > 4 * abs(losses[0] - plain)
+
+
+@pytest.mark.parametrize("family, kind", slow_except(CASES, ("qwen3_moe", "bf16")))
+def test_the_model_is_written_with_the_names_of_its_type(ranks2, tmp_path, family, kind):
+    write(tmp_path / "bf16", family, "bf16")
+    write(tmp_path / "base", family, kind)
+    losses = ranks2.run(saved, tmp_path / "base", tmp_path / "out", False)
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(tmp_path / "bf16").keys()
+    assert losses == pytest.approx([held_out_loss(by_transformers(tmp_path / "out", None))] * 2, rel=2e-3)
+
+
+@enabled()
+def by_trainer(directory, out, way, stage):
+    """The losses of a Trainer, which reads the config before the model is loaded, and resumes from a checkpoint."""
+    losses = []
+    for resume in (None, str(out / "checkpoint-2")):
+        reset_hugging_face()
+        config = ds_config(MXFP8, stage, 2, bf16={"enabled": True}, optimizer=AUTO)
+        arguments = transformers.TrainingArguments(output_dir=str(out), deepspeed=config, use_cpu=True, bf16=True,
+                                                   per_device_train_batch_size=2, max_steps=4, save_steps=2,
+                                                   logging_steps=1, report_to=[], disable_tqdm=True)
+        net = adapted(way(directory, config), STACKS)
+        trainer = transformers.Trainer(model=net, args=arguments, train_dataset=Sentences(32))
+        trainer.train(resume_from_checkpoint=resume)
+        assert len(frozen_layers(net)) == 2
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    return losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer(ranks2, tmp_path, stage):
+    write(tmp_path / "base", "qwen3_moe", "bf16")
+    run = partial(ranks2.run, by_trainer, tmp_path / "base")
+    assert run(tmp_path / "shards", by_shards, stage) == run(tmp_path / "plain", by_transformers, 2)

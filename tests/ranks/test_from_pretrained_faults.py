@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What from_pretrained and a later engine say of broken files, of too little memory, and of what does not fit."""
+
+import json
+import re
+from functools import partial
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from autoep_models import batch, ds_config
+from frozen_checkpoints import rewrite, write
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe import from_pretrained
+from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
+from ds_mxfp8_moe.layers.patches import patched
+
+MXFP8 = {"enabled": True}
+
+
+def without(name):
+    """Leaves a tensor out of the file that has it."""
+
+    def fault(directory):
+        rewrite(directory, lambda found, tensor: {} if found == name else {found: tensor})
+
+    return fault
+
+
+def shard_missing(directory):
+    shard_of(directory, NAME).unlink()
+
+
+def shard_cut_short(directory):
+    file = shard_of(directory, NAME)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def other_block_size(directory):
+    halved = {f"{NAME}_scale_inv": torch.ones(2, 2)}
+    rewrite(directory, lambda name, tensor: {name: halved.get(name, tensor)})
+
+
+def scales_without_number(directory):
+    integers = {f"{NAME}_scale_inv": torch.ones(1, 1, dtype=torch.int32)}
+    rewrite(directory, lambda name, tensor: {name: integers.get(name, tensor)})
+
+
+def other_shape(directory):
+    rewrite(directory, lambda name, tensor: {name: tensor[:64].contiguous() if name == NAME else tensor})
+
+
+NAME = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+def shard_of(directory, name):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return directory / index["weight_map"][name]
+
+
+def refused(directory, config, use=lambda net, config: None):
+    """The error of this rank."""
+    with pytest.raises((RuntimeError, TypeError, ValueError, OSError)) as caught:
+        use(from_pretrained(directory, config), config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind, fault, said", [
+    ("bf16", without(NAME), f"{NAME} is in no file of the checkpoint"),
+    ("bf16", shard_missing, r"missing, which holds model.layers.1.mlp.experts.* other tensors"),
+    ("bf16", shard_cut_short, r"which holds model.layers.1.mlp.experts.*cannot be read.*cut short"),
+    ("bf16", other_shape, rf"{NAME} has shape \(64, 128\)|{NAME} has shape \(192, 128\)"),
+    ("float", other_block_size, rf"{NAME} has shape \(128, 128\) and scales of shape \(2, 2\); tiles of 128x128"),
+    ("float", scales_without_number, f"scales of {NAME} have dtype torch.int32"),
+    ("float", without(f"{NAME}_scale_inv"), f"{NAME}_scale_inv is in no file"),
+])
+def test_a_broken_checkpoint_is_an_error_on_every_rank(ranks2, tmp_path, kind, fault, said):
+    write(tmp_path, "qwen3_moe", kind)
+    fault(tmp_path)
+    # Expert 5 belongs to rank 1. Rank 0 reads its own and hears of the error.
+    for rank, error in enumerate(ranks2.run(refused, tmp_path, ds_config(MXFP8))):
+        assert re.search(said, error), error
+        assert fault in (shard_missing, shard_cut_short) or (rank == 1) == ("rank 1" not in error)
+
+
+def out_of_memory(directory, config):
+    """The error of this rank, where rank 1 has no memory for its second expert."""
+
+    def put(plain, weights, gemm, expert, tiles):
+        if dist.get_rank() == 1 and expert == 1:
+            raise torch.OutOfMemoryError("no memory left")
+        plain(weights, gemm, expert, tiles)
+
+    with patched(FrozenWeights, "put_tiles", put):
+        return refused(directory, config)
+
+
+def test_a_rank_out_of_memory_is_an_error_on_every_rank(ranks2, tmp_path):
+    write(tmp_path, "qwen3_moe", "bf16")
+    for error in ranks2.run(out_of_memory, tmp_path, ds_config(MXFP8)):
+        assert "out of memory at expert 5 of model.layers.0.mlp.experts: no memory left" in error
+
+
+def initialized(changes, net, config):
+    """Gives the model to an engine of a config with these changes."""
+    ds_mxfp8_moe.initialize(model=net, config={**config, **changes})
+
+
+def unfrozen(net, config):
+    ds_mxfp8_moe.initialize(model=net.requires_grad_(True), config=config)
+
+
+def called(net, config):
+    net(input_ids=batch(0))
+
+
+@pytest.mark.parametrize("changes, use, said", [
+    ({"mxfp8_moe": {"enabled": True, "recipe": "bf16"}}, None, '"frozen_experts": "keep" do not compute'),
+    ({"mxfp8_moe": {"enabled": True, "frozen_experts": "keep"}}, None, '"frozen_experts": "keep" do not compute'),
+    ({"expert_parallel": {"enabled": False}}, None, '"expert_parallel": {"enabled": true'),
+    ({}, partial(initialized, {"expert_parallel": {"enabled": True, "autoep_size": 1}}), "this rank loaded the exp"),
+    ({}, partial(initialized, {"expert_parallel": {"enabled": False}}), 'write the section "expert_parallel"'),
+    ({}, partial(initialized, {"mxfp8_moe": {"enabled": False}}), 'write "mxfp8_moe": {"enabled": true}'),
+    ({}, unfrozen, "gate_up_proj is to be trained, but is held in 8 bits alone"),
+    ({}, called, "held in 8 bits, which transformers cannot compute: give the model to ds_mxfp8_moe.initialize")])
+def test_what_does_not_fit_together_is_refused(ranks2, tmp_path, changes, use, said):
+    write(tmp_path, "qwen3_moe", "bf16")
+    config = ds_config(MXFP8, **changes)
+    for error in ranks2.run(refused, tmp_path, config, *([use] if use else [])):
+        assert said in error
