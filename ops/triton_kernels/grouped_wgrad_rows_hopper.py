@@ -44,9 +44,10 @@ def _scales(block, g_at, g_step, a_at, inside, k_blocks):
 
 
 @gluon.jit
-def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, K, n_tiles,
-             k_tiles, done, tiles, STRIP: gl.constexpr, STAGES: gl.constexpr):
-    """The producer warp: brings operands by TMA, and the exponent of the product of each tile of g and of a.
+def _produce(g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, K,
+             n_tiles, k_tiles, done, tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr):
+    """The producer warp: brings operands by TMA. Without SCALES also the exponent of the product of each tile of g and
+    of a.
 
     `tiles`: converted tiles in a block of 128 rows, see wait_for_rows.
     """
@@ -63,9 +64,12 @@ def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_ste
         g_at = g_scale + (n_128 * 0 + n_tile)
         a_at = a_scale + k_block
         if first < end:
-            ready = wait_for_rows(first, ready, done, P // 128, tiles)
-            g_byte, a_byte, a1_byte = _scales(first // 128, g_at, g_step, a_at, inside, k_blocks)
+            if SCALES == 0:
+                ready = wait_for_rows(first, ready, done, P // 128, tiles)
+                g_byte, a_byte, a1_byte = _scales(first // 128, g_at, g_step, a_at, inside, k_blocks)
             for row in range(first, end, 128):
+                if SCALES:
+                    ready = wait_for_rows(row, ready, done, P // 128, tiles)
                 stage = step % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -73,37 +77,42 @@ def _produce(g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_ste
                 mbarrier.expect(bar, 2 * 128 * 128, pred=inside < 2)
                 for half in gl.static_range(2):
                     async_load(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
-                for half in gl.static_range(2):
-                    async_load(a_desc, [(k_block + half) * 128, row], bar,
-                               a_smem.index(stage * 2 + half), pred=half < inside)
-                s_smem.index(stage * 2).store(add_exponents(a_byte, g_byte))
-                s_smem.index(stage * 2 + 1).store(add_exponents(a1_byte, g_byte))
-                mbarrier.arrive(bar)
+                async_load(a_desc, [k_block * 128, row], bar, a_smem.index(stage))
+                async_load(a_desc, [k_block * 128 + 128, row], bar, a1_smem.index(stage), pred=inside == 2)
                 step += 1
-                # Loaded one step ahead, since these do not come through the ring of stages.
-                following = gl.minimum(row + 128, end - 128)
-                ready = wait_for_rows(following, ready, done, P // 128, tiles)
-                g_byte, a_byte, a1_byte = _scales(following // 128, g_at, g_step, a_at, inside, k_blocks)
+                if SCALES == 0:
+                    s_smem.index(stage * 2).store(add_exponents(a_byte, g_byte))
+                    s_smem.index(stage * 2 + 1).store(add_exponents(a1_byte, g_byte))
+                    mbarrier.arrive(bar)
+                    following = gl.minimum(row + 128, end - 128)
+                    ready = wait_for_rows(following, ready, done, P // 128, tiles)
+                    g_byte, a_byte, a1_byte = _scales(following // 128, g_at, g_step, a_at, inside, k_blocks)
 
 
 @gluon.jit
-def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K,
-             split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
+def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale,
+             g_step, a_scale, ends, E, N, K, split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr,
+             BY_TMA: gl.constexpr, SCALES: gl.constexpr):
     """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    k_blocks = gl.cdiv(K, 128)
     step = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
         expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         steps = (end - first) // 128
+        g_at = g_scale + (first // 128).to(gl.int64) * g_step + n_tile
+        a_at = a_scale + (first // 128).to(gl.int64) * k_blocks + k_tile * 2
         acc0 = gl.zeros([64, 128], gl.float32, layout)
         acc1 = gl.zeros([64, 128], gl.float32, layout)
-        if k_tile * 2 + 2 > gl.cdiv(K, 128):
-            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty,
-                                          STAGES, 2, False, layout)
+        if k_tile * 2 + 2 > k_blocks:
+            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, a1_smem, s_smem, full,
+                                          empty, g_at, g_step, a_at, a_at, k_blocks, STAGES, SCALES, False, False,
+                                          False, layout, layout)
         else:
-            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, s_smem, full, empty,
-                                          STAGES, 2, True, layout)
+            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, a1_smem, s_smem, full,
+                                          empty, g_at, g_step, a_at, a_at + 1, k_blocks, STAGES, SCALES, False, True,
+                                          False, layout, layout)
         n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
         write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, layout)
@@ -115,29 +124,36 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, s_smem, out_smem
 @gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, mx_g_desc,
                       mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, STRIP: gl.constexpr,
-                      STAGES: gl.constexpr, BY_TMA: gl.constexpr):
+                      STAGES: gl.constexpr, BY_TMA: gl.constexpr, SCALES: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
     g_desc and a_desc describe the column forms, which `convert` writes. The arguments from mx_g_desc to mx_a are what
     `conversion_of` returned, and tickets and done what `counters` returned.
+
+    SCALES: 0: the producer stores the exponents of the scales' products. 3: the consumers load the scales.
     """
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
+    a1_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
-    s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full, empty = barriers(STAGES, 2)
+    if SCALES == 0:
+        s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        full, empty = barriers(STAGES, 2)
+    else:
+        s_smem = g_smem
+        full, empty = barriers(STAGES, 1)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
-        (_consume, (0, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                    k_tiles, STRIP, STAGES, BY_TMA)),
-        (_consume, (1, out_desc, g_smem, a_smem, s_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
-                    k_tiles, STRIP, STAGES, BY_TMA)),
+        (_consume, (0, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
+                    ends, E, N, K, split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, SCALES)),
+        (_consume, (1, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
+                    ends, E, N, K, split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, SCALES)),
         (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                    smem, converted, scale_smem, landed, tickets, done, 128, True)),
-        (_produce, (g_desc, a_desc, g_smem, a_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, K,
-                    n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), STRIP, STAGES)),
+        (_produce, (g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P,
+                    K, n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), STRIP, STAGES, SCALES)),
     ], [4, 2, 1], [208, 88, 88])
 
 
@@ -150,7 +166,7 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                sms: int = 0, splits: int = 1) -> torch.Tensor:
+                                sms: int = 0, splits: int = 1, scales: int = 0) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
@@ -175,5 +191,5 @@ def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tens
     wgrad_rows_kernel[(min(sms or multiprocessors(a_KP.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK, g_scale,
         g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, *mx_g, *mx_a, *counters(E, P, a_KP.device),
-        STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
+        STRIP=8, STAGES=3, BY_TMA=by_tma, SCALES=scales, num_warps=4)
     return out_ENK
