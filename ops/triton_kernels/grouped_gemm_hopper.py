@@ -133,7 +133,7 @@ def _produce(a_desc, b_desc, b1_desc, s_desc, a_smem, b_smem, b1_smem, s_smem, f
             group = group_of(row, ends, E, E_PAD, ends_layout)
         if group < E:
             c0, c1 = _columns_of(column_tile, TILE_N)
-            two = (c1 < N) & (TILE_N > 128)
+            two = TILE_N > 128 and (c1 < N or (WIDE_BOXES and TILE_N == 256))
             if SCALES == 0:
                 a_at = a_scale + row + row_128
                 b_at, b1_at = _blocks_at(b_scale, group, c0, c1, n_blocks, k_blocks)
@@ -144,18 +144,16 @@ def _produce(a_desc, b_desc, b1_desc, s_desc, a_smem, b_smem, b1_smem, s_smem, f
                 stage = step % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(bar, ALL_BYTES, pred=two)
+                mbarrier.expect(bar, ONE_PIECE, pred=two == 0)
                 if WIDE_BOXES:
-                    mbarrier.expect(bar, ALL_BYTES)
                     async_load(a_desc, [row, k * 128], bar, a_smem.index(stage))
-                    async_load(b_desc, [group * N + c0, k * 128], bar, b_smem.index(stage))
                 else:
-                    mbarrier.expect(bar, ALL_BYTES, pred=two)
-                    mbarrier.expect(bar, ONE_PIECE, pred=two == 0)
                     for warpgroup in gl.static_range(2):
                         async_load(a_desc, [row + 64 * warpgroup, k * 128], bar, a_smem.index(stage * 2 + warpgroup))
-                    async_load(b_desc, [group * N + c0, k * 128], bar, b_smem.index(stage))
-                    if TILE_N > 128:
-                        async_load(b1_desc, [group * N + c1, k * 128], bar, b1_smem.index(stage), pred=two)
+                async_load(b_desc, [group * N + c0, k * 128], bar, b_smem.index(stage))
+                if TILE_N == 192 or (TILE_N == 256 and not WIDE_BOXES):
+                    async_load(b1_desc, [group * N + c1, k * 128], bar, b1_smem.index(stage), pred=two)
                 if SCALES == 1:
                     async_load(s_desc, [k, row], bar, s_smem.index(stage))
                 step += 1
@@ -206,11 +204,13 @@ def _accumulate_step(warpgroup: gl.constexpr, acc0, acc1, step, a_smem, b_smem, 
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     if WIDE_BOXES:
         a = a_smem.index(stage).slice(warpgroup * 64, 64)
-        b = b_smem.index(stage).slice(0, 128)
-        b1 = b_smem.index(stage).slice(128 if TWO else 0, 128)
     else:
-        a, b = a_smem.index(stage * 2 + warpgroup), b_smem.index(stage)
-        b1 = b1_smem.index(stage) if TWO else b
+        a = a_smem.index(stage * 2 + warpgroup)
+    b = b_smem.index(stage)
+    b1 = b1_smem.index(stage)
+    if b.shape[0] == 256:  # both pieces
+        b1 = b.slice(128, 128)
+        b = b.slice(0, 128)
     product = _start_product(a, b, 128, layout)
     if TWO and acc1.shape[1] < 128:
         product1 = _start_product(a, b1, acc1.shape[1], layout1)
@@ -331,25 +331,25 @@ def grouped_mm_kernel(a_desc, b_desc, b1_desc, c_desc, c1_desc, s_desc, a_scale,
     """All tiles of out [P, N] from a [P, K] and b [E * N, K]. Grid: programs that run at the same time.
 
     Args:
-        b1_desc, c1_desc: b and out in boxes of the second piece's columns.
+        b1_desc, c1_desc: b and out in boxes of 64 columns for tiles of 192, else None.
         STRIP: row tiles of a strip, see tile_of.
         BUFFERS: blocks of columns that a warpgroup has room for in shared memory before they are stored.
         SCALES: 0: the producer stores the exponents of the scales' products. 1: a's scales come by TMA with the
             operands, and the consumers load b's. 2: the consumers load both.
-        WIDE_BOXES: one box of TMA for each operand of a stage.
+        WIDE_BOXES: one box of TMA instead of two for a's rows, and for b's if the tile has 256 columns.
         LEAN: loads the groups' ends once, and assigns a tile's first product.
     """
-    if WIDE_BOXES:
-        a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
-        b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, TILE_N, 128], b_desc.layout)
-    else:
-        a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
-        b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 128, 128], b_desc.layout)
-    c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
+    if TILE_N != 192:
+        b1_desc = b_desc
+        c1_desc = c_desc
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 128 // a_desc.block_shape[0]] + a_desc.block_shape,
+                                       a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
     b1_smem = b_smem
+    if TILE_N > b_desc.block_shape[0]:
+        b1_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b1_desc.block_shape, b1_desc.layout)
+    c_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
     c1_smem = c_smem
-    if TILE_N > 128 and not WIDE_BOXES:
-        b1_smem = gl.allocate_shared_memory(b1_desc.dtype, [STAGES, TILE_N - 128, 128], b1_desc.layout)
     if TILE_N == 192:
         c1_smem = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 64], c1_desc.layout)
     if SCALES == 0:
@@ -450,11 +450,11 @@ def grouped_mm_with(how: Variant, a_PK: MXParts, b_ENK: MXParts, ends_E: torch.T
     tiles = P // 128 * cdiv(N, how.TILE_N)
     b_EN = b.view(E * N, K)
     a_scale = a_PK.scale_bytes.t().contiguous()
-    wide = how.TILE_N == 192
+    apart = how.TILE_N == 192
+    wide = how.WIDE_BOXES
     grouped_mm_kernel[(min(multiprocessors(a.device), tiles), )](
-        descriptor(a, [128 if how.WIDE_BOXES else 64, 128]),
-        descriptor(b_EN, [how.TILE_N if how.WIDE_BOXES else 128, 128]),
-        descriptor(b_EN, [64 if wide else 128, 128]),
-        descriptor(out_PN, [64, 128]), descriptor(out_PN, [64, 64 if wide else 128]),
+        descriptor(a, [128 if wide else 64, 128]), descriptor(b_EN, [256 if wide and how.TILE_N == 256 else 128, 128]),
+        descriptor(b_EN, [64, 128]) if apart else None, descriptor(out_PN, [64, 128]),
+        descriptor(out_PN, [64, 64]) if apart else None,
         descriptor(a_scale, [1, 128]) if how.SCALES == 1 else None, a_scale, b_ENK.scale_bytes.contiguous(), ends_E, E,
         P, N, K, E_PAD=max(32, next_power_of_2(E)), STRIP=16, **how._asdict(), num_warps=4)
