@@ -107,7 +107,8 @@ def _columns_of(column_tile, TILE_N: gl.constexpr):
 def _blocks_at(b_scale, group, c0, c1, n_blocks, k_blocks):
     """Where the scales of b's tiles at columns c0 and c1 lie. Those of the last block for columns beyond it."""
     b_at = b_scale + group * n_blocks * k_blocks
-    return (b_at + gl.minimum(c0 // 128, n_blocks - 1) * k_blocks, b_at + gl.minimum(c1 // 128, n_blocks - 1) * k_blocks)
+    block0, block1 = gl.minimum(c0 // 128, n_blocks - 1), gl.minimum(c1 // 128, n_blocks - 1)
+    return b_at + block0 * k_blocks, b_at + block1 * k_blocks
 
 
 @gluon.jit
@@ -364,11 +365,11 @@ def grouped_mm_kernel(a_desc, b_desc, b1_desc, c_desc, c1_desc, s_desc, a_scale,
     row_tiles = P // 128
     column_tiles = gl.cdiv(N, TILE_N)
     gl.warp_specialize([
-        (_consume, (0, c_desc, c1_desc, a_smem, b_smem, b1_smem, s_smem, c_smem, c1_smem, full, empty, a_scale, b_scale,
-                    ends, E, P, N, K, row_tiles, column_tiles, E_PAD, STRIP, STAGES, TILE_N, BUFFERS, SCALES,
+        (_consume, (0, c_desc, c1_desc, a_smem, b_smem, b1_smem, s_smem, c_smem, c1_smem, full, empty, a_scale,
+                    b_scale, ends, E, P, N, K, row_tiles, column_tiles, E_PAD, STRIP, STAGES, TILE_N, BUFFERS, SCALES,
                     WIDE_BOXES, LEAN)),
-        (_consume, (1, c_desc, c1_desc, a_smem, b_smem, b1_smem, s_smem, c_smem, c1_smem, full, empty, a_scale, b_scale,
-                    ends, E, P, N, K, row_tiles, column_tiles, E_PAD, STRIP, STAGES, TILE_N, BUFFERS, SCALES,
+        (_consume, (1, c_desc, c1_desc, a_smem, b_smem, b1_smem, s_smem, c_smem, c1_smem, full, empty, a_scale,
+                    b_scale, ends, E, P, N, K, row_tiles, column_tiles, E_PAD, STRIP, STAGES, TILE_N, BUFFERS, SCALES,
                     WIDE_BOXES, LEAN)),
         (_produce, (a_desc, b_desc, b1_desc, s_desc, a_smem, b_smem, b1_smem, s_smem, full, empty, a_scale, b_scale,
                     ends, E, P, N, K, row_tiles, column_tiles, E_PAD, STRIP, STAGES, TILE_N, SCALES, WIDE_BOXES,
@@ -413,12 +414,12 @@ def grouped_mm_mxfp8(a_PK: MXParts, b_ENK: MXParts, ends_E: torch.Tensor, out_dt
     A product of two scales counts as 0 if it is 2^-127 or less. Above 2^127 it is clamped. A scale byte of 255 gives
     NaN.
     """
-    a, b = a_PK.qdata, b_ENK.qdata
-    (P, K), (E, N, _), sms = a.shape, b.shape, multiprocessors(a.device)
+    a = a_PK.qdata
+    (P, K), N = a.shape, b_ENK.qdata.shape[1]
     out_PN = torch.empty(P, N, dtype=out_dtype, device=a.device)
     if out_PN.numel() == 0:
         return out_PN
-    grouped_mm_with(_variant(P, N, K, sms, out_dtype), a_PK, b_ENK, ends_E, out_PN)
+    grouped_mm_with(_variant(P, N, K, multiprocessors(a.device), out_dtype), a_PK, b_ENK, ends_E, out_PN)
     return out_PN
 
 
