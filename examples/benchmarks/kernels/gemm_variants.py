@@ -69,7 +69,7 @@ VARIANTS = {
 }
 VARIANTS = {name: how._replace(BUFFERS=1) if how.TILE_N == 192 else how for name, how in VARIANTS.items()}
 if gemm_multicast.SUPPORTED:
-    VARIANTS |= {"multicast 192": 192, "multicast 256": 256}
+    VARIANTS |= {f"multicast {share} {tile_n}": (share, tile_n) for share in "ab" for tile_n in (192, 256)}
 WGRAD = "wgrad rows"  # a name among those that are checked
 # Experts, rows of each, columns, contraction.
 SHAPES = [(16, 2048, 1536, 2048), (16, 2048, 2048, 768), (16, 8192, 1536, 2048), (16, 8192, 2048, 768),
@@ -93,10 +93,10 @@ BIASED_SCALES = (0, 1, 60, 100, 120, 126, 127, 128, 130, 150, 200, 254)
 
 def multiply(name: str, a: MXParts, b: MXParts, ends: torch.Tensor, out: torch.Tensor) -> None:
     how = VARIANTS[name]
-    if isinstance(how, int):
-        gemm_multicast.grouped_mm_multicast(how, a, b, ends, out)
-    else:
+    if isinstance(how, Variant):
         grouped_mm_with(how, a, b, ends, out)
+    else:
+        gemm_multicast.grouped_mm_multicast(*how, a, b, ends, out)
 
 
 # ---- operands -------------------------------------------------------------------------------------------------------
