@@ -29,6 +29,7 @@ for two uses of a stage where the first block's have not arrived for one.
 """
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -55,7 +56,7 @@ from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import (
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 from ds_mxfp8_moe.ops.triton_kernels.library import cdiv, next_power_of_2
 
-SUPPORTED = hasattr(mbarrier, "allocate_mbarrier")
+SUPPORTED = not triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
 
 
 @gluon.jit

@@ -4,7 +4,7 @@
 Every variant first runs in a process of its own, on small shapes, and must give the bits of today's kernel. A kernel
 that does not end within some seconds is reported as hung, and left out. What passes is timed on twelve forward shapes
 in turns, beside DeepGEMM (if it can be imported), our bf16 and torch. Then a few contenders run alone for more than a
-second, with the clock and the power sampled. Weight gradients likewise. From Triton 3.7 on also gemm_multicast.py.
+second, with the clock and the power sampled. Weight gradients likewise. From Triton 3.9 on also gemm_multicast.py.
 
     python examples/benchmarks/kernels/gemm_variants.py                                     # all of it
     python examples/benchmarks/kernels/gemm_variants.py --stages check                      # bits and hangs alone
