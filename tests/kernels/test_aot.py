@@ -131,11 +131,6 @@ def hopper_gemms():
     for rows in (wide, narrow):
         gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
-    for how in (gemm.Variant(STAGES=4, BUFFERS=1, SCALES=1, WIDE_BOXES=True), gemm.Variant(SCALES=2, LEAN=True),
-                gemm.Variant(192, STAGES=4, BUFFERS=1, SCALES=1, WIDE_BOXES=True, LEAN=True),
-                gemm.Variant(128, STAGES=6, BUFFERS=1, SCALES=2)):
-        gemm.grouped_mm_with(how, mx(wide, H, block=128, block_major=True), mx(E, F, H, block=128, tiled=True), ends(),
-                             torch.empty(wide, F, dtype=BF16))
     g, a = mx(F, P, block=128, block_major=True), mx(H, P, block=128, block_major=True)
     for dtype in (BF16, F32):
         wgrad.grouped_mm_wgrad_mxfp8(g, a, ends(), dtype)
@@ -144,7 +139,6 @@ def hopper_gemms():
         rows = mx(P, F, block=128), mx(P, H, block=128, block_major=True)
         wgrad.grouped_mm_wgrad_bf16(*rows, ends(), dtype)
         module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype)
-        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype, scales=3)
 
 
 def hopper_bf16_gemms():
