@@ -227,6 +227,8 @@ NAMES = tuple(Row(*row) for row in (
     ("batch_gradients", "deepspeed.runtime.utils",
      "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace(input, device, ...)"),
     ("batch_gradients", "deepspeed.runtime.zero.utils", "get_norm_dtype"),
+    ("batch_gradients", "torch._C", "_current_graph_task_id _will_engine_execute_node"),
+    ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
     ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
     ("keep_quantized_weights", _ENGINE,

@@ -23,6 +23,7 @@ from ..ops.device import capability, runs_triton
 from . import casts
 from .casts import Stack
 from .mx import TILE, MXTensor
+from .sums import Sum, goal_of
 
 HOPPER = (9, 0)
 
@@ -127,7 +128,8 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
 
 def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
                           out_dtype: torch.dtype | None = None, scaling_mode: str | None = None,
-                          g_columns: bool = False, sms: int = 0, splits: int = 1) -> torch.Tensor:
+                          g_columns: bool = False, sms: int = 0, splits: int = 1,
+                          sums: Sequence[Sum] = ()) -> torch.Tensor | None:
     """`grouped_mm_wgrad` of rows [P, N] and [P, K].
 
     Args:
@@ -137,24 +139,29 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
         g_columns: g is in column form [N, P] already.
         sms: the most multiprocessors that Hopper's kernels take. 0 stands for all of them.
         splits: pieces into which N is cut. It divides N.
+        sums: where the result goes, one for each split. () returns it.
 
     Returns:
-        [E, N, K]. With several splits [splits, E, N / splits, K], which is contiguous if one of Hopper's kernels wrote
-        it and N / splits is a multiple of 64.
+        None with `sums`. Else [E, N, K], or with several splits [splits, E, N / splits, K]. That is contiguous if one
+        of Hopper's kernels wrote it and N / splits is a multiple of 64.
     """
     N = g.shape[0 if g_columns else 1]
     # Two warpgroups write 64 rows each.
     cut = splits if N // splits % 64 == 0 else 1
-    out = _wgrad_rows(g, a_PK, ends_E, out_dtype or g.dtype, scaling_mode, g_columns, sms, cut)
-    if splits == 1:
-        return out
-    if out.shape[1] != N:
-        return out.unflatten(0, (splits, -1))
-    return out.unflatten(1, (splits, -1)).transpose(0, 1)
+    out = _wgrad_rows(g, a_PK, ends_E, out_dtype or g.dtype, scaling_mode, g_columns, sms, cut,
+                      sums if cut == splits else ())
+    if out is None:
+        return None
+    if splits > 1:
+        whole = out.shape[1] == N
+        out = out.unflatten(1, (splits, -1)).transpose(0, 1) if whole else out.unflatten(0, (splits, -1))
+    for one, gradient in zip(sums, out if splits > 1 else [out], strict=False):
+        one.take(gradient)
+    return None if sums else out
 
 
-def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits) -> torch.Tensor:
-    """[splits * E, N / splits, K] by Hopper's kernels, else [E, N, K]."""
+def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits, sums) -> torch.Tensor | None:
+    """[splits * E, N / splits, K] by Hopper's kernels, else [E, N, K]. None: a kernel has written it to `sums`."""
     rescaled = scaling_mode is not None
     kernel = _kernel_of_wgrad_rows(g, a_PK, rescaled)
     if rescaled and (kernel is None or g_columns):
@@ -162,7 +169,9 @@ def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits
         return grouped_mm_wgrad(g, casts.rescale_columns(a_PK, scaling_mode), ends_E, out_dtype)
     if not rescaled and (kernel is None or a_PK.shape[0] == 0):
         return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype)
-    return kernel(_parts(g), _parts(a_PK), ends_E, out_dtype, sms=sms, splits=splits)
+    goal = goal_of(sums) if sums and a_PK.shape[0] else None
+    out = kernel(_parts(g), _parts(a_PK), ends_E, out_dtype, sms=sms, splits=splits, goal=goal)
+    return out if goal is None else None
 
 
 def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, rescaled: bool) -> tuple[float, int]:

@@ -79,6 +79,9 @@ def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
     from . import zero
 
     obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and converted > 0)
+    sums = weakref.ref(engine.optimizer) if isinstance(engine.optimizer, zero.BatchedGradients) else None
+    for layer in converted_layers(engine.module):
+        layer.mxfp8_sums = sums
     if obstacle:
         print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
 

@@ -34,6 +34,7 @@ from ..compute import casts
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.mx import MXTensor
 from ..compute.routing import Routes
+from ..compute.sums import Sum
 from ..config import Recipe
 from ..ffn import expert_ffn, expert_math
 from ..ffn.expert_ffn import ExpertFFN, unquantized
@@ -241,6 +242,8 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
             known = _run_ffn(kind, device)
         for name in ("recorded launches", "replayed launches"):
             _compare(name, _run_ffn(kind, device, recorded=True), known, float("inf"))  # the same bits
+        if kind.stacked:
+            _compare("gradients that are added to sums", _run_ffn(kind, device, summed=True), known, float("inf"))
         # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other rows
         # share a scale if it is MXFP8.
         many = [x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
@@ -248,10 +251,12 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
         _compare("many rows", many, known, 20.0)
 
 
-def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool = False) -> list[torch.Tensor]:
+def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool = False,
+             summed: bool = False) -> list[torch.Tensor]:
     """The output and all gradients for `copies` of the same tokens, with the same weights in every call.
 
-    Expert 1 gets no token, and the others different numbers of them.
+    Expert 1 gets no token, and the others different numbers of them. `summed`: doubles of the weights' gradients are
+    added to sums of 0.
     """
     torch.manual_seed(21)
     formula, leaves = kind.formula, []
@@ -283,13 +288,17 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
         ups = (FFN if formula.kind == "mlp" else 2 * FFN), HIDDEN
         adapters = {name: LowRank(leaf(randn(EXPERTS, kind.rank, width)), leaf(randn(EXPERTS, out, kind.rank)))
                     for name, (out, width) in {"up": ups, "down": (HIDDEN, FFN)}.items()}
+    stacks = [w for w in weights.values() if summed and w.dim() == 3]
+    flat = torch.zeros(sum(w.numel() for w in stacks), dtype=kind.dtype, device=device)
+    parts = zip(stacks, flat.split([w.numel() for w in stacks]), strict=True)
+    sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}
     ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
-                    name="the check of ds_mxfp8_moe's kernels")
+                    name="the check of ds_mxfp8_moe's kernels", sum_of=lambda w: sums.get(id(w)))
     with nullcontext() if recorded else lent(expert_ffn, "executor_for", lambda device: None):
         y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
                    adapters=adapters, frozen=frozen)
         y_TH.backward(g_TH)
-    return [y_TH.detach(), *(one.grad for one in leaves)]
+    return [y_TH.detach(), *(sums[id(one)].out_ENK / 2 if id(one) in sums else one.grad for one in leaves)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ The way of a gradient, in DeepSpeed's names:
     parameter.grad -> bucket (`ipg_buckets`) -> averaged over ranks -> sum of this rank's partition (`flat_partition`)
                    -> in float32, unscaled and clipped -> optimizer
 
-A gradient that no other rank has a part of needs no average. It goes from `parameter.grad` to the sum at once.
+A gradient that no other rank has a part of needs no average. It goes from `parameter.grad` to the sum at once, or is
+there already (sums.py).
 """
 
 import math
@@ -32,6 +33,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch._utils import _unflatten_dense_tensors
 from torch.nn.utils import get_total_norm
+
+from ..compute.sums import Sum
+from .sums import Sums
 
 AT_ONCE = 2**26  # elements of one call. More need more memory. Fewer leave the device waiting for the host's next call
 
@@ -54,7 +58,7 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     if isinstance(optimizer, BatchedGradients):
         optimizer.mxfp8_batching = _Batching(optimizer.ipg_buckets[optimizer.dtype],
-                                             optimizer.partition_gradients or optimizer.overlap_comm)
+                                             optimizer.partition_gradients or optimizer.overlap_comm, Sums(optimizer))
     return None
 
 
@@ -155,10 +159,11 @@ class _Batching:
         specs, likes: for each group, DeepSpeed's description of the parts of its sum, and tensors of their shapes.
         norm: of all gradients in this step, as DeepSpeed computed it.
         scaled: gradients that are unscaled and clipped already.
+        sums: which gradients are in the sums already.
     """
 
-    def __init__(self, bucket: Any, in_hooks: bool):
-        self.bucket, self.in_hooks = bucket, in_hooks
+    def __init__(self, bucket: Any, in_hooks: bool, sums: Sums):
+        self.bucket, self.in_hooks, self.sums = bucket, in_hooks, sums
         self.waiting: list[torch.nn.Parameter] = []
         self.elements = 0
         self.alone: list[tuple[torch.nn.Parameter, tuple]] = []
@@ -200,6 +205,8 @@ class BatchedGradients(BatchedChecks):
             return
         bucket, key = batching.bucket, (i, param.param_idx_in_group, self.param_id[id(param)])
         alone = self._place(*key).alone
+        if alone and batching.sums.takes(self, param, key):
+            return
         if not alone and bucket.elements + size > self.reduce_bucket_size:
             self.reduce_ipg_grads()
             if self.overlap_comm:
@@ -225,6 +232,10 @@ class BatchedGradients(BatchedChecks):
         bucket.elements += size
         batching.waiting.append(param)
         batching.elements += size
+
+    def sum_of(self, param: torch.nn.Parameter) -> Sum | None:
+        """Where the gradient of a parameter goes that backward computes now. None: into memory of its own."""
+        return self.mxfp8_batching.sums.sum_of(self, param)
 
     def _fill_bucket(self) -> None:
         """Copies the gradients that wait into the bucket, on the stream that computed them, and lets go of them."""
@@ -423,6 +434,7 @@ class BatchedGradients(BatchedChecks):
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass."""
+        self.mxfp8_batching.sums.end(self)
         self._add_alone()
         if self.is_gradient_accumulation_boundary():
             for i in range(len(self.bit16_groups)):
@@ -432,6 +444,7 @@ class BatchedGradients(BatchedChecks):
                     self.averaged_gradients[i] = None
         super().independent_gradient_partition_epilogue()
         self.mxfp8_batching.fresh.clear()
+        self.mxfp8_batching.sums.clear()
 
     def scaled_global_norm(self, norm_type: float = 2) -> torch.Tensor:
         """As DeepSpeed's, and remembers it."""

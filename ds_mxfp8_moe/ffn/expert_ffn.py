@@ -55,6 +55,7 @@ from ..compute.executor import executor_for, put_together, taken_apart
 from ..compute.formula import ROLES, ExpertFormula, LowRank
 from ..compute.mx import MXTensor
 from ..compute.routing import Routes
+from ..compute.sums import Sum
 from ..config import Recipe
 from ..transport import Transport, Wire
 from ..transport.deadline import naming_evaluation, tell_peers
@@ -76,6 +77,8 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
+        sum_of: tells in backward where a parameter's gradient goes. Autograd gets a gradient that begins a sum, but
+            none that is added to it. None, or a result of None: the gradient has its own memory.
         training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
     """
 
@@ -87,6 +90,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
+    sum_of: Callable[[torch.nn.Parameter], Sum | None] | None = None
     training: bool = True
 
     @property
@@ -209,7 +213,9 @@ class _ExpertFFNFunction(torch.autograd.Function):
         made = call([expert_TK, x_TH, weight_TK])
         kinds, plan = made.pop("kinds and plan")
         y_TH, *kept = made.values()
-        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, frozen, kinds, plan
+        # Autograd saves some other tensor than the parameter where activation checkpointing recomputes it.
+        parameters = () if ffn.sum_of is None else tensors[2 * len(adapted):]
+        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, frozen, kinds, plan, parameters
         ctx.save_for_backward(*tensors, *kept)
         return y_TH
 
@@ -217,7 +223,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
     def backward(ctx, g_TH):
         if torch.compiler.is_dynamo_compiling():  # for compiled autograd
             return _outside_compile(_ExpertFFNFunction.backward, ctx, g_TH)
-        ffn, recipe, dtype, layout, adapted, frozen, kinds, plan = ctx.call
+        ffn, recipe, dtype, layout, adapted, frozen, kinds, plan, parameters = ctx.call
         try:
             if torch.is_grad_enabled():
                 raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it "
@@ -228,14 +234,26 @@ class _ExpertFFNFunction(torch.autograd.Function):
             with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
                 experts = _experts(ffn, recipe, layout, adapted, frozen, saved[:count], dtype, g_TH.device,
                                    transposed=True)
+                if parameters:
+                    experts.sums = _sums(ffn, layout, parameters, needs[2 + 2 * len(adapted):])
                 call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
                 if ffn.recorded_whole:
                     call = experts.step("whole backward", call, None, (kinds, layout, needs))
                 grads = call([g_TH, *saved[count:]])
+                places = _unflattened(layout, range(2 + 2 * len(adapted), len(needs)))
+                grads |= {places[role]: one.out_ENK for role, one in experts.sums.items() if not one.begun}
         except Exception as error:
             tell_peers(error)
             raise
         return None, None, None, None, None, None, None, *grads.values()
+
+
+def _sums(ffn: ExpertFFN, layout: tuple, parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> dict[str, Sum]:
+    """Where the gradients of stacked weights go, by role. Without those that get memory of their own."""
+    needed = _unflattened(layout, needs)
+    found = {role: ffn.sum_of(one) for role, one in _unflattened(layout, parameters).items()
+             if needed[role] is True and not role.endswith("_bias")}
+    return {role: one for role, one in found.items() if one is not None}
 
 
 def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[str],

@@ -30,6 +30,7 @@ from ..compute.grouped_gemm import (
     wgrad_cost,
 )
 from ..compute.mx import MXTensor
+from ..compute.sums import Sum
 from ..config import Recipe
 from ..ops.device import multiprocessors
 from ..transport import Pending, Plan
@@ -63,6 +64,7 @@ class ExpertMath:
         stacks: the weights of each GEMM, by its name: "up", which includes the gate, and "down".
         adapters: the low-rank updates by the name of their GEMM, in the tokens' dtype.
         adapter_grads: their gradients, after `backward`.
+        sums: where `backward` puts the gradients of weights, by role, instead of returning them.
         executor: records steps and replays them. None: the host launches all kernels from Python.
         quantized_weights: the weights that are quantised already, by the name of their GEMM.
         keep: whether they stay there after this GEMM. Such an object computes either forward or backward, which
@@ -84,6 +86,7 @@ class ExpertMath:
         self.keep, self.adapters, self.executor = kept is not None, adapters or {}, executor
         self.frozen = frozen or {}
         self.adapter_grads: dict[str, LowRank] = {}
+        self.sums: dict[str, Sum] = {}
         self.quantized_weights = kept if self.keep else {}
 
     # The replay of a whole call needs none of what follows.
@@ -150,7 +153,8 @@ class ExpertMath:
             return function(rows)
         known, count, executor = self.quantized_weights, len(rows), self.executor
         given = [gemm for gemm in (GEMMS if reads is None else reads) if gemm in known]
-        inputs = [*rows, *map(known.get, given), *chain(*self.adapters.values())]
+        sums = [one.out_ENK for one in self.sums.values()]
+        inputs = [*rows, *map(known.get, given), *chain(*self.adapters.values()), *sums]
         rows.clear()
         if reads is None:
             stacks = [*self.weights.values(), *(chain(*self.stacks.values()) if self.frozen else ())]
@@ -171,8 +175,10 @@ class ExpertMath:
             self.executor = executor
             return made | {GEMMS[gemm]: mx for gemm, mx in known.items() if gemm not in before}
 
+        places = [(role, one.begun, one.factor, out.data_ptr() - sums[0].data_ptr())
+                  for (role, one), out in zip(self.sums.items(), sums, strict=True)]
         key = (name, how, self.formula, self.recipe, self.dtype, self.keep, tuple(self.weights), tuple(self.frozen),
-               tuple(self.adapters), tuple(given))
+               tuple(self.adapters), tuple(given), *places)
         made = replayed(executor, key, of_inputs, inputs,
                         [stack if isinstance(stack, list) else [stack] for stack in stacks],
                         self.recipe.quantize_gemm)
@@ -232,8 +238,8 @@ class ExpertMath:
             needed: roles whose weights need a gradient.
 
         Returns:
-            A stacked gradient for each of these roles; and the result of `combine_grad`. Gradients of adapters are in
-            `adapter_grads`.
+            A stacked gradient for each of these roles that is not in `sums`; and the result of `combine_grad`.
+            Gradients of adapters are in `adapter_grads`.
         """
         if self.formula.kind == "linear":
             return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
@@ -287,7 +293,7 @@ class ExpertMath:
         t_PF = self._adapted_dgrad(self.gemm(g_PH, "down", transposed=True), low_PR, "down")
         del g_PH
         if "down" in needed:
-            grads["down"] = self.wgrad_gemm(g_wgrad, rows.h_PF, self.dtypes["down"], columns)
+            grads |= self._wgrads(["down"], g_wgrad, rows.h_PF, needed, columns)
         del g_wgrad
 
         wants_ups = not needed.isdisjoint(self.up_roles)
@@ -321,7 +327,7 @@ class ExpertMath:
         weighted_g = (g_PH * rows.weight_P.unsqueeze(1)).to(self.dtype)
         if "up" in needed:
             g_wgrad, columns = self._wgrad_form(weighted_g)
-            grads["up"] = self.wgrad_gemm(g_wgrad, rows.x_PH, self.dtypes["up"], columns)
+            grads |= self._wgrads(["up"], g_wgrad, rows.x_PH, needed, columns)
         if self.up_bias_EG is not None:
             dweight_P += (g_PH * self.bias_rows(self.up_bias_EG)).sum(-1)
             grads["up_bias"] = self.group_sums(weighted_g).to(self.dtypes["up_bias"])
@@ -377,12 +383,24 @@ class ExpertMath:
         """The gradients of gate and up. Takes dpre and x_PH."""
         g_wgrad, x_PH = given
         given.clear()
+        return self._wgrads(self.up_roles, g_wgrad, x_PH, needed, columns, beside)
+
+    def _wgrads(self, roles: list[str], g: torch.Tensor, a_PK: torch.Tensor, needed: set[str], columns: bool,
+                beside: int = 0) -> dict[str, torch.Tensor]:
+        """The gradients of the roles of one GEMM that are not in `sums`. Arguments as those of `wgrad_gemm`."""
         # Autograd copies a gradient that is not laid out as its stacked parameter, so each piece is contiguous. If
         # only one of the two is needed, they are not split, since the pieces share one storage.
-        count = len(self.up_roles)
-        splits = count if needed.issuperset(self.up_roles) else 1
-        both = self.wgrad_gemm(g_wgrad, x_PH, self.dtypes["up"], columns, beside, splits)
-        return dict(zip(self.up_roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
+        count = len(roles)
+        splits = count if needed.issuperset(roles) else 1
+        sums = [self.sums[role] for role in roles if role in self.sums]
+        direct = len(sums) == splits == count
+        both = self.wgrad_gemm(g, a_PK, self.dtypes[roles[-1]], columns, beside, splits, sums if direct else ())
+        if direct:
+            return {}
+        grads = dict(zip(roles, both.unbind(0) if splits > 1 else both.chunk(count, dim=1), strict=True))
+        for role in self.sums.keys() & grads.keys():
+            self.sums[role].take(grads.pop(role))
+        return grads
 
     def _ups_first_takes_less(self, shape_PG: Sequence[int], H: int) -> bool:
         """Whether peak memory is lower if dW1 is computed before dx.
@@ -450,12 +468,14 @@ class ExpertMath:
         return grouped_mm(x_PK, mx, ends_E, self.dtype)
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, dtype: torch.dtype, g_columns: bool, beside: int = 0,
-                   splits: int = 1) -> torch.Tensor:
-        """[E, N, K], or with several splits [splits, E, N / splits, K]. `beside`: multiprocessors that are left to an
-        exchange."""
+                   splits: int = 1, sums: Sequence[Sum] = ()) -> torch.Tensor | None:
+        """[E, N, K], or with several splits [splits, E, N / splits, K]. None: it went to `sums`, one for each split.
+
+        `beside`: multiprocessors that are left to an exchange.
+        """
         mode = self.recipe.scaling_mode if self.wgrad_quantized else None
         sms = multiprocessors(a_PK.device) - beside if beside else 0
-        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms, splits)
+        return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms, splits, sums)
 
     def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
         return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -83,6 +84,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
 
     mxfp8_settings: LayerSettings
     mxfp8_kept: KeptWeights | None = None
+    mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # metrics.py
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

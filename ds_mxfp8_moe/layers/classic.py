@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from deepspeed.moe import layer as deepspeed_layer
@@ -78,9 +79,10 @@ class LayerSettings:
         transport = self.choose_transport(layer.ep_group if layer.ep_size > 1 else None)
         if layer.mxfp8_samples == [] and layer.training:
             transport = watch(layer, x_TH, routes, transport, chosen_E)
+        optimizer = layer.mxfp8_sums and layer.mxfp8_sums()
         return ExpertFFN(self.formula.halved(), self.recipe, transport, layer.num_local_experts,
                          self.min_tokens_per_expert, self.name, timed, layer.mxfp8_kept if layer.training else None,
-                         layer.training)
+                         optimizer and optimizer.sum_of, layer.training)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.
@@ -132,6 +134,7 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_settings: LayerSettings
     mxfp8_experts: ExpertsAtConversion
     mxfp8_kept: KeptWeights | None = None
+    mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # metrics.py
 
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:

@@ -27,7 +27,7 @@ from .convert_rows_hopper import (
 )
 from .gluon_names import async_load
 from .grouped_gemm_hopper import accumulate, add_exponents, barriers, descriptor
-from .grouped_wgrad_hopper import empty_gradient, expert_and_tile, out_descriptor, write
+from .grouped_wgrad_hopper import Goal, bring, empty_gradient, expert_and_tile, landings, out_descriptor, write
 from .launch import Launched
 from .library import cdiv
 
@@ -91,8 +91,8 @@ def _produce(g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_sca
 
 @gluon.jit
 def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale,
-             g_step, a_scale, ends, E, N, K, split_n, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr,
-             BY_TMA: gl.constexpr, SCALES: gl.constexpr):
+             g_step, a_scale, ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD: gl.constexpr,
+             STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, SCALES: gl.constexpr):
     """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     k_blocks = gl.cdiv(K, 128)
@@ -101,6 +101,9 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem,
         expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
         first, end = rows_of(expert, ends)
         steps = (end - first) // 128
+        if ADD:
+            bring(warpgroup, out_desc, out_smem, expert, n_tile * 128 + warpgroup * 64, k_tile * 256, E, split_n, jump,
+                  landed)
         g_at = g_scale + (first // 128).to(gl.int64) * g_step + n_tile
         a_at = a_scale + (first // 128).to(gl.int64) * k_blocks + k_tile * 2
         acc0 = gl.zeros([64, 128], gl.float32, layout)
@@ -115,20 +118,22 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem,
                                           False, layout, layout)
         n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
-        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, layout)
-        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, layout)
+        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, layout, 0, jump,
+              factor, landed, ADD)
+        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, split_n, BY_TMA, layout, 1, jump,
+              factor, landed, ADD)
     tma.store_wait(0)
 
 
 @Launched
 @gluon.jit
-def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, mx_g_desc,
-                      mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, STRIP: gl.constexpr,
-                      STAGES: gl.constexpr, BY_TMA: gl.constexpr, SCALES: gl.constexpr):
+def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, jump, factor,
+                      mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, ADD: gl.constexpr,
+                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, SCALES: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
     g_desc and a_desc describe the column forms, which `convert` writes. The arguments from mx_g_desc to mx_a are what
-    `conversion_of` returned, and tickets and done what `counters` returned.
+    `conversion_of` returned, and tickets and done what `counters` returned. jump, factor, ADD: see Goal.
 
     SCALES: 0: the producer stores the exponents of the scales' products. 3: the consumers load the scales.
     """
@@ -144,14 +149,19 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
         full, empty = barriers(STAGES, 1)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
-    smem, converted, scale_smem, landed = allocate(mx_a_desc, mx_a_out, 128)
+    landed = full
+    if ADD:
+        landed = landings()
+    smem, converted, scale_smem, loaded = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
         (_consume, (0, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
-                    ends, E, N, K, split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, SCALES)),
+                    ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA,
+                    SCALES)),
         (_consume, (1, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
-                    ends, E, N, K, split_n, n_tiles, k_tiles, STRIP, STAGES, BY_TMA, SCALES)),
+                    ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA,
+                    SCALES)),
         (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
-                   smem, converted, scale_smem, landed, tickets, done, 128, True)),
+                   smem, converted, scale_smem, loaded, tickets, done, 128, True)),
         (_produce, (g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P,
                     K, n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), STRIP, STAGES, SCALES)),
     ], [4, 2, 1], [208, 88, 88])
@@ -166,7 +176,8 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                sms: int = 0, splits: int = 1, scales: int = 0) -> torch.Tensor:
+                                sms: int = 0, splits: int = 1, goal: Goal | None = None,
+                                scales: int = 0) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
@@ -175,13 +186,15 @@ def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tens
         sms: the most multiprocessors that the kernel takes. 0 stands for all of them.
         splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
             piece contiguous.
+        goal: where the result goes, in `out_dtype`. P is not 0. Returns its out_ENK.
 
     Rows are re-scaled along the contraction: each tile of 128 x 128 values gets the largest of its rows' scales. That
     changes only values that become subnormal in e4m3. A product of two scales counts as 0 if it is 2^-127 or less.
     Above 2^127 it is clamped. A scale byte of 255 gives NaN.
     """
     (P, K), N, E = a_PK.qdata.shape, g_PN.qdata.shape[1], ends_E.shape[0]
-    out_ENK = empty_gradient(N, K, ends_E, out_dtype, splits)
+    goal = goal or Goal(empty_gradient(N, K, ends_E, out_dtype, splits))
+    out_ENK = goal.out_ENK
     if P == 0:
         return out_ENK.zero_()
     by_tma = out_dtype != torch.float32
@@ -190,6 +203,7 @@ def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tens
     g_NP, g_scale, mx_g = _transposed(g_PN.qdata, g_PN.scale_bytes)
     wgrad_rows_kernel[(min(sms or multiprocessors(a_KP.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK, g_scale,
-        g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, *mx_g, *mx_a, *counters(E, P, a_KP.device),
-        STRIP=8, STAGES=3, BY_TMA=by_tma, SCALES=scales, num_warps=4)
+        g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, goal.jump, goal.factor, *mx_g, *mx_a,
+        *counters(E, P, a_KP.device), ADD=goal.add, STRIP=8, STAGES=3, BY_TMA=by_tma, SCALES=scales,
+        num_warps=4)
     return out_ENK

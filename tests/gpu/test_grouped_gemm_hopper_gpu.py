@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gluon grouped GEMMs of sm_90 against float64 products of the dequantised operands."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 from reference_moe import tiled_rows
 
+from ds_mxfp8_moe.compute.grouped_gemm import grouped_mm_wgrad_rows
 from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles
+from ds_mxfp8_moe.compute.sums import Sum, goal_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
                                 reason="the kernels are Hopper's own")
@@ -198,7 +203,6 @@ def test_wgrads_convert_for_more_experts_than_programs(sms):
 
 @pytest.mark.parametrize("N, splits", [(384, 2), (128, 2), (512, 2), (192, 2), (192, 3), (192, 1)])
 def test_splits_of_a_wgrad_are_contiguous(N, splits):
-    from ds_mxfp8_moe.compute.grouped_gemm import grouped_mm_wgrad_rows
     rows, ends = rows_of(SIZES["skewed"])
     g, a = data(rows, N).to(BF16), data(rows, 320, seed=1).to(BF16)
     mx_g, mx_a = (k_major(quantize(x, 128)) for x in (g, a))
@@ -208,6 +212,63 @@ def test_splits_of_a_wgrad_are_contiguous(N, splits):
             split = grouped_mm_wgrad_rows(*operands, ends, dtype, *how, splits=splits)
             assert split.is_contiguous() == (N // splits % 64 == 0)
             assert torch.equal(torch.cat(split.unbind(0), dim=1) if splits > 1 else split, whole)
+
+
+def sums_of(E, N, K, splits, dtype, begun, factor, gap=0):
+    """Sums that lie in one tensor, with `gap` matrices of experts between them; and the tensor."""
+    one = (E + gap) * N // splits * K
+    flat = torch.randn(splits * one, device="cuda", generator=torch.Generator("cuda").manual_seed(9)).to(dtype)
+    parts = (flat[i * one:(i + 1) * one].view(E + gap, N // splits, K)[:E] for i in range(splits))
+    return [Sum(part, begun, factor) for part in parts], flat
+
+
+def taken(gradient, sums, splits):
+    for one, part in zip(sums, gradient if splits > 1 else [gradient], strict=True):
+        one.take(part)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("begun, factor", [(False, 1.0), (True, 1.0), (True, 0.125)])
+@pytest.mark.parametrize("K, N, splits, gap", [(320, 384, 2, 0), (320, 384, 2, 4), (2048, 1536, 2, 4),
+                                               (768, 2048, 1, 0), (96, 160, 1, 0), (160, 64, 2, 1), (320, 128, 2, 4),
+                                               (4224, 4096, 1, 0)], ids=str)
+def test_wgrads_go_to_sums(K, N, splits, gap, begun, factor, sizes):
+    """The bits of the gradient that is rounded, multiplied, rounded, added and rounded. Between the sums nothing is
+    written. Splits of 32 rows are not written by the kernel, and (4224, 4096) has few, wide rows."""
+    rows, ends = rows_of(SIZES[sizes])
+    g, a = uneven(rows, N, 3), uneven(rows, K, 4)
+    mx = {block: (k_major(quantize(g, block)), k_major(quantize(a, block))) for block in (32, 128)}
+    g, a = g.to(BF16), a.to(BF16)
+    for operands, how in (((g, a), ()), ((g.half() / 64, a.half() / 64), ()), ((g, mx[128][1]), ()),
+                          ((mx[32][0], a), ()), (mx[32], ()), (mx[128], ()), (mx[128], ("rceil", ))):
+        dtype = torch.float16 if operands[0].dtype == torch.float16 else BF16
+        wgrad = partial(grouped_mm_wgrad_rows, *operands, ends, dtype, *how, splits=splits)
+        found, flat = sums_of(len(ends), N, K, splits, dtype, begun, factor, gap)
+        expected, wanted = sums_of(len(ends), N, K, splits, dtype, begun, factor, gap)
+        taken(wgrad(), expected, splits)
+        goal = goal_of(found)
+        assert goal is not None and goal.add == begun
+        with mock.patch.object(Sum, "take", Sum.take if N // splits % 64 else None):  # the kernel does it all
+            assert wgrad(sums=found) is None
+        assert torch.equal(flat, wanted)
+        if begun:  # once more, on few multiprocessors
+            taken(wgrad(), expected, splits)
+            assert wgrad(sums=found, sms=3) is None
+            assert torch.equal(flat, wanted)
+
+
+def test_sums_that_the_kernel_cannot_write():
+    rows, ends = rows_of(SIZES["skewed"])
+    g, a = data(rows, 256).to(BF16), data(rows, 320, seed=1).to(BF16)
+    (first, second), flat = sums_of(len(ends), 256, 320, 2, BF16, True, 0.5)
+    _, other = sums_of(len(ends), 256, 320, 2, BF16, True, 0.5)
+    odd = other[1:1 + first.out_ENK.numel()].view_as(first.out_ENK)
+    for sums in ([second, first], [first, Sum(odd, True, 0.5)], [first, second._replace(factor=1.0)]):
+        expected = [one._replace(out_ENK=one.out_ENK.clone()) for one in sums]
+        assert goal_of(sums) is None
+        taken(grouped_mm_wgrad_rows(g, a, ends, BF16, splits=2), expected, 2)
+        assert grouped_mm_wgrad_rows(g, a, ends, BF16, splits=2, sums=sums) is None
+        assert all(torch.equal(x.out_ENK, y.out_ENK) for x, y in zip(sums, expected, strict=True))
 
 
 def test_special_values():

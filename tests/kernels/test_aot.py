@@ -139,6 +139,13 @@ def hopper_gemms():
         rows = mx(P, F, block=128), mx(P, H, block=128, block_major=True)
         wgrad.grouped_mm_wgrad_bf16(*rows, ends(), dtype)
         module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype)
+    for factor in (None, 0.5):
+        goal = wgrad.Goal(torch.empty(3 * E, F // 2, H, dtype=BF16), 2 * E, True, factor)
+        how = dict(splits=2, goal=goal)
+        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), BF16, **how)
+        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), mx(P, H), ends(), BF16, **how)
+        wgrad.grouped_mm_wgrad_bf16(*rows, ends(), BF16, **how)
+        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), BF16, **how)
 
 
 def hopper_bf16_gemms():

@@ -308,7 +308,7 @@ def test_an_exchange_beside_a_gemm_is_joined_whatever_becomes_of_the_gemm(monkey
             seen.append([("started", sms)])
             return Recorded(self.combine(*args, **kwargs), None, seen[-1])
 
-    def gemm(g, a, ends, dtype, mode, columns, sms, splits):
+    def gemm(g, a, ends, dtype, mode, columns, sms, splits, sums):
         asked.append(sms)
         if sms:
             raise MemoryError("none is left")

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute import grouped_gemm
-from ds_mxfp8_moe.compute.grouped_gemm import emulated, grouped_mm, grouped_mm_wgrad
+from ds_mxfp8_moe.compute.grouped_gemm import emulated, grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_rows
 from ds_mxfp8_moe.compute.mx import quantize, quantize_tiles, sqnr_db
+from ds_mxfp8_moe.compute.sums import Sum, goal_of
 
 P, K, N = 130, 64, 96
 ENDS = torch.tensor([40, 40, 127], dtype=torch.int32)
@@ -82,6 +83,39 @@ def test_mxfp8_wgrad(block):
     g, a = g.dequantize(), a.dequantize()
     for e, (start, end) in ((0, (0, 128)), (2, (128, 384))):
         same(g[:, start:end] @ a[:, start:end].t(), dw[e], torch.float32)
+
+
+def sums_at(*starts, begun=True, factors=(0.5, 0.5)):
+    """Sums [3, 8, K] that begin at these elements of one tensor."""
+    flat = torch.randn(8 * 3 * 8 * K, generator=torch.Generator().manual_seed(2)).bfloat16()
+    return [Sum(flat[start:start + 3 * 8 * K].view(3, 8, K), begun, factor)
+            for start, factor in zip(starts, factors, strict=False)]
+
+
+def test_sums_that_kernels_can_write():
+    one = 8 * K  # elements of an expert's gradient
+    for distance, jump in ((3, None), (4, 4), (6, 6)):
+        sums = sums_at(one, (1 + distance) * one)
+        goal = goal_of(sums)
+        assert goal[1:] == (jump, True, 0.5)
+        for split, (out, *_) in enumerate(sums):
+            written = goal.out_ENK[split * (jump or 3):][:3]
+            assert torch.equal(written, out) and written.data_ptr() == out.data_ptr()
+    assert goal_of(sums_at(0, factors=(1.0, )))[1:] == (None, True, None)
+    for sums in (sums_at(3 * one, 0), sums_at(0, 2 * one), sums_at(0, 3 * one + 8), sums_at(4, 3 * one + 4),
+                 sums_at(0, 3 * one, factors=(1.0, 0.5)), [*sums_at(0), *sums_at(3 * one)]):
+        assert goal_of(sums) is None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_gradients_go_to_sums(begun):
+    """Of a group without rows too, whose gradient is zero."""
+    g, a = torch.randn(2, P, K, generator=torch.Generator().manual_seed(3)).bfloat16()
+    sums = sums_at(0, 3 * 8 * K, begun=begun)
+    before = torch.stack([one.out_ENK for one in sums])
+    gradient = grouped_mm_wgrad_rows(g[:, :16], a, ENDS, splits=2)
+    assert grouped_mm_wgrad_rows(g[:, :16], a, ENDS, splits=2, sums=sums) is None
+    assert torch.equal(torch.stack([one.out_ENK for one in sums]), before + 0.5 * gradient if begun else gradient)
 
 
 def test_out_dtype():
