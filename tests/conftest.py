@@ -24,11 +24,19 @@ def pytest_addoption(parser):
                      "is what it has to stand")
 
 
-def _pool(world_size):
-    from rank_pool import RankPool
-    pool = RankPool(world_size)
-    yield pool
-    pool.close()
+def pool_of(world_size: int, scope: str = "session"):
+    @pytest.fixture(scope=scope)
+    def fixture():
+        from rank_pool import RankPool
+        pool = RankPool(world_size)
+        yield pool
+        pool.close()
+
+    return fixture
+
+
+ranks2, ranks3, ranks4, ranks8 = map(pool_of, (2, 3, 4, 8))
+ranks1, ranks6, ranks12 = (pool_of(world_size, "module") for world_size in (1, 6, 12))
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +53,6 @@ def one_rank():
         yield
         torch.distributed.destroy_process_group()
         deepspeed.comm.comm.cdb = None
-
-
-@pytest.fixture(scope="session")
-def ranks2():
-    yield from _pool(2)
-
-
-@pytest.fixture(scope="session")
-def ranks3():
-    yield from _pool(3)
-
-
-@pytest.fixture(scope="session")
-def ranks4():
-    yield from _pool(4)
-
-
-@pytest.fixture(scope="module")
-def ranks6():
-    yield from _pool(6)
-
-
-@pytest.fixture(scope="session")
-def ranks8():
-    yield from _pool(8)
 
 
 @pytest.fixture(scope="session")

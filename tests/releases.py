@@ -109,7 +109,8 @@ def add(row: dict) -> None:
         return json.dumps([case["what"], case.get("device"), case.get("part"), *(case["versions"][p] for p in told)])
 
     rows = [old for old in rows if key(old) != key(row)] + [row]
-    RESULTS.write_text(json.dumps(sorted(rows, key=key), indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in sorted(rows, key=key))  # one line a row
+    RESULTS.write_text(f"[\n{lines}\n]\n")
     print(f"{row['case']}: {'passed' if row['correct'] else 'FAILED'}", flush=True)
 
 

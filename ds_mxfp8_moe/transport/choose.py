@@ -29,8 +29,8 @@ from .nvlink import NVLink
 from .peer_memory import NoStaging, PeerMemory
 
 MOST_RANKS = 8  # in a group that exchanges over NVLink
-# In a group that takes two hops by default. With more, the model of scale.py sees little left to save: a
-# token's experts lie on most nodes.
+# In a group that takes two hops by default. With more, a model (examples/benchmarks/results/scale.md) sees little
+# left to save: a token's experts lie on most nodes.
 MOST_NODES = 8
 # What is tried, in this order, for each value of "transport". Where nothing of it is possible: collective.
 TRIED = {None: ("nvlink", "hierarchical"), "nvlink": ("nvlink", ), "hierarchical": ("hierarchical", "nvlink")}

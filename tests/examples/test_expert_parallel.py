@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/expert_parallel/compare.py under torchrun, and on the ranks of a pool. It checks its own bars."""
+"""examples/expert_parallel/compare.py on the ranks of a pool. It checks its own bars."""
 
 import importlib
 import io
 import os
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -15,15 +14,6 @@ import torch.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/expert_parallel"
-
-
-@pytest.mark.slow
-def test_under_torchrun_it_is_above_its_bars():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
-               EXAMPLE / "compare.py", "--tokens", "128", "--block-size", "128"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and done.stdout.count(" dB   bar ") == 6, done.stdout + done.stderr[-3000:]
 
 
 def compared(*arguments: str) -> tuple[str, str]:
@@ -42,9 +32,11 @@ def compared(*arguments: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_over_two_axes_by_ones_own_style_it_is_above_its_bars(ranks4):
-    (printed, error), *others = ranks4.run(compared, "--tokens", "128", "--dp", "2", "--style", "own")
-    assert printed.count(" dB   bar ") == 6 and not error and others == [("", "")] * 3
+@pytest.mark.parametrize("ranks, arguments", [("ranks2", ("--block-size", "128")),
+                                              ("ranks4", ("--dp", "2", "--style", "own"))])
+def test_it_is_above_its_bars(request, ranks, arguments):
+    (printed, error), *others = request.getfixturevalue(ranks).run(compared, "--tokens", "128", *arguments)
+    assert printed.count(" dB   bar ") == 6 and not error and set(others) == {("", "")}
 
 
 @pytest.mark.slow

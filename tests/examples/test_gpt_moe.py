@@ -31,12 +31,6 @@ def windows(seq_len=16, pieces=40):
     return data.Windows([bytes([i]) * 100 for i in range(pieces)], seq_len)
 
 
-def test_pydoc_and_stdlib_are_apart():
-    english = b"".join(data.documents("pydoc"))
-    assert len(english) > 200_000
-    assert all(english[:2000] not in source for source in data.documents("stdlib"))
-
-
 def test_split_is_fixed_and_complete():
     texts = [bytes([i % 251]) * 10_000 for i in range(30)]
     train_pieces, heldout = data.split(iter(texts))

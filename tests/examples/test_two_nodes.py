@@ -1,58 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script for two nodes, on one machine with two launchers, and its checks: they notice wrong bits and hosts."""
+"""The script for two nodes, on one machine. It notices other hosts."""
 
 import io
 import json
 import re
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
-import torch
 from rank_pool import free_port
-from test_launchers import MODEL, environment
+from test_launchers import MODEL
 
-from ds_mxfp8_moe.transport import Wire
-from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.hierarchical import Hierarchical
-from ds_mxfp8_moe.transport.hops import Hops
 from exchange import two_nodes
+from lib import world
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(two_nodes.__file__)
-
-
-class Nudged(Hierarchical):
-    """Its combine is wrong in the last bit of one value."""
-
-    def combine(self, plan, y_PH, *args):
-        y_TH, weight_TK = super().combine(plan, y_PH, *args)
-        y_TH.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
-        return y_TH, weight_TK
-
-
-class Late(Hierarchical):
-    """Its dispatch gives a row of another token."""
-
-    def dispatch(self, plan, x_TH, *args):
-        return super().dispatch(plan, x_TH.roll(1, 0), *args)
-
-
-def check_bits(two_hops, routing):
-    world = dist.get_world_group()
-    transports = {"collective": Collective(world), "hierarchical": two_hops(Hops.of(world, 2, "moe"))}
-    torch.manual_seed(dist.get_rank())
-    return [two_nodes.right_bits(transports, routing, wire, 2) for wire in (Wire(False), Wire(True))]
-
-
-@pytest.mark.parametrize("wrong, what", [(Nudged, "combine"), (Late, "dispatch")])
-def test_wrong_bits_are_noticed(ranks4, wrong, what):
-    for one in ranks4.run(check_bits, wrong, "random")[0]:
-        assert not one["correct"] and what in one["failure"]
 
 
 def meets(host_of: dict, one_host: bool) -> str:
@@ -69,17 +35,6 @@ def test_ranks_on_other_hosts_than_two_nodes_are_an_error(ranks4):
     assert not any(ranks4.run(meets, two, False)) and not any(ranks4.run(meets, one, True))
     for hosts in (one, mixed):
         assert all("expected two hosts of 2 ranks each" in said for said in ranks4.run(meets, hosts, False))
-
-
-@pytest.mark.parametrize("arguments, error", [
-    (["--master", "a"], "--node-rank 0 or 1"), (["--node-rank", "0"], "--master"),
-    (["--node-rank", "0", "--master", "a", "--ranks", "1"], "at least two ranks"),
-    (["--node-rank", "0", "--master", "a", "--steps", "1"], "between two of them"),
-], ids=str)
-def test_arguments_that_cannot_be(arguments, error, capsys):
-    with pytest.raises(SystemExit):
-        two_nodes.parse([*arguments, "--out", "two_nodes.json"])
-    assert error in capsys.readouterr().err
 
 
 def test_the_guide_gives_commands_that_the_script_takes():
@@ -104,22 +59,23 @@ def arguments_of(node: int, folder: Path, port: int) -> list[str]:
             str(folder / f"node{node}.json")]
 
 
-EXCHANGE = "from exchange import two_nodes; print(len(two_nodes.Node(two_nodes.parse()).exchange()), 'rows')"
+PROGRAM = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 
 
-def exchanged_by_two_launchers(folder: Path) -> None:
-    """Each of the nodes starts its ranks for the exchange."""
-    port, here = free_port(), environment() | {"PYTHONPATH": f"{two_nodes.ROOT}:{SCRIPT.parents[1]}"}
-    nodes = [subprocess.Popen([sys.executable, "-c", EXCHANGE, *arguments_of(node, folder, port)], env=here,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-             for node in range(2)]
-    try:
-        said = [node.communicate(timeout=280)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert not any(node.returncode for node in nodes), "\n".join(said)
-    assert said[0].endswith(" rows\n") and said[1].endswith("\n0 rows\n")
+def test_two_launchers_on_one_machine_start_all_ranks(folder):
+    (folder / "program.py").write_text(PROGRAM)
+    port = free_port()
+    nodes = [two_nodes.Node(two_nodes.parse(arguments_of(node, folder, port))) for node in range(2)]
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(lambda node: node.launch("ranks", [folder / "program.py"]), nodes))
+    said = [(node.folder / "ranks.log").read_text() for node in nodes]
+    assert all(f"rank {rank} of 4" in said[rank // 2] for rank in range(4)), said
+
+
+def run_exchange(arguments: list[str]) -> None:
+    """A rank of the exchange, on a rank of a pool."""
+    with mock.patch.object(world, "start"), mock.patch.object(world, "leave"):
+        two_nodes.exchange_main(two_nodes.parse(arguments))
 
 
 def run_train(arguments: list[str]) -> str:
@@ -131,17 +87,14 @@ def run_train(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-def test_two_launchers_on_one_machine(ranks4, folder):
-    """They start the ranks of the exchange. Those of the trainings are a pool's."""
-    exchanged_by_two_launchers(folder)
+def test_the_script(ranks4, folder):
+    """All ranks, those of the exchange and those of the trainings, are a pool's."""
     said = {}
 
     def launch(node, name, program):
         program, *arguments = map(str, program)
-        if Path(program).name == "train.py":
-            said[name] = ranks4.run(run_train, arguments)[0]
-        else:
-            assert program == str(SCRIPT) and (node.folder / "exchange.json").exists()
+        run = run_train if Path(program).name == "train.py" else run_exchange
+        said[name] = ranks4.run(run, arguments)[0]
 
     with mock.patch.object(two_nodes.Node, "launch", launch), pytest.raises(SystemExit) as end, \
             mock.patch.object(sys, "argv", ["two_nodes.py", *arguments_of(0, folder, free_port())]):

@@ -23,21 +23,7 @@ import pytest
 import torch
 import torch.distributed
 from capture import capture
-from conformance import (
-    BF16,
-    FP32,
-    MX32,
-    MX128,
-    OF_KERNELS,
-    PLAIN,
-    PROBLEMS,
-    Problem,
-    check,
-    expected,
-    on_device,
-    same,
-    until,
-)
+from conformance import MX32, MX128, OF_KERNELS, PLAIN, PROBLEMS, Problem, check, expected, on_device, same, until
 from nvlink_cases import NAME, layer
 from rank_pool import set_timeout
 from test_expert_ffn import RECIPES, formula, make_routes
@@ -53,6 +39,7 @@ from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
+BF16, FP32 = torch.bfloat16, torch.float32
 FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
 DEADLINE = timedelta(seconds=8)
 SECONDS = 240.0  # of a case: the first one builds the extension
@@ -483,16 +470,6 @@ def test_graphs_replay_with_other_routes(pool, recipe_name, kind):
 
 
 # ---------------------------------------------------------------- as users have it
-
-
-def chosen() -> tuple:
-    group = memory().group
-    return tuple(type(choose(group, "moe", MXFP8MoEConfig(transport=requested))).__name__
-                 for requested in (None, "nvlink", "collective"))
-
-
-def test_chosen_where_the_gpus_reach_each_other(pool):
-    assert pool.run(chosen, seconds=SECONDS) == [("NVLink", "NVLink", "Collective")] * pool.world_size
 
 
 def beside_nccl(recipe, repetitions: int) -> None:

@@ -6,6 +6,7 @@ import builtins
 import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -117,28 +118,26 @@ def test_an_nvcc_that_does_not_run_is_an_obstacle(tmp_path, monkeypatch, script,
     assert builder.error_log.startswith(f"the version of {nvcc} is unknown:") and reason in builder.error_log
 
 
+def refuse(*args):
+    raise PermissionError("read-only")
+
+
 @needs_nvcc
 def test_builds_once_and_anew_after_an_edit(folder, commands):
+    """One of several ranks builds. Threads stand for ranks, since the lock belongs to an open file, not to a process.
+    The build is loaded where nothing can be written, too."""
     builder = NVLinkBuilder(folder)
     assert not builder.is_built()
-    assert builder.jit_load().answer == 42 and builder.is_built()
+    with ThreadPoolExecutor(3) as ranks:
+        modules = [rank.result() for rank in [ranks.submit(NVLinkBuilder(folder).jit_load) for _ in range(3)]]
+    assert [module.answer for module in modules] == [42] * 3 and builder.is_built()
     assert len(commands) == 3  # two files and the linker
-    assert NVLinkBuilder(folder).jit_load().answer == 42 and len(commands) == 3
+    with mock.patch.object(builtins, "open", refuse):
+        assert NVLinkBuilder(folder).jit_load().answer == 42 and len(commands) == 3
     (folder / "answer.h").write_text("#define ANSWER 43\n")
     assert not builder.is_built() and builder.jit_load().answer == 43
     assert len(commands) == 6
     assert not NVLinkBuilder(folder, capabilities=((9, 0), )).is_built()
-
-
-@needs_nvcc
-def test_a_build_is_loaded_where_nothing_can_be_written(folder, monkeypatch):
-    assert NVLinkBuilder(folder).jit_load().answer == 42
-
-    def refuse(*args):
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(builtins, "open", refuse)
-    assert NVLinkBuilder(folder).jit_load().answer == 42
 
 
 @needs_nvcc
@@ -160,15 +159,6 @@ def test_no_error_leaves_try_load(folder, monkeypatch):
     monkeypatch.setattr(nvlink, "NVLinkBuilder", lambda: NVLinkBuilder(folder))
     module, reason = nvlink.try_load()
     assert module is None and reason.startswith("the extension cannot be built:")
-
-
-@needs_nvcc
-def test_ranks_take_turns(folder, commands):
-    """Threads stand for ranks, since the lock belongs to an open file and not to a process."""
-    with ThreadPoolExecutor(3) as ranks:
-        modules = [rank.result() for rank in [ranks.submit(NVLinkBuilder(folder).jit_load) for _ in range(3)]]
-    assert [module.answer for module in modules] == [42] * 3
-    assert len(commands) == 3  # of the one rank that built
 
 
 @needs_nvcc

@@ -67,15 +67,6 @@ def test_after_an_error_it_is_undone_too(registry):
     assert not takes_names(registry)
 
 
-def test_a_second_one_inside_changes_nothing(registry):
-    with named_recorders():
-        kind = type(registry)
-        with named_recorders():
-            assert type(registry) is kind
-        assert type(registry) is kind
-    assert not takes_names(registry)
-
-
 def test_a_plain_dict_stays_one(monkeypatch):
     registry = install(monkeypatch, {})
     with named_recorders():
@@ -95,19 +86,11 @@ def by_models(model, entries, transformers, remove_hooks):
     registry[model] = before
 
 
-def as_a_plain_dict(model, entries, transformers, remove_hooks):
-    registry = transformers._CAN_RECORD_REGISTRY
-    before = {name: dict.get(registry, name) for name in entries}
-    registry.update(entries)
-    registry.update(before)
-
-
 def without_restoring(model, entries, transformers, remove_hooks):
     transformers._CAN_RECORD_REGISTRY.update(entries)
 
 
-@pytest.mark.parametrize("install_recorders, needed", [(by_models, False), (as_a_plain_dict, False),
-                                                       (without_restoring, True)])
+@pytest.mark.parametrize("install_recorders, needed", [(by_models, False), (without_restoring, True)])
 def test_it_is_not_applied_once_deepspeed_does_it_itself(monkeypatch, registry, install_recorders, needed):
     monkeypatch.setattr(base, "_install_instance_transformers_output_recorders", install_recorders)
     with named_recorders():

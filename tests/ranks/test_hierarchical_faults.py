@@ -14,7 +14,7 @@ import torch
 from peer_wires import peer_hops
 from rank_pool import RankFailure, set_timeout
 from slow import slow_except
-from test_deadline import Never
+from test_deadline import CONFUSIONS, confused
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Wire, deadline
@@ -168,44 +168,21 @@ def test_expert_ids_of_a_failed_exchange_index_nothing_that_is_not_there(ranks4,
     ranks4.run(exchange_garbled, byte)
 
 
-def wait_for_a_device() -> tuple | None:
-    """What the host does on NCCL, where it waits for both hops at once."""
-    set_timeout(DEADLINE)
-    group = dist.new_group([0, 1, 2, 3])
-    if dist.get_rank() == 2:
-        return None
-    node_of = {rank: rank // 2 for rank in range(4)}
-    with mock.patch.object(deadline, "GRACE_SECONDS", GRACE), pytest.raises(PeerFailure) as caught:
-        deadline.wait_for_device(Never, group, "'counts' of moe", DEADLINE.total_seconds(), node_of)
-    return caught.value.missing, str(caught.value)
+def confused_hops(how: str) -> tuple:
+    hops, sent = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), []
+
+    def exchange(name: str) -> Hierarchical:
+        sent.append(hops.between.sent_bytes)
+        return Hierarchical(hops, name)
+
+    told = confused(how, exchange, 2)
+    assert sent == [0, 2 * (2 + 2 + 2 + 4) * 8]  # of the calls that differ, the counts: no row has crossed
+    return told
 
 
-def test_a_wait_for_the_device_names_rank_and_node(ranks4):
-    zero, one, none, three = ranks4.run(wait_for_a_device)
-    for missing, text in (zero, one, three):
-        assert missing == (2, ) and "rank 2 of node 1 did not come; " in text and "in 'counts' of moe" in text
-    assert none is None
-
-
-def confused(how: str) -> tuple:
-    """Rank 1 goes wrong `how`; then all ranks make the same calls. What each of them raises."""
-    odd, expert_TK = dist.get_rank() == 1, torch.arange(6).view(6, 1)
-    hops = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe")
-    exchange = Hierarchical(hops, "other" if odd and how == "order" else "moe")
-    with pytest.raises(PeerFailure) as caught:
-        exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK, 2,
-                      rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
-    before = hops.between.sent_bytes
-    assert before == 2 * (2 + 2 + 2 + 4) * 8  # the counts: no row has crossed
-    exchange = Hierarchical(hops, "moe")
-    plan = exchange.plan(expert_TK, 2)
-    exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), Wire(False))[0], Wire(False), torch.float32)
-    return caught.value.missing, str(caught.value)
-
-
-@pytest.mark.parametrize("how", ["order", "choices", "rows"])
+@pytest.mark.parametrize("how", CONFUSIONS)
 def test_ranks_in_different_calls_raise_everywhere_before_a_row_travels(ranks4, how):
-    for rank, (missing, text) in enumerate(ranks4.run(confused, how)):
+    for rank, (missing, text) in enumerate(ranks4.run(confused_hops, how)):
         assert missing == ((0, 2, 3) if rank == 1 else (1, )) and "make the same calls in the same order" in text
 
 

@@ -25,14 +25,12 @@ from test_recompute import CheckpointedNet
 from test_zero import poison
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.compute import casts, grouped_gemm
+from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.engine import keeping
-from ds_mxfp8_moe.ffn import expert_ffn, kept_weights
+from ds_mxfp8_moe.ffn import kept_weights
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
-from ds_mxfp8_moe.ops.op_builder import replay
-from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.local import Local
 
 KEPT, NEVER = ({**DEFAULT, "keep_quantized_weights": value} for value in (True, False))
@@ -378,38 +376,6 @@ def calls(weights, kept, recipe="hp-128", name="swiglu", count=3, dtypes=(torch.
 
 def equal(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-HP_128 = ("hp-128", "linear"), ("hp-128", "gelu"), ("hp-128", "swiglu")
-
-
-@pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(), reason=str(replay.ReplayBuilder()._obstacle()))
-@pytest.mark.parametrize("recipe, name", slow_except(
-    [*HP_128, ("hp-32", "gelu"), ("mxfp8-32", "swiglu"), ("mxfp8-128", "linear")], *HP_128))
-def test_replayed_calls_take_and_return_kept_weights(monkeypatch, recipe, name):
-    """Plain torch ops stand for the kernels here. Recordings of both are made by the same code."""
-    executor = replay.ReplayBuilder().jit_load()
-    monkeypatch.setattr(expert_ffn, "executor_for", lambda device: executor)
-    monkeypatch.setattr(recording.launcher, "current_stream", lambda: lambda device: 0)
-    monkeypatch.setattr(recording, "_PROGRAMS", {})
-    monkeypatch.setattr(grouped_gemm, "emulated", lambda device, dtype: True)  # which asks an op that has no tensors
-    weights = parameters_of(problem(1, name, dtype=torch.bfloat16, bias=name == "gelu")[0])
-    forms = 2 if name == "linear" else 4
-    wanted = calls(weights, None, recipe, name)
-    kept = KeptWeights()
-    with counted() as count:
-        assert equal(calls(weights, kept, recipe, name), wanted)
-        assert count.total() == forms
-        for p in chain(*weights.values()):
-            p.data.mul_(0.5)
-        kept.clear()
-        changed = calls(weights, kept, recipe, name)  # in which everything is replayed, its casts too
-        assert count.total() == forms
-    monkeypatch.setattr(expert_ffn, "executor_for", lambda device: None)
-    assert equal(changed, calls(weights, None, recipe, name)) and not equal(changed, wanted)
-    programs = [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
-    # Forward and backward: without the key, where they make kept weights, and where they find them.
-    assert len(programs) == 6 and None not in programs
 
 
 def test_tokens_of_several_dtypes_share_kept_weights():

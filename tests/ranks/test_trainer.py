@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
-from autoep_models import autoep_layers, batch, ds_config, gathered, model
+from autoep_models import batch, ds_config, gathered, model
 from rank_pool import reset_hugging_face
 from slow import slow_except
 from test_engine import converted, enabled
@@ -130,24 +130,6 @@ def test_the_trainer(ranks2, directory, stage, adapters, dtype, ep_size):
         assert abs(held_out_loss(made(directory, adapters)) - loss) > 1e-3
     else:
         assert losses[-1] < losses[0] - 0.5
-
-
-@enabled()
-def trained_without_the_section(directory):
-    trainer = trainer_of(directory, 2, None, "fp32", 2, {"enabled": False})
-    before = gathered(trainer.model.model.layers[0].mlp.experts.gate_up_proj).clone()
-    trainer.train()
-    layer = autoep_layers(trainer.model_wrapped.module)[0]
-    first = layer.ep_rank * layer.num_local_experts
-    w1 = gathered(layer.experts.w1)
-    moved = not torch.allclose(w1, before[first:first + len(w1), :w1.shape[1]], atol=1e-3)
-    return converted(trainer.model_wrapped), moved, logged_losses(trainer)
-
-
-def test_without_the_section_the_trainer_is_plain(ranks2, tmp_path):
-    for count, moved, losses in ranks2.run(trained_without_the_section, tmp_path):
-        assert count == 0 and moved
-        assert all(map(math.isfinite, losses))
 
 
 # ---- Accelerate

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hops over peer memory between ranks without GPUs, on the emulator of CUDA."""
 
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -16,13 +15,9 @@ from ds_mxfp8_moe.transport.wires import Alone, PeerWire, RowWire
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 
 
-def peer_hops(group: Any, node_size: int, kind: type[PeerWire] = PeerWire, module: ModuleType | None = None) -> Hops:
-    """The group's hops, each over peer memory on one or two multiprocessors. Collective.
-
-    `module`: the emulator. Default: built from this repository's sources.
-    """
-    host = Hops.of(group, node_size, "moe")
-    module = module or emulator.load(dist.get_rank())
+def peer_hops(group: Any, node_size: int, kind: type[PeerWire] = PeerWire) -> Hops:
+    """The group's hops, each over peer memory on one or two multiprocessors. Collective."""
+    host, module = Hops.of(group, node_size, "moe"), emulator.load(dist.get_rank())
 
     def wire(ranks: list, sms: int) -> RowWire:
         if len(ranks) == 1:

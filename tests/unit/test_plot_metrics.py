@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 from deepspeed.monitor.csv_monitor import csvMonitor
 from PIL import Image
-from slow import slow_except
 
 from ds_mxfp8_moe import plot_metrics
 from ds_mxfp8_moe.engine import metrics
@@ -38,17 +37,10 @@ def test_it_reads_what_the_monitor_writes(tmp_path):
     assert found["model.layers.3.block_sparse_moe"]["wait_ms"] == [(8 * step, 3 + step / 10) for step in range(1, 6)]
 
 
-FEW, MANY = (2, ("load_most", "dropped", "sqnr_db", "wait_ms"), 4), (40, ("load_most", "load_fewest", "dropped"), 2)
-
-
-@pytest.mark.parametrize("layers, figures, panels", slow_except([FEW, MANY], FEW))
-def test_one_command_makes_the_plot(tmp_path, capsys, layers, figures, panels):
-    folder = written(tmp_path, layers, figures)
-    with mock.patch("matplotlib.pyplot.close") as close:
-        assert plot_metrics.main([str(folder)]) == 0
+def test_one_command_makes_the_plot(tmp_path, capsys):
+    folder = written(tmp_path, 2)
+    assert plot_metrics.main([str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "metrics.png")
-    drawn = [axes for axes in close.call_args.args[0].axes if axes.get_title(loc="left")]
-    assert len(drawn) == panels and all(len(axes.get_lines()) >= layers for axes in drawn)
     assert Image.open(folder / "metrics.png").size[0] > 1000
 
 

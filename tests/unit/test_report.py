@@ -164,16 +164,6 @@ def test_a_transport_that_is_not_there(tmp_path, capsys):
     assert "capacity_factor .......... 1.5 (given; has no effect here: read by nvlink alone)" in text
 
 
-@pytest.mark.parametrize(
-    "capability, block_size, reason", [((9, 0), 128, "sm_90"), ((10, 0), 32, "sm_100"), ((8, 0), 32, "sm_80")]
-)
-def test_gpu_and_its_block_size(monkeypatch, capability, block_size, reason):
-    Machine(monkeypatch, ("GPU X", capability), ("GPU X", capability))
-    assert report.device_lines() == [("device", f"2 x GPU X, {reason}")]
-    text = values(report.section_lines(MXFP8MoEConfig(), report.transports()))["scale_block_size"]
-    assert text.startswith(f"{block_size} (chosen for this device")
-
-
 def test_transports_and_their_reasons(monkeypatch):
     builder = Extension()
     monkeypatch.setattr(report, "NVLinkBuilder", lambda: builder)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from float64_oracle import E4M3, Bytes, cast, values
+from float64_oracle import Bytes, cast, values
 
 from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.compute.activation import activate, activate_backward
@@ -74,10 +74,3 @@ def test_fused_casts_round_their_float32_result_once(mode):
     once, twice = (mx.sqnr_db(dpre, values(cast(x, (1, 128), mode), (1, 128))) for x in (dpre, gradients.plain))
     found = mx.sqnr_db(dpre, gradients.rows.dequantize(torch.float32))
     assert abs(found - once) < abs(found - twice)
-
-
-def test_the_oracle_rounds_ties_to_even_and_saturates():
-    assert torch.equal(E4M3.float(), torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float())
-    x = torch.tensor([448.0, 17.0, 19.0, -17.0, -19.0, 15.5, 432.0, 3 * 2.0**-10, 2.0**-10, -0.0, 460.0])
-    data = [0x7E, 0x58, 0x5A, 0xD8, 0xDA, 0x58, 0x7E, 0x02, 0x00, 0x80, 0x7E]
-    assert cast(torch.nn.functional.pad(x, (0, 21)).unsqueeze(0), (1, 32), "floor").data[0, :11].tolist() == data

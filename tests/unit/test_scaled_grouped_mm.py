@@ -61,22 +61,6 @@ CASES = [(block, mode, hp) for block in (32, 128) for mode in ("rceil", "floor")
 
 @pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
 @pytest.mark.parametrize("block, mode, hp", CASES)
-def test_against_bf16(block, mode, hp, mx_input):
-    a, w, grad = operands()
-    expected = loop(a, w, grad)
-    given = quantize(a, block, mode) if mx_input else a
-    actual = run(given, w, grad, wgrad_with_hp=hp, scale_calculation_mode=mode, block_size=block)
-    less = 1.5 if mode == "floor" else 0  # floor saturates and loses up to one bit of range
-    for name, bar, x, y in zip(("out", "dA", "dW"), (28, 26, 25), expected, actual, strict=True):
-        assert sqnr_db(x, y) >= bar - less, name
-    if hp and not mx_input:
-        assert sqnr_db(expected[2], actual[2]) >= 50  # bf16 operands, nothing quantised
-    assert not actual[0][ENDS[-1]:].any() and not actual[1][ENDS[-1]:].any()
-    assert not actual[2][1].any()  # the empty group
-
-
-@pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
-@pytest.mark.parametrize("block, mode, hp", CASES)
 def test_against_dequantised_operands(block, mode, hp, mx_input):
     """The same roundings, written out a second time; only the order of float32 sums differs."""
     a, w, grad = operands(torch.float32)
@@ -107,16 +91,6 @@ def test_gradient_as_mxtensor(hp):
     assert sqnr_db(loop(a, w, grad)[2], given[2]) >= 25
 
 
-@pytest.mark.parametrize("hp", (True, False))
-def test_expanded_and_transposed_gradients(hp):
-    a, w, _ = operands()
-    for grad in (torch.ones(1, 1).expand(M, N), torch.randn(N, M).t(), torch.randn(M, 2 * N)[:, ::2]):
-        assert not grad.is_contiguous()
-        for x, y in zip(run(a, w, grad, wgrad_with_hp=hp), run(a, w, grad.contiguous(), wgrad_with_hp=hp),
-                        strict=True):
-            assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("ends", ([0, 0], [0, 300], [300, 300], [1, 2], [31, 33], [128, 256]), ids=str)
 @pytest.mark.parametrize("hp", (True, False))
 def test_groups_of_any_size(ends, hp):
@@ -133,7 +107,8 @@ def test_no_rows_at_all(hp):
     assert out.shape == (0, N) and da.shape == (0, K) and dw.shape == w.shape and not dw.any()
 
 
-@pytest.mark.parametrize("a_dtype, w_dtype, out_dtype", [(torch.float32, torch.float32, torch.bfloat16),
+@pytest.mark.parametrize("a_dtype, w_dtype, out_dtype", [(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+                                                         (torch.float32, torch.float32, torch.bfloat16),
                                                          (torch.float32, torch.bfloat16, torch.float32),
                                                          (torch.float16, torch.float16, torch.float16)], ids=str)
 @pytest.mark.parametrize("hp", (True, False))
@@ -141,8 +116,9 @@ def test_dtypes(a_dtype, w_dtype, out_dtype, hp):
     a, w, grad = operands(torch.float32)
     out, da, dw = run(a.to(a_dtype), w.to(w_dtype), grad, wgrad_with_hp=hp, out_dtype=out_dtype)
     assert (out.dtype, da.dtype, dw.dtype) == (out_dtype, a_dtype, w_dtype)
-    for bar, x, y in zip((28, 26, 25), loop(a, w, grad), (out, da, dw), strict=True):
+    for bar, x, y in zip((28, 26, 50 if hp else 25), loop(a, w, grad), (out, da, dw), strict=True):
         assert sqnr_db(x, y) >= bar
+    assert not out[ENDS[-1]:].any() and not da[ENDS[-1]:].any() and not dw[1].any()  # past the end; an empty group
 
 
 @pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))

@@ -26,7 +26,7 @@ from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
 from lib import run, show, timing, world
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import TOTAL, Contender, poisoned
 from lib.world import BF16, device
 
@@ -247,9 +247,10 @@ def cases(which: str) -> list[Case]:
 
 NVLINK_BF16, NVLINK_MXFP8 = "nvlink, bf16", "nvlink, mxfp8"
 CONTENDERS = (TODAY, "collective", "nvlink", "collective, bf16", "collective, mxfp8", NVLINK_BF16, NVLINK_MXFP8)
+LARGEST = bar(3.0, tokens=16384, hidden=7168, top_k=8, experts=256, routing="random")
 MEASURES = [Measure(f"{operation}: nvlink in MXFP8 over today's bf16 exchange by NCCL", (NVLINK_MXFP8, ), TODAY,
                     when=lambda case, operation=operation: case["operation"] == operation,
-                    main=operation == "dispatch")
+                    main=operation == "dispatch", bars=(LARGEST, ) if operation == "dispatch" else ())
             for operation in ("dispatch", "combine")]
 
 

@@ -29,7 +29,7 @@ from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from lib import models, run, show, timing, world
 from lib.models import Layer
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import TOTAL, Contender, poisoned
 from lib.world import on_gpu
 
@@ -204,12 +204,13 @@ def prepare(result: dict) -> list[dict]:
 
 
 MEASURES = [
-    Measure(f"{HP_EXACT} over AutoEP bf16", (HP_EXACT, ), AUTOEP),
-    Measure(f"{HP_CLASSIC} over {DROPLESS}", (HP_CLASSIC, ), DROPLESS),
+    Measure(f"{HP_EXACT} over AutoEP bf16", (HP_EXACT, ), AUTOEP, bars=(bar(1.55, **asdict(Case())), )),
+    Measure(f"{HP_CLASSIC} over {DROPLESS}", (HP_CLASSIC, ), DROPLESS, bars=(bar(1.9, **asdict(Case())), )),
     Measure(f"{HP_EXACT} over our own bf16", (HP_EXACT, ), BF16_EXACT),
-    Measure("times that the host waits for the GPU in a step", (HP_EXACT, ), figure="counted_waits", **WAITED),
+    Measure("times that the host waits for the GPU in a step", (HP_EXACT, ), figure="counted_waits",
+            bars=(bar(1), ), **WAITED),
     Measure("times that the host waits for the GPU in a step, with capacity_factor", (HP_STATIC, ),
-            figure="counted_waits", **WAITED)]
+            figure="counted_waits", bars=(bar(0), ), **WAITED)]
 
 
 def plot(result: dict, pyplot) -> None:

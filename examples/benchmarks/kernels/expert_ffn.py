@@ -31,7 +31,7 @@ from ds_mxfp8_moe.transport import Plan, Transport, Wire
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import run, show, timing
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
 from lib.world import device, on_gpu
 
@@ -268,19 +268,21 @@ def prepare(result: dict) -> list[dict]:
 
 
 MEASURES = [
-    Measure(f"8192x5120 and 7168x2048, 16384 tokens each: {HP} over bf16", (HP, ), BF16_RECIPE, when=is_large),
-    Measure("8192x5120 and 7168x2048, 16384 tokens each: mxfp8 over bf16", (MXFP8, ), BF16_RECIPE, when=is_large),
+    Measure(f"8192x5120 and 7168x2048, 16384 tokens each: {HP} over bf16", (HP, ), BF16_RECIPE, when=is_large,
+            bars=(bar(1.2), )),
+    Measure("8192x5120 and 7168x2048, 16384 tokens each: mxfp8 over bf16", (MXFP8, ), BF16_RECIPE, when=is_large,
+            bars=(bar(1.35), )),
     Measure("smaller shapes from 2048 tokens each: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
-            when=is_smaller),
+            when=is_smaller, bars=(bar(1.1), )),
     Measure("every case, min_tokens_per_expert left out: both MXFP8 recipes over bf16", MXFP8_RECIPES, BF16_RECIPE,
-            when=lambda case: case.get("min_tokens_per_expert") is None),
-    Measure("our bf16 recipe over plain torch", (BF16_RECIPE, ), PLAIN),
+            when=lambda case: case.get("min_tokens_per_expert") is None, bars=(bar(0.98), )),
+    Measure("our bf16 recipe over plain torch", (BF16_RECIPE, ), PLAIN, bars=(bar(1.0), )),
     Measure("bytes held for backward, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "held_bytes", better=show.SMALLER,
-            form="{:.1%}"),
+            form="{:.1%}", bars=(bar(0.55), )),
     Measure("bytes held with a pre-activation in bf16, of bf16's", (KEPT_IN_BF16, ), BF16_RECIPE, "held_bytes",
-            better=show.SMALLER, form="{:.1%}"),
+            better=show.SMALLER, form="{:.1%}", bars=(bar(0.8), )),
     Measure("peak memory of a step, of bf16's", MXFP8_RECIPES, BF16_RECIPE, "peak_bytes", better=show.SMALLER,
-            form="{:.1%}")]
+            form="{:.1%}", bars=(bar(1.0), ))]
 
 
 def plot(result: dict, pyplot) -> None:

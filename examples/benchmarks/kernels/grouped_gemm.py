@@ -25,7 +25,7 @@ from ds_mxfp8_moe.compute import grouped_gemm as ours
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import poisoned
 from lib.world import device, on_gpu
 
@@ -215,12 +215,13 @@ def is_large(*operations: str) -> Callable[[dict], bool]:
 
 MEASURES = [
     Measure("forward and dgrad of large layers: MXFP8 over torch._grouped_mm", (MXFP8, ), TORCH,
-            when=is_large("forward", "dgrad")),
+            when=is_large("forward", "dgrad"), bars=(bar(1.55), )),
     Measure("forward and dgrad of large layers: MXFP8 over the fastest bf16", (MXFP8, ), FASTEST,
-            when=is_large("forward", "dgrad")),
+            when=is_large("forward", "dgrad"), bars=(bar(1.3), )),
     Measure("wgrad of large layers: bf16 from MXFP8 over torch._grouped_mm", (FROM_MXFP8, ), TORCH,
-            when=is_large("wgrad")),
-    Measure("wgrad of large layers: MXFP8 over bf16 from MXFP8", (MXFP8, ), FROM_MXFP8, when=is_large("wgrad")),
+            when=is_large("wgrad"), bars=(bar(0.87), )),
+    Measure("wgrad of large layers: MXFP8 over bf16 from MXFP8", (MXFP8, ), FROM_MXFP8, when=is_large("wgrad"),
+            bars=(bar(1.25), )),
     Measure("all GEMMs: MXFP8 over the fastest bf16", (MXFP8, ), FASTEST)]
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib import models, run, show, timing, world
 from lib.models import Layer
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import poisoned
 from lib.world import BF16, device, on_gpu
 
@@ -248,13 +248,14 @@ def prepare(result: dict) -> list[dict]:
 
 ON_HOST = {"figure": "host_ms", "better": show.SMALLER, "when": is_host_bound}
 MEASURES = [
-    Measure("host, ms of forward and backward of a small layer", OURS, form="{:.2f}", **ON_HOST),
+    Measure("host, ms of forward and backward of a small layer", OURS, form="{:.2f}", bars=(bar(1.5), ), **ON_HOST),
     Measure("host, forward and backward of a small layer, of DeepSpeed's AutoEP", OURS, AUTOEP, form="{:.0%}",
-            **ON_HOST),
+            bars=(bar(0.4), ), **ON_HOST),
     Measure("large layers: time in a row over the sum of kernels", OURS, figure="over_kernels", better=show.SMALLER,
-            when=is_large),
-    *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large)
-      for name in (HP, MXFP8))]
+            when=is_large, bars=(bar(1.08), )),
+    *(Measure(f"large layers: {name} over {SONIC}", (name, ), SONIC, when=is_large, bars=bars)
+      for name, bars in ((HP, (bar(1.08, ffn=768), bar(1.12, ffn=1408), bar(1.12, ffn=1024))),
+                         (MXFP8, (bar(1.18, ffn=768), bar(1.25, ffn=1408), bar(1.25, ffn=1024)))))]
 
 
 def plot(result: dict, pyplot) -> None:

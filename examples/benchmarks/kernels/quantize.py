@@ -19,7 +19,7 @@ from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.compute.activation import activate, activate_backward
 from ds_mxfp8_moe.compute.mx import MXTensor
 from lib import run, show, timing, world
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
 from lib.world import device
 
@@ -233,7 +233,7 @@ def prepare(result: dict) -> list[dict]:
 
 def share_of_copy(what: str, fused: bool) -> Measure:
     return Measure(f"{what}, of the bandwidth of a device copy", ("ours", ), figure="share", form="{:.1%}",
-                   when=lambda case: ("SwiGLU" in case["kernel"]) == fused)
+                   when=lambda case: ("SwiGLU" in case["kernel"]) == fused, bars=(bar(0.85), ))
 
 
 MEASURES = [share_of_copy("casts", False), share_of_copy("SwiGLU with its casts", True)]

@@ -15,6 +15,7 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.layers.recorders import named_recorders
 
 from . import world
 from .world import BF16, device
@@ -157,7 +158,8 @@ def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool 
         config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "preset_model": size.family}
     if section is not None:
         config["mxfp8_moe"] = {**OURS, **section}
-    return ds_mxfp8_moe.initialize(model=model, config=config)[0]
+    with named_recorders():  # or AutoEP alone does not start with transformers from 5.23 on
+        return ds_mxfp8_moe.initialize(model=model, config=config)[0]
 
 
 def moe_layers(engine: nn.Module) -> list[nn.Module]:

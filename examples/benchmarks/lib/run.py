@@ -22,7 +22,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     out.add_argument("--out", type=Path, help="the result file (default on GPUs: under examples/benchmarks/results)")
     out.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     out.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
-    out.add_argument("--check", action="store_true", help="exit with 1 if a bar of lib/bars.yaml is not reached")
+    out.add_argument("--check", action="store_true", help="exit with 1 if a bar is not reached")
     out.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, which sets LOCAL_RANK too
     return out
 

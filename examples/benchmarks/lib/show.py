@@ -2,7 +2,7 @@
 """Tables and plots of result files. Each benchmark describes its own in a `Shown`.
 
 What a run measured in short is a list of `Measure`s: each has one value for a case and a contender, of which the worst
-one is stated. bars.yaml says which of them must reach a bar.
+one is stated, and may have bars that this project's own runs must reach. These were set for H200s.
 """
 
 import statistics
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import yaml
 from tabulate import tabulate
 
 from . import results_file
@@ -21,7 +20,6 @@ from .colors import color_of, colors, tint
 from .paired import interval
 from .results_file import Group, groups
 
-BARS = Path(__file__).with_name("bars.yaml")
 LARGER, SMALLER = "larger", "smaller"  # what is better
 GIB, MIB = (lambda value: f"{value / 2**30:.2f}"), (lambda value: f"{value / 2**20:.0f}")
 DERIVED = ("flops", "least_bytes", "bytes", "predicted_bytes")  # of a case: they follow from its other keys
@@ -39,11 +37,22 @@ class Value(NamedTuple):
     case: dict
 
 
+class Bar(NamedTuple):
+    """What the worst case must reach, of those with the values of `where`."""
+
+    value: float
+    where: dict
+
+
+def bar(value: float, **where: Any) -> Bar:
+    return Bar(value, where)
+
+
 class Measure(NamedTuple):
     """One number for each case and contender.
 
     Attributes:
-        what: its name, also in bars.yaml.
+        what: its name.
         contenders: whose figure it is.
         over: another contender. The value is then a speed-up over it (its figure over the contender's) or, where
             smaller is better, a share of it (the contender's figure over its own).
@@ -51,6 +60,7 @@ class Measure(NamedTuple):
         when: takes a case; whether the measure is of it.
         form: how a value is printed.
         main: the README shows it.
+        bars: each must be reached.
     """
 
     what: str
@@ -61,6 +71,7 @@ class Measure(NamedTuple):
     better: str = LARGER
     form: str = "{:.2f}x"
     main: bool = False
+    bars: tuple[Bar, ...] = ()
 
     def values(self, result: dict) -> list[Value]:
         """From the worst to the best."""
@@ -203,20 +214,14 @@ def texts(shown: Shown, result: dict) -> list[str]:
 
 def missed(shown: Shown, result: dict) -> list[str]:
     """One line for each bar that this prepared result does not reach."""
-    bars = yaml.safe_load(BARS.read_text()).get(shown.benchmark, {})
-    measures = {measure.what: measure for measure in shown.measures}
-    unknown = bars.keys() - measures.keys()
-    if unknown:
-        sys.exit(f"{BARS} has bars of {shown.benchmark} that it does not measure: {', '.join(sorted(unknown))}")
     found = []
-    for what, bars_of_it in bars.items():
-        measure = measures[what]
-        for one in bars_of_it:
-            values = [value for value in measure.values(result) if one.get("where", {}).items() <= value.case.items()]
-            if values and (values[0].value - one["bar"]) * (1 if measure.better == SMALLER else -1) > 0:
+    for measure in shown.measures:
+        for least, where in measure.bars:
+            values = [value for value in measure.values(result) if where.items() <= value.case.items()]
+            if values and (values[0].value - least) * (1 if measure.better == SMALLER else -1) > 0:
                 place = measure.place(values[0], varying(result)) or "its only case"
-                found.append(f"{shown.benchmark}: {what} is {values[0].value:.4g} ({place}); the bar is "
-                             f"{one['bar']:g}")
+                found.append(f"{shown.benchmark}: {measure.what} is {values[0].value:.4g} ({place}); the bar is "
+                             f"{least:g}")
     return found
 
 
@@ -379,7 +384,7 @@ def show(shown: Shown, path: Path, check: bool = False) -> str:
     """Prints the tables of a result file and draws its plot beside it.
 
     Args:
-        check: also compares with bars.yaml, and prints a line for each bar that is not reached.
+        check: also compares with the bars, and prints a line for each that is not reached.
 
     Returns:
         What is wrong with the result, in one line; "" if nothing is.

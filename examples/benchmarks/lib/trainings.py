@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of trainings: kept from one run to the next, and right if their losses agree."""
+"""Rows of trainings: each of a contender that is built for it, kept from one run to the next, and right if its losses
+agree with the others'."""
 
+import argparse
+import gc
 import json
 import math
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from . import results_file
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from . import models, results_file, run, show, world
 
 # Off the reference at most, relative: the loss of any step, the gradient norm of the first.
 TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
@@ -25,6 +33,53 @@ def stored(path: Path, benchmark: str) -> list[dict]:
     if result["machine"] != results_file.machine():
         sys.exit(f"{path} has results of {result['machine']}: name another file by --out")
     return result["rows"]
+
+
+def found(build: Callable[[], Any], calls: Iterable[Callable[[Any, int], dict]]) -> Iterator[dict]:
+    """What each call says of a training, which is built for them and then freed. Collective.
+
+    A failure is what the calls after it say, too: it leaves gradients, and steps that were not made.
+
+    Args:
+        build: makes the training, which has an `engine`.
+        calls: each takes the training, and the bytes that were allocated before it.
+    """
+    accelerator, held = get_accelerator(), []
+    before = accelerator.memory_allocated() if world.on_gpu() else 0
+    said = world.everywhere(lambda: held.append(build()) or {})
+    for call in calls:
+        if "failure" not in said:
+            said = world.everywhere(partial(call, held[0], before))
+        yield said
+    if held:
+        models.free(held.pop().engine)
+    gc.collect()
+    accelerator.empty_cache()
+    if world.on_gpu() and (left := accelerator.memory_allocated() - before) > 2**30:
+        world.say(f"{left / 2**30:.1f} GiB were not given back")
+
+
+def complete(shown: show.Shown, args: argparse.Namespace,
+             fill: Callable[[dict[tuple, dict], float, str | None], Iterator[None]]) -> None:
+    """Adds to the result file what it lacks, as far as time allows; or shows `--show FILE`. Ends this process.
+
+    Args:
+        fill: takes the rows by `key`, to which it adds, the seconds of this run, and the commit. It yields whenever
+            the rows are to be written.
+    """
+    if args.show:
+        sys.exit(show.show(shown, args.show, args.check) or None)
+    world.start(alone=True, timeout=10 * world.TIMEOUT)
+    path = args.out or results_file.RESULTS / f"{shown.benchmark}_{world.size()}ranks.json"
+    box = [stored(path, shown.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
+    dist.broadcast_object_list(box)
+    rows, commit = {key(row): row for row in box[0]}, box[1]
+    for _ in fill(rows, args.seconds - world.ENDING_S, commit):
+        if world.rank() == 0:
+            results_file.write(shown.benchmark, list(rows.values()), path, commit)
+    if not rows:
+        sys.exit("there is no such case, or no time for any")
+    run.finish(shown, path, args.check)
 
 
 def settle(rows: Iterable[dict], references: Collection[str], changes: Collection[str] = ()) -> None:

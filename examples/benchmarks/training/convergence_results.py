@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from lib import paired, show
 from lib.paired import Interval
-from lib.show import Measure
+from lib.show import Measure, bar
 
 BF16, YARDSTICK, NUDGED = "bf16", "reordered", "nudged"
 OWN = "own"  # the size, and the recipe, of a user's model and config
@@ -187,7 +187,7 @@ MEASURES = [
             better=show.SMALLER, form="{:+.2%}", main=True),
     Measure("upper end of its 95 % interval", (*JUDGED, OWN), figure="high", better=show.SMALLER, form="{:+.2%}"),
     Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
-            figure="beyond", better=show.SMALLER, form="{:.2%}")]
+            figure="beyond", better=show.SMALLER, form="{:.2%}", bars=(bar(0.0), ))]
 
 
 def answer(prepared: dict) -> str:

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from exchange.moe_layer import RECIPES
 from lib import models, results_file, run, show, timing, world
-from lib.show import Measure
+from lib.show import Measure, bar
 from lib.timing import spread_ms
-from lib.trainings import key, settle, stored
+from lib.trainings import complete, found, key, settle
 from lib.world import device, on_gpu
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
@@ -215,30 +214,20 @@ class Run(NamedTuple):
     def key(self, case: Case) -> tuple:
         return key({"case": case.described(), "contender": self.contender})
 
-    def rows(self, measure: Callable[[Training, Case, int], dict] = measure) -> Iterator[tuple[Case, dict]]:
-        """Each case with what a row about it says; collective."""
-        of_all, held = self.cases[0], []
-        before = get_accelerator().memory_allocated() if on_gpu() else 0
+    def build(self) -> Training:
+        case = self.cases[0]
+        return Training(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero, case.overflow_check),
+                        case.shape)
 
-        def build() -> dict:
-            held.append(CONTENDERS[self.contender](of_all.shape, of_all.layers, of_all.ep, of_all.zero,
-                                                     of_all.overflow_check))
-            return {}
+    def rows(self, call: Callable[[Training, Case, int], dict]) -> Iterator[tuple[Case, dict]]:
+        """Each case with what `call` says of it; collective."""
 
-        def trained(case: Case) -> dict:
-            models.route(held[0], case.shape, case.routing)
+        def trained(case: Case, training: Training, before: int) -> dict:
+            models.route(training.engine, case.shape, case.routing)
             training.accumulation = case.accumulation
-            return measure(training, case, before)
+            return call(training, case, before)
 
-        found = world.everywhere(build)
-        training = None if "failure" in found else Training(held[0], of_all.shape)
-        for case in self.cases:
-            if "failure" not in found:  # it leaves gradients, and steps that were not made, to what comes after it
-                found = world.everywhere(partial(trained, case))
-            yield case, found
-        training = None
-        if held:
-            models.free(held.pop())
+        return zip(self.cases, found(self.build, [partial(trained, case) for case in self.cases]), strict=True)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
@@ -250,31 +239,27 @@ def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dic
     return [run for run in every if any(run.key(case) not in rows for case in run.cases)]
 
 
-def fill(wanted_runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
+def fill(runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
     """Fills `rows`, and yields whenever they are to be written."""
-    for one in world.in_time(wanted_runs, seconds):
-        for case, found in one.rows():
-            rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **found}
-            if "failure" in found:
-                world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {found['failure']}")
+    for one in world.in_time(runs, seconds):
+        for case, told in one.rows(measure):
+            rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **told}
+            if "failure" in told:
+                world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {told['failure']}")
             settle(rows.values(), REFERENCES)
             yield
 
 
 def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> Iterator[None]:
     """Adds what the device does in a step to those rows that have times but not that, and yields as `fill` does."""
-
-    def lacks(row: dict) -> bool:
-        return "median_ms" in row and "kernels_ms" not in row
-
-    lacking = [one for one in runs if any(lacks(rows.get(one.key(case), {})) for case in one.cases)]
+    lacking = [one for one in runs if any("median_ms" in (row := rows.get(one.key(case), {}))
+                                          and "kernels_ms" not in row for case in one.cases)]
     for one in world.in_time(lacking, seconds):
-        for case, found in one.rows(profile):
-            row = rows[one.key(case)]
-            if "failure" in found:
-                world.say(f"{one}, profiled: {found['failure']}")
+        for case, told in one.rows(profile):
+            if "failure" in told:
+                world.say(f"{one}, profiled: {told['failure']}")
             else:
-                row.update({**found, "correct": row["correct"]})
+                rows[one.key(case)] |= {**told, "correct": rows[one.key(case)]["correct"]}
         yield
 
 
@@ -321,15 +306,17 @@ def on_ranks(case: dict) -> bool:
 
 
 MEASURES = [
-    Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, main=True),
+    Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, main=True, bars=tuple(
+        bar(1.15 if size == "mixtral" else 1.25, size=size) for size in models.FULL_SIZES + models.ONE_RANK_SIZES)),
     Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank,
-            main=True),
+            main=True, bars=(bar(1.6, size="deepseek-8x8"), bar(3.0, size="deepseek-6x64", overflow_check=True),
+                             bar(2.5, size="deepseek-6x64", overflow_check=False))),
     Measure(f"several ranks, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_ranks),
     Measure(f"tokens per second: {HP} over {OURS_BF16}", (HP, ), OURS_BF16),
     Measure(f"one rank, time of a step: {HP_CLASSIC}, of {HP}", (HP_CLASSIC, ), HP, when=on_one_rank,
-            better=show.SMALLER),
+            better=show.SMALLER, bars=(bar(1.12, size="deepseek-8x8"), bar(1.35, size="deepseek-6x64"))),
     Measure("peak memory with staging, of AutoEP's", (HP, MXFP8), AUTOEP, "peak_bytes", better=show.SMALLER,
-            form="{:.1%}")]
+            form="{:.1%}", bars=(bar(1.0), ))]
 
 
 def plot(result: dict, pyplot) -> None:
@@ -406,32 +393,18 @@ def parse_args() -> argparse.Namespace:
     return run.parse(parser)
 
 
-def train(args: argparse.Namespace) -> None:
-    """What the result file lacks, as far as time allows. Shows it and ends this process."""
-    path = args.out or results_file.RESULTS / f"train_{world.size()}ranks.json"
-    box = [stored(path, SHOWN.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
-    dist.broadcast_object_list(box)
-    rows, commit = {key(row): row for row in box[0]}, box[1]
+def filled(args: argparse.Namespace, rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
+    """What the result file lacks: times first, then, on one GPU, what the device does."""
     engines = cases_of(args)
-    if not engines:
-        sys.exit(f"there is no such case on {world.size()} ranks: they have to divide the experts, and a layer to fit")
-    runs, seconds = wanted(engines, args.contenders, rows), args.seconds - world.ENDING_S
-    filled = fill(runs, rows, seconds, commit)
+    yield from fill(wanted(engines, args.contenders, rows), rows, seconds, commit)
     if world.size() == 1 and on_gpu():
         every = [Run(cases, name) for cases in engines for name in args.contenders]
-        filled = chain(filled, fill_kernels(every, rows, seconds))
-    for _ in filled:
-        if world.rank() == 0:
-            results_file.write("train", list(rows.values()), path, commit)
-    run.finish(SHOWN, path, args.check)
+        yield from fill_kernels(every, rows, seconds)
 
 
 def main() -> None:
     args = parse_args()
-    if args.show:
-        sys.exit(show.show(SHOWN, args.show, args.check) or None)
-    world.start(alone=True)
-    train(args)
+    complete(SHOWN, args, partial(filled, args))
 
 
 if __name__ == "__main__":

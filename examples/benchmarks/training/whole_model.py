@@ -24,11 +24,10 @@ peak in dense bf16.
 
 Where fewer layers fit than the model has, "all layers" is derived: the time of what layers hold grows with them, that
 of the optimizer and ZeRO with the trained parameters, the loss stays. "With its exchange" is a model, too: dispatch
-and combine of every layer, with nothing beside them, at the rates that scale_model.py fits to 2 and 4 GPUs.
+and combine of every layer, with nothing beside them, at the rates that exchange/rates.py fits to 2 and 4 GPUs.
 """
 
 import argparse
-import gc
 import math
 import sys
 import time
@@ -36,13 +35,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.profiler import ProfilerActivity
@@ -193,7 +190,8 @@ class Training:
         if contender in SECTIONS:
             config["mxfp8_moe"] = {**models.OURS, **SECTIONS[contender]}
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
-        self.engine = initialize(model=model, config=config)[0]
+        with models.named_recorders():  # as in models.engine_of
+            self.engine = initialize(model=model, config=config)[0]
 
     def micro_batch(self, i: int) -> torch.Tensor:
         batch = self.batches[i % BATCHES]
@@ -300,47 +298,30 @@ class Run(NamedTuple):
     def key(self) -> tuple:
         return trainings.key({"case": self.case.described(), "contender": self.contender})
 
-    def found(self, micro_batches: int, call: Callable[[Training, int], dict]) -> dict:
-        """What `call` says of the contender, which is built for it, and freed. It also takes the bytes that were
-        allocated before."""
-        before, held = get_accelerator().memory_allocated(), []
-
-        def build() -> dict:
-            held.append(Training(self.case, self.contender, micro_batches))
-            return {}
-
-        found = world.everywhere(build)
-        if "failure" not in found:
-            found = world.everywhere(partial(call, held[0], before))
-        if "failure" in found:
-            world.say(f"{self}: {found['failure']}")
-        if held:
-            models.free(held.pop().engine)
-        gc.collect()
-        get_accelerator().empty_cache()
-        if on_gpu() and (left := get_accelerator().memory_allocated() - before) > 2**30:
-            world.say(f"{self}: {left / 2**30:.1f} GiB were not given back")
-        return found
+    def told(self, micro_batches: int, call: Callable[[Training, int], dict]) -> dict:
+        """What `call` says of the contender, in steps of so many micro-batches."""
+        build = partial(Training, self.case, self.contender, micro_batches)
+        told, = trainings.found(build, [call])
+        if "failure" in told:
+            world.say(f"{self}: {told['failure']}")
+        return told
 
 
-def fill(runs: Collection[Run], rows: dict[tuple, dict], budget_s: float, seconds: float,
+def fill(runs: Collection[Run], args: argparse.Namespace, rows: dict[tuple, dict], seconds: float,
          commit: str | None) -> Iterator[None]:
-    """Fills `rows` with the times that they lack, and yields whenever they are to be written."""
+    """Adds the times that the rows lack, and yields whenever they are to be written. Then, on one rank, the parts of
+    a step."""
     for one in world.in_time([one for one in runs if one.key not in rows], seconds):
-        found = one.found(one.case.micro_batches, partial(measure, one.case, budget_s))
-        rows[one.key] = {"case": one.case.described(), "contender": one.contender, "commit": commit, **found}
+        told = one.told(one.case.micro_batches, partial(measure, one.case, args.budget))
+        rows[one.key] = {"case": one.case.described(), "contender": one.contender, "commit": commit, **told}
         trainings.settle(rows.values(), REFERENCES, CHANGES)
         yield
-
-
-def fill_parts(runs: Collection[Run], rows: dict[tuple, dict], seconds: float) -> Iterator[None]:
-    """Adds the parts of a step to those rows that have times but not them, and yields as `fill` does."""
     lacking = [one for one in runs if "median_ms" in (row := rows.get(one.key, {})) and "busy_ms" not in row]
-    for one in world.in_time(lacking, seconds):
+    for one in world.in_time(lacking if world.size() == 1 and not args.no_parts else [], seconds):
         row = rows[one.key]
-        found = one.found(min(2, one.case.micro_batches), partial(profile, one.case, row["median_ms"]))
-        if "failure" not in found:
-            row.update({**found, "correct": row["correct"]})
+        told = one.told(min(2, one.case.micro_batches), partial(profile, one.case, row["median_ms"]))
+        if "failure" not in told:
+            row.update({**told, "correct": row["correct"]})
         yield
 
 
@@ -390,34 +371,13 @@ def parse_args() -> argparse.Namespace:
     return run.parse(parser)
 
 
-def train(args: argparse.Namespace) -> None:
-    """What the result file lacks, as far as time allows. Shows it and ends this process."""
-    path = args.out or results_file.RESULTS / f"{SHOWN.benchmark}_{world.size()}ranks.json"
-    box = [trainings.stored(path, SHOWN.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else (
-        [None, None])
-    dist.broadcast_object_list(box)
-    rows, commit = {trainings.key(row): row for row in box[0]}, box[1]
-    runs = runs_of(args)
-    if not runs:
-        sys.exit("there is no such case")
-    seconds = args.seconds - world.ENDING_S
-    filled = fill(runs, rows, args.budget, seconds, commit)
-    if world.size() == 1 and not args.no_parts:
-        filled = chain(filled, fill_parts(runs, rows, seconds))
-    for _ in filled:
-        if world.rank() == 0:
-            results_file.write(SHOWN.benchmark, list(rows.values()), path, commit)
-    if not rows:
-        sys.exit("there was no time for any case")
-    run.finish(SHOWN, path, args.check)
+def filled(args: argparse.Namespace, *rows_and_time) -> Iterator[None]:
+    return fill(runs_of(args), args, *rows_and_time)
 
 
 def main() -> None:
     args = parse_args()
-    if args.show:
-        sys.exit(show.show(SHOWN, args.show, args.check) or None)
-    world.start(alone=True, timeout=10 * world.TIMEOUT)
-    train(args)
+    trainings.complete(SHOWN, args, partial(filled, args))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the result files of whole_model.py say: measures, derived figures, tables and plots."""
 
-import functools
 import math
 from pathlib import Path
 
 import yaml
 
-from exchange import scale_model
+from exchange.rates import GPUS_A_HOST, MB, rates
 from lib import results_file, show
 from lib.colors import colors
 from lib.results_file import Group
-from lib.show import Measure
+from lib.show import Measure, bar
 
 from . import changes
 from .step_parts import ATTENTION, ELEMENTWISE, EXPERTS, GRADIENTS, IDLE, LINEARS, LOSS, OPTIMIZER, PARTS
@@ -45,23 +44,18 @@ def all_layers_ms(row: dict) -> float | None:
             + (outside + more * (1 - outside)) * sum(row[f"{name}_ms"] for name in (GRADIENTS, OPTIMIZER)))
 
 
-@functools.cache
-def _rates(operation: str) -> scale_model.Rates:
-    return scale_model.fit(scale_model.samples("nvlink", operation))
-
-
 def exchange_ms(row: dict) -> float | None:
     """Dispatch and combine of a step's layers between the ranks of one host, one after the other. None: they were
     measured, or the ranks are not those of one host."""
     case, model = row["case"], MODELS[row["case"]["model"]]
     ranks, top_k, hidden = case["one_rank_of"], model["num_experts_per_tok"], model["hidden_size"]
-    if case["ranks"] > 1 or not 1 < ranks <= scale_model.GPUS_A_NODE or "experts_in" not in row:
+    if case["ranks"] > 1 or not 1 < ranks <= GPUS_A_HOST or "experts_in" not in row:
         return None
     experts = experts_of(case["model"])[1]
     missed = math.comb(experts - experts // ranks, top_k) / math.comb(experts, top_k)  # ranks that a token skips
-    mtokens = case["sequences"] * case["sequence"] / scale_model.MB
+    mtokens = case["sequences"] * case["sequence"] / MB
     narrow = hidden * 33 / 32 + 4 * top_k if row["experts_in"] == "MXFP8" else 2 * hidden
-    once = sum(_rates(operation).ms((ranks - 1) * (1 - missed) * bytes_of_token * mtokens, top_k * hidden * mtokens)
+    once = sum(rates(operation).ms((ranks - 1) * (1 - missed) * bytes_of_token * mtokens, top_k * hidden * mtokens)
                for operation, bytes_of_token in (("dispatch", narrow), ("combine", 2 * hidden)))
     passes = 2 + (case["checkpointing"] is not None)  # backward dispatches and combines too
     return once * passes * case["layers"] * case["micro_batches"]
@@ -100,17 +94,24 @@ def is_lora(case: dict) -> bool:
 
 
 RATE = {"figure": "tokens_per_s", "form": "{:.0f}", "when": is_full}
+SHORT = {"model": "Qwen3-30B-A3B", "one_rank_of": 8, "sequences": 1, "micro_batches": 8}  # full training's case there
 MEASURES = [
-    Measure(f"full, tokens per second of a GPU: {DEFAULT}", (DEFAULT, ), **RATE),
-    Measure(f"full, tokens per second of a GPU: {MXFP8}", (MXFP8, ), **RATE),
+    Measure(f"full, tokens per second of a GPU: {DEFAULT}", (DEFAULT, ), bars=(bar(16500, liger="Liger", **SHORT), ),
+            **RATE),
+    Measure(f"full, tokens per second of a GPU: {MXFP8}", (MXFP8, ), bars=(bar(17000, liger="Liger", **SHORT), ),
+            **RATE),
     Measure(f"full, tokens per second: {DEFAULT} over DeepSpeed, AutoEP or else transformers", (DEFAULT, ),
-            figure="over_deepspeed", when=is_full, main=True),
-    Measure(f"full, tokens per second: {DEFAULT} over {AUTOEP}", (DEFAULT, ), AUTOEP, when=is_full),
-    Measure(f"LoRA, tokens per second: {DEFAULT} over {PLAIN}", (DEFAULT, ), PLAIN, when=is_lora, main=True),
-    Measure(f"full, tokens per second: {DEFAULT} over {BF16}", (DEFAULT, ), BF16, when=is_full),
-    Measure(f"full, tokens per second: {MXFP8} over {BF16}", (MXFP8, ), BF16, when=is_full),
+            figure="over_deepspeed", when=is_full, main=True, bars=(bar(1.35), )),
+    Measure(f"full, tokens per second: {DEFAULT} over {AUTOEP}", (DEFAULT, ), AUTOEP, when=is_full,
+            bars=(bar(1.65, liger="Liger", **SHORT), bar(1.55, liger=None, **SHORT))),
+    Measure(f"LoRA, tokens per second: {DEFAULT} over {PLAIN}", (DEFAULT, ), PLAIN, when=is_lora, main=True,
+            bars=(bar(1.7, model=SHORT["model"], liger=None), bar(2.0, model=SHORT["model"], liger="Liger"))),
+    Measure(f"full, tokens per second: {DEFAULT} over {BF16}", (DEFAULT, ), BF16, when=is_full,
+            bars=(bar(1.05, liger="Liger", **SHORT), )),
+    Measure(f"full, tokens per second: {MXFP8} over {BF16}", (MXFP8, ), BF16, when=is_full,
+            bars=(bar(1.08, liger="Liger", **SHORT), )),
     Measure(f"tokens per second: {DEFAULT} over the fastest of itself, {BF16}, and with weights kept", (DEFAULT, ),
-            figure="of_best", when=lambda case: not is_changed(case)),
+            figure="of_best", when=lambda case: not is_changed(case), bars=(bar(0.99), )),
     Measure(f"peak memory: {DEFAULT}, of {AUTOEP}'s", (DEFAULT, ), AUTOEP, "peak_bytes", better=show.SMALLER,
             form="{:.1%}")]
 
@@ -137,7 +138,7 @@ def plot(result: dict, pyplot) -> None:
 
 def plot_memory(result: dict, pyplot) -> None:
     found = panels(result, "peak_bytes")
-    show.stacked(pyplot, {case: {name: {"peak": bar["peak_bytes"] / 2**30} for name, bar in bars.items()}
+    show.stacked(pyplot, {case: {name: {"peak": of["peak_bytes"] / 2**30} for name, of in bars.items()}
                           for case, bars in found.items()}, "peak memory, GiB")
 
 

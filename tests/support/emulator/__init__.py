@@ -37,9 +37,9 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
 
     NAME = "ds_mxfp8_moe_nvlink_emulator"
 
-    def __init__(self, source_folder: Path, suffix: str = "", headers: tuple = ()):
+    def __init__(self, source_folder: Path, headers: tuple = ()):
         super().__init__(source_folder, capabilities=((9, 0), ))
-        self.NAME += suffix
+        self.NAME += "_nvshmem" if headers else ""
         self.HEADERS = headers
 
     def _flags(self, source: str) -> list[str]:
@@ -62,24 +62,18 @@ def obstacle() -> str | None:
     return EmulatorBuilder(NVLINK)._obstacle()
 
 
-def build(csrc: Path = NVLINK, suffix: str = "") -> ModuleType:
-    """The extension's module for the emulator, from the sources in `csrc`. Compiles them if they are not built yet.
-
-    `suffix`: of its name. A process keeps one module of a name, whatever file it is loaded from.
-    """
+def build() -> ModuleType:
+    """The extension's module for the emulator. Compiles its sources if they are not built yet."""
     with tempfile.TemporaryDirectory() as folder:
-        write_sources(Path(folder), csrc)
-        return EmulatorBuilder(Path(folder), suffix).jit_load()
+        write_sources(Path(folder), NVLINK)
+        return EmulatorBuilder(Path(folder)).jit_load()
 
 
-def build_nvshmem(csrc: Path = NVSHMEM, suffix: str = "_nvshmem") -> ModuleType:
-    """The extension of ops/csrc/nvshmem, or of `csrc`, for the emulator, with NVSHMEM as in the folder nvshmem here.
-
-    `suffix`: as for `build`.
-    """
+def build_nvshmem() -> ModuleType:
+    """The extension of ops/csrc/nvshmem for the emulator, with NVSHMEM as in the folder nvshmem here."""
     with tempfile.TemporaryDirectory() as folder:
         nvlink_folder, here = Path(folder) / "nvlink", Path(folder) / "nvshmem"
-        for path, sources in ((nvlink_folder, NVLINK), (here, csrc)):
+        for path, sources in ((nvlink_folder, NVLINK), (here, NVSHMEM)):
             path.mkdir()
             write_sources(path, sources)
         (here / "memory.cuh").unlink()  # that of nvlink_folder is included
@@ -87,7 +81,7 @@ def build_nvshmem(csrc: Path = NVSHMEM, suffix: str = "_nvshmem") -> ModuleType:
             path.write_text(re.sub(r"<(nvshmemx?\.h)>", r'"\1"', path.read_text()))
         for path in (HERE / "nvshmem").iterdir():
             shutil.copy(path, here)
-        return EmulatorBuilder(here, suffix, (nvlink_folder, )).jit_load()
+        return EmulatorBuilder(here, (nvlink_folder, )).jit_load()
 
 
 class Heap:
@@ -108,7 +102,7 @@ class Heap:
         return [staging.data_ptr()]
 
 
-def write_sources(folder: Path, csrc: Path = NVLINK) -> None:
+def write_sources(folder: Path, csrc: Path) -> None:
     """Writes the sources in `csrc` to `folder` as the emulator needs them, and the emulator itself."""
     for path in csrc.iterdir():
         (folder / path.name).write_text(_rewritten(path))
