@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording and replaying routes: the same bits at once, the model's own rule elsewhere, errors before the forward."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
 import torch
-from architectures import ARCHITECTURES, tiny_model
-from autoep_models import batch, ds_config
+from autoep_models import batch, ds_config, gathered
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from slow import slow_except
 from test_autoep_presets import QUICK
 
 import ds_mxfp8_moe
+from architectures import ARCHITECTURES, tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.layers.found import converted_layers
 
@@ -117,3 +119,285 @@ def test_every_model_type(ranks2, model_type):
     for recorded, replayed, errors in ranks2.run(every_type, model_type):
         assert recorded == replayed == []
         assert max(errors) < 1e-4, errors
+
+
+# ---- recomputation -------------------------------------------------------------------------------------------------
+
+WAYS = {"stored": None, "reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}
+
+
+def set_way(model, way: str) -> None:
+    model.gradient_checkpointing_disable()
+    if WAYS[way] is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=WAYS[way])
+
+
+def inside(engine, loss_of, routes):
+    for n in range(2):
+        with replay_routes(engine, routes[n]):
+            loss_of(n).backward()
+
+
+def afterwards(engine, loss_of, routes):
+    """Each backward after its `with`, and after a forward with live routing."""
+    for n in range(2):
+        with replay_routes(engine, routes[n]):
+            loss = loss_of(n)
+        loss_of(2)
+        loss.backward()
+
+
+def together(engine, loss_of, routes):
+    """One backward of both, after an evaluation."""
+    with replay_routes(engine, [*routes, routes[0]]):
+        loss = loss_of(0) + loss_of(1)
+        with torch.no_grad():
+            loss_of(2)
+        loss.backward()
+
+
+def in_order(engine, loss_of, routes):
+    """Two forwards before two backwards. The inner module is called, as TRL does."""
+    with replay_routes(engine, routes):
+        losses = [loss_of(0), loss_of(1)]
+    for loss in losses:
+        loss.backward()
+
+
+def live(engine, loss_of, routes):
+    """Recorded, and mixed with a forward that is not."""
+    with record_routes(engine) as found:
+        losses = [loss_of(0), loss_of(1)]
+        losses[1].backward()
+    losses.append(loss_of(2))
+    losses[0].backward()
+    losses[2].backward()
+    assert len(found) == 2
+    routes[:] = [one.view(-1, *one.shape[2:]) for one in found]
+
+
+ORDERS = [inside, afterwards, together, in_order]
+
+
+def recomputed(family: str) -> list[str]:
+    """What differs between the gradients of one way of recomputation and another, in each order."""
+    engine = ds_mxfp8_moe.initialize(model=tiny_model(family, torch.float32), config=ds_config(MXFP8, 0, 2))[0]
+    model = engine.module
+    layers = converted_layers(model)
+    first = other_routes(layers)
+    routes, found = [first, first.flip(0)], []
+
+    def loss_of(n: int) -> torch.Tensor:
+        ids = batch(n)
+        hidden = model.model(input_ids=ids)[0]
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids.flatten())
+
+    def run(order, way: str) -> dict[str, torch.Tensor]:
+        set_way(model, way)
+        torch.manual_seed(3)
+        model.zero_grad()
+        order(engine, loss_of, routes)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    stored = {order: run(order, "stored") for order in ORDERS}
+    for way in ("reentrant", "non-reentrant"):
+        found += [f"{order.__name__}, {way}: {name}" for order in ORDERS
+                  for name in different(run(order, way), stored[order])]
+    lives = [run(live, way) for way in WAYS]
+    found += [f"live: {name}" for one in lives[1:] for name in different(one, lives[0])]
+    replayed = run(in_order, "reentrant")
+    alive = run(lambda *_: (loss_of(0) + loss_of(1)).backward(), "stored")
+    found += [f"at once: {name}" for name in replayed if not torch.allclose(replayed[name], alive[name], atol=1e-6)]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "phimoe"])
+def test_recomputations_choose_what_their_forward_chose(ranks2, family):
+    assert ranks2.run(recomputed, family) == [[], []]
+
+
+def changed_between() -> list[bool]:
+    """Whether layers choose the same again, although their routers have changed since the forward."""
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(MXFP8, 0, 2))[0]
+    set_way(engine.module, "reentrant")
+    layers, chosen = converted_layers(engine.module), []
+    for layer in layers:
+        layer.router.register_forward_hook(lambda module, args, out: chosen.append(out[1]))
+    with record_routes(engine):
+        loss = engine.module(input_ids=batch(0), labels=batch(0)).loss
+    for layer in layers:
+        layer.router.gate.weight.data.neg_()
+    loss.backward()
+    return [torch.equal(chosen[0], chosen[3]), torch.equal(chosen[1], chosen[2])]
+
+
+def test_a_recomputation_does_not_choose_anew(ranks2):
+    assert ranks2.run(changed_between) == [[True, True]] * 2
+
+
+# ---- training, evaluation, generation ------------------------------------------------------------------------------
+
+
+def trained(stage: int, ep_size: int) -> tuple:
+    """Two steps of two micro-batches each, with an evaluation: plain, recorded, replayed."""
+    results, recorded = [], None
+    for how in ("plain", "record", "replay"):
+        engine = ds_mxfp8_moe.initialize(
+            model=tiny_model("qwen3_moe", torch.float32),
+            config=ds_config(MXFP8, stage, ep_size, gradient_accumulation_steps=2))[0]
+        set_way(engine.module, "reentrant" if stage == 3 else "stored")
+        context = record_routes(engine) if how == "record" else nullcontext() if how == "plain" else (
+            replay_routes(engine, recorded))
+        with context as routes:
+            losses = []
+            for n in range(4):
+                loss = engine(input_ids=batch(n), labels=batch(n)).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                if n == 1:
+                    engine.eval()
+                    losses.append(engine(input_ids=batch(9), labels=batch(9)).loss.item())
+                    engine.train()
+        recorded = routes if how == "record" else recorded
+        results.append((losses, [gathered(p) for p in engine.module.parameters()]))
+        engine.destroy()
+    assert len(recorded) == 5 and recorded[1:3][0].equal(recorded[-4])
+    plain, *others = results
+    return [losses == plain[0] and all(map(torch.equal, weights, plain[1])) for losses, weights in others]
+
+
+@pytest.mark.parametrize("stage, ep_size", slow_except([(1, 1), (1, 2), (2, 2), (3, 1), (3, 2)], (2, 2), (3, 1)))
+def test_engines_train_the_same(ranks2, stage, ep_size):
+    assert ranks2.run(trained, stage, ep_size) == [[True, True]] * 2
+
+
+def mixed() -> tuple:
+    """Rows of -1 choose by themselves. A generation is recorded, token by token, and its routes fit the trainer's."""
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(BF16, 0, 2))[0]
+    model, ids = engine.module, batch(0)
+    plain = outcome(model, ids)
+    with record_routes(engine) as routes:
+        outcome(model, ids)
+    part = routes[0].long()
+    part[torch.rand(part.shape[:-1], generator=torch.Generator().manual_seed(1)) < 0.5] = -1
+    with replay_routes(engine, part.numpy()):
+        found = different(plain, outcome(model, ids))
+    model.eval()
+    with torch.no_grad(), record_routes(engine) as steps:
+        text = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    rollout = torch.cat(list(steps), dim=1)  # of all tokens but the last
+    given = ds_mxfp8_moe.padded_routes(rollout, torch.ones_like(text))
+    with torch.no_grad(), record_routes(engine) as again, replay_routes(engine, given):
+        model(text)
+    return found, [step.shape[1] for step in steps], torch.equal(again[0][:, :-1], rollout), int(again[0].min())
+
+
+def test_tokens_without_routes_and_generations(ranks2):
+    for found, lengths, same, least in ranks2.run(mixed):
+        assert found == [] and lengths == [16, 1, 1, 1, 1] and same and least == 0
+
+
+def test_padded_routes():
+    routes = [torch.arange(6).view(3, 1, 2).numpy(), torch.full((1, 1, 2), 7, dtype=torch.int16)]
+    padded = ds_mxfp8_moe.padded_routes(routes, torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
+    assert padded[..., 0, 0].tolist() == [[-1, 0, 2, 4, -1], [7, -1, -1, -1, -1]]
+    with pytest.raises(ValueError, match="sequence 0 has 3 routes and 2 tokens"):
+        ds_mxfp8_moe.padded_routes(routes, torch.tensor([[1, 1], [1, 1]]))
+    with pytest.raises(ValueError, match="routes of 2 sequences, and the batch has 1"):
+        ds_mxfp8_moe.padded_routes(routes, torch.ones(1, 5))
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+GOOD = torch.tensor([0, 3]).expand(32, 2, 2)
+
+
+def with_row(*row: int) -> torch.Tensor:
+    routes = GOOD.clone()
+    routes[5, 1] = torch.tensor(row)
+    return routes
+
+
+WRONG = {
+    r"the routes are torch.int64 of shape \(32, 1, 2\); expected integers of shape \[..., 2, 2\]: 2 MoE layers, dense "
+    "layers not counted, and 2 choices": GOOD[:, :1],
+    r"of shape \(32, 2, 1\)": GOOD[..., :1],
+    r"of shape \(2, 2\)": GOOD[0],
+    "the routes are torch.float32": GOOD.float(),
+    r"token 5 has experts \[0, 8\] in model.layers.1.mlp; expected 2 different ones of 0 to 7, or -1 in all 2":
+    with_row(0, 8),
+    r"has experts \[-2, 0\]": with_row(-2, 0),
+    r"has experts \[-1, 0\]": with_row(-1, 0),
+    r"has experts \[4, 4\]": with_row(4, 4),
+}
+
+
+def wrong_on_rank_1() -> None:
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(BF16, 0, 2))[0]
+    model, ids = engine.module, batch(0)
+    for told, routes in WRONG.items():
+        with pytest.raises(ValueError, match="replay_routes: rank 1: forward 1: .*" + told), \
+                replay_routes(engine, [GOOD, routes if dist.get_rank() else GOOD]):
+            raise AssertionError("the forward began")
+    with replay_routes(engine, GOOD), pytest.raises(ValueError, match=r"mlp: the routes to replay are for 32 tokens; "
+                                                                      r"expected 16, of hidden states \[1, 16, H\]"):
+        model(ids[:1])
+    with replay_routes(engine, GOOD), pytest.raises(RuntimeError, match="there are more forwards than routes"):
+        model(ids)
+        model(ids)
+    with pytest.raises(RuntimeError, match="2 of the routes of 3 forwards were not used"), \
+            replay_routes(engine, [GOOD] * 3):
+        model(ids)
+    layer = converted_layers(model)[0]
+    with record_routes(engine), pytest.raises(RuntimeError, match="mlp was called outside its model's forward"):
+        layer(torch.zeros(1, 1, 64))
+    with record_routes(engine), pytest.raises(RuntimeError, match="are recorded already"), record_routes(model):
+        pass
+    with record_routes(engine) as routes:
+        with pytest.raises(ZeroDivisionError), mock.patch.object(model.model.layers[1], "forward",
+                                                                 lambda *args, **keys: 1 / 0):
+            model(ids)
+        model(ids)
+        with pytest.raises(RuntimeError, match="forward 0 are incomplete: it did not reach model.layers.1.mlp"):
+            routes[0]
+    assert routes[1].shape == (2, 16, 2, 2)
+
+
+def test_errors_are_raised_before_the_forward_on_every_rank(ranks2):
+    ranks2.run(wrong_on_rank_1)
+
+
+def excluded(engine):
+    ds_mxfp8_moe.convert(engine, {**BF16, "exclude": [r".*layers\.0.*"]})
+
+
+def replaced_router(engine):
+    router = converted_layers(engine.module)[1].router
+    router.forward = router.forward
+
+
+REFUSED = {
+    "not supported for model.layers.0.mlp: it runs DeepSpeed's own path": excluded,
+    "no layers that ds_mxfp8_moe converted": lambda engine: ds_mxfp8_moe.convert(engine, {"enabled": False}),
+    '"force_load_balance" chooses the experts':
+    lambda engine: ds_mxfp8_moe.convert(engine, {**BF16, "force_load_balance": True}),
+    "its router's forward method is replaced": replaced_router,
+    "its router is a Other, whose rule is unknown": lambda engine: setattr(
+        converted_layers(engine.module)[0].router, "__class__", type("Other", (TokenChoiceTopKRouter, ), {})),
+    "not supported in a compiled model": lambda engine: engine.module.compile(),
+}
+
+
+def refused() -> None:
+    for told, change in REFUSED.items():
+        engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe"), config=ds_config(BF16, 0, 2))[0]
+        change(engine)
+        for enter in (record_routes, lambda engine: replay_routes(engine, GOOD)):
+            with pytest.raises(RuntimeError, match=told), enter(engine):
+                pass
+
+
+def test_what_is_refused(ranks2):
+    ranks2.run(refused)
