@@ -25,6 +25,7 @@ from ..layers.classic import MXFP8MOELayer
 from ..layers.found import converted_layers
 from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
+from ..ops.private_names import missing
 from ..transport.deadline import failure_of_any, tell_peers_on_error
 from .hooks import engine_of
 
@@ -125,6 +126,8 @@ def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tenso
 @tell_peers_on_error
 def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
     """The layers and the state of a model. Raises RuntimeError if its routes cannot be recorded or replayed."""
+    if gone := missing("router replay"):
+        raise RuntimeError(f"{name}: not supported: {gone}")
     model = getattr(engine, "module", engine)
     layers = converted_layers(model)
     if not layers:

@@ -24,7 +24,7 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
 from kernels import expert_ffn, grouped_gemm, host, quantize
 from lib import world
-from training import metrics_cost, step_parts, train, whole_model
+from training import metrics_cost, replay_cost, step_parts, train, whole_model
 
 pytestmark = pytest.mark.slow
 BRIEF = ("--budget", "0.001", "--seconds", "600")
@@ -218,6 +218,17 @@ def test_metrics_cost(ranks2, tmp_path):
     assert samples == metrics_cost.WARM_UP_BLOCKS + 1  # one in each block of a kind, none in the others
     assert off["contender"] == metrics_cost.OFF and on["contender"] == metrics_cost.ON
     assert off["median_ms"] > 0 and on["cost_share"] == pytest.approx(on["sample_ms"] / (100 * off["median_ms"] / 2))
+
+
+def _replay_cost(out):
+    return run_script("training.replay_cost", out, "--rounds", "1", STEPS=1)
+
+
+def test_replay_cost(ranks1, tmp_path):
+    live, *others = ranks1.run(_replay_cost, tmp_path / "x.json")[0]
+    assert [row["contender"] for row in (live, *others)] == list(replay_cost.CONTENDERS)
+    for row in others:
+        assert row["cost_share"] == pytest.approx(row["median_ms"] / live["median_ms"] - 1)
 
 
 # ---- as a command -------------------------------------------------------------------------------------------------

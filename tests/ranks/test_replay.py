@@ -179,16 +179,17 @@ def live(engine, loss_of, routes):
 ORDERS = [inside, afterwards, together, in_order]
 
 
-def recomputed(family: str) -> list[str]:
+def recomputed(family: str, ep_size: int = 2) -> list[str]:
     """What differs between the gradients of one way of recomputation and another, in each order."""
-    engine = ds_mxfp8_moe.initialize(model=tiny_model(family, torch.float32), config=ds_config(MXFP8, 0, 2))[0]
+    net = tiny_model(family, torch.float32, attn_implementation="eager")
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, ep_size))[0]
     model = engine.module
     layers = converted_layers(model)
     first = other_routes(layers)
     routes, found = [first, first.flip(0)], []
 
     def loss_of(n: int) -> torch.Tensor:
-        ids = batch(n)
+        ids = batch(n).to(engine.device)
         hidden = model.model(input_ids=ids)[0]
         return torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids.flatten())
 

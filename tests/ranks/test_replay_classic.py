@@ -6,6 +6,7 @@ import math
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from models import (
     BF16,
     DEFAULT,
@@ -41,7 +42,7 @@ GATES = {
 def make_block(section: dict, gate: dict) -> Block:
     reset_deepspeed_groups()
     torch.manual_seed(3)
-    block = Block(moe_layer(SwiGLU(), 2, **gate))
+    block = Block(moe_layer(SwiGLU(), dist.get_world_size(), **gate)).to(get_accelerator().current_device_name())
     with torch.no_grad():
         block.moe.deepspeed_moe.gate.wg.weight.mul_(3)
     block.moe.set_deepspeed_parallelism()
@@ -52,10 +53,10 @@ def make_block(section: dict, gate: dict) -> Block:
 def outcome(block: Block, used: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(11 + dist.get_rank())  # the gate draws at random
     block.zero_grad()
-    x = torch.randn(2, TOKENS // 2, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
-    inner = block.moe.deepspeed_moe
+    x = torch.randn(2, TOKENS // 2, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
+    inner, x = block.moe.deepspeed_moe, x.to(block.norm.weight.device).requires_grad_()
     y = inner(block.norm(x), used)
-    (y * torch.arange(y.numel()).sin().view_as(y)).sum().add(inner.l_aux).backward()
+    (y * torch.arange(y.numel(), device=y.device).sin().view_as(y)).sum().add(inner.l_aux).backward()
     return {"y": y.detach(), "aux": inner.l_aux.detach(), "counts": inner.exp_counts, "x": x.grad,
             **{name: p.grad for name, p in block.named_parameters()}}
 
@@ -66,7 +67,7 @@ def different(first: dict, second: dict) -> list[str]:
 
 def at_once(gate: dict) -> list[list[str]]:
     block = make_block(DEFAULT, gate)
-    used = (torch.arange(TOKENS) % 3 != 0).long() if gate["k"] == 1 else None
+    used = (torch.arange(TOKENS, device=block.norm.weight.device) % 3 != 0).long() if gate["k"] == 1 else None
     plain = outcome(block, used)
     # The inner layer is called by itself, so it is the model.
     with record_routes(block.moe.deepspeed_moe) as routes:
