@@ -272,8 +272,6 @@ NAMES = tuple(Row(*row) for row in (
      "torch top1gating#8d4e9a50 top2gating#d8b2b1ab topkgating#ff50d8a1"),
     ("router replay", "torch._C", "_current_autograd_node"),
     ("router replay", "torch.autograd.graph:Node", "_sequence_nr"),
-    ("router replay", "torch.nn:Module", "_compiled_call_impl"),
-    ("router replay", "torch._dynamo", "OptimizedModule"),
     ("router replay", "transformers.models.phimoe.modeling_phimoe", "PhimoeMultiplier"),
 
     ("recordings", "triton", "JITFunction knobs"),

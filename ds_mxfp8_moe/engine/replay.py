@@ -133,13 +133,11 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
     if not layers:
         raise RuntimeError(f'{name}: the model has no layers that ds_mxfp8_moe converted. Enable "mxfp8_moe" in its '
                            "config, and read the start-up lines about the layers")
-    if any(_is_compiled(module) for module in model.modules()):
-        raise RuntimeError(f"{name}: not supported in a compiled model. Leave out compile")
     for path, module in model.named_modules():
         if reason := _obstacle(module):
             raise RuntimeError(f"{name}: not supported for {path}: {reason}")
     state = routes_of(model, make=True)
-    if engine_of(engine) is None:  # nothing tells when a step ends
+    if engine_of(engine) is None or missing("steps"):  # nothing tells when a step ends
         state.forget()
     for index, layer in enumerate(layers):
         layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, _top_k(layer), state)
@@ -157,10 +155,6 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     return why_no_turns(module.router) if isinstance(module, MXFP8AutoEPMoELayer) else None
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
-
-
 def _top_k(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
     return layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
 
@@ -171,7 +165,8 @@ def _num_experts(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
 
 @contextmanager
 def _watched(engine: torch.nn.Module, layers: list, state: ModelRoutes) -> Iterator[None]:
-    """Inside the context, the state knows where forwards of the model begin. It ends with the context."""
+    """Inside the context, the state knows where forwards of the model begin."""
+    state.cut()
     model = getattr(engine, "module", engine)
     hooks = [module.register_forward_pre_hook(state.begin) for module in _around(model, layers)]
     try:
@@ -179,7 +174,7 @@ def _watched(engine: torch.nn.Module, layers: list, state: ModelRoutes) -> Itera
     finally:
         for hook in hooks:
             hook.remove()
-        state.end()
+        state.cut()
 
 
 def _around(model: torch.nn.Module, layers: list) -> list[torch.nn.Module]:

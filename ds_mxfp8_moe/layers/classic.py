@@ -3,8 +3,9 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..ffn.kept_weights import KeptWeights
 from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
-from .gating import choosing
+from .gating import gate_in_turn
 from .patches import lent
 from .recognise import ExpertsAtConversion
 from .routes import LayerRoutes, Turn
@@ -171,8 +172,9 @@ class MXFP8MOELayer(MOELayer):
         # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
         reduces = self.ep_size > 1 and not self.gate.drop_tokens
         call = self._call_gate_with_deadline if reduces else self._call_gate
-        with nullcontext() if turn is None else choosing(turn):
-            l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
+        if turn is not None:
+            call = partial(gate_in_turn, turn, call)
+        l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()
         self.exp_counts = exp_counts

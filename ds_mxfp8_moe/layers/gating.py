@@ -6,8 +6,7 @@ they get a `torch` whose two functions return what the turn chooses. All else is
 capacity, which tokens are dropped, and the auxiliary loss.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from .patches import lent
 from .routes import Turn
 
 
-@contextmanager
-def choosing(turn: Turn) -> Iterator[None]:
-    """Inside the context, a classic layer's gate makes this turn."""
+@torch.compiler.disable
+def gate_in_turn(turn: Turn, call: Callable, *args) -> Any:
+    """call(*args), inside which a classic layer's gate makes this turn."""
     chooser = _Chooser(turn)
     with lent(sharded_moe, "torch", chooser):
-        yield
+        result = call(*args)
     turn.note(torch.cat(chooser.made, dim=1))
+    return result
 
 
 class _Chooser:

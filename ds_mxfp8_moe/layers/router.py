@@ -34,8 +34,7 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
     if not _runs_kernels(router, x_TH):
         if turn is None:
             return router(x_TH, bias_E)
-        with lent(router, "forward", partial(_rule_of(router), turn)):  # hooks see the call
-            return router(x_TH, bias_E)
+        return _route_in_turn(router, x_TH, bias_E, turn)
     gate = router.gate
     plain = _is_plain(gate, x_TH)
     source, weight_EH = (x_TH, gate.weight) if plain else (gate(x_TH), None)
@@ -53,6 +52,13 @@ def why_no_turns(router: nn.Module) -> str | None:
     if "forward" in vars(router):
         return "its router's forward method is replaced on the instance"
     return None if _rule_of(router) else f"its router is a {type(router).__name__}, whose rule is unknown"
+
+
+@torch.compiler.disable
+def _route_in_turn(router: nn.Module, x_TH: torch.Tensor, bias_E: torch.Tensor | None,
+                   turn: Turn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with lent(router, "forward", partial(_rule_of(router), turn)):  # hooks see the call
+        return router(x_TH, bias_E)
 
 
 def _rule_of(router: nn.Module) -> Callable | None:

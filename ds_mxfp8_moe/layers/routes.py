@@ -111,6 +111,7 @@ class ModelRoutes:
         self._current: Forward | None = None
         self._remembered: list[Forward] = []  # that may be recomputed, in ascending order of `start`
 
+    @torch.compiler.disable
     @tell_peers_on_error
     def begin(self, *_) -> None:
         """A forward pre-hook of the modules that contain all layers. The outermost that is called begins a forward.
@@ -132,8 +133,8 @@ class ModelRoutes:
         if torch.is_grad_enabled():
             self._remembered.append(self._current)
 
-    def end(self) -> None:
-        """Ends a `with` block. The backward of its forwards may come later."""
+    def cut(self) -> None:
+        """Where a `with` block begins or ends: the next forward is another one. Backward of earlier ones may come."""
         self._current = None
         if self.recorded is None and self.replayed is None:
             self._remembered.append(Forward(_node_number()))  # later forwards have no turns
@@ -142,6 +143,7 @@ class ModelRoutes:
         """Forgets what recomputations of all forwards until now would need."""
         self._remembered.clear()
 
+    @torch.compiler.disable
     def turn(self, layer: "LayerRoutes", token_shape: torch.Size) -> Turn | None:
         """See LayerRoutes.turn."""
         node = torch._C._current_autograd_node()
@@ -194,7 +196,9 @@ class LayerRoutes:
             ValueError: the routes to replay are for another number of tokens.
             RuntimeError: the layer was called without its model, or twice in one forward.
         """
-        return None if torch.compiler.is_compiling() else self.model.turn(self, token_shape)
+        if torch.compiler.is_compiling() and self.model.recorded is None and self.model.replayed is None:
+            return None
+        return self.model.turn(self, token_shape)
 
 
 def routes_of(model: torch.nn.Module, make: bool = False) -> ModelRoutes | None:

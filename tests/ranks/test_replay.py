@@ -218,6 +218,30 @@ def test_recomputations_choose_what_their_forward_chose(ranks2, family):
     assert ranks2.run(recomputed, family) == [[], []]
 
 
+def compiled() -> list[str]:
+    """What differs between gradients of a compiled model and of the same one before, with other routes and at once."""
+    net = tiny_model("qwen3_moe", torch.float32, attn_implementation="eager")
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, 2))[0]
+    routes = other_routes(converted_layers(net))
+    with replay_routes(engine, routes):
+        plain = outcome(net, batch(0))
+    set_way(net, "non-reentrant")
+    net.compile(backend="aot_eager")
+    with replay_routes(engine, routes):
+        replayed = outcome(net, batch(0))
+    with record_routes(engine) as recorded:
+        live = outcome(net, batch(0))
+    with replay_routes(engine, recorded):
+        again = outcome(net, batch(0))
+    return [*different(live, again),
+            *(name for name in plain if not torch.allclose(plain[name], replayed[name], atol=1e-6))]
+
+
+@pytest.mark.slow
+def test_compiled_models(ranks2):
+    assert ranks2.run(compiled, seconds=240) == [[], []]
+
+
 def changed_between() -> list[bool]:
     """Whether layers choose the same again, although their routers have changed since the forward."""
     engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(MXFP8, 0, 2))[0]
@@ -387,7 +411,6 @@ REFUSED = {
     "its router's forward method is replaced": replaced_router,
     "its router is a Other, whose rule is unknown": lambda engine: setattr(
         converted_layers(engine.module)[0].router, "__class__", type("Other", (TokenChoiceTopKRouter, ), {})),
-    "not supported in a compiled model": lambda engine: engine.module.compile(),
 }
 
 

@@ -130,6 +130,25 @@ def test_other_experts_get_the_gates_own_weights(ranks2, name):
         assert weights < 1e-6 and gradient < 1e-5 and dropped
 
 
+def compiled() -> list[str]:
+    """What differs between a compiled layer and the same one before, both with replayed routes."""
+    block = make_block(BF16, GATES["top2"])
+    inner = block.moe.deepspeed_moe
+    given = torch.arange(2 * TOKENS).view(TOKENS, 1, 2) % EXPERTS
+    with replay_routes(inner, given):
+        plain = outcome(block)
+    inner.compile(backend="aot_eager")
+    with replay_routes(inner, given):
+        found = outcome(block)
+    return [name for name, value in plain.items() if value is not None
+            and not torch.allclose(value.float(), found[name].float(), atol=1e-5)]
+
+
+@pytest.mark.slow
+def test_compiled_layers(ranks2):
+    assert ranks2.run(compiled) == [[], []]
+
+
 PIPELINE = Layout(stages=2, zero=1, config={"gradient_accumulation_steps": 3}, moe={"drop_tokens": False})
 ZERO_2 = Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2})
 
