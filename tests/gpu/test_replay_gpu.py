@@ -5,6 +5,7 @@ import deepspeed.comm as dist
 import pytest
 import test_replay
 import test_replay_classic
+import test_replay_recompute
 import torch
 from autoep_models import batch, ds_config
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
@@ -46,7 +47,7 @@ def test_the_same_bits_of_classic_layers(gpu_ranks, name):
 
 
 def recomputed(family: str) -> list[str]:
-    return test_replay.recomputed(family, dist.get_world_size())
+    return test_replay_recompute.recomputed(family, dist.get_world_size())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
