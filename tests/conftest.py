@@ -47,6 +47,11 @@ def one_rank():
         deepspeed.comm.comm.cdb = None
 
 
+@pytest.fixture(scope="module")
+def ranks1():
+    yield from _pool(1)
+
+
 @pytest.fixture(scope="session")
 def ranks2():
     yield from _pool(2)

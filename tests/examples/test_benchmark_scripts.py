@@ -15,7 +15,6 @@ import emulator
 import pytest
 import torch.distributed as dist
 from benchmark_runs import run_script
-from rank_pool import RankPool
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.layers import classic
@@ -28,13 +27,6 @@ from training import metrics_cost, replay_cost, step_parts, train, whole_model
 
 pytestmark = pytest.mark.slow
 BRIEF = ("--budget", "0.001", "--seconds", "600")
-
-
-@pytest.fixture(scope="module")
-def ranks1():
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 class NVLink(Collective):
