@@ -9,6 +9,7 @@ if missing("import") is None:
     from .config import ConfigError, MXFP8MoEConfig
     from .engine.attach import convert
     from .engine.convert import ConversionReport
+    from .engine.replay import padded_routes, record_routes, replay_routes
     from .engine.start import enable, initialize
     from .layers.classic import MoE
     from .layers.recognise import register_expert
@@ -17,7 +18,8 @@ else:
     from .plain import convert, enable, initialize
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
-           "from_pretrained", "initialize", "register_expert", "save_pretrained"]
+           "from_pretrained", "initialize", "padded_routes", "record_routes", "register_expert", "replay_routes",
+           "save_pretrained"]
 
 
 def __getattr__(name: str):

@@ -56,6 +56,7 @@ FEATURES = {
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
     "loading": "checkpoints load as DeepSpeed loads them",
     "advice on speed": "start-up does not say what would make a step faster",
+    "router replay": "routes are neither recorded nor replayed",
     "recordings": "the host launches each kernel from Python, which is slower",
     "kernels": "MXFP8 layers run in bf16",
 }
@@ -87,7 +88,7 @@ NAMES = tuple(Row(*row) for row in (
      "ForwardContract MoELayerSpec MoEModelPreset TransformersTopLevelRouterLogitsAdapter"),
     ("import", f"{_PRESETS}.registry", "PRESET_MODELS"),
     ("import", "deepspeed.module_inject", "auto_ep_layer"),
-    ("import", "deepspeed.moe", "ep_repack"),
+    ("import", "deepspeed.moe", "ep_repack sharded_moe"),
     ("import", "deepspeed.moe.ep_count", "count_tokens_per_expert(selected_experts_indices, num_experts, ...)"),
     ("import", "deepspeed.moe.ep_experts", "GroupedExperts apply_expert_activation(gate, up, activation, ...)"),
     ("import", "deepspeed.moe.ep_router", "TokenChoiceTopKRouter"),
@@ -266,6 +267,14 @@ NAMES = tuple(Row(*row) for row in (
     ("advice on speed", _ENGINE, ".basic_optimizer"),
     ("advice on speed", "transformers:PreTrainedConfig", "_attn_implementation"),
     ("advice on speed", "transformers:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
+    # How DeepSpeed chooses experts, which router.py and gating.py do in its place.
+    ("router replay", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
+     "forward#a81b5427 _get_node_limited_routing_scores(self, scores_for_choice)"),
+    ("router replay", "deepspeed.moe.sharded_moe",
+     "torch top1gating#8d4e9a50 top2gating#d8b2b1ab topkgating#ff50d8a1"),
+    ("router replay", "torch._C", "_current_autograd_node"),
+    ("router replay", "torch.autograd.graph:Node", "_sequence_nr"),
+    ("router replay", "transformers.models.phimoe.modeling_phimoe", "PhimoeMultiplier"),
 
     ("recordings", "triton", "JITFunction knobs"),
     ("recordings", "triton.runtime", "driver"),

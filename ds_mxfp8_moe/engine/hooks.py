@@ -10,6 +10,7 @@ from ..config import MXFP8MoEConfig
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.found import converted_layers
 from ..layers.patches import wrap
+from ..layers.routes import routes_of
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..transport.peer_memory import PeerMemory
 from . import balance
@@ -51,7 +52,8 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
 
     Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
     moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After
-    the first step it decides whether to keep quantised weights. After a skipped step it looks for the first NaN.
+    the first step it decides whether to keep quantised weights. Routes that recomputations needed are forgotten. After
+    a skipped step it looks for the first NaN.
     """
     if say_if_missing("steps"):
         return
@@ -66,6 +68,8 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
             engine._mxfp8_metrics.after_step()
+        if (routes := routes_of(engine.module)) is not None:
+            routes.forget()
         first_not_finite.after_step()
         return result
 

@@ -20,6 +20,7 @@ from .classic import LayerSettings
 from .extended_experts import ExtendedGroupedExperts
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
 from .router import route
+from .routes import LayerRoutes
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -86,6 +87,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # metrics.py
+    mxfp8_routes: LayerRoutes | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Takes [B, S, H] and returns what AutoEPMoELayer does: [B, S, H] or [T, H], with the router's logits if the
@@ -96,7 +98,10 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
             return AutoEPMoELayer.forward(self, hidden_states)
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weight_TK, expert_TK, counts_E = route(self.router, x_TH, self.expert_bias)
+        turn = None if self.mxfp8_routes is None else self.mxfp8_routes.turn(hidden_states.shape[:-1])
+        weight_TK, expert_TK, counts_E = route(self.router, x_TH, self.expert_bias, turn)
+        if turn is not None:
+            turn.note(expert_TK)
         routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
         if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import ReferenceType
@@ -25,8 +26,10 @@ from ..ffn.kept_weights import KeptWeights
 from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
+from .gating import gate_in_turn
 from .patches import lent
 from .recognise import ExpertsAtConversion
+from .routes import LayerRoutes, Turn
 from .watch import watch
 
 
@@ -136,6 +139,7 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # metrics.py
+    mxfp8_routes: LayerRoutes | None = None
 
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
@@ -148,7 +152,8 @@ class MXFP8MOELayer(MOELayer):
         self._check_input(hidden_states)
         with self._timed(MOE_TIMER, "time_moe"):
             x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-            routes = self._route(x_TH, used_token)
+            turn = None if self.mxfp8_routes is None else self.mxfp8_routes.turn(hidden_states.shape[:-1])
+            routes = self._route(x_TH, used_token, turn)
             y_TH = self._compute(x_TH, routes, branch)
         return y_TH.reshape(hidden_states.shape)
 
@@ -165,11 +170,13 @@ class MXFP8MOELayer(MOELayer):
             raise RuntimeError(f"{settings.name}: its experts have become tensor-parallel, which this path does not "
                                "compute: convert after deepspeed.initialize, which leaves such layers as they are")
 
-    def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
-        """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
+    def _route(self, x_TH: torch.Tensor, used_token, turn: Turn | None) -> Routes:
+        """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts. A turn chooses in its place."""
         # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
         reduces = self.ep_size > 1 and not self.gate.drop_tokens
         call = self._call_gate_with_deadline if reduces else self._call_gate
+        if turn is not None:
+            call = partial(gate_in_turn, turn, call)
         l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()

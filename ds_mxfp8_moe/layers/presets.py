@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -23,13 +22,12 @@ from deepspeed.module_inject.auto_ep_presets.base import (
     MoEModelPreset,
     TransformersTopLevelRouterLogitsAdapter,
 )
-from deepspeed.moe.ep_count import count_tokens_per_expert
-from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 
 from ..config import ConfigError
 from .biased_experts import add_biases
 from .patches import lent_entry, patched
+from .sparse_mixer import SparseMixerRouter
 
 CORRECTION_BIAS = "e_score_correction_bias"
 
@@ -125,26 +123,6 @@ class _CohereRouter(TransformersTopLevelRouterLogitsAdapter):
         if config.route_norm is None and preset.score_func == "softmax":
             return True
         return super().resolve_route_norm(config, preset, model_config)
-
-
-class SparseMixerRouter(TokenChoiceTopKRouter):
-    """phimoe's router. In training it chooses two experts by chance, among those with nearly the largest logits."""
-
-    jitter: float
-
-    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Takes [T, H]; returns weights [T, 2], experts [T, 2] and counts [E], as AutoEP's router.
-
-        Raises:
-            ConfigError: there is a bias for the choice of experts.
-        """
-        from transformers.models.phimoe.modeling_phimoe import sparsemixer
-
-        if expert_bias is not None:
-            raise ConfigError("phimoe: its router chooses by chance and takes no bias: leave out "
-                              '"load_balance_coeff"')
-        weight_TK, expert_TK = sparsemixer(self.gate(x), self.jitter, self.training, self.top_k)
-        return weight_TK, expert_TK, count_tokens_per_expert(expert_TK, self.num_experts)
 
 
 def _at(name: str) -> str:

@@ -7,38 +7,90 @@ It is recorded and replayed together with the linear layer's GEMMs (ops/triton_k
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from deepspeed.moe.ep_count import count_tokens_per_expert
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..compute.executor import executor_for, replayed
 from ..ops.device import has_kernels
+from .patches import lent
+from .routes import Turn
 
 
-def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor,
-          bias_E: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tensor | None,
+          turn: Turn | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """router(x_TH, bias_E): the routing weights [T, K], the experts [T, K] and the counts of choices [E].
 
     The kernels choose the same experts, in descending order of their scores. The weights are the same up to rounding
-    in float32.
+    in float32. A turn chooses in place of the router. The weights follow from the tokens by the router's rule.
     """
     # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
     if x_TH.dtype != router.gate.weight.dtype and not torch.is_autocast_enabled(x_TH.device.type):
         x_TH = x_TH.to(router.gate.weight.dtype)
     if not _runs_kernels(router, x_TH):
-        return router(x_TH, bias_E)
+        if turn is None:
+            return router(x_TH, bias_E)
+        return _route_in_turn(router, x_TH, bias_E, turn)
     gate = router.gate
     plain = _is_plain(gate, x_TH)
     source, weight_EH = (x_TH, gate.weight) if plain else (gate(x_TH), None)
     weight_TK, expert_TK, count_E, logits_TE = _Route.apply(
-        source, weight_EH, bias_E, router.e_score_correction_bias, router.top_k, router.score_func == "sigmoid",
-        router.route_norm, router.route_scale)
+        source, weight_EH, bias_E, router.e_score_correction_bias, None if turn is None else turn.chosen_TK,
+        router.top_k, router.score_func == "sigmoid", router.route_norm, router.route_scale)
     if plain:
         for hook in gate._forward_hooks.values():
             hook(gate, (x_TH, ), logits_TE)
     return weight_TK, expert_TK, count_E
+
+
+def why_no_turns(router: nn.Module) -> str | None:
+    """Why this router's routes can be neither recorded nor replayed. None: they can."""
+    if "forward" in vars(router):
+        return "its router's forward method is replaced on the instance"
+    return None if _rule_of(router) else f"its router is a {type(router).__name__}, whose rule is unknown"
+
+
+@torch.compiler.disable
+def _route_in_turn(router: nn.Module, x_TH: torch.Tensor, bias_E: torch.Tensor | None,
+                   turn: Turn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with lent(router, "forward", partial(_rule_of(router), turn)):  # hooks see the call
+        return router(x_TH, bias_E)
+
+
+def _rule_of(router: nn.Module) -> Callable | None:
+    """The router's forward, with a turn before its arguments. None: it is unknown."""
+    if type(router) is TokenChoiceTopKRouter:
+        return partial(_token_choice, router)
+    return getattr(router, "forward_in_turn", None)
+
+
+def _token_choice(router: TokenChoiceTopKRouter, turn: Turn, x_TH: torch.Tensor,
+                  bias_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """DeepSpeed's router, with the same bits where the turn chooses what the router would."""
+    logits_TE = router.gate(x_TH).to(torch.float32)
+    score_TE = logits_TE.sigmoid() if router.score_func == "sigmoid" else logits_TE.softmax(dim=1)
+    expert_TK = turn.chosen_TK.long() if turn.complete else _live_choice(router, turn, score_TE.detach(), bias_E)
+    weight_TK = score_TE.gather(1, expert_TK)
+    if router.route_norm:
+        weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weight_TK * router.route_scale, expert_TK, count_tokens_per_expert(expert_TK, router.num_experts)
+
+
+@torch.no_grad()
+def _live_choice(router: TokenChoiceTopKRouter, turn: Turn, score_TE: torch.Tensor,
+                 bias_E: torch.Tensor | None) -> torch.Tensor:
+    if bias_E is not None:
+        score_TE = score_TE + bias_E
+    if router.e_score_correction_bias is not None:
+        score_TE = score_TE + router.e_score_correction_bias
+    if router.num_expert_groups is not None:
+        score_TE = router._get_node_limited_routing_scores(score_TE)
+    live_TK = score_TE.topk(router.top_k, dim=-1, sorted=False)[1]
+    return live_TK if turn.chosen_TK is None else torch.where(turn.chosen_TK < 0, live_TK, turn.chosen_TK.long())
 
 
 def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
@@ -79,15 +131,15 @@ class _Route(torch.autograd.Function):
     logits."""
 
     @staticmethod
-    def forward(ctx, source, weight_EH, bias_E, correction_E, top_k, *how):
+    def forward(ctx, source, weight_EH, bias_E, correction_E, chosen_TK, top_k, *how):
         from ..ops.triton_kernels import route as kernels
 
-        def forward(source, weight_EH, bias_E, correction_E):
+        def forward(source, weight_EH, bias_E, correction_E, chosen_TK):
             logits_TE = (source if weight_EH is None else nn.functional.linear(source, weight_EH)).contiguous()
-            return [logits_TE, *kernels.route(logits_TE, top_k, *how, bias_E, correction_E)]
+            return [logits_TE, *kernels.route(logits_TE, top_k, *how, bias_E, correction_E, chosen_TK)]
 
         logits_TE, weight_TK, expert_TK, count_E = _replayed(forward, ("forward", top_k, *how),
-                                                             (source, weight_EH, bias_E, correction_E))
+                                                             (source, weight_EH, bias_E, correction_E, chosen_TK))
         ctx.save_for_backward(logits_TE, expert_TK, *(() if weight_EH is None else (source, weight_EH)))
         ctx.how = how
         ctx.mark_non_differentiable(expert_TK, count_E)
@@ -112,4 +164,4 @@ class _Route(torch.autograd.Function):
 
         logits_TE, expert_TK, *linear = ctx.saved_tensors
         grads = _replayed(backward, ("backward", needs, *how), (logits_TE, expert_TK, dweight_TK, dlogits_TE, *linear))
-        return *grads, None, None, None, *(None for _ in how)
+        return *grads, None, None, None, None, *(None for _ in how)

@@ -4,7 +4,8 @@
 Letters: T tokens, E experts, K choices of a token.
 
     score_TE    softmax or sigmoid of the logits, in float32
-    expert_TK   the K experts with the largest score + biases, in descending order. Of equal ones, the first
+    expert_TK   the K experts with the largest score + biases, in descending order. Of equal ones, the first.
+                Or those of chosen_TK, for tokens whose row there is not -1
     weight_TK   the scores of these experts, divided by their sum (`normalize`), times `scale`
     count_E     how many choices each expert got
 
@@ -46,6 +47,7 @@ def _route_kernel(
         logit_ptr,  # [T, E]
         bias_ptr,  # [E], or None
         correction_ptr,  # [E], or None
+        chosen_ptr,  # [T, K] int16, or None
         weight_ptr,  # [T, K] float32
         expert_ptr,  # [T, K] int64
         count_ptr,  # [E] int32, zeros
@@ -68,17 +70,22 @@ def _route_kernel(
     rank = tl.where(lane[None, :] < E, rank, LAST)
     expert = tl.zeros([BLOCK, CHOICES], tl.int32)
     top = tl.zeros([BLOCK, CHOICES], tl.float32)
+    at = t[:, None] * K + choice[None, :]
+    kept = (t < T)[:, None] & (choice < K)[None, :]
+    if chosen_ptr is not None:
+        chosen = tl.load(chosen_ptr + at, mask=kept, other=0).to(tl.int32)
     for k in tl.static_range(K):
-        best = tl.argmax(rank, 1)
-        taken = lane[None, :] == best[:, None]
         here = choice[None, :] == k
+        best = tl.argmax(rank, 1)
+        if chosen_ptr is not None:
+            given = tl.sum(tl.where(here, chosen, 0), 1)
+            best = tl.where(given < 0, best, given)
+        taken = lane[None, :] == best[:, None]
         expert = tl.where(here, best[:, None], expert)
         top = tl.where(here, tl.sum(tl.where(taken, score, 0.0), 1)[:, None], top)
         rank = tl.where(taken, LAST, rank)
     if NORMALIZE:
         top = tl.div_rn(top, tl.broadcast_to(tl.sum(top, 1)[:, None] + 1e-20, top.shape))
-    at = t[:, None] * K + choice[None, :]
-    kept = (t < T)[:, None] & (choice < K)[None, :]
     tl.store(weight_ptr + at, top * SCALE, mask=kept)
     tl.store(expert_ptr + at, expert.to(tl.int64), mask=kept)
     count = tl.sum(((rank == LAST) & (t < T)[:, None]).to(tl.int32), 0)
@@ -130,14 +137,15 @@ def _constants(E: int, K: int, sigmoid: bool, normalize: bool, scale: float) -> 
 
 
 def route(logits_TE: torch.Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float,
-          bias_E: torch.Tensor | None = None, correction_E: torch.Tensor | None = None
-          ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+          bias_E: torch.Tensor | None = None, correction_E: torch.Tensor | None = None,
+          chosen_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Chooses experts.
 
     Args:
         logits_TE: bf16, fp16 or fp32, contiguous. At least one token, and at most MOST_EXPERTS experts.
         sigmoid: scores are the logits' sigmoid. Otherwise their softmax.
         bias_E, correction_E: added to the scores that experts are chosen by, one after the other. None adds nothing.
+        chosen_TK: int16, the experts to take. A token whose row is -1 chooses by its scores. None: all tokens do.
 
     Returns:
         weight_TK, float32; expert_TK, int64; count_E, int32.
@@ -147,8 +155,9 @@ def route(logits_TE: torch.Tensor, top_k: int, sigmoid: bool, normalize: bool, s
     expert_TK = torch.empty((T, K), dtype=torch.int64, device=device)
     count_E = torch.zeros(E, dtype=torch.int32, device=device)
     constants = _constants(E, K, sigmoid, normalize, scale)
-    _route_kernel[(cdiv(T, constants[-1]), )](logits_TE, bias_E, correction_E, weight_TK, expert_TK, count_E, T,
-                                              *constants, num_warps=4)
+    _route_kernel[(cdiv(T, constants[-1]), )](
+        logits_TE, bias_E, correction_E, None if chosen_TK is None else chosen_TK.contiguous(), weight_TK, expert_TK,
+        count_E, T, *constants, num_warps=4)
     return weight_TK, expert_TK, count_E
 
 

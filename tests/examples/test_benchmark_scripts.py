@@ -19,7 +19,7 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
 from kernels import expert_ffn, grouped_gemm, host, quantize
 from lib import world
-from training import step_parts, train, whole_model
+from training import replay_cost, step_parts, train, whole_model
 
 pytestmark = pytest.mark.slow
 BRIEF = ("--budget", "0.001", "--seconds", "600")
@@ -197,3 +197,14 @@ def test_whole_model(ranks1, tmp_path):
         times = {name: row[f"{name}_ms"] for name in step_parts.PARTS}
         assert all(ms > 0 for name, ms in times.items() if name != step_parts.IDLE)
         assert sum(times.values()) == pytest.approx(row["busy_ms"] + row["idle_ms"], rel=0.02)
+
+
+def _replay_cost(out):
+    return run_script("training.replay_cost", out, "--rounds", "1", STEPS=1)
+
+
+def test_replay_cost(ranks1, tmp_path):
+    live, *others = ranks1.run(_replay_cost, tmp_path / "x.json")[0]
+    assert [row["contender"] for row in (live, *others)] == list(replay_cost.CONTENDERS)
+    for row in others:
+        assert row["cost_share"] == pytest.approx(row["median_ms"] / live["median_ms"] - 1)

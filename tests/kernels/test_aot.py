@@ -121,7 +121,8 @@ def routers():
     route, bias = module("route"), torch.empty(E)
     for dtype, sigmoid in ((BF16, False), (F32, True)):
         logits = torch.empty(T, E, dtype=dtype)
-        route.route(logits, K, sigmoid, True, 1.0, bias, bias if sigmoid else None)
+        for chosen in (None, torch.empty(T, K, dtype=torch.int16)):
+            route.route(logits, K, sigmoid, True, 1.0, bias, bias if sigmoid else None, chosen)
         route.route_backward(logits, torch.empty(T, K).long(), torch.empty(T, K), sigmoid, True, 1.0)
 
 

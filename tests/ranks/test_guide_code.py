@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from autoep_models import batch, ds_config, model
+from autoep_models import batch, ds_config, engine, model
 from slow import slow_except
 from test_engine import enabled
 from test_trainer import Sentences
@@ -175,6 +175,16 @@ def fast(directory: Path, block: int, family: str) -> tuple[int, list[float], li
 def test_fast_training(ranks2, tmp_path, block, family):
     for converted, plain, in_chunks in ranks2.run(fast, tmp_path, block, family):
         assert converted == 2 and in_chunks == pytest.approx(plain, rel=1e-5)
+
+
+def replay(directory: Path) -> tuple:
+    net, ids = engine({"enabled": True}), batch(0)
+    names = run(GUIDES / "rl.md", directory, [0], engine=net, batch={"input_ids": ids, "labels": ids})
+    return tuple(names["routes"].shape), net.global_steps
+
+
+def test_router_replay(ranks2, tmp_path):
+    assert ranks2.run(replay, tmp_path) == [((2, 16, 2, 2), 1)] * 2
 
 
 def saving(directory: Path) -> None:

@@ -11,6 +11,7 @@ from permute_cases import poisoned
 
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.layers import router as router_module
+from ds_mxfp8_moe.layers.routes import Turn
 
 HIDDEN = 32
 
@@ -67,10 +68,11 @@ CASES = {
 
 
 def routed(case: Case, router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tensor | None,
-           kernels: bool) -> dict:
+           kernels: bool, chosen_TK: torch.Tensor | None = None) -> dict:
+    turn = None if chosen_TK is None else Turn(chosen_TK.to(torch.int16), bool((chosen_TK >= 0).all()))
     x_TH = x_TH.detach().requires_grad_()
     with mock.patch.object(router_module, "has_kernels", lambda device: kernels), poisoned():
-        weight_TK, expert_TK, count_E = router_module.route(router, x_TH, bias_E)
+        weight_TK, expert_TK, count_E = router_module.route(router, x_TH, bias_E, turn)
         assert (weight_TK.dtype, expert_TK.dtype, count_E.dtype) == (torch.float32, torch.int64, torch.int32)
         assert weight_TK.grad_fn is not None and expert_TK.grad_fn is None
         # A gradient that depends on the expert, not on the order of choices.
@@ -91,18 +93,30 @@ def check_route(device: str, case: Case) -> None:
     x_TH = torch.randn(case.tokens, HIDDEN, device=device).to(case.dtype)
     bias_E = torch.randn(case.experts, device=device) if case.bias else None
     plain, kernels = (routed(case, router, x_TH, bias_E, kernels) for kernels in (False, True))
+    compare(case, plain, kernels)
+    if bias_E is None and not case.correction:  # then the order of choices is that of weights
+        assert bool((kernels["in order"].diff(dim=1) <= 0).all())
+    again = routed(case, router, x_TH, bias_E, True)
+    replayed = [routed(case, router, x_TH, bias_E, one is kernels, one["expert"]) for one in (plain, kernels)]
+    for first, second in (kernels, again), (kernels, replayed[1]), (plain, replayed[0]):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    # Other experts, in any order. Some tokens choose by themselves.
+    chosen_TK = torch.rand(case.tokens, case.experts, device=device).argsort(1)[:, :case.top_k]
+    chosen_TK[::3] = -1
+    plain, kernels = (routed(case, router, x_TH, bias_E, kernels, chosen_TK) for kernels in (False, True))
+    compare(case, plain, kernels)
+    assert torch.equal(kernels["expert"][1::3], chosen_TK[1::3])
+
+
+def compare(case: Case, plain: dict, kernels: dict) -> None:
     assert torch.equal(plain["expert"].sort(1)[0], kernels["expert"].sort(1)[0])
     assert torch.equal(plain["count"], kernels["count"])
     torch.testing.assert_close(kernels["weight"], plain["weight"], rtol=3e-6, atol=0)
-    if bias_E is None and not case.correction:  # then the order of choices is that of weights
-        assert bool((kernels["in order"].diff(dim=1) <= 0).all())
     # Gradients of the logits are rounded to the tokens' dtype, here and there a neighbour of DeepSpeed's.
     bar = {torch.float32: 100, torch.float16: 60, torch.bfloat16: 45}[case.dtype]
     for name in ("x", "gate"):
         if plain[name].abs().max() > 1e-6:  # a softmax of one score has no gradient
             assert sqnr_db(plain[name], kernels[name]) > bar, name
-    again = routed(case, router, x_TH, bias_E, True)
-    assert all(torch.equal(kernels[name], again[name]) for name in kernels)
 
 
 def check_odd_scores(device: str) -> None:

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router replay: which experts each token went to, out of one forward and into another.
+
+A rollout engine and a trainer choose experts separately, and disagree for some tokens. With replay, the trainer takes
+the rollout's choice. Nothing else is replayed: the scores follow from the tokens by the model's own rule, at the
+experts that were chosen, so the router has gradients.
+
+    with ds_mxfp8_moe.replay_routes(engine, routes):    # [B, S, L, K]
+        engine.backward(engine(**batch).loss)
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.sharded_moe import MOELayer
+
+from ..layers.autoep import MXFP8AutoEPMoELayer
+from ..layers.classic import MXFP8MOELayer
+from ..layers.found import converted_layers
+from ..layers.router import why_no_turns
+from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
+from ..ops.private_names import missing
+from ..transport.deadline import failure_of_any, tell_peers_on_error
+from .hooks import engine_of
+
+
+@contextmanager
+def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
+    """Records which experts each token goes to, in all forwards of a model inside the `with`.
+
+    Recomputations by activation checkpointing record nothing. They choose what their forward chose. Each rank records
+    its own tokens, without communication, and the host waits for nothing.
+
+    Args:
+        engine: a DeepSpeed engine, or a model with converted layers.
+
+    Yields:
+        A sequence with one int16 tensor [*tokens, L, K] for each forward: see RecordedRoutes.
+
+    Raises:
+        RuntimeError: the routes of this model cannot be recorded. The text says why.
+    """
+    layers, state = _prepared(engine, "record_routes")
+    if state.recorded is not None:
+        raise RuntimeError("record_routes: the routes of this model are recorded already")
+    with _watched(engine, layers, state):
+        state.recorded = recorded = RecordedRoutes([layer.mxfp8_routes for layer in layers])
+        try:
+            yield recorded
+        finally:
+            state.recorded = None
+
+
+@contextmanager
+def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
+    """The tokens of the forwards inside the `with` go to given experts.
+
+    The n-th forward of the model takes the n-th routes, evaluations too. A token whose K ids are all -1 in a layer
+    chooses by itself there: a padding token, or one without routes. Recomputations by activation checkpointing choose
+    what their forward chose, also after the `with`, until the engine's next step.
+
+    Each rank gives the routes of its own tokens, for all experts of the group. This is collective over all ranks. They
+    check all routes when the `with` begins, and the host waits for that. In the forwards it waits for nothing more
+    than it does without replay.
+
+    Args:
+        engine: a DeepSpeed engine, or a model with converted layers.
+        routes: integers [*tokens, L, K] for one forward, or a sequence of such for several forwards, such as what
+            record_routes gives. Tensors on any device, or NumPy arrays. `tokens` is [B, S] or [T], in the order of the
+            hidden states. L counts the MoE layers, without dense layers.
+
+    Raises:
+        ValueError: before the forwards, on every rank, if on any rank shapes are wrong, ids are not in 0..E-1, or a
+            token has an expert twice. In a forward: the routes are for another number of tokens.
+        RuntimeError: the routes of this model cannot be replayed; there are more forwards than routes, or fewer.
+    """
+    layers, state = _prepared(engine, "replay_routes")
+    if state.replayed is not None:
+        raise RuntimeError("replay_routes: routes are replayed already")
+    given = _checked(layers, routes)
+    with _watched(engine, layers, state):
+        state.replayed = iter(given)
+        try:
+            yield
+            if unused := operator.length_hint(state.replayed):
+                raise RuntimeError(f"replay_routes: {unused} of the routes of {len(given)} forwards were not used: "
+                                   "give routes for each forward inside the `with`, in their order")
+        finally:
+            state.replayed = None
+
+
+def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Lays out the routes of single sequences like a padded batch, for replay_routes.
+
+    Args:
+        routes: of each sequence, integers [tokens, L, K], as vLLM and SGLang give them: of the prompt and of what was
+            generated, in the order of the tokens. A sequence may have fewer routes than tokens: the last token that
+            was generated did not go through the layers.
+        attention_mask: [B, S], 1 for tokens and 0 for padding, on either side.
+
+    Returns:
+        int64 [B, S, L, K] on the CPU. -1 for padding and for tokens without routes.
+
+    Raises:
+        ValueError: a sequence has more routes than tokens, or there is another number of sequences.
+    """
+    mask = attention_mask.cpu().bool()
+    tensors = [torch.as_tensor(one).to("cpu", torch.int64) for one in routes]
+    if len(tensors) != len(mask) or not tensors:
+        raise ValueError(f"padded_routes: there are routes of {len(tensors)} sequences, and the batch has {len(mask)}")
+    batch = torch.full((*mask.shape, *tensors[0].shape[1:]), -1)
+    for row, one in enumerate(tensors):
+        tokens = mask[row].nonzero()[:, 0]
+        if len(one) > len(tokens):
+            raise ValueError(f"padded_routes: sequence {row} has {len(one)} routes and {len(tokens)} tokens")
+        batch[row, tokens[:len(one)]] = one
+    return batch
+
+
+@tell_peers_on_error
+def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
+    """The layers and the state of a model. Raises RuntimeError if its routes cannot be recorded or replayed."""
+    if gone := missing("router replay"):
+        raise RuntimeError(f"{name}: not supported: {gone}")
+    model = getattr(engine, "module", engine)
+    layers = converted_layers(model)
+    if not layers:
+        raise RuntimeError(f'{name}: the model has no layers that ds_mxfp8_moe converted. Enable "mxfp8_moe" in its '
+                           "config, and read the start-up lines about the layers")
+    for path, module in model.named_modules():
+        if reason := _obstacle(module):
+            raise RuntimeError(f"{name}: not supported for {path}: {reason}")
+    state = routes_of(model, make=True)
+    if engine_of(engine) is None or missing("steps"):  # nothing tells when a step ends
+        state.forget()
+    for index, layer in enumerate(layers):
+        layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, _top_k(layer), state)
+    return layers, state
+
+
+def _obstacle(module: torch.nn.Module) -> str | None:
+    """Why routes of this module can be neither recorded nor replayed. None: they can, or it is no MoE layer."""
+    if not isinstance(module, (MOELayer, AutoEPMoELayer)):
+        return None
+    if not isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)):
+        return "it runs DeepSpeed's own path: the start-up lines say why"
+    if module.mxfp8_settings.config.force_load_balance:
+        return '"force_load_balance" chooses the experts'
+    return why_no_turns(module.router) if isinstance(module, MXFP8AutoEPMoELayer) else None
+
+
+def _top_k(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
+    return layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
+
+
+def _num_experts(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
+    return layer.num_experts if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.wg.out_features
+
+
+@contextmanager
+def _watched(engine: torch.nn.Module, layers: list, state: ModelRoutes) -> Iterator[None]:
+    """Inside the context, the state knows where forwards of the model begin."""
+    state.cut()
+    model = getattr(engine, "module", engine)
+    hooks = [module.register_forward_pre_hook(state.begin) for module in _around(model, layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        state.cut()
+
+
+def _around(model: torch.nn.Module, layers: list) -> list[torch.nn.Module]:
+    """The modules that contain all layers. A user may call any of them. A single layer counts, too."""
+    paths = [name.split(".") for name, module in model.named_modules() if module in layers]
+    names = [""]
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        names.append(f"{names[-1]}.{parts[0]}".strip("."))
+    return [model.get_submodule(name) for name in names]
+
+
+def _checked(layers: list, routes: Any) -> list[Given]:
+    """The routes of each forward. Collective: raises ValueError on every rank if they are wrong on any rank."""
+    several = [*routes] if isinstance(routes, Sequence) else [routes]
+    given, failure = [], None
+    for n, one in enumerate(several):
+        try:
+            given.append(_given(layers, one))
+        except ValueError as error:
+            failure = f"forward {n}: {error}"
+            break
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        failure = failure_of_any(dist.get_world_group(), failure, "the check of routes")
+    if failure:
+        raise ValueError(f"replay_routes: {failure}")
+    return given
+
+
+def _given(layers: list, routes: Any) -> Given:
+    """The routes of one forward. Raises ValueError if they are wrong. The host reads them once."""
+    routes = torch.as_tensor(routes)
+    top_k_L, num_experts_L = ([*map(count, layers)] for count in (_top_k, _num_experts))
+    L, K = len(layers), max(top_k_L)
+    if routes.dim() < 3 or routes.shape[-2:] != (L, K) or routes.dtype.is_floating_point or routes.dtype == torch.bool:
+        raise ValueError(f"the routes are {routes.dtype} of shape {tuple(routes.shape)}; expected integers of shape "
+                         f"[..., {L}, {K}]: {L} MoE layers, dense layers not counted, and {K} choices of a token")
+    id_TLK = routes.reshape(-1, L, K).to(torch.int64)
+    top_k_L1, num_experts_L1 = (torch.tensor(one, device=id_TLK.device)[:, None] for one in (top_k_L, num_experts_L))
+    right_TLK = torch.where(torch.arange(K, device=id_TLK.device) < top_k_L1,
+                            (id_TLK >= 0) & (id_TLK < num_experts_L1), id_TLK == -1)
+    ascending_TLK = id_TLK.sort(dim=2)[0]
+    twice_TLK = (ascending_TLK[..., 1:] == ascending_TLK[..., :-1]) & (ascending_TLK[..., 1:] >= 0)
+    live_TL = (id_TLK == -1).all(2)
+    wrong_TL = ~(right_TLK.all(2) | live_TL) | twice_TLK.any(2)
+    wrong, live = torch.stack([wrong_TL.any(), live_TL.any()]).tolist()
+    if wrong:
+        t, index = wrong_TL.nonzero()[0].tolist()
+        k, num_experts = top_k_L[index], num_experts_L[index]
+        rest = f", and -1 in the other {K - k}" if k < K else ""
+        raise ValueError(f"token {t} has experts {id_TLK[t, index].tolist()} in {layers[index].mxfp8_settings.name}; "
+                         f"expected {k} different ones of 0 to {num_experts - 1}{rest}, or -1 in all {K} for a token "
+                         "that chooses by itself")
+    device = torch.device(get_accelerator().current_device_name())
+    return Given(id_TLK.transpose(0, 1).to(device, torch.int16).contiguous(), not live)

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording and replaying routes: the same bits at once, the model's own rule elsewhere, errors before the forward."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from autoep_models import batch, ds_config, gathered
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from slow import slow_except
+from test_autoep_presets import QUICK
+
+import ds_mxfp8_moe
+from architectures import ARCHITECTURES, tiny_model
+from ds_mxfp8_moe import record_routes, replay_routes
+from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.routes import Turn
+from ds_mxfp8_moe.layers.sparse_mixer import SparseMixerRouter
+
+MXFP8 = {"enabled": True}
+BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32
+
+
+def outcome(model, ids) -> dict[str, torch.Tensor]:
+    """Loss, logits and all gradients of one forward and backward."""
+    torch.manual_seed(1 + dist.get_rank())  # phimoe's router draws at random
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": out.loss.detach(), "logits": out.logits.detach(), **grads}
+
+
+def different(first: dict, second: dict) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def other_routes(layers: list, tokens: int = 32) -> torch.Tensor:
+    """Random choices, different on every rank."""
+    generator = torch.Generator().manual_seed(9 + dist.get_rank())
+    shape = tokens, len(layers), layers[0].num_experts
+    return torch.rand(shape, generator=generator).argsort(-1)[..., :layers[0].router.top_k]
+
+
+class Forced:
+    """Inside the context, the routers of a Hugging Face model choose given experts."""
+
+    def __init__(self, routes_TLK: torch.Tensor, num_experts: int):
+        self._num_experts, self._left = num_experts, list(routes_TLK.unbind(1))
+        self._topk = torch.topk
+        self._patches = [mock.patch.object(torch, "topk", self.topk),
+                         mock.patch.object(torch.Tensor, "topk", lambda *args, **keys: self.topk(*args, **keys)),
+                         mock.patch("transformers.models.phimoe.modeling_phimoe.sparsemixer", self.sparsemixer)]
+
+    def topk(self, scores, k, dim=-1, **keys):
+        if scores.dim() != 2 or scores.shape[1] != self._num_experts or not self._left:
+            return self._topk(scores, k, dim=dim, **keys)
+        expert_TK = self._left.pop(0)
+        return scores.gather(1, expert_TK), expert_TK
+
+    def sparsemixer(self, logits_TE, jitter_eps, training, top_k):
+        """In evaluation mode, with the chosen experts among those that the softmax is over."""
+        expert_TK, weights, others_TE = self._left.pop(0), [], logits_TE
+        for expert_T1 in expert_TK.split(1, dim=1):
+            largest_T1 = others_TE.max(1, keepdim=True)[0]
+            near_TE = (largest_T1 - logits_TE) / logits_TE.abs().maximum(largest_T1) <= 2 * jitter_eps
+            near_TE = near_TE.scatter(1, expert_T1, True)
+            weights.append(others_TE.masked_fill(~near_TE, -torch.inf).softmax(1).gather(1, expert_T1))
+            others_TE = others_TE.scatter(1, expert_T1, -torch.inf)
+        return torch.cat(weights, 1), expert_TK
+
+    def __enter__(self):
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
+        assert not self._left
+
+
+# DeepSeek-V2 itself gives experts outside the best groups the weight 0.
+CHANGES = {"deepseek_v2": {"topk_method": "greedy"}}
+
+
+def every_type(model_type: str) -> tuple:
+    """What differs if a recording is replayed at once, and by how much from Hugging Face with other experts."""
+    changes = CHANGES.get(model_type, {})
+    engine = ds_mxfp8_moe.initialize(model=tiny_model(model_type, torch.float32, **changes),
+                                     config=ds_config(BF16, 0, 2))[0]
+    model, ids = engine.module, batch(0)
+    layers = converted_layers(model)
+    plain = outcome(model, ids)
+    with record_routes(engine) as routes:
+        recorded = outcome(model, ids)
+    with replay_routes(engine, routes):
+        replayed = outcome(model, ids)
+    drifted_TLK = other_routes(layers)
+    assert routes[0].shape == (*ids.shape, *drifted_TLK.shape[1:])
+    assert (drifted_TLK.sort()[0] != routes[0].view_as(drifted_TLK).sort()[0]).any()
+    model.eval()
+    with replay_routes(engine, drifted_TLK):
+        ours = outcome(model, ids)
+    plain_model = tiny_model(model_type, torch.float32, **changes).eval()
+    with Forced(drifted_TLK, layers[0].num_experts):
+        own = outcome(plain_model, ids)
+    errors = [float((ours["logits"] - own["logits"]).abs().max())]
+    for layer in layers:
+        gate = layer.router.gate.weight
+        name = next(name for name, p in plain_model.named_parameters() if torch.equal(p, gate))
+        errors.append(float((gate.grad - own[name]).norm() / own[name].norm()))
+    engine.destroy()
+    return different(plain, recorded), different(plain, replayed), errors
+
+
+@pytest.mark.parametrize("model_type", slow_except(ARCHITECTURES, *QUICK))
+def test_every_model_type(ranks2, model_type):
+    for recorded, replayed, errors in ranks2.run(every_type, model_type):
+        assert recorded == replayed == []
+        assert max(errors) < 1e-4, errors
+
+
+def test_phimoe_in_training():
+    """A given expert has its share, or by chance a third of it. The gradient is that of the share either way."""
+    torch.manual_seed(0)
+    router = SparseMixerRouter(64, 8, None, None, 2, "softmax", False, 1.0, False)
+    router.jitter = 0.01
+    x_TH, expert_TK = torch.randn(99, 64), torch.rand(99, 8).argsort(1)[:, :2]
+    weight_TK, found_TK, _ = router.forward_in_turn(Turn(expert_TK.to(torch.int16), complete=True), x_TH)
+    share_TK, _ = Forced(expert_TK[:, None], 8).sparsemixer(router.gate(x_TH), router.jitter, True, 2)
+    assert torch.equal(found_TK, expert_TK) and bool((share_TK > 0).all())
+    third_TK = (weight_TK / share_TK) < 0.9
+    torch.testing.assert_close(weight_TK, torch.where(third_TK, 0.3333 * share_TK, share_TK))
+    assert 0.3 < float(third_TK.float().mean()) < 0.9
+    grads = [torch.autograd.grad((one * x_TH[:, :2]).sum(), router.gate.weight)[0] for one in (weight_TK, share_TK)]
+    torch.testing.assert_close(*grads)
+
+
+WAYS = {"stored": None, "reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False}}
+
+
+def set_way(model, way: str) -> None:
+    model.gradient_checkpointing_disable()
+    if WAYS[way] is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=WAYS[way])
+
+
+# ---- training, evaluation, generation ------------------------------------------------------------------------------
+
+
+def trained(stage: int, ep_size: int) -> tuple:
+    """Two steps of two micro-batches each, with an evaluation: plain, recorded, replayed."""
+    results, recorded = [], None
+    for how in ("plain", "record", "replay"):
+        engine = ds_mxfp8_moe.initialize(
+            model=tiny_model("qwen3_moe", torch.float32),
+            config=ds_config(MXFP8, stage, ep_size, gradient_accumulation_steps=2))[0]
+        set_way(engine.module, "reentrant" if stage == 3 else "stored")
+        context = record_routes(engine) if how == "record" else nullcontext() if how == "plain" else (
+            replay_routes(engine, recorded))
+        with context as routes:
+            losses = []
+            for n in range(4):
+                loss = engine(input_ids=batch(n), labels=batch(n)).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                if n == 1:
+                    engine.eval()
+                    losses.append(engine(input_ids=batch(9), labels=batch(9)).loss.item())
+                    engine.train()
+        recorded = routes if how == "record" else recorded
+        results.append((losses, [gathered(p) for p in engine.module.parameters()]))
+        engine.destroy()
+    assert len(recorded) == 5 and recorded[1:3][0].equal(recorded[-4])
+    plain, *others = results
+    return [losses == plain[0] and all(map(torch.equal, weights, plain[1])) for losses, weights in others]
+
+
+@pytest.mark.parametrize("stage, ep_size", slow_except([(1, 1), (1, 2), (2, 2), (3, 1), (3, 2)], (2, 2), (3, 1)))
+def test_engines_train_the_same(ranks2, stage, ep_size):
+    assert ranks2.run(trained, stage, ep_size) == [[True, True]] * 2
+
+
+def mixed() -> tuple:
+    """Rows of -1 choose by themselves. A generation is recorded, token by token, and its routes fit the trainer's."""
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(BF16, 0, 2))[0]
+    model, ids = engine.module, batch(0)
+    plain = outcome(model, ids)
+    with record_routes(engine) as routes:
+        outcome(model, ids)
+    part = routes[0].long()
+    part[torch.rand(part.shape[:-1], generator=torch.Generator().manual_seed(1)) < 0.5] = -1
+    with replay_routes(engine, part.numpy()):
+        found = different(plain, outcome(model, ids))
+    model.eval()
+    with torch.no_grad(), record_routes(engine) as steps:
+        text = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    rollout = torch.cat(list(steps), dim=1)  # of all tokens but the last
+    given = ds_mxfp8_moe.padded_routes(rollout, torch.ones_like(text))
+    with torch.no_grad(), record_routes(engine) as again, replay_routes(engine, given):
+        model(text)
+    return found, [step.shape[1] for step in steps], torch.equal(again[0][:, :-1], rollout), int(again[0].min())
+
+
+def test_tokens_without_routes_and_generations(ranks2):
+    for found, lengths, same, least in ranks2.run(mixed):
+        assert found == [] and lengths == [16, 1, 1, 1, 1] and same and least == 0
+
+
+def test_padded_routes():
+    routes = [torch.arange(6).view(3, 1, 2).numpy(), torch.full((1, 1, 2), 7, dtype=torch.int16)]
+    padded = ds_mxfp8_moe.padded_routes(routes, torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
+    assert padded[..., 0, 0].tolist() == [[-1, 0, 2, 4, -1], [7, -1, -1, -1, -1]]
+    with pytest.raises(ValueError, match="sequence 0 has 3 routes and 2 tokens"):
+        ds_mxfp8_moe.padded_routes(routes, torch.tensor([[1, 1], [1, 1]]))
+    with pytest.raises(ValueError, match="routes of 2 sequences, and the batch has 1"):
+        ds_mxfp8_moe.padded_routes(routes, torch.ones(1, 5))
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+GOOD = torch.tensor([0, 3]).expand(32, 2, 2)
+
+
+def with_row(*row: int) -> torch.Tensor:
+    routes = GOOD.clone()
+    routes[5, 1] = torch.tensor(row)
+    return routes
+
+
+WRONG = {
+    r"the routes are torch.int64 of shape \(32, 1, 2\); expected integers of shape \[..., 2, 2\]: 2 MoE layers, dense "
+    "layers not counted, and 2 choices": GOOD[:, :1],
+    r"of shape \(32, 2, 1\)": GOOD[..., :1],
+    r"of shape \(2, 2\)": GOOD[0],
+    "the routes are torch.float32": GOOD.float(),
+    r"token 5 has experts \[0, 8\] in model.layers.1.mlp; expected 2 different ones of 0 to 7, or -1 in all 2":
+    with_row(0, 8),
+    r"has experts \[-2, 0\]": with_row(-2, 0),
+    r"has experts \[-1, 0\]": with_row(-1, 0),
+    r"has experts \[4, 4\]": with_row(4, 4),
+}
+
+
+def wrong_on_rank_1() -> None:
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(BF16, 0, 2))[0]
+    model, ids = engine.module, batch(0)
+    for told, routes in WRONG.items():
+        with pytest.raises(ValueError, match="replay_routes: rank 1: forward 1: .*" + told), \
+                replay_routes(engine, [GOOD, routes if dist.get_rank() else GOOD]):
+            raise AssertionError("the forward began")
+    with replay_routes(engine, GOOD), pytest.raises(ValueError, match=r"mlp: the routes to replay are for 32 tokens; "
+                                                                      r"expected 16, of hidden states \[1, 16, H\]"):
+        model(ids[:1])
+    with replay_routes(engine, GOOD), pytest.raises(RuntimeError, match="there are more forwards than routes"):
+        model(ids)
+        model(ids)
+    with pytest.raises(RuntimeError, match="2 of the routes of 3 forwards were not used"), \
+            replay_routes(engine, [GOOD] * 3):
+        model(ids)
+    layer = converted_layers(model)[0]
+    with record_routes(engine), pytest.raises(RuntimeError, match="mlp was called outside its model's forward"):
+        layer(torch.zeros(1, 1, 64))
+    with record_routes(engine), pytest.raises(RuntimeError, match="are recorded already"), record_routes(model):
+        pass
+    with record_routes(engine) as routes:
+        with pytest.raises(ZeroDivisionError), mock.patch.object(model.model.layers[1], "forward",
+                                                                 lambda *args, **keys: 1 / 0):
+            model(ids)
+        model(ids)
+        with pytest.raises(RuntimeError, match="forward 0 are incomplete: it did not reach model.layers.1.mlp"):
+            routes[0]
+    assert routes[1].shape == (2, 16, 2, 2)
+
+
+def test_errors_are_raised_before_the_forward_on_every_rank(ranks2):
+    ranks2.run(wrong_on_rank_1)
+
+
+def excluded(engine):
+    ds_mxfp8_moe.convert(engine, {**BF16, "exclude": [r".*layers\.0.*"]})
+
+
+def replaced_router(engine):
+    router = converted_layers(engine.module)[1].router
+    router.forward = router.forward
+
+
+REFUSED = {
+    "not supported for model.layers.0.mlp: it runs DeepSpeed's own path": excluded,
+    "no layers that ds_mxfp8_moe converted": lambda engine: ds_mxfp8_moe.convert(engine, {"enabled": False}),
+    '"force_load_balance" chooses the experts':
+    lambda engine: ds_mxfp8_moe.convert(engine, {**BF16, "force_load_balance": True}),
+    "its router's forward method is replaced": replaced_router,
+    "its router is a Other, whose rule is unknown": lambda engine: setattr(
+        converted_layers(engine.module)[0].router, "__class__", type("Other", (TokenChoiceTopKRouter, ), {})),
+}
+
+
+def refused() -> None:
+    for told, change in REFUSED.items():
+        engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe"), config=ds_config(BF16, 0, 2))[0]
+        change(engine)
+        for enter in (record_routes, lambda engine: replay_routes(engine, GOOD)):
+            with pytest.raises(RuntimeError, match=told), enter(engine):
+                pass
+
+
+def test_what_is_refused(ranks2):
+    ranks2.run(refused)

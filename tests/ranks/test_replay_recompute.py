@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that activation checkpointing calls again choose what their forward chose; and compiled ones."""
+
+import pytest
+import torch
+from autoep_models import batch, ds_config
+from test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
+
+import ds_mxfp8_moe
+from architectures import tiny_model
+from ds_mxfp8_moe import record_routes, replay_routes
+from ds_mxfp8_moe.layers.found import converted_layers
+
+
+def inside(engine, loss_of, routes):
+    for n in range(2):
+        with replay_routes(engine, routes[n]):
+            loss_of(n).backward()
+
+
+def afterwards(engine, loss_of, routes):
+    """Each backward after its `with`, and after a forward with live routing."""
+    for n in range(2):
+        with replay_routes(engine, routes[n]):
+            loss = loss_of(n)
+        loss_of(2)
+        loss.backward()
+
+
+def together(engine, loss_of, routes):
+    """One backward of both, after an evaluation."""
+    with replay_routes(engine, [*routes, routes[0]]):
+        loss = loss_of(0) + loss_of(1)
+        with torch.no_grad():
+            loss_of(2)
+        loss.backward()
+
+
+def in_order(engine, loss_of, routes):
+    """Two forwards before two backwards. The inner module is called, as TRL does."""
+    with replay_routes(engine, routes):
+        losses = [loss_of(0), loss_of(1)]
+    for loss in losses:
+        loss.backward()
+
+
+def live(engine, loss_of, routes):
+    """Recorded, and mixed with a forward that is not."""
+    with record_routes(engine) as found:
+        losses = [loss_of(0), loss_of(1)]
+        losses[1].backward()
+    losses.append(loss_of(2))
+    losses[0].backward()
+    losses[2].backward()
+    assert len(found) == 2
+    routes[:] = [one.view(-1, *one.shape[2:]) for one in found]
+
+
+ORDERS = [inside, afterwards, together, in_order]
+
+
+def recomputed(family: str, ep_size: int = 2) -> list[str]:
+    """What differs between the gradients of one way of recomputation and another, in each order."""
+    net = tiny_model(family, torch.float32, attn_implementation="eager")
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, ep_size))[0]
+    model = engine.module
+    layers = converted_layers(model)
+    first = other_routes(layers)
+    routes, found = [first, first.flip(0)], []
+
+    def loss_of(n: int) -> torch.Tensor:
+        ids = batch(n).to(engine.device)
+        hidden = model.model(input_ids=ids)[0]
+        return torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids.flatten())
+
+    def run(order, way: str) -> dict[str, torch.Tensor]:
+        set_way(model, way)
+        torch.manual_seed(3)
+        model.zero_grad()
+        order(engine, loss_of, routes)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    stored = {order: run(order, "stored") for order in ORDERS}
+    for way in ("reentrant", "non-reentrant"):
+        found += [f"{order.__name__}, {way}: {name}" for order in ORDERS
+                  for name in different(run(order, way), stored[order])]
+    lives = [run(live, way) for way in WAYS]
+    found += [f"live: {name}" for one in lives[1:] for name in different(one, lives[0])]
+    replayed = run(in_order, "reentrant")
+    alive = run(lambda *_: (loss_of(0) + loss_of(1)).backward(), "stored")
+    found += [f"at once: {name}" for name in replayed if not torch.allclose(replayed[name], alive[name], atol=1e-6)]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "phimoe"])
+def test_recomputations_choose_what_their_forward_chose(ranks2, family):
+    assert ranks2.run(recomputed, family) == [[], []]
+
+
+def compiled() -> list[str]:
+    """What differs between gradients of a compiled model and of the same one before, with other routes and at once."""
+    net = tiny_model("qwen3_moe", torch.float32, attn_implementation="eager")
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, 2))[0]
+    routes = other_routes(converted_layers(net))
+    with replay_routes(engine, routes):
+        plain = outcome(net, batch(0))
+    set_way(net, "non-reentrant")
+    net.compile(backend="aot_eager")
+    with replay_routes(engine, routes):
+        replayed = outcome(net, batch(0))
+    with record_routes(engine) as recorded:
+        live = outcome(net, batch(0))
+    with replay_routes(engine, recorded):
+        again = outcome(net, batch(0))
+    return [*different(live, again),
+            *(name for name in plain if not torch.allclose(plain[name], replayed[name], atol=1e-6))]
+
+
+@pytest.mark.slow
+def test_compiled_models(ranks2):
+    assert ranks2.run(compiled, seconds=240) == [[], []]
+
+
+def changed_between() -> list[bool]:
+    """Whether layers choose the same again, although their routers have changed since the forward."""
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(MXFP8, 0, 2))[0]
+    set_way(engine.module, "reentrant")
+    layers, chosen = converted_layers(engine.module), []
+    for layer in layers:
+        layer.router.register_forward_hook(lambda module, args, out: chosen.append(out[1]))
+    with record_routes(engine):
+        loss = engine.module(input_ids=batch(0), labels=batch(0)).loss
+    for layer in layers:
+        layer.router.gate.weight.data.neg_()
+    loss.backward()
+    return [torch.equal(chosen[0], chosen[3]), torch.equal(chosen[1], chosen[2])]
+
+
+def test_a_recomputation_does_not_choose_anew(ranks2):
+    assert ranks2.run(changed_between) == [[True, True]] * 2
