@@ -4,6 +4,7 @@
 from .ops.private_names import line_about, missing
 
 if missing("import") is None:
+    from .checkpoint.exporting import export_weights
     from .checkpoint.from_pretrained import from_pretrained
     from .checkpoint.pretrained import save_pretrained
     from .config import ConfigError, MXFP8MoEConfig
@@ -18,8 +19,8 @@ else:
     from .plain import convert, enable, initialize
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
-           "from_pretrained", "initialize", "padded_routes", "record_routes", "register_expert", "replay_routes",
-           "save_pretrained"]
+           "export_weights", "from_pretrained", "initialize", "padded_routes", "record_routes", "register_expert",
+           "replay_routes", "save_pretrained"]
 
 
 def __getattr__(name: str):

@@ -54,6 +54,7 @@ FEATURES = {
     "metrics": "\"metrics\" has no effect",
     "saving": "saved models hold one rank's experts: use checkpoints",
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
+    "exporting": "ds_mxfp8_moe.export_weights, and save_pretrained with weights=\"fp8\", do not work",
     "loading": "checkpoints load as DeepSpeed loads them",
     "advice on speed": "start-up does not say what would make a step faster",
     "router replay": "routes are neither recorded nor replayed",
@@ -257,6 +258,12 @@ NAMES = tuple(Row(*row) for row in (
      "save_pretrained(self, save_directory, is_main_process, ...)"),
     ("saving by Trainer and Accelerate", "peft", "get_peft_model_state_dict(model, ...)"),
     ("saving by Trainer and Accelerate", "peft.peft_model", "get_peft_model_state_dict(model, ...)"),
+
+    ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
+    ("exporting", "peft.tuners.lora.layer:LoraLayer",
+     ".active_adapters .disable_adapters .lora_A .lora_bias .lora_embedding_A .lora_variant .merged_adapters "
+     "get_base_layer"),
+    ("exporting", "peft.tuners.lora.layer:Linear", "get_delta_weight(self, adapter)"),
 
     ("loading", _ENGINE,
      "load_checkpoint load_module_state_dict(self, checkpoint, ...) "

@@ -15,14 +15,12 @@ error that names the call that is:
 import functools
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -31,18 +29,18 @@ from ..layers.lora import has_adapters, is_peft, with_pefts_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.deadline import tell_peers_on_error
-from .pretrained import (
-    all_experts,
+from .gathering import (
+    Gather,
     autoep_layers,
+    classic_layers,
+    classic_tensors,
     is_partitioned,
     needs_peers,
-    on_host,
     refuse_tensor_parallelism,
     whole_state_dict,
 )
 
 MARK = "_mxfp8_spread"  # on an engine, its model and the model's parts, if they hold one rank's experts: a Spread
-CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")
 
@@ -114,29 +112,8 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
 
     if autoep_layers(engine.module):
         return whole_state_dict(engine.module, engine._config.expert_parallel_config, wanted)
-    return _whole_classic_state_dict(engine.module, wanted)
-
-
-def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
-    """The inner layers of `deepspeed.moe.layer.MoE` by their names in the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
-
-
-def _whole_classic_state_dict(model: torch.nn.Module, wanted: Callable[[str, torch.Tensor], bool]) -> dict | None:
-    """The state dict of a model with classic layers, as it is with `ep_size=1`. Collective. None off rank 0."""
-    layers, state, keep = classic_layers(model), {}, dist.get_rank() == 0
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not wanted(name, value):
-            continue
-        found = CLASSIC_EXPERT.fullmatch(name)
-        layer = layers.get(found["layer"]) if found else None
-        if layer is None:
-            state[name] = on_host(value.detach(), keep)
-            continue
-        of_ranks = all_experts(layer, value.unsqueeze(0), keep)
-        for rank, tensor in enumerate(of_ranks if keep else ()):
-            index = rank * layer.num_local_experts + int(found["index"])
-            state[f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}"] = tensor.clone()
+    keep = dist.get_rank() == 0
+    state = dict(classic_tensors(engine.module, Gather(keep), wanted))
     return state if keep else None
 
 

@@ -9,11 +9,13 @@ The layer does not merge adapters into weights. It multiplies rows by the two fa
 gradient of the experts' weights and leaves these, and their quantised copies, as they are.
 """
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.module_inject.auto_ep import AutoEP
@@ -106,26 +108,34 @@ class ExpertAdapters(nn.Module):
             for factor in (*one.lora_A.values(), *one.lora_B.values()):
                 factor.__class__ = _Factor
 
-    def forward(self) -> dict[str, LowRank]:
-        """Name of a GEMM -> the active adapters of this rank's experts, joined along the rank."""
+    def forward(self, factor_of: Callable = lambda factor: factor()) -> dict[str, LowRank]:
+        """Name of a GEMM -> the active adapters of this rank's experts, joined along the rank.
+
+        `factor_of`: gets a module that holds a factor, and returns the factor.
+        """
         found: dict[str, list] = {}
         for one, gemm, exchanged in zip(wrappers_of(self.wrapper), self._gemms, self._exchanged, strict=True):
             if one.disable_adapters:
                 continue
             for adapter in one.active_adapters:
                 if adapter in one.lora_A:
-                    found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged))
+                    found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged, factor_of))
         return {gemm: _joined(factors) for gemm, factors in found.items()}
 
     def parameter_names(self) -> list[str]:
         """Of the experts' stacked weights that have adapters."""
         return [one.parameter_name for one in reversed(wrappers_of(self.wrapper))]
 
-    def _factors(self, wrapper: nn.Module, adapter: str, gemm: str, exchanged: bool) -> LowRank:
+    def whole(self) -> dict[str, LowRank]:
+        """What a call returns, outside a forward. Collective in ZeRO-3."""
+        with deepspeed.zero.GatheredParameters([p for p in self.parameters() if hasattr(p, "ds_id")]):
+            return self.forward(_Factor.forward)  # a call would disturb ZeRO-3's record of forwards
+
+    def _factors(self, wrapper: nn.Module, adapter: str, gemm: str, exchanged: bool, factor_of: Callable) -> LowRank:
         E = wrapper.num_experts
-        a_ERK = local(wrapper.lora_A[adapter]().unflatten(0, (E, -1)), self._layer_slice)
+        a_ERK = local(factor_of(wrapper.lora_A[adapter]).unflatten(0, (E, -1)), self._layer_slice)
         # [N, R * E]: the expert is the last of these indices
-        b_ENR = local(wrapper.lora_B[adapter]().unflatten(1, (-1, E)).permute(2, 0, 1), self._layer_slice)
+        b_ENR = local(factor_of(wrapper.lora_B[adapter]).unflatten(1, (-1, E)).permute(2, 0, 1), self._layer_slice)
         if exchanged:
             a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
         if gemm == "up" and self._in_turn:
@@ -232,3 +242,51 @@ def with_pefts_names(state: dict[str, torch.Tensor], model: nn.Module) -> dict[s
         start = next((start for start in renamed if key.startswith(start)), None)
         found[key if start is None else renamed[start] + key.removeprefix(start)] = tensor
     return found
+
+
+def merged_name(name: str, model: nn.Module, prefix: str) -> str | None:
+    """What a parameter of `model` is called when PEFT's adapters are merged. None: it is a part of an adapter.
+
+    `prefix`: the name in `model` of the model that PEFT has changed.
+    """
+    name = name.removeprefix(f"{prefix}.")
+    if ADAPTERS in name or ".original_module." in name or re.search(r"\.lora_\w+\.", name):
+        return None
+    if (saved := re.search(r"\.modules_to_save\.([^.]+)", name)) and saved[1] not in model.active_adapters:
+        return None
+    return re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.)", "", name)
+
+
+def adapted_weights(model: nn.Module) -> dict[int, nn.Module]:
+    """id of a weight -> PEFT's layer around it, which has adapters that are active and not merged.
+
+    Those of AutoEP's experts are not among them.
+
+    Raises:
+        RuntimeError: there are adapters that no product of two factors replaces, as with DoRA.
+    """
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.lora.layer import LoraLayer
+
+    found = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or ADAPTERS[:-1] in name or not unmerged_adapters(layer):
+            continue
+        adapters = unmerged_adapters(layer)
+        odd = [adapter for adapter in adapters if adapter in layer.lora_variant or layer.lora_bias.get(adapter)]
+        if odd or not hasattr(layer, "get_delta_weight"):
+            raise RuntimeError(f"{name}: the adapters {adapters} cannot be merged here, since they are more than a "
+                               "product of two factors. Save them by ds_mxfp8_moe.save_pretrained(engine, directory), "
+                               "and merge them in a process without DeepSpeed")
+        weight = layer.get_param() if _is_wrapper(layer) else layer.get_base_layer().weight
+        found[id(weight)] = layer
+    return found
+
+
+def unmerged_adapters(layer: nn.Module) -> list[str]:
+    """The active adapters of one of PEFT's layers, without those that its weight holds already."""
+    if layer.disable_adapters:
+        return []
+    return [adapter for adapter in layer.active_adapters if adapter not in layer.merged_adapters
+            and (adapter in layer.lora_A or adapter in layer.lora_embedding_A)]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeForSequenceClassification
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
-from ds_mxfp8_moe.checkpoint import pretrained
+from ds_mxfp8_moe.checkpoint import gathering
 
 HELD_OUT = 99
 
@@ -101,7 +101,8 @@ def test_tied_embeddings_are_written_once(ranks2, tmp_path, stage):
 
 def whole_at_once(directory):
     """How many whole tensors this rank holds at most."""
-    engine, gather, held, most = build("qwen3_moe", {"enabled": True}, 3, 2), pretrained._whole, weakref.WeakSet(), 0
+    engine, held, most = build("qwen3_moe", {"enabled": True}, 3, 2), weakref.WeakSet(), 0
+    gather = gathering.unpartitioned
 
     def whole(value):
         nonlocal most
@@ -111,7 +112,7 @@ def whole_at_once(directory):
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrained, "_whole", whole)
+        patch.setattr(gathering, "unpartitioned", whole)
         save_pretrained(engine, directory)
     return most
 
@@ -162,7 +163,7 @@ def no_room(directory):
         save_pretrained(engine, directory / "file" / "below")
     with pytest.raises(RuntimeError, match="NotADirectoryError"):  # transformers would log a line and go on
         save_pretrained(engine, directory / "file")
-    with pytest.raises(TypeError, match="takes the Trainer or the DeepSpeed engine.*; this is a Qwen3MoeForCausalLM"):
+    with pytest.raises(TypeError, match="expected the Trainer or the DeepSpeed engine.*this is a Qwen3MoeForCausalLM"):
         save_pretrained(engine.module, directory)
     plain = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1})[0]
     with pytest.raises(TypeError, match="no transformers PreTrainedModel.*it is a Linear"):

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams an engine's weights under the names of published checkpoints: into files, or to an engine that serves them.
+
+Experts travel one by one, a bucket at a time. In FP8, each rank casts its own experts before they travel: a byte for
+each weight, and a scale for each tile of 128x128. On Hopper, and with `"scale_block_size": 128` elsewhere, these are
+the bytes that training multiplies with. Where they are not, one line says by how much they differ.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+
+from ..compute import casts
+from ..compute.block_fp8 import Rounding, to_block_fp8
+from ..compute.formula import LowRank
+from ..compute.mx import TILE, MXTensor
+from ..layers.lora import unmerged_adapters
+from ..layers.say import print_on_rank_0
+from ..transport.deadline import tell_peers, tell_peers_on_error
+from .gathering import Gather, engine_of, unpartitioned
+from .published import ExpertStack, Published, published
+
+FORMATS = ("bf16", "fp8")
+
+
+@tell_peers_on_error
+def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
+                   rank_0_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of an engine's model, one by one, as (name in published checkpoints, tensor on the model's device).
+
+        for name, tensor in ds_mxfp8_moe.export_weights(engine):
+            ...  # every rank gets every tensor
+
+    Collective: every rank iterates, and nothing is trained before all of them have ended. A rank that stops early
+    still takes part in what remains, when its iterator is closed, as Python does at the end of a for loop that breaks.
+    If a loop ends by an error that somebody catches, call the iterator's close(). A rank that never begins leaves the
+    others waiting until the deadline, and they raise a PeerFailure that names it.
+
+    A tensor may be the model's own, or a view of a bucket: read it, do not write to it, and do not keep it longer than
+    you need it. Adapters of PEFT that are active are merged into the weights, one weight at a time.
+
+    Args:
+        engine: what `initialize` or `accelerator.prepare` returned, or a Trainer whose `train` has begun.
+        weights: "fp8": weights of experts are float8_e4m3fn, and each is followed by its scales: `name` with
+            "_scale_inv" at its end, float32 [N / 128, K / 128], one power of two for a tile of 128x128. All other
+            tensors, and with "bf16" all of them, have the dtype of training.
+        bucket_bytes: how much is gathered at a time, if an expert of each rank fits into it. Beside it, a rank holds
+            its own experts of one layer in ZeRO-3, and any other single tensor.
+        rank_0_only: rank 0 gets the tensors. The other ranks take part, and their iterators are empty.
+
+    Raises:
+        TypeError: there is no engine, or its model is none of transformers and has no classic layers.
+        ValueError: this model has no FP8 form that engines read. The error says why.
+        RuntimeError: the model is split by tensor parallelism, or something was added to it that cannot be merged.
+    """
+    return stream(checked(engine, weights), weights, bucket_bytes, rank_0_only)
+
+
+def checked(engine: Any, weights: str) -> Published:
+    """What the model's checkpoint holds in this format. Raises the errors of `export_weights`."""
+    if weights not in FORMATS:
+        raise ValueError(f"weights={weights!r} was given; supported are {' and '.join(map(repr, FORMATS))}")
+    model = published(engine_of(engine))
+    if weights == "fp8":
+        _check_fp8(model)
+    return model
+
+
+def stream(model: Published, weights: str, bucket_bytes: int = 2**30,
+           rank_0_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The iterator of `export_weights`."""
+    remaining = _pairs(model, weights, bucket_bytes, rank_0_only)
+    try:
+        while (pair := next(remaining, None)) is not None:  # `yield from` would close it too early
+            yield pair
+    except Exception as error:
+        tell_peers(error)
+        raise
+    finally:
+        for _ in remaining:  # the consumer has stopped: peers wait for this rank's experts
+            pass
+
+
+def _check_fp8(model: Published) -> None:
+    instead = 'take weights="bf16"'
+    if stacked := model.names.stacked:
+        biased = any(hasattr(layer, "expert_biases") for layer in model.engine.module.modules())
+        raise ValueError(f"published checkpoints of {model.names.skeleton.config.model_type} hold the experts of a "
+                         f"layer in one tensor{', with biases' if biased else ''} ({stacked[0]}), and engines read no "
+                         f"block FP8 in this form: {instead}")
+    if not model.stacks:
+        raise ValueError("the model has no AutoEP layers and no converted classic layers, whose experts would be "
+                         f"stored in block FP8: {instead}")
+    for stack in model.stacks:
+        for role, (N, K) in stack.shapes.items():
+            if N % TILE or K % TILE:
+                raise ValueError(f"{stack.names[role][0]} has shape {(N, K)}; in block FP8, both must be multiples of "
+                                 f"{TILE}: vLLM and SGLang refuse other FFN sizes, and transformers takes the size "
+                                 f"of tiles for the axis divided by their number. {instead.capitalize()}")
+
+
+@dataclass(frozen=True)
+class _Merging(Gather):
+    """Gathers weights with their adapters merged. `adapted`: see `adapted_weights`."""
+
+    adapted: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def whole(self, value: torch.Tensor) -> torch.Tensor | None:
+        layer = self.adapted.get(id(value))
+        if layer is None:
+            return super().whole(value)
+        with deepspeed.zero.GatheredParameters([p for p in layer.parameters() if hasattr(p, "ds_id")]):
+            if not self.keep:
+                return None
+            weight = value.detach().clone() if hasattr(value, "ds_id") else value.detach()
+            for adapter in unmerged_adapters(layer):
+                weight = (weight + layer.get_delta_weight(adapter).detach()).to(weight.dtype)
+            return weight
+
+
+def _pairs(model: Published, weights: str, bucket_bytes: int,
+           rank_0_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    gather = _Merging(keep=not rank_0_only or dist.get_rank() == 0, on_host=False, to_all=not rank_0_only,
+                      where="export_weights", adapted=model.adapted)
+    rounding = Rounding()
+    for stack in model.stacks:
+        experts = _Experts(stack, gather, weights == "fp8")
+        if weights == "fp8" and dist.get_rank() == 0:
+            experts.compare(rounding)
+        step = min(max(bucket_bytes // experts.bytes_of_one, 1), stack.layer.num_local_experts)
+        for first in range(0, stack.layer.num_local_experts, step):
+            yield from experts.bucket(slice(first, first + step))
+        del experts  # in ZeRO-3, copies
+    yield from model.rest(gather)
+    if rounding.changed:
+        trained = {"frozen weights" if isinstance(next(iter(stack.weights.values())), MXTensor) else
+                   f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"
+                   for stack in model.stacks}
+        if any(hasattr(stack.layer, "expert_adapters") for stack in model.stacks):
+            trained.add("unquantised adapters")
+        print_on_rank_0(f"mxfp8_moe: experts were exported in tiles of {TILE}x{TILE}, and training multiplies with "
+                        f"{' and '.join(sorted(trained))}: SQNR {rounding.sqnr_db:.1f} dB between the two, over the "
+                        "first expert of each layer")
+
+
+class _Experts:
+    """The experts of one layer on their way out. `bytes_of_one`: of one expert of each rank."""
+
+    def __init__(self, stack: ExpertStack, gather: Gather, fp8: bool):
+        """Collective in ZeRO-3."""
+        self.stack, self.layer, self.gather, self.fp8 = stack, stack.layer, gather, fp8
+        self.local = {role: unpartitioned(w) if isinstance(w, torch.Tensor) else [one.detach() for one in w]
+                      for role, w in stack.weights.items()}
+        self.low = self._adapters()
+        width = 1 if fp8 else max(casts.sample(w).element_size() for w in self.local.values())
+        self.bytes_of_one = self.layer.ep_size * width * sum(N * K for N, K in stack.shapes.values())
+
+    def bucket(self, part: slice) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of a part of each rank's experts. Collective; yields where they are kept alone."""
+        roles, sent = list(self.local), []
+        for role in roles:
+            w_LNK = self._merged(role, part)
+            if self.fp8:
+                tiles = self._cast(w_LNK)
+                sent += [tiles.qdata, tiles.scale_bytes]
+            else:
+                sent.append(_plain(w_LNK))
+        for rank, received in enumerate(self._exchanged(sent)):
+            count, tensors = len(received[0]), {role: self._named(received) for role in roles}
+            for i in range(count):
+                expert = rank * self.layer.num_local_experts + part.start + i
+                for role in roles:
+                    for ending, tensor in tensors[role].items():
+                        yield self.stack.names[role][expert] + ending, tensor[i]
+
+    def compare(self, rounding: Rounding) -> None:
+        """Adds what this rank's first expert differs by from what training multiplies with, if it may differ."""
+        recipe, one = self.stack.recipe, slice(0, 1)
+        if recipe is not None and recipe.block_size == TILE and not self.low and not self.stack.in_turn:
+            return
+        for role, w_LNK in self.local.items():
+            trained = _plain(w_LNK[one])
+            if recipe is not None and not isinstance(w_LNK, MXTensor):
+                order = torch.arange(trained.shape[1], device=trained.device)
+                if role in self.stack.in_turn:
+                    order = torch.cat([order[0::2], order[1::2]])
+                mx = casts.quantize_weights([trained[:, order]], recipe.block_size, recipe.scaling_mode)
+                trained = casts.dequantize(mx, torch.float32)[:, order.argsort()]
+            rounding.add(trained.float() + self._delta(role, one), self._cast(self._merged(role, one)))
+
+    def _named(self, received: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Ending of the name -> tensor, of one weight of several experts."""
+        if not self.fp8:
+            return {"": received.pop(0)}
+        weight, factors = to_block_fp8(MXTensor(received.pop(0), received.pop(0), TILE, tiled=True))
+        return {"": weight, "_scale_inv": factors}
+
+    def _cast(self, w_LNK: casts.Stack) -> MXTensor:
+        if isinstance(w_LNK, MXTensor):
+            return w_LNK
+        mode = self.stack.recipe.scaling_mode if self.stack.recipe else "rceil"
+        return casts.quantize_weights([w_LNK], TILE, mode)
+
+    def _adapters(self) -> dict[str, LowRank]:
+        """Role -> the adapter of this rank's experts."""
+        if not hasattr(self.layer, "expert_adapters"):
+            return {}
+        found = {gemm: LowRank(low.a_ERK.detach(), low.b_ENR.detach())
+                 for gemm, low in self.layer.expert_adapters.whole().items()}
+        if "up" in found:  # of gate and up
+            a_ERK, (gate_EFR, up_EFR) = found["up"].a_ERK, found["up"].b_ENR.chunk(2, dim=1)
+            found |= {"gate": LowRank(a_ERK, gate_EFR), "up": LowRank(a_ERK, up_EFR)}
+        return found
+
+    def _delta(self, role: str, part: slice) -> torch.Tensor | float:
+        """What the adapters add to a weight, in float32."""
+        if role not in self.low:
+            return 0.0
+        return self.low[role].b_ENR[part].float() @ self.low[role].a_ERK[part].float()
+
+    def _merged(self, role: str, part: slice) -> casts.Stack:
+        w_LNK = self.local[role][part]
+        return (w_LNK.float() + self._delta(role, part)).to(w_LNK.dtype) if role in self.low else w_LNK
+
+    def _exchanged(self, sent: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """`sent` of each rank of the group."""
+        if self.layer.ep_size == 1:
+            yield from [sent] if self.gather.keep else ()
+            return
+        flat = [tensor.contiguous().view(torch.uint8).flatten() for tensor in sent]
+        for part in self.gather.parts(self.layer, torch.cat(flat)) or ():
+            pieces = part.split([len(piece) for piece in flat])
+            yield [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, sent, strict=True)]
+
+
+def _plain(w_LNK: casts.Stack) -> torch.Tensor:
+    return casts.dequantize(w_LNK, w_LNK.dtype) if isinstance(w_LNK, MXTensor) else casts.joined([w_LNK])

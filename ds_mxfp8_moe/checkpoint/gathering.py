@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects a model from the ranks that train it, tensor by tensor: all experts, under the names of the model on one
+process.
+
+AutoEP gives each rank its own experts, stacked as w1, w2, w3, and a router of its own. To find their names in the
+original model, this file builds the model once more on the meta device and runs DeepSpeed's detection of MoE layers on
+it. Classic layers number the experts of each rank from 0.
+"""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
+from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ..layers.frozen_experts import WEIGHTS, frozen_layers
+from ..layers.lora import ADAPTERS, base_prefix, is_peft
+from ..layers.presets import CORRECTION_BIAS, added_preset, gate_and_up_in_turn, router_names
+from ..layers.say import print_on_rank_0
+from ..transport.deadline import deadline_for, ranks_of
+
+CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
+Wanted = Callable[[str, torch.Tensor], Any]  # gets each tensor with its name in the model; false leaves it out
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How a model's tensors are collected. The methods are collective where other ranks hold parts of a tensor.
+
+    Attributes:
+        keep: whether this rank gets them.
+        on_host: they are copies in host memory. Else they lie on the model's device, and may be the model's own.
+        to_all: all ranks get them. Else rank 0 gets those of other ranks.
+        where: what calls this, for errors.
+    """
+
+    keep: bool
+    on_host: bool = True
+    to_all: bool = False
+    where: str = "saving the model, where rank 0 gathers experts"
+
+    def whole(self, value: torch.Tensor) -> torch.Tensor | None:
+        """A parameter or buffer as it is without ZeRO-3. None where it is not kept."""
+        return self._placed(unpartitioned(value))
+
+    def experts(self, layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
+        """[E, ...] of all ranks' experts. None where it is not kept. `layer`: AutoEP's, or a classic layer's inner."""
+        parts = self.parts(layer, unpartitioned(weight).contiguous())
+        if parts is None or len(parts) == 1:
+            return self._placed(parts[0]) if parts else None
+        return torch.cat([self._placed(part) for part in parts])
+
+    def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        """`experts` of each of an AutoEP layer's weights: gate, down and up."""
+        return [self.experts(layer, weight) for weight in weights]
+
+    def parts(self, layer: Any, local: torch.Tensor) -> list[torch.Tensor] | None:
+        """What each rank of the layer's group gives as `local`, in rank order, on the device. None: not kept here."""
+        if layer.ep_size == 1:
+            return [local] if self.keep else None
+        if not self.to_all and 0 not in ranks_of(layer.ep_group):  # these experts are copies of others
+            return None
+        with deadline_for(layer.ep_group, local.device, f"{self.where} (every rank has to make this call)"):
+            if self.to_all:
+                whole = local.new_empty(layer.ep_size * local.numel())
+                dist.all_gather_into_tensor(whole, local.flatten(), group=layer.ep_group)
+                return list(whole.view(layer.ep_size, *local.shape))
+            parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if self.keep else None
+            dist.gather(local, parts, dst=0, group=layer.ep_group)
+        return parts
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not self.keep:
+            return None
+        return tensor.to("cpu", copy=True) if self.on_host else tensor
+
+
+def everything(name: str, value: torch.Tensor) -> bool:
+    return True
+
+
+def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig, wanted: Wanted = everything,
+                     skeleton: torch.nn.Module | None = None, keep: bool | None = None) -> dict | None:
+    """The state dict of a model that AutoEP trains, with all experts, under Hugging Face's names, in host memory.
+
+    Collective, unless `needs_peers` is false.
+
+    Args:
+        model: a transformers model, or a PeftModel around one. Names begin as in its own state dict.
+        expert_parallel: DeepSpeed's section "expert_parallel", with which AutoEP made the layers.
+        skeleton: the model as transformers builds it, if the caller has it already.
+        keep: whether this rank gets the result. By default rank 0 does; the others get None.
+
+    Raises:
+        RuntimeError: AutoEP does not find the layers in a new model.
+    """
+    keep = dist.get_rank() == 0 if keep is None else keep
+    state = dict(tensors(model, expert_parallel, skeleton or skeleton_of(model), Gather(keep), wanted))
+    return state if keep else None
+
+
+def needs_peers(model: torch.nn.Module) -> bool:
+    """Whether other ranks hold parts of the model: their own experts, or their partitions of ZeRO-3."""
+    return is_partitioned(model) or any(layer.ep_size > 1 for layer in autoep_layers(model).values())
+
+
+def is_partitioned(model: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 has partitioned the model."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def autoep_layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
+    """AutoEP's layers by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
+
+
+def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """The transformers model, and its name in `model`, which is "" unless a PeftModel holds it.
+
+    Raises:
+        TypeError: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    base = model.get_base_model() if is_peft(model) else model
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one: it is a "
+                        f"{type(base).__name__}. Its weights are written by engine.save_16bit_model")
+    return base, next(name for name, module in model.named_modules() if module is base)
+
+
+def engine_of(given: Any) -> DeepSpeedEngine:
+    """The engine of a Trainer, or the one that is given.
+
+    Raises:
+        TypeError: there is none.
+        RuntimeError: AutoTP has split the model.
+    """
+    engine = given
+    if not isinstance(given, torch.nn.Module) and hasattr(given, "deepspeed"):  # a Trainer
+        engine = given.deepspeed
+        if engine is None:
+            raise TypeError(f"the {type(given).__name__} has no DeepSpeed engine yet: call its train() first, or let "
+                            "the model save itself by model.save_pretrained")
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TypeError("expected the Trainer or the DeepSpeed engine (what ds_mxfp8_moe.initialize or "
+                        f"accelerator.prepare returned); this is a {type(given).__name__}")
+    refuse_tensor_parallelism(engine)
+    return engine
+
+
+def refuse_tensor_parallelism(engine: DeepSpeedEngine) -> None:
+    """Raises RuntimeError if AutoTP has split the model, which this file does not gather."""
+    if engine.autotp_size() > 1:
+        raise RuntimeError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which is "
+                           "not gathered here: use engine.save_checkpoint")
+
+
+def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The model as transformers builds it from its config, on the meta device. Of a PeftModel, the one that it holds.
+    """
+    model, _ = base_of(model)
+    with torch.device("meta"):
+        skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    if hasattr(model, "generation_config"):  # classifiers have none
+        skeleton.generation_config = copy.deepcopy(model.generation_config)
+    if hasattr(model, "_weight_conversions"):  # how from_pretrained renamed what it read
+        skeleton._weight_conversions = model._weight_conversions
+    return skeleton
+
+
+def _below(prefix: str, skeleton):
+    """A module in which the skeleton has the name `prefix`."""
+    root = skeleton
+    for part in filter(None, reversed(prefix.split("."))):
+        inner, root = root, torch.nn.Module()
+        root.add_module(part, inner)
+    root.config = skeleton.config
+    return root
+
+
+def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
+             expert_parallel: AutoEPConfig) -> dict[str, MoELayerSpec]:
+    """AutoEP's description of each of its layers in the original model, by the layer's name in `model`.
+
+    Raises:
+        RuntimeError: AutoEP does not find the layers in a new model.
+    """
+    _, prefix = base_of(model)
+    names = list(autoep_layers(model))
+    if not names:
+        return {}
+    if prefix and expert_parallel.moe_layer_pattern is not None:  # a pattern for the names in `model`
+        skeleton, prefix = _below(prefix, skeleton), ""
+    with added_preset(skeleton):
+        found = AutoEP(skeleton, expert_parallel).ep_parser()
+    specs = {".".join(filter(None, [prefix, spec.moe_module_name])): spec for spec in found}
+    missing = [name for name in names if name not in specs]
+    if missing:
+        raise RuntimeError(f"AutoEP finds no MoE layer at {missing[0]} of a new {type(model).__name__}: give the "
+                           "engine a model as its config makes it")
+    return {name: specs[name] for name in names}
+
+
+def tensors(model: torch.nn.Module, expert_parallel: AutoEPConfig, skeleton: torch.nn.Module, gather: Gather,
+            wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective; yields
+    where `gather.keep` alone. For the arguments and errors, see `whole_state_dict`.
+    """
+    _, prefix = base_of(model)
+    entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
+    dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
+    if dequantised and gather.on_host:
+        print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
+                        "saved in the model's dtype, with the values that they compute with")
+    for name, spec in specs_of(model, skeleton, expert_parallel).items():
+        start = f"{name}."
+        own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
+        source = skeleton.get_submodule(name[len(prefix) + 1:] if prefix else name)
+        for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, gather,
+                                          name in dequantised):
+            yield start + key, tensor
+    tied, uses = {}, Counter(map(id, entries.values()))
+    for name, value in entries.items():
+        tensor = tied[id(value)] if id(value) in tied else gather.whole(value)
+        if uses[id(value)] > 1:
+            tied[id(value)] = tensor
+        if gather.keep:
+            yield name, tensor
+
+
+def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, gather: Gather,
+                   dequantised: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced.
+
+    `dequantised`: its experts are held in MXFP8, and wanted.
+    """
+    gate, correction_bias = router_names(spec)
+    shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
+    renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
+               "shared_experts.": f"{spec.shared_experts_name}.",
+               "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
+               ADAPTERS: ADAPTERS}  # PEFT looks for them under their modules' names
+    for key, value in own.items():
+        for prefix, name in renamed.items():
+            if key.startswith(prefix):
+                tensor = gather.whole(value)
+                if tensor is not None:
+                    original = name + key.removeprefix(prefix)
+                    yield original, tensor.reshape(shapes.get(original, tensor.shape))
+    biases = {role: gather.whole(own[key]) for role in ("gate", "up", "down")
+              if (key := f"expert_biases.{role}") in own}
+    start = f"{spec.experts_name}.{base_prefix(layer)}"
+    if gather.keep and "up" in biases:
+        both = torch.stack([biases["gate"], biases["up"]], dim=2).flatten(1)
+        yield f"{start}{spec.expert_w1_name}_bias", both
+    if gather.keep and "down" in biases:
+        yield f"{start}{spec.expert_w2_name}_bias", biases["down"]
+    if "experts.w1" not in own and not dequantised:  # not wanted
+        return
+    weights = layer.experts.frozen.dequantized() if dequantised else (own[f"experts.{key}"] for key in WEIGHTS)
+    weights = gather.layer_experts(layer, weights)
+    if gather.keep:
+        for key, tensor in unpacked(*weights, getattr(source, spec.experts_name), spec):
+            yield start + key, tensor
+
+
+def unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """The inverse of AutoEP's repacking: (name below the module of experts, tensor)."""
+    names = (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name)
+    if names[2] is None:  # one tensor for both projections
+        both = (torch.stack([gate_EFH, up_EFH], dim=2).flatten(1, 2) if gate_and_up_in_turn(spec) else
+                torch.cat([gate_EFH, up_EFH], dim=1))
+        parts = [both, down_EHF]
+    else:
+        parts = [gate_EFH, down_EHF, up_EFH]
+    if spec.expert_storage == "fused_3d":
+        layout = classify_fused_gate_up_layout(tuple(getattr(source, names[0]).shape),
+                                               tuple(getattr(source, names[1]).shape)) if names[2] is None else None
+        for name, part in zip(names, parts, strict=False):
+            yield name, part.transpose(1, 2).contiguous() if layout and layout.needs_transpose else part
+    else:
+        for i, expert in enumerate(source):
+            for name, part in zip(names, parts, strict=False):
+                linear = isinstance(getattr(expert, name), torch.nn.Module)
+                yield f"{i}.{name}.weight" if linear else f"{i}.{name}", part[i].clone()  # in storage of its own
+
+
+def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
+    """The inner layers of `deepspeed.moe.layer.MoE` by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
+
+
+def classic_tensors(model: torch.nn.Module, gather: Gather,
+                    wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective; yields where `gather.keep`
+    alone."""
+    layers = classic_layers(model)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not wanted(name, value):
+            continue
+        found = CLASSIC_EXPERT.fullmatch(name)
+        layer = layers.get(found["layer"]) if found else None
+        if layer is None:
+            tensor = gather.whole(value)
+            if gather.keep:
+                yield name, tensor
+            continue
+        of_ranks = gather.experts(layer, value.unsqueeze(0))
+        for rank, tensor in enumerate(of_ranks if gather.keep else ()):
+            index = rank * layer.num_local_experts + int(found["index"])
+            yield f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}", tensor.clone()
+
+
+def unpartitioned(value: torch.Tensor) -> torch.Tensor:
+    """A parameter as it is without ZeRO-3. Collective."""
+    if not hasattr(value, "ds_id"):
+        return value.detach()
+    with deepspeed.zero.GatheredParameters([value]):
+        return value.detach().clone()
+
+
+def check_complete(state: dict, skeleton) -> None:
+    """Raises RuntimeError unless these are the model's tensors, all of them."""
+    wanted = skeleton.state_dict()
+    differing = [name for name in {**wanted, **state}
+                 if name not in wanted or name not in state or wanted[name].shape != state[name].shape]
+    if differing:
+        given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
+        raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
+                           "(None: missing). Merge or remove what was added to the model, for example PEFT adapters")

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that a model's tensors have in published checkpoints.
+
+transformers stacks the experts of a layer as it loads a checkpoint, and renames other tensors. It undoes both as it
+saves. What it does with a state dict of marked tensors tells the names: of each matrix of each expert, and of all
+other tensors. Models with classic layers are the user's own, and keep their names.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ..compute.block_fp8 import rows_of
+from ..compute.formula import IN_TURN
+from ..config import Recipe
+from ..layers.classic import MXFP8MOELayer
+from ..layers.frozen_experts import frozen_of
+from ..layers.lora import adapted_weights, is_peft, merged_name
+from ..ops.private_names import line_about, missing
+from .gathering import (
+    Gather,
+    autoep_layers,
+    base_of,
+    check_complete,
+    classic_layers,
+    classic_tensors,
+    skeleton_of,
+    tensors,
+)
+
+WEIGHTS = {"gate": "w1", "up": "w3", "down": "w2"}  # role of an expert's weight -> its name in AutoEP's layers
+NAMES = "_mxfp8_published_names"  # of an engine that has exported: its Names
+_FFN, _HIDDEN = 2, 3  # of marked experts
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertStack:
+    """The experts of one layer, where each of their matrices is a tensor of its own in published checkpoints.
+
+    Attributes:
+        layer: AutoEP's, or a classic layer's inner.
+        weights: role -> this rank's experts, one tensor [L, N, K] or L matrices [N, K]. An MXTensor, in tiles, where
+            they are held so.
+        names: role -> the name of each expert's matrix, for all experts of the layer.
+        own_names: of `weights`, in the engine's model.
+        recipe: with which the layer computes. None: it is not converted, or always computes in bf16.
+        in_turn: roles of weights in which rows of gate and up take turns. Training casts one half above the other.
+    """
+
+    layer: Any
+    weights: dict[str, Any]
+    names: dict[str, list[str]]
+    own_names: list[str]
+    recipe: Recipe | None
+    in_turn: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Role -> [N, K]."""
+        return {role: getattr(w, "ds_shape", w.shape)[1:] if isinstance(w, torch.Tensor) else w[0].shape
+                for role, w in self.weights.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The names of a model's tensors.
+
+    Attributes:
+        skeleton: the model as transformers builds it. None: it is no transformers model.
+        others: name in the skeleton -> published name, for all tensors but `experts`.
+        tied: names in the skeleton of weights that checkpoints hold under another name.
+        stacked: published names of tensors that hold the experts of a whole layer.
+        experts: layer -> role -> published name for each expert, where checkpoints hold experts one by one.
+    """
+
+    skeleton: torch.nn.Module | None = None
+    others: dict[str, str] = field(default_factory=dict)
+    tied: set[str] = field(default_factory=set)
+    stacked: list[str] = field(default_factory=list)
+    experts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    def unconverted_modules(self) -> list[str]:
+        """The modules of `others`. One that also holds experts, beside a tensor of its own, is not among them."""
+        of_experts = {name[:dot.start()] for roles in self.experts.values() for names in roles.values()
+                      for name in names for dot in re.finditer(r"\.", name)}
+        return sorted({name.rpartition(".")[0] for name in self.others.values()} - of_experts)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a published checkpoint of an engine's model holds.
+
+    Attributes:
+        stacks: the experts that it holds one by one.
+        adapted: see `adapted_weights`.
+    """
+
+    engine: DeepSpeedEngine
+    names: Names
+    stacks: list[ExpertStack]
+    adapted: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def rest(self, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+        """(published name, tensor) of all but `stacks`, one by one. Collective; yields where `gather.keep` alone."""
+        of_stacks = {name for stack in self.stacks for name in stack.own_names}
+        for name, tensor in _tensors(self.engine, self.names.skeleton, gather, of_stacks):
+            if name not in self.names.tied:
+                yield self.names.others.get(name, name), tensor
+
+
+def published(engine: DeepSpeedEngine) -> Published:
+    """What a checkpoint of this engine's model holds. Not collective.
+
+    Raises:
+        TypeError: the model is none of transformers, and has no classic layers.
+        RuntimeError: tensors were added to the model, or transformers stores them in another form.
+    """
+    if isinstance(engine, PipelineEngine):
+        raise TypeError("the engine holds one stage of a pipeline, which is no model: use engine.save_checkpoint")
+    if classic_layers(engine.module) and not is_peft(engine.module):
+        return Published(engine, Names(), _classic_stacks(engine.module))
+    if missing("exporting"):
+        raise RuntimeError(line_about("exporting"))
+    if NAMES not in vars(engine):
+        vars(engine)[NAMES] = _names(engine)
+    names, layers = vars(engine)[NAMES], autoep_layers(engine.module)
+    stacks = [ExpertStack(layers[name], _autoep_weights(layers[name].experts), roles,
+                          [f"{name}.experts.{key}" for key in WEIGHTS.values()], _recipe(layers[name]))
+              for name, roles in names.experts.items()]
+    return Published(engine, names, stacks, adapted_weights(engine.module))
+
+
+def _autoep_weights(experts: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Role -> [L, N, K]: a parameter, or an MXTensor where the experts hold no parameters."""
+    frozen = frozen_of(experts)
+    if frozen is None:
+        return {role: getattr(experts, key) for role, key in WEIGHTS.items()}
+    operands, ffn_size = frozen.operands(), frozen.down_data.shape[2]
+    return {"gate": rows_of(operands["up"], 0, ffn_size), "up": rows_of(operands["up"], ffn_size, 2 * ffn_size),
+            "down": operands["down"]}
+
+
+def _classic_stacks(model: torch.nn.Module) -> list[ExpertStack]:
+    stacks = []
+    for name, layer in classic_layers(model).items():
+        if not isinstance(layer, MXFP8MOELayer):
+            continue
+        formula, experts = layer.mxfp8_settings.formula, layer.experts.deepspeed_experts
+        roles = {role: parameter for role, parameter in formula.names().items() if role in WEIGHTS}
+        of_all = {role: [f"{name}.experts.deepspeed_experts.{i}.{parameter}"
+                         for i in range(layer.num_local_experts * layer.ep_size)]
+                  for role, parameter in roles.items()}
+        stacks.append(ExpertStack(
+            layer, {role: [one.get_parameter(parameter) for one in experts] for role, parameter in roles.items()},
+            of_all, [one for names in of_all.values() for one in names[:layer.num_local_experts]], _recipe(layer),
+            ("up", ) if formula.packed.endswith(IN_TURN) else ()))
+    return stacks
+
+
+def _recipe(layer) -> Recipe | None:
+    settings = vars(layer).get("mxfp8_settings")
+    quantizes = settings is not None and settings.recipe.quantize_gemm and not math.isinf(
+        settings.min_tokens_per_expert)
+    return settings.recipe if quantizes else None
+
+
+def _tensors(engine: DeepSpeedEngine, skeleton: torch.nn.Module | None, gather: Gather,
+             without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the skeleton, tensor): without adapters, which are merged, and without names in the engine's model."""
+    model = engine.module
+    if skeleton is None:
+        yield from classic_tensors(model, gather, lambda name, value: name not in without)
+        return
+    _, prefix = base_of(model)
+    for name, tensor in tensors(model, engine._config.expert_parallel_config, skeleton, gather,
+                                lambda name, value: name not in without and merged_name(name, model, prefix)):
+        yield merged_name(name, model, prefix), tensor
+
+
+@dataclass(frozen=True)
+class _Marks(Gather):
+    """Gathers nothing. Experts are small tensors of numbers that tell them apart, others are of their shape on `meta`.
+    """
+
+    model: torch.nn.Module = None
+    known: list[tuple[str, str, int]] = field(default_factory=list)  # layer, role and expert of each number
+
+    def whole(self, value):
+        return torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
+
+    def layer_experts(self, layer, weights):
+        name = next(name for name, one in autoep_layers(self.model).items() if one is layer)
+        marks = []
+        for role in ("gate", "down", "up"):
+            first = len(self.known)
+            self.known.extend((name, role, i) for i in range(layer.num_experts))
+            marks.append(torch.arange(first, len(self.known)).view(-1, 1, 1).repeat(1, *_shape(role)))
+        return marks
+
+
+def _shape(role: str) -> tuple[int, int]:
+    return (_HIDDEN, _FFN) if role == "down" else (_FFN, _HIDDEN)
+
+
+def _names(engine: DeepSpeedEngine) -> Names:
+    """Of a transformers model."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    skeleton = skeleton_of(engine.module)
+    marks = _Marks(keep=True, model=engine.module)
+    own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
+    for name, mark in _tensors(engine, skeleton, marks):
+        if id(mark) in name_of:
+            tied.add(name)
+            mark = torch.empty_like(mark)
+        marked[name] = mark
+        name_of[id(mark)] = name
+    check_complete({name: mark if mark.is_meta else own.get(name, mark) for name, mark in marked.items()}, skeleton)
+    others, experts = {}, {name: {role: {} for role in WEIGHTS} for name in autoep_layers(engine.module)}
+    for name, mark in revert_weight_conversion(skeleton, dict(marked)).items():
+        if not mark.is_meta and mark.dim() == 2 and bool((mark == mark[0, 0]).all()):
+            layer, role, expert = marks.known[mark[0, 0]]
+            if mark.shape == _shape(role):
+                experts[layer][role][expert] = name
+        elif id(mark) in name_of:
+            others[name_of[id(mark)]] = name
+    one_by_one = all(len(of_role) == engine.module.get_submodule(layer).num_experts
+                     for layer, roles in experts.items() for of_role in roles.values())
+    lost = [name for name, mark in marked.items() if name not in others and (mark.is_meta or not one_by_one)]
+    if lost:
+        raise RuntimeError(f"published checkpoints of {skeleton.config.model_type} hold {lost[0]} in a form that this "
+                           "function does not know. ds_mxfp8_moe.save_pretrained(engine, directory) writes the model "
+                           "without quantisation")
+    return Names(skeleton=skeleton, others=others, tied=tied,
+                 stacked=[others[name] for name, mark in marked.items() if not mark.is_meta and name in others],
+                 experts={layer: {role: [of_role[i] for i in range(len(of_role))] for role, of_role in roles.items()}
+                          for layer, roles in experts.items() if one_by_one})

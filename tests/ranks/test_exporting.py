@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in FP8 and in bf16 under published names: other people's readers find what training multiplied with."""
+
+import io
+import itertools
+import re
+from contextlib import redirect_stdout
+
+import deepspeed.comm as dist
+import peft
+import pytest
+import torch
+from autoep_models import batch, model, train_engine
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from models import SwiGLU
+from slow import slow_except
+from test_lora import with_adapters
+from test_pretrained import HELD_OUT, held_out_loss, loaded
+from torch.multiprocessing.reductions import StorageWeakRef
+from vllm_reader import EXPERT, files_of, read
+
+import ds_mxfp8_moe
+from architectures import ARCHITECTURES, tiny_model
+from ds_mxfp8_moe import export_weights, save_pretrained
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+STACKED = ("gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m3_vl_text")
+TYPES = [model_type for model_type in ARCHITECTURES if model_type not in STACKED]
+QUICK = ["lfm2_moe", "mixtral"]
+
+
+def engine_of(net, section=None, stage=1, ep_size=2):
+    return ds_mxfp8_moe.initialize(model=net, config={
+        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
+        "mxfp8_moe": {"enabled": True, **(section or {})},
+        "expert_parallel": {"enabled": True, "autoep_size": ep_size}})[0]
+
+
+def same(found: dict, expected: dict) -> bool:
+    return found.keys() == expected.keys() and all(
+        one.dtype == expected[name].dtype and torch.equal(one.cpu().float(), expected[name].float())
+        for name, one in found.items())
+
+
+def saved(directory, model_type, combinations):
+    """Whether every combination of stage and EP writes and exports the same. The files are those of the first."""
+    first = None
+    for stage, ep_size in combinations:
+        engine = engine_of(tiny_model(model_type, **SIZES), stage=stage, ep_size=ep_size)
+        if first is None:
+            save_pretrained(engine, directory / "bf16")
+            save_pretrained(engine, directory / "fp8", weights="fp8", max_shard_size="300KB")
+            first = {weights: files_of(directory / weights) for weights in ("fp8", "bf16")}
+        for weights, bucket_bytes in (("fp8", 1), ("bf16", 2**30)):
+            if not same(dict(export_weights(engine, weights, bucket_bytes)), first[weights]):
+                return stage, ep_size, weights
+    return True
+
+
+def check_files(directory):
+    """Whether vLLM's rules find the unquantised weights in the files, cast."""
+    assert len(list((directory / "fp8").glob("model-*-of-*.safetensors"))) > 1
+    plain = files_of(directory / "bf16")
+    found = read(directory / "fp8", plain)
+    for name, tensor in plain.items():
+        expected = dequantize(quantize_tiles(tensor)) if EXPERT.fullmatch(name) else tensor
+        assert torch.equal(found[name].to(tensor.dtype), expected), name
+
+
+EVERY_WAY = tuple(itertools.product((1, 2, 3), (1, 2)))
+
+
+@pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2_moe", "mixtral", "qwen3_moe"))
+def test_transformers_and_vllm_read_the_same_weights(ranks2, tmp_path, model_type):
+    assert ranks2.run(saved, tmp_path, model_type, EVERY_WAY) == [True, True]
+    check_files(tmp_path)
+    theirs, before = (loaded(tmp_path / weights, torch.bfloat16).state_dict() for weights in ("fp8", "bf16"))
+    experts = {name: dequantize(quantize_tiles(tensor)) for name, tensor in before.items()
+               if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert len(experts) >= 2 and not all(torch.equal(before[name], tensor) for name, tensor in experts.items())
+    assert same(theirs, before | experts)
+
+
+# ---- which bytes
+
+
+MULTIPLIED = {"scale_block_size": 128, "min_tokens_per_expert": 0}  # as tiles of block FP8
+
+
+def multiplied_and_exported(section):
+    """Whether the FP8 weights are what a forward after a step multiplied with; what was printed."""
+    engine, made = engine_of(tiny_model("qwen3_moe", **SIZES), section), []
+    train_engine(engine, range(1))
+    quantize = casts.quantize_weights
+
+    def spy(*args, **kwargs):
+        made.append(quantize(*args, **kwargs))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(casts, "quantize_weights", spy)
+        engine(input_ids=batch(1))
+    with redirect_stdout(io.StringIO()) as printed:
+        found = dict(export_weights(engine))
+    first = 4 * dist.get_rank()
+    for layer, (up, down) in enumerate(zip(made[0::2], made[1::2], strict=True)):
+        for i in range(4):
+            for name, mx in (("gate_proj", (up, slice(0, 128))), ("up_proj", (up, slice(128, 256))),
+                             ("down_proj", (down, slice(0, 128)))):
+                mx, rows = mx
+                name = f"model.layers.{layer}.mlp.experts.{first + i}.{name}.weight"
+                tiles = slice(rows.start // 128, rows.stop // 128)
+                assert torch.equal(found[name].view(torch.uint8), mx.qdata.view(torch.uint8)[i, rows]), name
+                assert torch.equal(found[f"{name}_scale_inv"], mx.scale[i, tiles].float()), name
+    return len(made), printed.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+def test_the_bytes_are_those_that_training_multiplies_with(ranks2, mode):
+    assert ranks2.run(multiplied_and_exported, {**MULTIPLIED, "scaling_mode": mode}) == [(4, ""), (4, "")]
+
+
+def difference_told(section) -> str:
+    engine = engine_of(tiny_model("qwen3_moe", **SIZES), section, ep_size=1)
+    with redirect_stdout(io.StringIO()) as printed:
+        found = dict(export_weights(engine, rank_0_only=True))
+    return printed.getvalue(), len(found)
+
+
+@pytest.mark.parametrize("section, trained, low, high", [
+    ({"scale_block_size": 32}, "blocks of 32", 100, 200), ({"recipe": "bf16"}, "unquantised weights", 31, 32),
+    ({"enabled": False}, "unquantised weights", 31, 32)])
+def test_one_line_says_how_far_other_trainings_are_from_these_bytes(ranks2, section, trained, low, high):
+    (told, count), other = ranks2.run(difference_told, section)
+    assert other == ("", 0) and count > 2 * 2 * 8 * 3
+    line, = told.splitlines()
+    found = re.fullmatch(rf"mxfp8_moe: .* tiles of 128x128, .* with {trained}: SQNR ([\d.]+) dB between .*", line)
+    assert low < float(found[1]) < high
+
+
+def saved_with_its_loss(directory, section):
+    """The engine's loss of a text, before and after a training that the files hold."""
+    engine = engine_of(model("qwen3_moe", **SIZES), section)
+    ids, losses = batch(HELD_OUT, rank=0).to(engine.device), []
+    for steps in range(2):
+        for _ in range(5 * steps):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(input_ids=ids, labels=ids).loss.item())
+        engine.train()
+    save_pretrained(engine, directory, "fp8")
+    return losses
+
+
+def test_the_files_have_the_loss_of_training(ranks2, tmp_path):
+    (before, after), _ = ranks2.run(saved_with_its_loss, tmp_path, MULTIPLIED)
+    assert before - after > 0.1
+    assert held_out_loss(loaded(tmp_path, torch.bfloat16)) == pytest.approx(after, rel=1e-3)
+
+
+# ---- the iterator
+
+
+def stopped_early(where, rank_0_only):
+    """Whether the ranks can still talk after rank `where` has stopped; how many tensors this rank got."""
+    engine = engine_of(tiny_model("qwen3_moe", **SIZES), stage=3)
+    count = 0
+    for _ in export_weights(engine, bucket_bytes=1, rank_0_only=rank_0_only):
+        count += 1
+        if dist.get_rank() == where and count == 3:
+            break
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item(), count, len(dict(export_weights(engine)))
+
+
+@pytest.mark.parametrize("where, rank_0_only", [(0, False), (1, False), (0, True)])
+def test_a_rank_that_stops_early_leaves_nobody_waiting(ranks2, where, rank_0_only):
+    results = ranks2.run(stopped_early, where, rank_0_only)
+    for rank, (total, count, of_all) in enumerate(results):
+        assert total == 2
+        assert count == (3 if rank == where else 0 if rank_0_only else of_all)
+
+
+def most_held(stage, weights, bucket_bytes):
+    """The most bytes of exported tensors, beside the model's own, that exist at one time; and of all of them."""
+    engine = engine_of(tiny_model("qwen3_moe", **SIZES), stage=stage)
+    own = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+    held, most, total = {}, 0, 0
+    for name, tensor in export_weights(engine, weights, bucket_bytes):
+        total += tensor.nbytes
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and ".experts." in name:
+            held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        held = {key: value for key, value in held.items() if not value[0].expired()}
+        most = max(most, sum(size for _, size in held.values()))
+    return most, total
+
+
+@pytest.mark.parametrize("stage, weights, of_expert", [(1, "fp8", 3 * 128 * 128), (3, "bf16", 2 * 3 * 128 * 128)])
+def test_what_is_gathered_fits_into_the_bucket(ranks2, stage, weights, of_expert):
+    bucket_bytes = 2 * of_expert  # one expert of each of the two ranks
+    for most, total in ranks2.run(most_held, stage, weights, bucket_bytes):
+        assert bucket_bytes <= most < 2.01 * bucket_bytes < total / 3  # gloo's threads may hold the one before, too
+
+
+# ---- adapters
+
+
+def merged_and_exported(directory, stage, ep_size):
+    net = with_adapters(model("qwen3_moe", torch.bfloat16, **SIZES))
+    engine = engine_of(net, {"frozen_experts": "keep"}, stage, ep_size)
+    train_engine(engine, range(1))
+    save_pretrained(engine, directory / "adapters")
+    save_pretrained(engine, directory / "fp8", weights="fp8")
+    found = {name: tensor.clone() for name, tensor in export_weights(engine, "bf16")}
+    train_engine(engine, range(1))  # the adapters are where they were
+    return found
+
+
+@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 2), (2, 1), (3, 2)], (0, 2), (3, 2)))
+def test_adapters_are_merged(ranks2, tmp_path, stage, ep_size):
+    found, others = ranks2.run(merged_and_exported, tmp_path, stage, ep_size)
+    assert same(found, others)
+    base = model("qwen3_moe", torch.bfloat16, **SIZES)
+    net = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
+    net.merge_and_unload().save_pretrained(tmp_path / "bf16")
+    merged = files_of(tmp_path / "bf16")
+    assert found.keys() == merged.keys()
+    for name, tensor in merged.items():
+        if EXPERT.fullmatch(name):  # PEFT rounds the product to bf16 before it adds it
+            assert torch.allclose(found[name], tensor, rtol=2**-7, atol=2**-12), name
+        else:
+            assert torch.equal(found[name], tensor), name
+    for name, tensor in read(tmp_path / "fp8", merged).items():
+        expected = dequantize(quantize_tiles(found[name])) if EXPERT.fullmatch(name) else found[name]
+        assert torch.equal(tensor.bfloat16(), expected), name
+
+
+def held_and_exported(adapters):
+    """Whether frozen experts in MXFP8 are exported as they are; what was printed."""
+    net = model("qwen3_moe", torch.bfloat16, **SIZES)
+    if adapters:
+        net = with_adapters(net)
+    else:
+        for p in net.model.layers.parameters():
+            p.requires_grad = False
+    engine = engine_of(net, {"frozen_experts": "mxfp8"}, stage=3)
+    with redirect_stdout(io.StringIO()) as printed:
+        found, plain = dict(export_weights(engine)), dict(export_weights(engine, "bf16"))
+    layers, right = [layer for layer in engine.module.modules() if isinstance(layer, AutoEPMoELayer)], True
+    for i, layer in enumerate(layers):
+        held = layer.experts.frozen.operands()
+        for j in range(4):
+            name = f"model.layers.{i}.mlp.experts.{4 * dist.get_rank() + j}."
+            right &= torch.equal(plain[f"{name}down_proj.weight"], dequantize(held["down"], torch.bfloat16)[j])
+            right &= all(torch.equal(found[f"{name}{part}_proj.weight"].view(torch.uint8),
+                                     tiles.view(torch.uint8)[j, rows])
+                         for part, tiles, rows in (("gate", held["up"].qdata, slice(0, 128)),
+                                                   ("up", held["up"].qdata, slice(128, 256)),
+                                                   ("down", held["down"].qdata, slice(0, 128))))
+    return right, len(layers), printed.getvalue()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_frozen_experts_in_mxfp8_are_exported_as_they_are(ranks2, adapters):
+    for right, count, printed in ranks2.run(held_and_exported, adapters):
+        assert right == (not adapters) and count == 2
+        assert ("frozen weights and unquantised adapters: SQNR" in printed) == (adapters and "SQNR" in printed)
+
+
+def with_dora():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    engine = engine_of(peft.get_peft_model(model("qwen3_moe", **SIZES), config))
+    with pytest.raises(RuntimeError, match=r"q_proj: the adapters \['default'\] cannot be merged here"):
+        export_weights(engine)
+
+
+def test_adapters_that_are_no_product_of_two_factors_are_refused(ranks2):
+    ranks2.run(with_dora)
+
+
+# ---- classic layers
+
+
+class Classic(torch.nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(128, 128)
+        self.moe = ds_mxfp8_moe.MoE(128, SwiGLU(128, 256), 4, 2)
+
+    def forward(self, x):
+        return self.moe(self.first(x))[0].float().mean()
+
+
+def classic(directory):
+    engine = ds_mxfp8_moe.initialize(model=Classic(), config={
+        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
+        "mxfp8_moe": {"enabled": True}})[0]
+    for p in engine.module.moe.deepspeed_moe.experts.parameters():  # experts of ranks that differ
+        p.data.add_(dist.get_rank() / 100)
+    engine.save_16bit_model(directory)
+    save_pretrained(engine, directory / "fp8", weights="fp8")
+    found = dict(export_weights(engine))
+    dist.barrier()
+    return same(found, files_of(directory / "fp8"))
+
+
+def test_classic_layers_become_a_state_dict_in_fp8(ranks2, tmp_path):
+    assert ranks2.run(classic, tmp_path) == [True, True]
+    found, plain = files_of(tmp_path / "fp8"), torch.load(tmp_path / "pytorch_model.bin")
+    assert [path.name for path in (tmp_path / "fp8").iterdir()] == ["model.safetensors"]
+    for name, tensor in plain.items():
+        if "deepspeed_experts" not in name:
+            assert torch.equal(found.pop(name), tensor)
+            continue
+        scale = found.pop(f"{name}_scale_inv").repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert torch.equal((found.pop(name).float() * scale).bfloat16(), dequantize(quantize_tiles(tensor)))
+    assert not found
+
+
+# ---- errors
+
+
+def refused(model_type, error, text, weights="fp8", **changes):
+    engine = engine_of(tiny_model(model_type, **changes))
+    for call in (export_weights, lambda engine, weights: save_pretrained(engine, "nowhere", weights)):
+        with pytest.raises(error, match=text):
+            call(engine, weights)
+    return len(dict(export_weights(engine, "bf16"))) > 10
+
+
+@pytest.mark.parametrize("model_type, biases", [("gpt_oss", ", with biases"), ("granitemoe", ""),
+                                                ("minimax_m3_vl_text", "")])
+def test_models_whose_experts_are_stacked_are_refused(ranks2, model_type, biases):
+    text = (rf'of {model_type} hold the experts of a layer in one tensor{biases} \(model.layers.*\), and engines read '
+            'no block FP8 in this form: take weights="bf16"')
+    assert ranks2.run(refused, model_type, ValueError, text) == [True, True]
+
+
+def test_other_sizes_and_formats_are_refused(ranks2):
+    shape = r"experts\.0\.gate_proj\.weight has shape \(64, 64\); in block FP8, both must be multiples of 128"
+    ranks2.run(refused, "qwen3_moe", ValueError, shape)
+    ranks2.run(refused, "qwen3_moe", ValueError, "weights='int4' was given; supported are 'bf16' and 'fp8'", "int4")
+
+
+def no_room(directory):
+    engine = engine_of(tiny_model("qwen3_moe", **SIZES))
+    with pytest.raises(RuntimeError, match="could not be saved to .*: "):
+        save_pretrained(engine, directory / "file", "fp8")
+    with pytest.raises(ValueError, match="max_shard_size is 'large'"):
+        save_pretrained(engine, directory, "fp8", max_shard_size="large")
+    return len(dict(export_weights(engine)))
+
+
+def test_every_rank_hears_of_a_failure(ranks2, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    first, second = ranks2.run(no_room, tmp_path)
+    assert first == second > 0 and [path.name for path in tmp_path.iterdir()] == ["file"]
