@@ -21,7 +21,8 @@ QUALITY = ROOT / "examples" / "guides" / "quality.md"
 FAST = ROOT / "examples" / "guides" / "fast_training.md"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.replay_cost",
-              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+              "training.export", "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine",
+              "exchange.latency",
               "exchange.two_hops", "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 

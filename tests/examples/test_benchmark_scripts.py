@@ -208,3 +208,13 @@ def test_replay_cost(ranks1, tmp_path):
     assert [row["contender"] for row in (live, *others)] == list(replay_cost.CONTENDERS)
     for row in others:
         assert row["cost_share"] == pytest.approx(row["median_ms"] / live["median_ms"] - 1)
+
+
+def _export(out):
+    return run_script("training.export", out, "--layers", "1", "--repeats", "1")
+
+
+def test_export(ranks2, tmp_path):
+    plain, bf16, fp8 = ranks2.run(_export, tmp_path / "x.json")[0]
+    assert plain["bytes"] == bf16["bytes"] == 3 * 8 * 128 * 128 * 2
+    assert fp8["bytes"] == 3 * 8 * (128 * 128 + 4) and fp8["gb_per_s"] > 0
