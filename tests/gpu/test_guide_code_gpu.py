@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.mark.parametrize("guide", [guides.quick_start, guides.classic, guides.trainer, guides.accelerate, guides.lora,
-                                   guides.metrics], ids=lambda guide: guide.__name__)
+                                   guides.metrics, guides.serving], ids=lambda guide: guide.__name__)
 def test_scripts(pair, tmp_path, guide):
     pair.run(guide, tmp_path)
 

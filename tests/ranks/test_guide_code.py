@@ -199,6 +199,18 @@ def test_saving_and_loading(ranks2, tmp_path):
     assert loads(tmp_path / "run/final") and loads(tmp_path / "run/from_checkpoint")
 
 
+def serving(directory: Path) -> tuple[str, torch.dtype]:
+    """The last of the exported tensors."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
+    names = run(GUIDES / "serving.md", directory, model=model(**sizes))
+    return names["name"], names["tensor"].dtype
+
+
+def test_serving(ranks2, tmp_path):
+    assert ranks2.run(serving, tmp_path) == [("lm_head.weight", torch.bfloat16)] * 2
+    assert loads(tmp_path / "run/fp8")
+
+
 def metrics(directory: Path) -> None:
     write_config(directory, config_of(GUIDES / "metrics.md"))
     before = os.getcwd()
