@@ -85,6 +85,12 @@ def test_transformers_and_vllm_read_the_same_weights(ranks2, tmp_path, model_typ
     assert same(theirs, before | experts)
 
 
+@pytest.mark.slow
+def test_several_groups_that_share_experts(ranks4, tmp_path):
+    assert ranks4.run(saved, tmp_path, "qwen3_moe", ((1, 2), (3, 2), (2, 4), (0, 1))) == [True] * 4
+    check_files(tmp_path)
+
+
 # ---- which bytes
 
 
