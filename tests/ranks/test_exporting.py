@@ -31,13 +31,16 @@ TYPES = [model_type for model_type in ARCHITECTURES if model_type not in STACKED
 QUICK = ["lfm2_moe", "mixtral"]
 
 
-def engine_of(net, section=None, stage=1, ep_size=2):
-    return ds_mxfp8_moe.initialize(model=net, config={
-        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
-        "mxfp8_moe": {"enabled": True, **(section or {})},
-        "expert_parallel": {"enabled": True, "autoep_size": ep_size}})[0]
+def config_of(section=None, stage=1, ep_size=2) -> dict:
+    return {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
+            "mxfp8_moe": {"enabled": True, **(section or {})},
+            "expert_parallel": {"enabled": True, "autoep_size": ep_size}}
+
+
+def engine_of(net, *args, **kwargs):
+    return ds_mxfp8_moe.initialize(model=net, config=config_of(*args, **kwargs))[0]
 
 
 def same(found: dict, expected: dict) -> bool:
@@ -279,6 +282,22 @@ def test_frozen_experts_in_mxfp8_are_exported_as_they_are(ranks2, adapters):
     for right, count, printed in ranks2.run(held_and_exported, adapters):
         assert right == (not adapters) and count == 2
         assert ("frozen weights and unquantised adapters: SQNR" in printed) == (adapters and "SQNR" in printed)
+
+
+def there_and_back(directory):
+    """Whether files in FP8 that were loaded for LoRA of attention, and are saved before a step, are the same."""
+    save_pretrained(engine_of(tiny_model("qwen3_moe", **SIZES)), directory / "first", "fp8")
+    net = ds_mxfp8_moe.from_pretrained(directory / "first", config_of(stage=2), dtype=torch.bfloat16)
+    net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"]))
+    save_pretrained(engine_of(net, stage=2), directory / "second", "fp8")
+    dist.barrier()
+    return same(files_of(directory / "second"), files_of(directory / "first"))
+
+
+def test_files_in_fp8_come_back_as_they_were(ranks2, tmp_path):
+    assert ranks2.run(there_and_back, tmp_path) == [True, True]
+    first, second = ((tmp_path / name / "config.json").read_text() for name in ("first", "second"))
+    assert first == second
 
 
 def with_dora():
