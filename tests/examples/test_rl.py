@@ -3,7 +3,6 @@
 
 import pytest
 
-import ds_mxfp8_moe
 import grpo
 
 
@@ -12,7 +11,6 @@ def trained(weights: str) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ds_mxfp8_moe, "export_weights"), reason="needs export_weights")
 @pytest.mark.parametrize("weights", ["fp8", "bf16"])
 def test_replay_brings_the_trainer_closer_to_its_rollouts(ranks1, weights):
     (live, replayed), = ranks1.run(trained, weights)
