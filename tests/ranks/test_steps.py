@@ -268,8 +268,9 @@ def test_calls_without_a_recording_give_the_same_bits(one_rank, monkeypatch):
     assert same and none == [0, 0] and counts == dict.fromkeys((*STEPS, *CALLS), 3) | {"_quantize_weights": 2 * 4}
 
 
-def plain_route(logits_TE, top_k, sigmoid, normalize, scale, bias_E, correction_E):
+def plain_route(logits_TE, top_k, sigmoid, normalize, scale, bias_E, correction_E, chosen_TK):
     """Stands for the kernel."""
+    assert chosen_TK is None
     score_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(dim=1)
     biased_TE = score_TE
     for bias in (bias_E, correction_E):
