@@ -64,6 +64,7 @@ def _write_unquantized(engine, directory, **kwargs) -> str | None:
         state, saver = whole_state_dict(model, expert_parallel, _of_adapters(model)), model
     else:
         saver = skeleton_of(model)
+        vars(saver.config).pop("quantization_config", None)  # of the files that the model was loaded from
         state = whole_state_dict(model, expert_parallel, everything, saver)
     if dist.get_rank() > 0:
         return None
@@ -99,6 +100,8 @@ def _write_fp8(model: Published, directory, max_shard_size: int | str = "5GB") -
         raise
     except Exception as error:  # the other ranks wait for rank 0, so they need its error
         files.remove()
+        if dist.get_rank() > 0:
+            raise
         return f"{type(error).__name__}: {error}"
     finally:
         pairs.close()  # what is left is gathered, and dropped
@@ -107,14 +110,14 @@ def _write_fp8(model: Published, directory, max_shard_size: int | str = "5GB") -
 
 def _write_config(model: Published, directory) -> None:
     """What transformers' save_pretrained writes beside weights, with what engines need to know about FP8."""
-    skeleton, unconverted = model.names.skeleton, model.names.unconverted_modules()
-    config = copy.deepcopy(skeleton.config)
-    config.dtype = str(skeleton.dtype).removeprefix("torch.")
-    config.architectures = [type(skeleton).__name__]
+    trained, unconverted = base_of(model.engine.module)[0], model.names.unconverted_modules()
+    config = copy.deepcopy(trained.config)
+    config.dtype = str(trained.dtype).removeprefix("torch.")
+    config.architectures = [type(trained).__name__]
     # transformers reads the first list, and vLLM the second. Scales are float32, so there is no scale_fmt.
     config.quantization_config = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [TILE, TILE],
         "modules_to_not_convert": unconverted, "ignored_layers": unconverted}
     config.save_pretrained(directory)
-    if skeleton.can_generate():
-        skeleton.generation_config.save_pretrained(directory)
+    if trained.can_generate():
+        trained.generation_config.save_pretrained(directory)

@@ -290,6 +290,8 @@ def there_and_back(directory):
     net = ds_mxfp8_moe.from_pretrained(directory / "first", config_of(stage=2), dtype=torch.bfloat16)
     net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"]))
     save_pretrained(engine_of(net, stage=2), directory / "second", "fp8")
+    net = ds_mxfp8_moe.from_pretrained(directory / "first", config_of(stage=2), dtype=torch.bfloat16)
+    save_pretrained(engine_of(net, stage=2), directory / "unquantised")
     dist.barrier()
     return same(files_of(directory / "second"), files_of(directory / "first"))
 
@@ -297,7 +299,8 @@ def there_and_back(directory):
 def test_files_in_fp8_come_back_as_they_were(ranks2, tmp_path):
     assert ranks2.run(there_and_back, tmp_path) == [True, True]
     first, second = ((tmp_path / name / "config.json").read_text() for name in ("first", "second"))
-    assert first == second
+    assert first == second and "quantization_config" in first
+    assert "quantization_config" not in (tmp_path / "unquantised" / "config.json").read_text()
 
 
 def with_dora():
