@@ -180,7 +180,8 @@ def _restore_layer(module: torch.nn.Module) -> None:
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
-            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples", "mxfp8_routes"):
+            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples", "mxfp8_routes",
+                         "mxfp8_sums"):
                 vars(part).pop(ours, None)
 
 

@@ -288,7 +288,8 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
         ups = (FFN if formula.kind == "mlp" else 2 * FFN), HIDDEN
         adapters = {name: LowRank(leaf(randn(EXPERTS, kind.rank, width)), leaf(randn(EXPERTS, out, kind.rank)))
                     for name, (out, width) in {"up": ups, "down": (HIDDEN, FFN)}.items()}
-    stacks = [w for w in weights.values() if summed and w.dim() == 3]
+    # In the order of ZeRO's sums, where the one of `down` lies between the other two.
+    stacks = [weights[role] for role in ("gate", "down", "up") if summed and role in weights]
     flat = torch.zeros(sum(w.numel() for w in stacks), dtype=kind.dtype, device=device)
     parts = zip(stacks, flat.split([w.numel() for w in stacks]), strict=True)
     sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}

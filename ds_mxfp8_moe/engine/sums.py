@@ -6,8 +6,9 @@ as a whole. `Sums.sum_of` tells their backward where. All bits are those of Deep
 
     ZeRO-2  Backward puts the first gradient of a step there, and autograd makes it `parameter.grad`, which is divided
             by the number of ranks in place. Backward divides later ones and adds them, and autograd gets none.
-    ZeRO-1  The same, but `parameter.grad` lies there until the step, which divides the sum. A step of one micro-batch
-            begins its sum after backward, as DeepSpeed does, where memory is free again.
+    ZeRO-1  The same, but `parameter.grad` is a view of the sum for the whole step, and is divided at the end of its
+            last backward. A step of one micro-batch begins its sum after backward, as DeepSpeed does, where memory is
+            free again. Who sets `parameter.grad` to None drops what the sum holds.
 
 A parameter may get gradients from elsewhere, too: a layer runs twice, or a loss reads the weights. Autograd adds them
 up. If `parameter.grad` then does not lie in the sum, it goes the usual way, as all gradients of this parameter do from
@@ -30,6 +31,7 @@ class Sums:
     Attributes:
         keys: id of a parameter -> (group, index in the group, DeepSpeed's number of the parameter).
         given: keys of parameters that `sum_of` answered for -> autograd's number of the pass.
+        taken: those of them whose gradients `takes` has ended.
         made: groups whose sums began here. Others may begin on another stream.
         mixed: keys of parameters that get gradients from elsewhere, too.
     """
@@ -38,6 +40,7 @@ class Sums:
         self.keys = {id(p): (i, p.param_idx_in_group, optimizer.param_id[id(p)])
                      for i, group in enumerate(optimizer.bit16_groups) for p in group}
         self.given: dict[tuple, int] = {}
+        self.taken: set[tuple] = set()
         self.made: set[int] = set()
         self.mixed: set[tuple] = set()
 
@@ -50,14 +53,16 @@ class Sums:
         if key is None or optimizer.param_dict[key[2]] is not param or key in self.mixed:
             return None
         i, place, divisor = key[0], optimizer._place(*key), optimizer._divisor()
-        # A hook sees the gradient of one pass. One hook is DeepSpeed's.
-        if (not place.alone or optimizer._deepspeed_keeps_sum(i) or math.frexp(divisor)[0] != 0.5
+        # Kernels multiply by 1 / divisor, which is exact for powers of two. A hook sees the gradient of one pass. One
+        # hook is DeepSpeed's.
+        if (not place.alone or optimizer._deepspeed_keeps_sum(i) or each and math.frexp(divisor)[0] != 0.5
                 or param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > 1
                 or optimizer._coalesce_grad_reduction or not getattr(param, "ds_grad_is_ready", True)
                 or not _accumulates(param)):
             return None
         number = torch._C._current_graph_task_id()
-        if key in self.given and (each or self.given[key] == number):
+        # Without `param.grad`, the gradient that began the sum is on its way to it, or was dropped.
+        if key in self.given and (each or self.given[key] == number or param.grad is None):
             return None
         exists = optimizer.all_grad_tensors.get(i) is not None
         if param.grad is not None and (each or not exists or not self._in_place(optimizer, param, key)):
@@ -79,7 +84,7 @@ class Sums:
         return Sum(out, True, 1 / divisor)
 
     def takes(self, optimizer: Any, param: torch.nn.Parameter, key: tuple) -> bool:
-        """Ends the way of a gradient that is in its sum already. False: it is not."""
+        """True: nothing is left to do, since the gradient is in its sum, or there is none."""
         if param.grad is None:  # autograd calls hooks without a gradient, too
             return True
         if key not in self.given:
@@ -89,6 +94,7 @@ class Sums:
             if (divisor := optimizer._divisor()) != 1:
                 param.grad.div_(divisor)
             param.grad = None
+            self.taken.add(key)
             optimizer._mark_reduced([key])
             return True
         self.mixed.add(key)
@@ -98,13 +104,29 @@ class Sums:
 
     def end(self, optimizer: Any) -> None:
         """Ends the passes since the last call, whose gradients are about to be read."""
-        if not optimizer.partition_gradients:
-            for key in self.given:
-                self.takes(optimizer, optimizer.param_dict[key[2]], key)
+        if optimizer.partition_gradients:
+            return
+        for key in self.given.keys() - self.taken:
+            param = optimizer.param_dict[key[2]]
+            if param.grad is None:  # it was dropped
+                _part(optimizer, optimizer._place(*key), key[0]).zero_()
+            self.takes(optimizer, param, key)
+
+    def leave(self, optimizer: Any) -> None:
+        """Gives gradients of the step that has begun memory of their own, as other optimizers expect it."""
+        if optimizer.partition_gradients:
+            return
+        for key in self.given.keys() - self.taken:
+            param = optimizer.param_dict[key[2]]
+            if param.grad is not None and self._in_place(optimizer, param, key):
+                param.grad = param.grad.clone()
+        for i in self.made:
+            optimizer.all_grad_tensors[i] = None
 
     def clear(self) -> None:
         """Forgets the passes since the last call."""
         self.given.clear()
+        self.taken.clear()
         self.made.clear()
 
     def _in_place(self, optimizer: Any, param: torch.nn.Parameter, key: tuple) -> bool:

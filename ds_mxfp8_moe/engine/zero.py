@@ -12,8 +12,8 @@ The way of a gradient, in DeepSpeed's names:
     parameter.grad -> bucket (`ipg_buckets`) -> averaged over ranks -> sum of this rank's partition (`flat_partition`)
                    -> in float32, unscaled and clipped -> optimizer
 
-A gradient that no other rank has a part of needs no average. It goes from `parameter.grad` to the sum at once, or is
-there already (sums.py).
+A gradient that no other rank has a part of needs no communication. It goes from `parameter.grad` to the sum at once,
+or is there already (sums.py).
 """
 
 import math
@@ -49,6 +49,8 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     """
     if type(optimizer) not in (DeepSpeedZeroOptimizer, BatchedChecks, BatchedGradients):
         return None
+    if isinstance(optimizer, BatchedGradients):
+        optimizer.mxfp8_batching.sums.leave(optimizer)
     optimizer.__class__ = DeepSpeedZeroOptimizer
     vars(optimizer).pop("mxfp8_batching", None)
     if not on:
@@ -155,7 +157,8 @@ class _Batching:
             the backward pass.
         stream: the one that computed the gradients that wait. None: the current one.
         places: parameter id -> its place.
-        fresh: groups whose sum began in this backward pass. This pass copies gradients into the sum. Later passes add.
+        fresh: groups whose sum began since the last epilogue: in this pass (ZeRO-2), or in this step (ZeRO-1).
+            Gradients are copied into such a sum, and added to others.
         specs, likes: for each group, DeepSpeed's description of the parts of its sum, and tensors of their shapes.
         norm: of all gradients in this step, as DeepSpeed computed it.
         scaled: gradients that are unscaled and clipped already.
@@ -284,7 +287,7 @@ class BatchedGradients(BatchedChecks):
         bucket.clear()
 
     def _add_alone(self) -> None:
-        """Adds gradients that need no average to the sums of the partitions, or begins the sums with them."""
+        """Adds gradients that no other rank has to the sums of the partitions, or begins the sums with them."""
         batching = self.mxfp8_batching
         alone, batching.alone, batching.alone_elements = batching.alone, [], 0
         if not alone:

@@ -15,6 +15,7 @@ from test_expert_ffn import RECIPES, formula
 from test_steps import alone, equal, launches_are, programs
 from test_zero import check_equal, coalesced, each_backward, no_sync
 
+from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.compute.sums import Sum
 from ds_mxfp8_moe.engine import sums
@@ -223,6 +224,40 @@ def several_passes(stage, way, config):
 def test_several_backward_passes_before_a_step(ranks2, stage, way, name):
     config = {} if name == "managed" else {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
     check_equal(ranks2.run(several_passes, stage, way, config))
+
+
+def interrupted(what, stage=1):
+    """Something happens between two micro-batches, the second of which does without the experts if they dropped
+    theirs."""
+    results = []
+    for batched in (False, True):
+        reset_deepspeed_groups()
+        section = {"enabled": True, "batch_gradients": batched}
+        engine = autoep_engine(section, stage, 2, model_changes={"dtype": torch.bfloat16},
+                               gradient_accumulation_steps=2, **BF16)
+        layers = autoep_layers(engine.module)
+        for number in range(0, 2 * STEPS, 2):
+            engine.backward(forward(engine, number))
+            engine.step()
+            if what == "dropped":
+                for p in layers[0].experts.parameters():
+                    p.grad = None
+                net = engine.module
+                engine.backward(net.lm_head(net.get_input_embeddings()(batch(number))).float().square().mean())
+            else:
+                convert(engine, {"mxfp8_moe": {**section, **what}})
+                engine.backward(forward(engine, number + 1))
+            engine.step()
+        end = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        results.append(([], end, state(engine)))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("what", ["dropped", {"metrics": {"every": 100}}, {"batch_gradients": False}],
+                         ids=["gradients-dropped", "converted-again", "switched-off"])
+def test_between_two_micro_batches(ranks2, what):
+    check_equal(ranks2.run(interrupted, what))
 
 
 def failing(batched, stage):
