@@ -20,7 +20,7 @@ and backward transposes them for one GEMM at a time. A recipe without quantisati
 dtype.
 
 This file is the differentiable function. expert_math.py computes the rows, and records what can be replayed.
-transport/ moves the rows, casts.py and grouped_gemm.py choose the kernels.
+transport/ moves the rows, compute/casts.py and compute/grouped_gemm.py choose the kernels.
 
 The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 

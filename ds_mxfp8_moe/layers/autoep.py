@@ -86,7 +86,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     mxfp8_settings: LayerSettings
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
-    mxfp8_samples: list | None = None  # metrics.py
+    mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

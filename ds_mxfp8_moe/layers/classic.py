@@ -138,7 +138,7 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_experts: ExpertsAtConversion
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
-    mxfp8_samples: list | None = None  # metrics.py
+    mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
 
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
