@@ -5,8 +5,8 @@ PEFT (`LoraConfig(target_parameters=[...])`) wraps a module of stacked experts, 
 does not recognise a wrapped module. So the wrappers are taken off while AutoEP makes its layers. They then become a
 part of the layer, where PEFT's own functions find them, for example those that switch adapters off.
 
-The layer does not merge adapters into weights. It multiplies rows by the two factors (ffn/expert_ffn.py), which needs no
-gradient of the experts' weights and leaves these, and their quantised copies, as they are.
+The layer does not merge adapters into weights. It multiplies rows by the two factors (ffn/expert_ffn.py), which needs
+no gradient of the experts' weights and leaves these, and their quantised copies, as they are.
 """
 
 import re
