@@ -54,7 +54,7 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
 
     Raises:
         TypeError: there is no engine, or its model is none of transformers and has no classic layers.
-        ValueError: this model has no FP8 form that engines read. The error says why.
+        ValueError: this model has no form in the block FP8 that vLLM and SGLang document. The error says why.
         RuntimeError: the model is split by tensor parallelism, or something was added to it that cannot be merged.
     """
     return stream(checked(engine, weights), weights, bucket_bytes, rank_0_only)

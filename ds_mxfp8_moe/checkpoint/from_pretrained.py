@@ -37,12 +37,12 @@ def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.Pat
                     **kwargs) -> nn.Module:
     """`AutoModelForCausalLM.from_pretrained` with the experts in MXFP8, for training in which they stay frozen.
 
-    Collective over all ranks. A rank reads the experts that DeepSpeed will give to it. They lie on the accelerator.
-    Host memory holds one expert at a time. Give the result to `peft.get_peft_model`, then to `initialize`, the Trainer
-    or Accelerate. It computes nothing before.
+    Collective over all ranks. A rank reads the experts that DeepSpeed will give to it. The experts lie on the
+    accelerator. Host memory holds one expert at a time. Give the result to `peft.get_peft_model`, then to
+    `initialize`, the Trainer or Accelerate. It computes nothing before.
 
     Args:
-        name_or_path: of a checkpoint in safetensors files.
+        name_or_path: of a checkpoint in safetensors files: a folder, or a name on the hub.
         config: the DeepSpeed config of the later engine, with the sections "mxfp8_moe" and "expert_parallel".
         model_class: transformers' class or auto class. Default: AutoModelForCausalLM.
         kwargs: for its `from_pretrained`.

@@ -27,9 +27,9 @@ def save_pretrained(engine: Any, directory: str | os.PathLike, weights: str = "b
     host memory, one MoE layer or one other tensor at a time, and writes it. Of a PeftModel, it writes the adapters, as
     PEFT does.
 
-    With "fp8", the experts are block FP8, and vLLM, SGLang and transformers read the files. `export_weights` says
-    which bytes these are. Rank 0 holds one file in its host memory. Adapters are merged. Of a model with classic
-    layers, it writes a state dict in this format, with the names that it has with `ep_size=1`.
+    With "fp8", the experts are in the block FP8 that vLLM and SGLang document (not run), and that transformers reads.
+    `export_weights` says which bytes these are. Rank 0 holds one file in its host memory. Adapters are merged. Of a
+    model with classic layers, it writes a state dict in this format, with the names that it has with `ep_size=1`.
 
     Args:
         engine: what `initialize` or `accelerator.prepare` returned, over a transformers model or a PeftModel around
@@ -41,7 +41,7 @@ def save_pretrained(engine: Any, directory: str | os.PathLike, weights: str = "b
 
     Raises:
         TypeError: there is no engine, or it has no transformers model. With "fp8", nor classic layers.
-        ValueError: the model has no FP8 form that engines read; see `export_weights`.
+        ValueError: the model has no form in this block FP8; see `export_weights`.
         RuntimeError: the model is split by tensor parallelism. Or rank 0 could not write; raised on every rank.
     """
     engine = engine_of(engine)
