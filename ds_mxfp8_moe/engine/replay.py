@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.pipe import PipelineModule
 
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
@@ -26,7 +27,7 @@ from ..layers.found import converted_layers
 from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
-from ..transport.deadline import failure_of_any, tell_peers_on_error
+from ..transport.deadline import answers_of_all, failure_of_any, tell_peers, tell_peers_on_error
 from .hooks import engine_of
 
 
@@ -35,7 +36,8 @@ def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
     """Records which experts each token goes to, in all forwards of a model inside the `with`.
 
     Recomputations by activation checkpointing record nothing. They choose what their forward chose. Each rank records
-    its own tokens, without communication, and the host waits for nothing.
+    its own tokens, without communication, and the host waits for nothing. Only the stages of a pipeline agree when the
+    `with` begins that all of them can record.
 
     Args:
         engine: a DeepSpeed engine, or a model with converted layers.
@@ -47,8 +49,6 @@ def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
         RuntimeError: the routes of this model cannot be recorded. The text says why.
     """
     layers, state = _prepared(engine, "record_routes")
-    if state.recorded is not None:
-        raise RuntimeError("record_routes: the routes of this model are recorded already")
     with _watched(engine, layers, state):
         state.recorded = recorded = RecordedRoutes([layer.mxfp8_routes for layer in layers])
         try:
@@ -63,11 +63,12 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
 
     The n-th forward of the model takes the n-th routes, evaluations too. A token whose K ids are all -1 in a layer
     chooses by itself there: a padding token, or one without routes. Recomputations by activation checkpointing choose
-    what their forward chose, also after the `with`, until the engine's next step.
+    what their forward chose, also after the `with`, until the engine's next step. Where ds_mxfp8_moe has started no
+    engine, until the next `with` begins. Later ones raise an error.
 
-    Each rank gives the routes of its own tokens, for all experts of the group. This is collective over all ranks. They
-    check all routes when the `with` begins, and the host waits for that. In the forwards it waits for nothing more
-    than it does without replay.
+    Each rank gives the routes of its own tokens, for all experts of the group, and for as many forwards as the other
+    ranks. This is collective over all ranks. They check all routes when the `with` begins, and the host waits for
+    that. In the forwards it waits for nothing more than it does without replay.
 
     Args:
         engine: a DeepSpeed engine, or a model with converted layers.
@@ -76,21 +77,23 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
             hidden states. L counts the MoE layers, without dense layers.
 
     Raises:
-        ValueError: before the forwards, on every rank, if on any rank shapes are wrong, ids are not in 0..E-1, or a
-            token has an expert twice. In a forward: the routes are for another number of tokens.
-        RuntimeError: the routes of this model cannot be replayed; there are more forwards than routes, or fewer.
+        ValueError: before the forwards, on every rank, if on any rank shapes are wrong, ids are not in 0..E-1, a token
+            has an expert twice, or the routes cannot be read; or if ranks give routes of different numbers of
+            forwards. In a forward: the routes are for another number of tokens.
+        RuntimeError: before the forwards, on every rank, if the routes of this model cannot be replayed on any rank.
+            There are more forwards than routes, or fewer.
     """
     layers, state = _prepared(engine, "replay_routes")
-    if state.replayed is not None:
-        raise RuntimeError("replay_routes: routes are replayed already")
     given = _checked(layers, routes)
     with _watched(engine, layers, state):
         state.replayed = iter(given)
         try:
             yield
             if unused := operator.length_hint(state.replayed):
-                raise RuntimeError(f"replay_routes: {unused} of the routes of {len(given)} forwards were not used: "
-                                   "give routes for each forward inside the `with`, in their order")
+                error = RuntimeError(f"replay_routes: {unused} of the routes of {len(given)} forwards were not used: "
+                                     "give routes for each forward inside the `with`, in their order")
+                tell_peers(error)  # they may be in a forward that this rank did not run
+                raise error
         finally:
             state.replayed = None
 
@@ -125,23 +128,42 @@ def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tenso
 
 @tell_peers_on_error
 def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
-    """The layers and the state of a model. Raises RuntimeError if its routes cannot be recorded or replayed."""
-    if gone := missing("router replay"):
-        raise RuntimeError(f"{name}: not supported: {gone}")
+    """The layers and the state of a model. Raises RuntimeError if its routes cannot be recorded or replayed.
+
+    Before a replay and for pipelines, this is collective, and raises on every rank if it does on any.
+    """
     model = getattr(engine, "module", engine)
-    layers = converted_layers(model)
-    if not layers:
-        raise RuntimeError(f'{name}: the model has no layers that ds_mxfp8_moe converted. Enable "mxfp8_moe" in its '
-                           "config, and read the start-up lines about the layers")
-    for path, module in model.named_modules():
-        if reason := _obstacle(module):
-            raise RuntimeError(f"{name}: not supported for {path}: {reason}")
-    state = routes_of(model, make=True)
-    if engine_of(engine) is None or missing("steps"):  # nothing tells when a step ends
+    layers, state = converted_layers(model), routes_of(model, make=True)
+    failure = _refusal(model, layers)
+    if (state.recorded if name == "record_routes" else state.replayed) is not None:
+        failure = "this model is inside another `with` of it already"
+    if name == "replay_routes" or isinstance(model, PipelineModule):  # whose stages have different layers
+        failure = _failure_of_any(failure)
+    if failure:
+        raise RuntimeError(f"{name}: {failure}")
+    if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
         state.forget()
     for index, layer in enumerate(layers):
         layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, _top_k(layer), state)
     return layers, state
+
+
+def _refusal(model: torch.nn.Module, layers: list) -> str | None:
+    """Why routes of this model can be neither recorded nor replayed. None: they can."""
+    if gone := missing("router replay"):
+        return f"not supported: {gone}"
+    if not layers:
+        return ('the model has no layers that ds_mxfp8_moe converted. Enable "mxfp8_moe" in its config, and read the '
+                "start-up lines about the layers. Each stage of a pipeline needs such a layer")
+    reasons = ((path, _obstacle(module)) for path, module in model.named_modules())
+    return next((f"not supported for {path}: {reason}" for path, reason in reasons if reason), None)
+
+
+def _failure_of_any(failure: str | None) -> str | None:
+    """The failure of any rank. Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return failure
+    return failure_of_any(dist.get_world_group(), failure, "the check of routes")
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
@@ -190,16 +212,17 @@ def _around(model: torch.nn.Module, layers: list) -> list[torch.nn.Module]:
 
 def _checked(layers: list, routes: Any) -> list[Given]:
     """The routes of each forward. Collective: raises ValueError on every rank if they are wrong on any rank."""
-    several = [*routes] if isinstance(routes, Sequence) else [routes]
     given, failure = [], None
-    for n, one in enumerate(several):
-        try:
+    try:
+        for one in routes if isinstance(routes, Sequence) else [routes]:
             given.append(_given(layers, one))
-        except ValueError as error:
-            failure = f"forward {n}: {error}"
-            break
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        failure = failure_of_any(dist.get_world_group(), failure, "the check of routes")
+    except Exception as error:  # of any kind: the other ranks wait for this one's answer
+        failure = f"forward {len(given)}: {error}"
+    failure = _failure_of_any(failure)
+    if not failure and dist.is_initialized() and dist.get_world_size() > 1:
+        counts = answers_of_all(dist.get_world_group(), len(given), "the check of routes")
+        if len(set(counts)) > 1:
+            failure = f"the ranks, in their order, give routes of {counts} forwards; expected as many on every rank"
     if failure:
         raise ValueError(f"replay_routes: {failure}")
     return given

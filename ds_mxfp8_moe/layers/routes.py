@@ -60,12 +60,14 @@ class Forward:
         given: what it replays. None: the layers choose by themselves.
         turns: of the layers that were called, by their indices.
         token_shape: of the hidden states, without the last axis.
+        forgotten: whether this stands for all forwards that `ModelRoutes.forget` forgot.
     """
 
     start: int
     given: Given | None = None
     turns: dict[int, Turn] = field(default_factory=dict)
     token_shape: torch.Size | None = None
+    forgotten: bool = False
 
 
 class RecordedRoutes(Sequence):
@@ -89,7 +91,7 @@ class RecordedRoutes(Sequence):
         if isinstance(n, slice):
             return [self[i] for i in range(*n.indices(len(self)))]
         forward = self._forwards[n]
-        if absent := [layer.name for layer in self._layers if layer.index not in forward.turns]:
+        if absent := [layer.name for layer in self._layers if forward.turns.get(layer.index, Turn()).made_TK is None]:
             raise RuntimeError(f"the routes of forward {n} are incomplete: it did not reach {', '.join(absent)}")
         most = max(layer.top_k for layer in self._layers)
         made = [torch.nn.functional.pad(forward.turns[layer.index].made_TK, (0, most - layer.top_k), value=-1)
@@ -140,8 +142,10 @@ class ModelRoutes:
             self._remembered.append(Forward(_node_number()))  # later forwards have no turns
 
     def forget(self) -> None:
-        """Forgets what recomputations of all forwards until now would need."""
-        self._remembered.clear()
+        """Forgets what recomputations of all forwards until now would need. They raise an error."""
+        gone = [one for one in self._remembered if one.turns or one.forgotten][:1]
+        last = [one for one in self._remembered[-1:] if not one.turns and not one.forgotten]
+        self._remembered = [*(Forward(one.start, forgotten=True) for one in gone), *last]
 
     @torch.compiler.disable
     def turn(self, layer: "LayerRoutes", token_shape: torch.Size) -> Turn | None:
@@ -150,6 +154,10 @@ class ModelRoutes:
         if node is not None:
             number = node._sequence_nr()
             repeated = next((one for one in reversed(self._remembered) if one.start <= number), None)
+            if repeated is not None and repeated.forgotten:
+                raise RuntimeError(f"{layer.name} is recomputed after the routes of its forward were forgotten: run "
+                                   "backward before the engine's step; without an engine of ds_mxfp8_moe, before the "
+                                   "next `with record_routes` or `with replay_routes`")
             known = repeated is not None and layer.index in repeated.turns
             return Turn(repeated.turns[layer.index].made_TK, complete=True) if known else None
         if self.recorded is None and self.replayed is None:
@@ -194,7 +202,7 @@ class LayerRoutes:
 
         Raises:
             ValueError: the routes to replay are for another number of tokens.
-            RuntimeError: the layer was called without its model, or twice in one forward.
+            RuntimeError: the layer was called without its model, or twice in one forward, or is recomputed too late.
         """
         if torch.compiler.is_compiling() and self.model.recorded is None and self.model.replayed is None:
             return None

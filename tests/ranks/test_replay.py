@@ -15,9 +15,11 @@ from test_autoep_presets import QUICK
 import ds_mxfp8_moe
 from architectures import ARCHITECTURES, tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
+from ds_mxfp8_moe.engine import replay
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.routes import Turn
 from ds_mxfp8_moe.layers.sparse_mixer import SparseMixerRouter
+from ds_mxfp8_moe.transport.deadline import absence
 
 MXFP8 = {"enabled": True}
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32
@@ -246,12 +248,24 @@ WRONG = {
 }
 
 
+UNREADABLE = {
+    "rank 1: forward 0: Could not infer dtype of NoneType": None,
+    "rank 1: forward 0: Could not infer dtype of generator": (one for one in [GOOD]),
+    "rank 1: forward 1: expected sequence of length 1": [GOOD, [[0], [0, 1]]],
+    r"the ranks, in their order, give routes of \[1, 3\] forwards; expected as many": [GOOD] * 3,
+}
+
+
 def wrong_on_rank_1() -> None:
     engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(BF16, 0, 2))[0]
     model, ids = engine.module, batch(0)
     for told, routes in WRONG.items():
         with pytest.raises(ValueError, match="replay_routes: rank 1: forward 1: .*" + told), \
                 replay_routes(engine, [GOOD, routes if dist.get_rank() else GOOD]):
+            raise AssertionError("the forward began")
+    for told, routes in UNREADABLE.items():
+        with pytest.raises(ValueError, match="replay_routes: " + told), \
+                replay_routes(engine, routes if dist.get_rank() else GOOD):
             raise AssertionError("the forward began")
     with replay_routes(engine, GOOD), pytest.raises(ValueError, match=r"mlp: the routes to replay are for 32 tokens; "
                                                                       r"expected 16, of hidden states \[1, 16, H\]"):
@@ -262,19 +276,28 @@ def wrong_on_rank_1() -> None:
     with pytest.raises(RuntimeError, match="2 of the routes of 3 forwards were not used"), \
             replay_routes(engine, [GOOD] * 3):
         model(ids)
+    assert "2 of the routes of 3 forwards" in absence(dist.get_rank())  # what peers would read
     layer = converted_layers(model)[0]
     with record_routes(engine), pytest.raises(RuntimeError, match="mlp was called outside its model's forward"):
         layer(torch.zeros(1, 1, 64))
-    with record_routes(engine), pytest.raises(RuntimeError, match="are recorded already"), record_routes(model):
+    with record_routes(engine), pytest.raises(RuntimeError, match="inside another `with` of it"), record_routes(model):
         pass
     with record_routes(engine) as routes:
         with pytest.raises(ZeroDivisionError), mock.patch.object(model.model.layers[1], "forward",
                                                                  lambda *args, **keys: 1 / 0):
             model(ids)
+        hook = converted_layers(model)[1].router.gate.register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+        hook.remove()
         model(ids)
-        with pytest.raises(RuntimeError, match="forward 0 are incomplete: it did not reach model.layers.1.mlp"):
-            routes[0]
-    assert routes[1].shape == (2, 16, 2, 2)
+        for n in range(2):
+            with pytest.raises(RuntimeError, match=f"forward {n} are incomplete: it did not reach model.layers.1.mlp"):
+                routes[n]
+    assert routes[2].shape == (2, 16, 2, 2)
+    with pytest.raises(ValueError, match="replay_routes: rank 1: forward 0: the routes of forward 0 are incomplete"), \
+            replay_routes(engine, routes if dist.get_rank() else [GOOD] * 3):
+        raise AssertionError("the forward began")
 
 
 def test_errors_are_raised_before_the_forward_on_every_rank(ranks2):
@@ -308,6 +331,14 @@ def refused() -> None:
         for enter in (record_routes, lambda engine: replay_routes(engine, GOOD)):
             with pytest.raises(RuntimeError, match=told), enter(engine):
                 pass
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe"), config=ds_config(BF16, 0, 2))[0]
+    mine = engine.module if dist.get_rank() else torch.nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="replay_routes: rank 0: the model has no layers"), \
+            replay_routes(mine, GOOD):
+        raise AssertionError("the forward began")
+    with mock.patch.object(replay, "PipelineModule", torch.nn.Module), pytest.raises(
+            RuntimeError, match="record_routes: rank 0: the model has no layers"), record_routes(mine):
+        raise AssertionError("the forward began")
 
 
 def test_what_is_refused(ranks2):

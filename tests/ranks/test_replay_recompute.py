@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that activation checkpointing calls again choose what their forward chose; and compiled ones."""
 
+import deepspeed.comm as dist
 import pytest
 import torch
 from autoep_models import batch, ds_config
+from models import DEFAULT, PLAIN, Layout, make_engine
+from models import batch as layout_batch
+from test_recompute import CheckpointedNet
 from test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
 
 import ds_mxfp8_moe
 from architectures import tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.routes import routes_of
 
 
 def inside(engine, loss_of, routes):
@@ -139,3 +144,31 @@ def changed_between() -> list[bool]:
 
 def test_a_recomputation_does_not_choose_anew(ranks2):
     assert ranks2.run(changed_between) == [[True, True]] * 2
+
+
+def never_hooked(with_engine: bool) -> int:
+    """How many forwards are remembered where nothing tells when a step ends. Recomputations that are late fail."""
+    net, layout = CheckpointedNet("reentrant", 2), Layout()
+    ds_mxfp8_moe.convert(net, DEFAULT)
+    engine = make_engine(layout, PLAIN, net)
+    x, target = layout_batch(0, layout, dist.get_rank())
+
+    def loss() -> torch.Tensor:
+        return net(x.requires_grad_(), target)
+
+    losses = [loss()]
+    for _ in range(4):
+        with record_routes(engine if with_engine else net):
+            losses.append(loss())
+    losses.append(loss())
+    for n in (0, 4, 5):
+        losses[n].backward()
+    for n in (1, 3):
+        with pytest.raises(RuntimeError, match="is recomputed after the routes of its forward were forgotten"):
+            losses[n].backward()
+    return len(routes_of(net)._remembered)
+
+
+@pytest.mark.parametrize("with_engine", [True, False])
+def test_without_an_engine_that_tells_of_steps(ranks2, with_engine):
+    assert ranks2.run(never_hooked, with_engine) == [5, 5]  # forgotten, live, live, the last forward, live
