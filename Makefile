@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | test-slow | test-all | test-releases | lint | finetune | report. Each sets up what it needs in
+# make setup | test | test-slow | test-releases | lint | finetune | report. Each sets up what it needs in
 # $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
 #   VENV        the virtual environment that is made
@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup test test-slow test-all test-releases lint finetune report
+.PHONY: setup test test-slow test-releases lint finetune report
 
 PYTHON ?= python3
 # Its path is looked up here, before the new environment's python3 comes first on PATH.
@@ -71,10 +71,6 @@ test: $(VENV)/ready
 # Packaging, compilation ahead of time, launchers, benchmarks and long examples.
 test-slow: $(VENV)/ready
 	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m slow tests/unit tests/kernels tests/examples tests/ranks
-
-# Both at once: ranks and the libraries that they import start once. Files with builds come first, short ones last.
-test-all: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) tests/kernels tests/unit tests/examples tests/ranks tests/gpu
 
 # The tests with the oldest and the newest releases, and ahead-of-time compilation with each Triton: tests/releases.py.
 test-releases:
