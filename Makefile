@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | test-slow | test-releases | lint | finetune | report. Each sets up what it needs in
-# $(VENV) first.
+# make setup | test | test-slow | test-releases | lint | finetune | report. Each sets up what it needs in $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
 #   VENV        the virtual environment that is made
 #   TORCH       the release of torch to install, by default the newest that the package was tested with
