@@ -173,9 +173,8 @@ NAMES = tuple(Row(*row) for row in (
      ".down_proj .down_proj_scale_inv .gate_up_proj .gate_up_proj_scale_inv .has_gate"),
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Linear", ".activation_scale .weight_scale_inv"),
     ("FP8 experts", "transformers.integrations.mxfp4:Mxfp4GptOssExperts",
-     ".down_proj_bias .hidden_size .intermediate_size .num_experts"),
-    ("FP8 experts", "transformers.integrations.mxfp4:Mxfp4ReverseDeserialize",
-     "convert(self, input_dict, model, full_layer_name, ...)"),
+     ".down_proj_bias .down_proj_precision_config .gate_up_proj_precision_config .hidden_size .intermediate_size "
+     ".num_experts"),
     ("FP8 experts", _ENGINE, "_cast_module_mixed_precision"),
     ("from_pretrained", "transformers:PreTrainedModel",
      "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, ...)"),

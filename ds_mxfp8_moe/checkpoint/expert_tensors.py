@@ -68,7 +68,8 @@ class ExpertSources:
 def _place(pattern: str, converters: list, parameter: str) -> int:
     """0 for what becomes the upper rows of a parameter, or all of them, and 1 for what becomes the lower ones."""
     converter = next(one for one in converters if pattern in one.source_patterns)
-    weights = [one for one in converter.source_patterns if not one.endswith(("_scale_inv", "activation_scale"))]
+    weights = [one for one in converter.source_patterns
+               if not one.removesuffix("$").endswith(("_scale_inv", "activation_scale"))]
     done = [type(operation).__name__ for operation in converter.operations]
     plain = [one for one in done if not one.endswith("Dequantize")]
     if plain not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or len(weights) > 2:

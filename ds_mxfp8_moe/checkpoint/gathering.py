@@ -175,8 +175,10 @@ def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
         skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype)
     if hasattr(model, "generation_config"):  # classifiers have none
         skeleton.generation_config = copy.deepcopy(model.generation_config)
-    if hasattr(model, "_weight_conversions"):  # how from_pretrained renamed what it read
-        skeleton._weight_conversions = model._weight_conversions
+    conversions = getattr(model, "_weight_conversions", None)  # how from_pretrained renamed what it read
+    done = [type(one).__name__ for of in conversions or () for one in getattr(of, "operations", ())]
+    if conversions is not None and not any(name.endswith("Dequantize") for name in done):  # which cannot be undone
+        skeleton._weight_conversions = conversions
     return skeleton
 
 

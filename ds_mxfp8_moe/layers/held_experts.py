@@ -146,15 +146,14 @@ def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int
 
 def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
                       device: torch.device) -> FrozenWeights:
-    from transformers.integrations.mxfp4 import Mxfp4ReverseDeserialize
-
-    root = nn.Module()
-    root.experts = source
     weights = FrozenWeights(count, source.hidden_size, source.intermediate_size, dtype, device)
     for gemm, stack in (("up", "gate_up_proj"), ("down", "down_proj")):
-        packed = Mxfp4ReverseDeserialize(None).convert({}, model=root, full_layer_name=f"experts.{stack}_blocks")
+        # transformers keeps both in the layout of its kernels, [E, K, N].
+        blocks, scales = (one.storage.layout.unswizzle_data(one.storage.data).transpose(-1, -2) for one in (
+            getattr(source, stack), getattr(source, f"{stack}_precision_config").weight_scale))
+        blocks = blocks.reshape(*scales.shape, -1)
         for i in range(first, first + count):
-            parts = [packed[f"experts.{stack}_{kind}"][i].to(device) for kind in ("blocks", "scales")]
+            parts = [blocks[i].to(device), scales[i].to(device)]
             parts = rows_apart(*parts) if gemm == "up" else parts
             weights.put_tiles(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))
     return weights

@@ -3,6 +3,7 @@
 
 import io
 import itertools
+import json
 import re
 from contextlib import redirect_stdout
 
@@ -298,9 +299,11 @@ def there_and_back(directory):
 
 def test_files_in_fp8_come_back_as_they_were(ranks2, tmp_path):
     assert ranks2.run(there_and_back, tmp_path) == [True, True]
-    first, second = ((tmp_path / name / "config.json").read_text() for name in ("first", "second"))
-    assert first == second and "quantization_config" in first
-    assert "quantization_config" not in (tmp_path / "unquantised" / "config.json").read_text()
+    first, second, unquantised = (json.loads((tmp_path / name / "config.json").read_text())
+                                  for name in ("first", "second", "unquantised"))
+    # transformers 5.17 adds plans of parallelism when it loads FP8.
+    assert first == {key: value for key, value in second.items() if not key.endswith("_plan")}
+    assert "quantization_config" in first and "quantization_config" not in unquantised
 
 
 def with_dora():

@@ -57,6 +57,9 @@ VALUES = [*((family, kind, {}) for family in FAMILIES for kind in ("bf16", "floa
 def test_experts_have_the_values_of_the_files(tmp_path, family, kind, sizes, on_gpu):
     """`on_gpu`: transformers makes FP8 layers, as it does there, and does not dequantise."""
     write(tmp_path, family, kind, **sizes)
+    if kind == "transformers" and not any(
+            tensor.dim() > 1 for name, tensor in tensors_of(tmp_path).items() if name.endswith("_scale_inv")):
+        pytest.skip(f"transformers {transformers.__version__} saves no scales of experts that it has quantised")
     with fp8_without_gpu() if on_gpu else nullcontext():
         net = from_pretrained(tmp_path, ds_config(MXFP8, ep_size=1))
     wanted = list(expert_values(tmp_path).values())
