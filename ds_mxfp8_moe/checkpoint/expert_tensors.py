@@ -13,6 +13,7 @@ from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 
 from ..compute import casts
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
+from ..compute.formula import DTYPES
 from ..compute.mx import TILE, MXTensor
 from ..layers.held_experts import STACKS, gate_above_up, rows_apart
 from ..layers.presets import gate_and_up_in_turn
@@ -20,7 +21,6 @@ from .shards import Shards
 
 # How the names of a quantised weight's parts end, in place of the weight's own name.
 PARTS = ("_scale_inv", "_blocks", "_scales")
-HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertSources:
@@ -147,9 +147,9 @@ class ExpertTensors:
 
     def _of_high_precision(self, stack: str, names: list[str], weights: list[torch.Tensor]) -> MXTensor:
         for name, weight in zip(names, weights, strict=True):
-            if weight.dtype not in HIGH_PRECISION:
+            if weight.dtype not in DTYPES:
                 raise TypeError(f"{name} has dtype {weight.dtype} and no scales in the checkpoint; expected "
-                                f"{', '.join(map(str, HIGH_PRECISION))}, or block FP8 or MXFP4")
+                                f"{', '.join(map(str, DTYPES))}, or block FP8 or MXFP4")
         weights = [weight.to(**self._to) for weight in weights]
         if self._transposed:
             weights = [weight.t() for weight in weights]

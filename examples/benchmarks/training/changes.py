@@ -20,7 +20,7 @@ OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
 CHUNK = 1024  # tokens of which the last two hold logits
-CHUNK_MEM_CONST = 16  # by which Liger's loss holds the logits of about so many times more tokens
+CHUNK_MEM_CONST = 16  # Liger's loss holds the logits of about 16 times as many tokens as by default
 
 
 def choose_attention(attention: str | None) -> dict[str, str]:

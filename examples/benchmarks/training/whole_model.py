@@ -299,7 +299,7 @@ class Run(NamedTuple):
         return trainings.key({"case": self.case.described(), "contender": self.contender})
 
     def told(self, micro_batches: int, call: Callable[[Training, int], dict]) -> dict:
-        """What `call` says of the contender, in steps of so many micro-batches."""
+        """What `call` says of the contender. `micro_batches`: of each step."""
         build = partial(Training, self.case, self.contender, micro_batches)
         told, = trainings.found(build, [call])
         if "failure" in told:
