@@ -13,9 +13,9 @@ from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 
 from ..compute import casts
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
-from ..compute.formula import DTYPES
+from ..compute.formula import DTYPES, gate_then_up
 from ..compute.mx import TILE, MXTensor
-from ..layers.held_experts import STACKS, gate_above_up, rows_apart
+from ..layers.held_experts import STACKS, gate_above_up
 from ..layers.presets import gate_and_up_in_turn
 from .shards import Shards
 
@@ -133,7 +133,7 @@ class ExpertTensors:
     def _of_mxfp4(self, stack: str, name: str, expert: int) -> MXTensor:
         parts = [self._read(stack, part, expert)[0].to(self._to["device"]) for part in ("_blocks", "_scales")]
         if stack == "gate_up_proj" and self._in_turn:
-            parts = rows_apart(*parts)
+            parts = [gate_then_up(part, dim=0) for part in parts]
         return from_mxfp4(name, *parts, self._rounding)
 
     def _of_block_fp8(self, names: list[str], weights: list[torch.Tensor], factors: list[torch.Tensor]) -> MXTensor:
@@ -154,6 +154,6 @@ class ExpertTensors:
         if self._transposed:
             weights = [weight.t() for weight in weights]
         if stack == "gate_up_proj" and self._in_turn:
-            weights = rows_apart(*weights)
+            weights = [gate_then_up(weight, dim=0) for weight in weights]
         stacks = [weight.unsqueeze(0).contiguous() for weight in weights]
         return casts.quantize_weights(stacks, TILE, self._scaling_mode)[0]

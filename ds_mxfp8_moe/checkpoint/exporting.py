@@ -16,7 +16,7 @@ import torch
 
 from ..compute import casts
 from ..compute.block_fp8 import Rounding, to_block_fp8
-from ..compute.formula import LowRank
+from ..compute.formula import LowRank, gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..layers.lora import unmerged_adapters
 from ..layers.say import print_on_rank_0
@@ -187,7 +187,7 @@ class _Experts:
             if recipe is not None and not isinstance(w_LNK, MXTensor):
                 order = torch.arange(trained.shape[1], device=trained.device)
                 if role in self.stack.in_turn:
-                    order = torch.cat([order[0::2], order[1::2]])
+                    order = gate_then_up(order, dim=0)
                 mx = casts.quantize_weights([trained[:, order]], recipe.block_size, recipe.scaling_mode)
                 trained = casts.dequantize(mx, torch.float32)[:, order.argsort()]
             rounding.add(trained.float() + self._delta(role, one), self._cast(self._merged(role, one)))

@@ -162,5 +162,10 @@ def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula
         for role in ("up", "up_bias"):
             if found[role] is not None:
                 both = torch.stack(found[role])
-                found[role] = torch.cat([both[:, 0::2], both[:, 1::2]], dim=1)
+                found[role] = gate_then_up(both, dim=1)
     return found
+
+
+def gate_then_up(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A copy of x, whose rows of gate and up take turns along `dim`, with all of gate before all of up."""
+    return torch.cat([x.unflatten(dim, (-1, 2)).select(dim + 1, i) for i in range(2)], dim=dim)

@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
+from ..compute.formula import gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..config import ConfigError
 from ..ffn.frozen_weights import FrozenWeights
@@ -154,14 +155,9 @@ def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: i
         blocks = blocks.reshape(*scales.shape, -1)
         for i in range(first, first + count):
             parts = [blocks[i].to(device), scales[i].to(device)]
-            parts = rows_apart(*parts) if gemm == "up" else parts
+            parts = [gate_then_up(part, dim=0) for part in parts] if gemm == "up" else parts
             weights.put_tiles(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))
     return weights
-
-
-def rows_apart(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors [2F, ...], in which the rows of gate and up alternate, with all of gate above all of up."""
-    return [torch.cat([tensor[0::2], tensor[1::2]]) for tensor in tensors]
 
 
 # ---- an engine's start ----------------------------------------------------------------------------------------------

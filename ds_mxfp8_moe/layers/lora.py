@@ -24,7 +24,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from torch import nn
 
-from ..compute.formula import LowRank
+from ..compute.formula import LowRank, gate_then_up
 from ..config import ConfigError
 from .extended_experts import extend, local
 from .patches import patched
@@ -139,7 +139,7 @@ class ExpertAdapters(nn.Module):
         if exchanged:
             a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
         if gemm == "up" and self._in_turn:
-            b_ENR = torch.cat([b_ENR[:, 0::2], b_ENR[:, 1::2]], dim=1)
+            b_ENR = gate_then_up(b_ENR, dim=1)
         return LowRank(a_ERK, b_ENR * wrapper.scaling[adapter])
 
 
