@@ -28,7 +28,7 @@ from ..layers.held_experts import STACKS, HeldExperts, holds_experts, read_befor
 from ..layers.patches import lent, patched
 from ..layers.presets import added_preset
 from ..ops.private_names import missing
-from ..transport.deadline import failure_of_any
+from ..transport.deadline import failure_in_world
 from .expert_tensors import ExpertSources, ExpertTensors
 from .shards import Shards, check_shards
 
@@ -60,8 +60,7 @@ def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.Pat
         model = loader.load(name_or_path, model_class, kwargs)
     except Exception as raised:
         failure, error = f"{type(raised).__name__}: {raised}", raised
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        failure = failure_of_any(dist.get_world_group(), failure, "from_pretrained")
+    failure = failure_in_world(failure, "from_pretrained")
     if error is not None:
         raise error
     if failure is not None:

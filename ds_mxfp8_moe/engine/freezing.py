@@ -37,7 +37,7 @@ from ..layers.frozen_experts import (
 )
 from ..layers.held_experts import HeldExperts, holds_experts
 from ..layers.patches import patched
-from ..transport.deadline import failure_of_any
+from ..transport.deadline import failure_in_world
 from .convert import autoep_formula, shared_parameters
 
 
@@ -146,9 +146,7 @@ class _Start:
     def end(self) -> None:
         """Raises RuntimeError on every rank, if one of them failed. Makes copies of experts on several ranks equal, as
         DeepSpeed does with parameters."""
-        failure = self.failure
-        if dist.get_world_size() > 1:
-            failure = failure_of_any(dist.get_world_group(), failure, "the start (every rank quantises its experts)")
+        failure = failure_in_world(self.failure, "the start (every rank quantises its experts)")
         if failure:
             raise RuntimeError(f"frozen experts could not be held in MXFP8: {failure}")
         for layer in self.layers:

@@ -27,9 +27,10 @@ from ..layers.found import converted_layers
 from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
-from ..transport.deadline import answers_of_all, failure_of_any, tell_peers, tell_peers_on_error
+from ..transport.deadline import answers_of_all, failure_in_world, tell_peers, tell_peers_on_error
 from .hooks import engine_of
 
+CHECK = "the check of routes"  # what ranks wait for
 
 @contextmanager
 def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
@@ -138,7 +139,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
     if (state.recorded if name == "record_routes" else state.replayed) is not None:
         failure = "this model is inside another `with` of it already"
     if name == "replay_routes" or isinstance(model, PipelineModule):  # whose stages have different layers
-        failure = _failure_of_any(failure)
+        failure = failure_in_world(failure, CHECK)
     if failure:
         raise RuntimeError(f"{name}: {failure}")
     if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
@@ -157,13 +158,6 @@ def _refusal(model: torch.nn.Module, layers: list) -> str | None:
                 "start-up lines about the layers. Each stage of a pipeline needs such a layer")
     reasons = ((path, _obstacle(module)) for path, module in model.named_modules())
     return next((f"not supported for {path}: {reason}" for path, reason in reasons if reason), None)
-
-
-def _failure_of_any(failure: str | None) -> str | None:
-    """The failure of any rank. Collective over all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return failure
-    return failure_of_any(dist.get_world_group(), failure, "the check of routes")
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
@@ -218,9 +212,9 @@ def _checked(layers: list, routes: Any) -> list[Given]:
             given.append(_given(layers, one))
     except Exception as error:  # of any kind: the other ranks wait for this one's answer
         failure = f"forward {len(given)}: {error}"
-    failure = _failure_of_any(failure)
+    failure = failure_in_world(failure, CHECK)
     if not failure and dist.is_initialized() and dist.get_world_size() > 1:
-        counts = answers_of_all(dist.get_world_group(), len(given), "the check of routes")
+        counts = answers_of_all(dist.get_world_group(), len(given), CHECK)
         if len(set(counts)) > 1:
             failure = f"the ranks, in their order, give routes of {counts} forwards; expected as many on every rank"
     if failure:

@@ -150,6 +150,13 @@ def failure_of_any(group: Any, failure: str | None, where: str) -> str | None:
     return next((f"rank {rank}: {failure}" for rank, failure in failures if failure), None)
 
 
+def failure_in_world(failure: str | None, where: str) -> str | None:
+    """`failure_of_any` of all ranks. A process that is alone gets its own failure back."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return failure
+    return failure_of_any(dist.get_world_group(), failure, where)
+
+
 def tell_peers_on_error(function: Callable) -> Callable:
     """Decorates a function after which peers wait for this rank. If it raises, they can quote the error."""
 
