@@ -245,6 +245,17 @@ def even_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return order[(torch.arange(tokens).unsqueeze(1) + offsets[:top_k]) % experts]
 
 
+def uneven_routes(tokens: int, top_k: int, experts: int, ranks: int, fullest: float) -> torch.Tensor:
+    """[T, K]: the first rank's experts get `fullest` times what a rank gets in the mean, all others share the rest."""
+    local, here = experts // ranks, top_k * fullest / ranks
+    here_T = ((torch.arange(tokens + 1) * here).long().diff()).unsqueeze(1)
+    first_TK = even_routes(tokens, min(top_k, local), local)
+    others_TK = local + even_routes(tokens, min(top_k, experts - local), experts - local)
+    k = torch.arange(top_k).expand(tokens, -1)
+    return torch.where(k < here_T, first_TK.gather(1, k.clamp(max=first_TK.shape[1] - 1)),
+                       others_TK.gather(1, (k - here_T).clamp(0, others_TK.shape[1] - 1)))
+
+
 class EvenRouter(TokenChoiceTopKRouter):
     """AutoEP's router, its choices taken from `expert_TK`, each with the score that it has."""
 
@@ -264,9 +275,14 @@ class EvenGate(TopKGate):
                 weight_TK.t(), self.counts_E)
 
 
+UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 3, 5)}  # times the mean
+
+
 def route(engine: nn.Module, size: Size, routing: str) -> None:
-    """Has every router of the model route evenly, or as it is made to."""
-    expert_TK = even_routes(size.tokens, size.top_k, size.experts).to(device())
+    """Has every router of the model route evenly, as UNEVEN says, or as it is made to."""
+    of = size.tokens, size.top_k, size.experts
+    routes_TK = uneven_routes(*of, world.size(), UNEVEN[routing]) if routing in UNEVEN else even_routes(*of)
+    expert_TK = routes_TK.to(device())
     counts_E = torch.bincount(expert_TK.flatten(), minlength=size.experts).int()
     chosen_TE = torch.zeros(size.tokens, size.experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
     place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)

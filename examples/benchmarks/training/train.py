@@ -264,14 +264,15 @@ def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> It
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine, in ZeRO-1 and with the experts over all ranks. One rank: even routing, with and
-    without DeepSpeed's check for overflow."""
+    """What was asked for, by engine, in ZeRO-1 and with the experts over all ranks. One rank: with and without
+    DeepSpeed's check for overflow."""
     ranks = world.size()
     alone = ranks == 1
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
     found = []
     sizes = models.ONE_RANK_SIZES if alone else models.FULL_SIZES
-    routings, checks, counts = (ROUTINGS[:1], (True, False), (1, )) if alone else (ROUTINGS, (None, ), (1, 4))
+    checks, counts = ((True, False), (1, )) if alone else ((None, ), (1, 4))
+    routings = args.routings or (ROUTINGS[:1] if alone else ROUTINGS)
     for name in args.sizes or (sizes if on_gpu() else ("tiny", )):
         size = models.SIZES[name]
         layers = min(size.most_layers(ranks, memory), args.layers or size.layers)
@@ -386,6 +387,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N",
                         help="micro-batches of a step, one case after the other in one engine (default: 1 4; on one "
                         "rank 1); losses compare between contenders that have run the same cases before")
+    parser.add_argument("--routings", nargs="+", choices=(*ROUTINGS, *models.UNEVEN), metavar="ROUTING",
+                        help=f"some of {', '.join((*ROUTINGS, *models.UNEVEN))} (default: the first two; on one rank "
+                        "the first)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
