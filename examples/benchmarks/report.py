@@ -97,9 +97,14 @@ def origin_of(one: show.Value, prepared: dict) -> str:
     return show.origin({**prepared, "commit": row.get("commit") or prepared["commit"]})
 
 
-def gains(found: Found) -> dict[tuple[Path, str], dict]:
+def gains(found: Found, whole_models: Found) -> dict[tuple[Path, str], dict]:
     """What the README's plot shows, by the file and its origin."""
     shown = {}
+    for path, result in of_one_rank(whole_models):
+        gpus = result["machine"].replace("NVIDIA ", "")
+        shown[path, show.origin(result)] = {
+            f"{case}, {gpus}": {name: row["tokens_per_s"] for name, row in rows.items()}
+            for case, rows in whole_model_results.gained(result).items()}
     for over, ours in train.GAINS:
         measure = next(one for one in train.MEASURES if one.main and (one.over, one.contenders) == (over, (ours, )))
         path, result = shown_in_readme(found, measure, train.SHOWN)
@@ -107,9 +112,10 @@ def gains(found: Found) -> dict[tuple[Path, str], dict]:
     return shown
 
 
-def gain_text(found: Found) -> str:
+def gain_text(found: Found, whole_models: Found) -> str:
     """The README's plot, and what it shows."""
-    files = [f"{origin}: [{path.name}](examples/benchmarks/results/{path.name})." for path, origin in gains(found)]
+    files = [f"{origin}: [{path.name}](examples/benchmarks/results/{path.name})."
+             for path, origin in gains(found, whole_models)]
     several = next(one for one in train.MEASURES if one.when is train.on_ranks)
     path, result = shown_in_readme(found, several, train.SHOWN)
     values = [several.form.format(one.value) for one in several.values(result)]
@@ -126,10 +132,9 @@ def answer_text(found: Found) -> str:
                    f"[{path.name}](../benchmarks/results/{path.name}).")
 
 
-def fast_text(found: Found) -> str:
-    """How fast the scripts of the guide to fast training are, by the latest file of one rank that has them."""
-    results_of_one = [result for path, result in found if "_1ranks" in path.stem]
-    return compact(whole_model_results.steps_text(next(iter(results_of_one), None)))
+def of_one_rank(found: Found) -> Found:
+    """The latest file of one rank, or nothing."""
+    return [(path, result) for path, result in found if "_1ranks" in path.stem][:1]
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -155,10 +160,14 @@ def texts() -> dict[Path, str]:
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
                for module, found in pages.items()}
+    whole_models = pages.get(whole_model, [])
+    latest = next((result for _, result in of_one_rank(whole_models)), None)
     text = replaced(README.read_text(), "measured", measured_table(pages))
-    return written | {README: replaced(text, "gain", gain_text(pages[train])),
+    text = replaced(text, "lead", whole_model_results.lead_text(latest))
+    steps = compact(whole_model_results.steps_text(latest))
+    return written | {README: replaced(text, "gain", gain_text(pages[train], whole_models)),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence])),
-                      FAST: replaced(FAST.read_text(), "steps", fast_text(pages.get(whole_model, [])))}
+                      FAST: replaced(FAST.read_text(), "steps", steps)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -175,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
                 show.draw_all(shown, path, shown.prepared(result))
     if check:
         sys.exit("\n".join(missed) or 0)
-    shapes = gains(results(train.SHOWN.benchmark)).values()
+    shapes = gains(results(train.SHOWN.benchmark), results(whole_model.SHOWN.benchmark)).values()
     show.draw(train.plot_gain, GAIN, {name: rates for shown in shapes for name, rates in shown.items()})
     for path, text in texts().items():
         path.write_text(text)

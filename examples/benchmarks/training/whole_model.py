@@ -351,8 +351,9 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
                  and (line["training"], name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
         keys = {key: value for key, value in line.items() if key != "contenders"}
         keys |= {"layers": layers, "ranks": world.size()}
-        found += [Run(Case(**keys | {"liger": liger}), name) for liger in line.get("liger", (False, True))
-                  if not (liger and why[line["model"]]) for name in names]
+        asked = [how == "with" for how in ("without", "with") if how in args.liger]
+        found += [Run(Case(**keys | {"liger": liger}), name) for liger in line.get("liger", asked)
+                  if liger in asked and not (liger and why[line["model"]]) for name in names]
     return sorted(found, key=lambda one: one.case.liger)
 
 
@@ -364,6 +365,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
                         help=f"some of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--training", nargs="+", choices=(FULL, LORA), default=[FULL, LORA], help="default: both")
+    parser.add_argument("--liger", nargs="+", choices=("with", "without"), default=["with", "without"],
+                        help="default: both, without first")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME",
                         help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last two)")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as whole_model.yaml says")

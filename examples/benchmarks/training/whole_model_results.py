@@ -2,6 +2,7 @@
 """What the result files of whole_model.py say: measures, derived figures, tables and plots."""
 
 import math
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -163,10 +164,46 @@ def published(result: dict) -> list[str]:
             f"[{one['who']}]({one['source']}), {one['how']}." for one in PUBLISHED if one["model"] in there]
 
 
+# ---- the README ---------------------------------------------------------------------------------------------------
+
+LIGER = {"liger": "Liger"}
+
+
+def row_of(result: dict, contender: str, changed: dict, first: int = 0) -> dict | None:
+    """The row of a case of "short", the `first` there, with what is changed in it."""
+    wanted = {**dict.fromkeys((*CHANGES, "liger", "checkpointing")), **CASES["short"][first], **changed}
+    wanted["checkpointing"] = "checkpointing" if wanted["checkpointing"] is True else wanted["checkpointing"]
+    return next((row for row in result["rows"] if row["contender"] == contender
+                 and all(row["case"].get(key) == value for key, value in wanted.items())), None)
+
+
+def gained(result: dict) -> dict[str, dict[str, dict]]:
+    """What the README says of whole models: rows of DeepSpeed's way and of ours, with Liger in both."""
+    found = {}
+    for i, over in enumerate((AUTOEP, PLAIN)):
+        rows = {name: row_of(result, name, LIGER, i) for name in (over, DEFAULT)}
+        if all(row and "median_ms" in row for row in rows.values()):
+            case = CASES["short"][i]
+            share = f", one rank of {case['one_rank_of']}" if case["one_rank_of"] > 1 else ""
+            what = "full finetuning" if case["training"] == FULL else case["training"]
+            found[f"{case['model']}, {what}{share}"] = rows
+    return found
+
+
+def lead_text(result: dict | None) -> str:
+    """The README's first sentence. `result`: None without a result file."""
+    told = []
+    for case, rows in (gained(result) if result else {}).items():
+        (over, base), (_, ours) = rows.items()
+        told.append(f"{case}: **{base['median_ms'] / ours['median_ms']:.2f} times the tokens per second** of "
+                    f"{over} in {ours['peak_bytes'] / base['peak_bytes']:.0%} of its memory")
+    gain = f", faster and in less memory ({'; '.join(told)})" if told else ""
+    return textwrap.fill(f"Trains Mixture-of-Experts models with DeepSpeed in MXFP8{gain}.", 119)
+
+
 # ---- the guide to fast training -----------------------------------------------------------------------------------
 
 # What a line is called, its contender, and how its case differs from the first one of "short".
-LIGER = {"liger": "Liger"}
 FASTEST = LIGER | {"loss": changes.LARGE_CHUNKS}
 LARGER = FASTEST | {"sequences": 2, "micro_batches": 4}
 STEPS = (("transformers with DeepSpeed", PLAIN, {}), ("AutoEP, by `expert_parallel`", AUTOEP, {}),
@@ -182,12 +219,6 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
             LARGER | {"checkpointing": "checkpointing of every other layer"}),
            ("the same, checkpointing all layers", DEFAULT, LARGER | {"checkpointing": "checkpointing"}),
            ("the same, quantised weights not kept", NOT_KEPT, LARGER | {"checkpointing": "checkpointing"}))
-
-
-def row_of(result: dict, contender: str, changed: dict) -> dict | None:
-    wanted = {**dict.fromkeys((*CHANGES, "liger", "checkpointing")), **CASES["short"][0], **changed}
-    return next((row for row in result["rows"] if row["contender"] == contender
-                 and all(row["case"].get(key) == value for key, value in wanted.items())), None)
 
 
 def step_lines(result: dict, steps: tuple, over: dict | None = None) -> list[list]:
