@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the result files say: one page for each benchmark beside them, with their plots, and between their marks
-the README's plot and table, the answer of the guide to quality and the tables of the guide to fast training.
+the README's plot and table, the answer of the guide to quality, and the tables of the guides to fast training and to
+memory.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; compares the files with the measures' bars
@@ -13,12 +14,13 @@ import sys
 from pathlib import Path
 
 from lib import results_file, show
-from training import convergence, convergence_results, train, whole_model, whole_model_results
+from training import convergence, convergence_results, memory, train, whole_model, whole_model_results
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
 FAST = ROOT / "examples" / "guides" / "fast_training.md"
+MEMORY = ROOT / "examples" / "guides" / "memory.md"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.replay_cost",
               "training.export", "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine",
@@ -155,7 +157,7 @@ def compact(text: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """Every page that `make report` writes, the README, and two guides."""
+    """Every page that `make report` writes, the README, and three guides."""
     modules = [importlib.import_module(name) for name in BENCHMARKS]
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
@@ -167,7 +169,9 @@ def texts() -> dict[Path, str]:
     steps = compact(whole_model_results.steps_text(latest))
     return written | {README: replaced(text, "gain", gain_text(pages[train], whole_models)),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence])),
-                      FAST: replaced(FAST.read_text(), "steps", steps)}
+                      FAST: replaced(FAST.read_text(), "steps", steps),
+                      MEMORY: replaced(MEMORY.read_text(), "memory",
+                                       compact(memory.memory_text(latest["rows"] if latest else ())))}
 
 
 def main(arguments: list[str] | None = None) -> None:

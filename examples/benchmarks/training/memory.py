@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many GPUs a training needs: bytes a parameter, and what a run of whole_model.py held beside them."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from lib import show
+
+from .whole_model_results import AUTOEP, DEFAULT, FULL, LORA, MODELS, PLAIN, experts_of
+
+# Bytes of a parameter on its rank: the weight, its gradient, and three float32 numbers of Adam, which ZeRO-1 spreads
+# over the ranks that hold the same parameter. Adapters have few parameters.
+HELD, SPREAD = {FULL: 4, LORA: 2}, {FULL: 12, LORA: 0}
+EXPERTS = {FULL: 16, LORA: 1}  # each is on one rank; with LoRA they are held in MXFP8 alone
+GPUS = {"80 GiB": 80, "141 GB": 131}  # of memory, as sold, and in GiB
+USABLE = 0.95
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Parameters(NamedTuple):
+    """Of a model: those of its routed experts, and all others."""
+
+    experts: int
+    others: int
+
+
+@lru_cache
+def parameters_of(model: str) -> Parameters:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    keys = dict(MODELS[model])
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
+    of_experts = sum(p.numel() for name, p in net.named_parameters() if ".experts." in name)
+    return Parameters(of_experts, sum(p.numel() for p in net.parameters()) - of_experts)
+
+
+def state_bytes(model: str, training: str, ranks: int, sharing: int) -> float:
+    """Of a rank: weights, gradients and Adam's states. `sharing`: the ranks over which ZeRO spreads what is not an
+    expert's."""
+    experts, others = parameters_of(model)
+    return experts / ranks * EXPERTS[training] + others * (HELD[training] + SPREAD[training] / sharing)
+
+
+def gpus_needed(model: str, training: str, rest: float, gib: float) -> int | None:
+    """The fewest that hold a training in which each rank holds `rest` bytes beside the states."""
+    fitting = (n for n in RANKS if n <= experts_of(model)[1]
+               and state_bytes(model, training, n, n) + rest < USABLE * gib * 2**30)
+    return next(fitting, None)
+
+
+def memory_text(rows: Iterable[dict]) -> str:
+    """The table of the guide to memory, from runs of all layers on one rank. Rows with Liger stand for their case."""
+    measured = [row for row in rows if "peak_bytes" in row]
+    lines = []
+    for row in measured:
+        case = row["case"]
+        model, training, share = case["model"], case["training"], case["one_rank_of"]
+        whole = case["layers"] == MODELS[model]["num_hidden_layers"]
+        if row["contender"] != DEFAULT or case["liger"] is None or not whole or case.get("loss"):
+            continue
+        rest = row["peak_bytes"] - state_bytes(model, training, share, 1)
+        theirs = [other["peak_bytes"] for other in measured
+                  if other["case"] == case and other["contender"] in (PLAIN, AUTOEP)]
+        how = ", ".join(filter(None, (f"{case['sequences']} x {case['sequence']} tokens", case["checkpointing"])))
+        needed = [gpus_needed(model, training, rest, gib) for gib in GPUS.values()]
+        lines.append([model, training, how, f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(row["peak_bytes"]),
+                      show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
+    if not lines:
+        return "No result file has these figures yet: `python examples/benchmarks/training/whole_model.py`."
+    return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "peak, DeepSpeed's way, GiB",
+                                 "peak, ours, GiB", "of it beside states, GiB", *(f"GPUs of {name}" for name in GPUS),
+                                 "tokens/s of a GPU"])
