@@ -66,8 +66,9 @@ def memory_text(rows: Iterable[dict]) -> str:
                   if other["case"] == case and other["contender"] in (PLAIN, AUTOEP)]
         how = ", ".join(filter(None, (f"{case['sequences']} x {case['sequence']} tokens", case["checkpointing"])))
         needed = [gpus_needed(model, training, rest, gib) for gib in GPUS.values()]
-        lines.append([model, training, how, f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(row["peak_bytes"]),
-                      show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
+        lines.append([model, training, how, f"one of {share}", show.GIB(min(theirs)) if theirs else None,
+                      show.GIB(row["peak_bytes"]), show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed),
+                      f"{row['tokens_per_s']}"])
     if not lines:
         return "No result file has these figures yet: `python examples/benchmarks/training/whole_model.py`."
     return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "peak, DeepSpeed's way, GiB",
