@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..device import multiprocessors
 from .format import tile_of
 from .gluon_names import async_load, async_store, reinterpret
-from .grouped_gemm_hopper import barriers, descriptor, group_of
+from .grouped_gemm_hopper import barriers, descriptor, group_of, load_ends
 from .launch import Launched
 from .library import cdiv, even_distance, next_power_of_2, weights_of
 
@@ -91,7 +91,7 @@ def _produce(a_desc, w_desc, a_smem, w_smem, full, empty, ends, places, spacings
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_of(index, row_tiles, column_tiles, STRIP)
         row = row_tile * 128
-        group = group_of(row, ends, E, E_PAD, layout)
+        group = group_of(row, load_ends(ends, E, E_PAD, layout))
         if group < E:
             block = column_tile * TILE_BLOCKS
             inside = gl.minimum(blocks - block, TILE_BLOCKS)

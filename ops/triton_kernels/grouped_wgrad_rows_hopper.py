@@ -2,9 +2,9 @@
 """Weight gradients in MXFP8 from rows, on Hopper in Gluon: out[e] = g[rows of e]^T a[rows of e].
 
 FP8 tensor cores read along the contraction only, so rows have to be transposed and re-scaled along it. Two warps do
-that while the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale. A product over 128
-rows then has one scale for each row of out, as in the forward GEMM, and this kernel runs the forward GEMM's loop. With
-a scale for each column of a, as in grouped_wgrad_hopper.py, scaling takes twice the instructions.
+that while the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale. A product of two
+tiles then has one scale, too. The warps that multiply load the two bytes themselves while the tensor cores work. With
+a scale for each column of g and of a, as in grouped_wgrad_hopper.py, scaling takes twice the instructions.
 
 Tiles, programs, stores and `splits` are those of grouped_wgrad_hopper.py.
 """
@@ -26,32 +26,26 @@ from .convert_rows_hopper import (
     wait_for_rows,
 )
 from .gluon_names import async_load
-from .grouped_gemm_hopper import accumulate, add_exponents, barriers, descriptor
+from .grouped_gemm_hopper import add_products, barriers, descriptor, start_product
 from .grouped_wgrad_hopper import Goal, bring, empty_gradient, expert_and_tile, landings, out_descriptor, write
 from .launch import Launched
 from .library import cdiv
 
 
 @gluon.jit
-def _scales(block, g_at, g_step, a_at, inside, k_blocks):
-    """The scale bytes for a block of 128 rows: of g's tile, and of a's one or two tiles inside the matrix.
-
-    Loads bypass L1, since other programs write these bytes while this one runs.
-    """
-    g_byte = gl.load(g_at + block.to(gl.int64) * g_step, cache_modifier=".cg")
-    a_at += block.to(gl.int64) * k_blocks
-    return (g_byte, gl.load(a_at, cache_modifier=".cg"), gl.load(a_at + inside - 1, cache_modifier=".cg"))
+def _power_of_sum(a, b):
+    """The float32 2^(a - 127) * 2^(b - 127): 0 if it is 2^-127 or less, and at most 2^127. NaN if a byte is 255."""
+    bits = gl.minimum(gl.maximum(a.to(gl.int32) + b.to(gl.int32) - 127, 0), 254) << 23
+    return gl.where((a == 255) | (b == 255), 0x7FC00000, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _produce(g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P, K,
-             n_tiles, k_tiles, done, tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, SCALES: gl.constexpr):
-    """The producer warp: brings operands by TMA. Without SCALES also the exponent of the product of each tile of g and
-    of a.
+def _produce(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, K, n_tiles, k_tiles, done, tiles,
+             STRIP: gl.constexpr, STAGES: gl.constexpr):
+    """The producer warp: brings operands by TMA.
 
     `tiles`: converted tiles in a block of 128 rows, see wait_for_rows.
     """
-    n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     k_blocks = gl.cdiv(K, 128)
     step = 0
     ready = 0
@@ -61,38 +55,57 @@ def _produce(g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_sca
         n = n_tile * 128
         k_block = k_tile * 2
         inside = gl.minimum(k_blocks - k_block, 2)
-        g_at = g_scale + (n_128 * 0 + n_tile)
-        a_at = a_scale + k_block
-        if first < end:
-            if SCALES == 0:
-                ready = wait_for_rows(first, ready, done, P // 128, tiles)
-                g_byte, a_byte, a1_byte = _scales(first // 128, g_at, g_step, a_at, inside, k_blocks)
-            for row in range(first, end, 128):
-                if SCALES:
-                    ready = wait_for_rows(row, ready, done, P // 128, tiles)
-                stage = step % STAGES
-                bar = full.index(stage)
-                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(bar, 3 * 128 * 128, pred=inside == 2)
-                mbarrier.expect(bar, 2 * 128 * 128, pred=inside < 2)
-                for half in gl.static_range(2):
-                    async_load(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
-                async_load(a_desc, [k_block * 128, row], bar, a_smem.index(stage))
-                async_load(a_desc, [k_block * 128 + 128, row], bar, a1_smem.index(stage), pred=inside == 2)
-                step += 1
-                if SCALES == 0:
-                    s_smem.index(stage * 2).store(add_exponents(a_byte, g_byte))
-                    s_smem.index(stage * 2 + 1).store(add_exponents(a1_byte, g_byte))
-                    mbarrier.arrive(bar)
-                    following = gl.minimum(row + 128, end - 128)
-                    ready = wait_for_rows(following, ready, done, P // 128, tiles)
-                    g_byte, a_byte, a1_byte = _scales(following // 128, g_at, g_step, a_at, inside, k_blocks)
+        for row in range(first, end, 128):
+            ready = wait_for_rows(row, ready, done, P // 128, tiles)
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(bar, 3 * 128 * 128, pred=inside == 2)
+            mbarrier.expect(bar, 2 * 128 * 128, pred=inside < 2)
+            for half in gl.static_range(2):
+                async_load(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
+            for half in gl.static_range(2):
+                async_load(a_desc, [(k_block + half) * 128, row], bar, a_smem.index(half * STAGES + stage),
+                           pred=half < inside)
+            step += 1
 
 
 @gluon.jit
-def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale,
-             g_step, a_scale, ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD: gl.constexpr,
-             STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, SCALES: gl.constexpr):
+def _accumulate(warpgroup: gl.constexpr, step, steps, g_smem, a_smem, full, empty, g_at, g_step, a_at, a_step,
+                STAGES: gl.constexpr, TWO: gl.constexpr, layout: gl.constexpr):
+    """Adds up the scaled products of an expert's rows, 128 of them a step. There may be no steps.
+
+    Args:
+        g_at, a_at: addresses of the first step's scale bytes: that of g's tile, and that of the first of a's two.
+        g_step, a_step: from a step's bytes to those of the next.
+
+    Returns:
+        The sums of the tile's two blocks of columns, and the next step. Without TWO the second sum is 0.
+    """
+    acc0 = gl.zeros([64, 128], gl.float32, layout)
+    acc1 = gl.zeros([64, 128], gl.float32, layout)
+    for _ in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        g = g_smem.index(stage * 2 + warpgroup)
+        product = start_product(g, a_smem.index(stage), layout)
+        # The product hides most of these loads' time. They bypass L1, since other programs write the bytes while this
+        # one runs.
+        g_byte = gl.load(g_at, cache_modifier=".cg")
+        a_byte = gl.load(a_at, cache_modifier=".cg")
+        a1_byte = gl.load(a_at + 1, cache_modifier=".cg") if TWO else a_byte
+        acc0, acc1 = add_products(acc0, acc1, product, _power_of_sum(g_byte, a_byte), _power_of_sum(g_byte, a1_byte),
+                                  g, a_smem, empty, stage, STAGES, TWO, layout)
+        step += 1
+        g_at += g_step
+        a_at += a_step
+    return acc0, acc1, step
+
+
+@gluon.jit
+def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
+             ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD: gl.constexpr, STRIP: gl.constexpr,
+             STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """A warpgroup: computes its 64 rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     k_blocks = gl.cdiv(K, 128)
@@ -106,16 +119,12 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem,
                   landed)
         g_at = g_scale + (first // 128).to(gl.int64) * g_step + n_tile
         a_at = a_scale + (first // 128).to(gl.int64) * k_blocks + k_tile * 2
-        acc0 = gl.zeros([64, 128], gl.float32, layout)
-        acc1 = gl.zeros([64, 128], gl.float32, layout)
         if k_tile * 2 + 2 > k_blocks:
-            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, a1_smem, s_smem, full,
-                                          empty, g_at, g_step, a_at, a_at, k_blocks, STAGES, SCALES, False, False,
-                                          False, layout, layout)
+            acc0, acc1, step = _accumulate(warpgroup, step, steps, g_smem, a_smem, full, empty, g_at, g_step, a_at,
+                                           k_blocks, STAGES, False, layout)
         else:
-            acc0, acc1, step = accumulate(warpgroup, acc0, acc1, step, steps, g_smem, a_smem, a1_smem, s_smem, full,
-                                          empty, g_at, g_step, a_at, a_at + 1, k_blocks, STAGES, SCALES, False, True,
-                                          False, layout, layout)
+            acc0, acc1, step = _accumulate(warpgroup, step, steps, g_smem, a_smem, full, empty, g_at, g_step, a_at,
+                                           k_blocks, STAGES, True, layout)
         n = n_tile * 128 + warpgroup * 64
         k = k_tile * 256
         write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA, layout, 0, jump,
@@ -129,24 +138,16 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, a1_smem, s_smem,
 @gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, jump, factor,
                       mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, ADD: gl.constexpr,
-                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr, SCALES: gl.constexpr):
+                      STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
     g_desc and a_desc describe the column forms, which `convert` writes. The arguments from mx_g_desc to mx_a are what
     `conversion_of` returned, and tickets and done what `counters` returned. jump, factor, ADD: see Goal.
-
-    SCALES: 0: the producer stores the exponents of the scales' products. 3: the consumers load the scales.
     """
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
-    a1_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 128], a_desc.layout)
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 128, 128], a_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
-    if SCALES == 0:
-        s_smem = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        full, empty = barriers(STAGES, 2)
-    else:
-        s_smem = g_smem
-        full, empty = barriers(STAGES, 1)
+    full, empty = barriers(STAGES, 1)
     n_tiles = gl.cdiv(N, 128)
     k_tiles = gl.cdiv(K, 256)
     landed = full
@@ -154,16 +155,14 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
         landed = landings()
     smem, converted, scale_smem, loaded = allocate(mx_a_desc, mx_a_out, 128)
     gl.warp_specialize([
-        (_consume, (0, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
-                    ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA,
-                    SCALES)),
-        (_consume, (1, out_desc, g_smem, a_smem, a1_smem, s_smem, out_smem, full, empty, out, g_scale, g_step, a_scale,
-                    ends, E, N, K, split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA,
-                    SCALES)),
+        (_consume, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale, ends, E, N, K,
+                    split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
+        (_consume, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale, ends, E, N, K,
+                    split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
         (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
                    smem, converted, scale_smem, loaded, tickets, done, 128, True)),
-        (_produce, (g_desc, a_desc, g_smem, a_smem, a1_smem, s_smem, full, empty, g_scale, g_step, a_scale, ends, E, P,
-                    K, n_tiles, k_tiles, done, tiles_in_block(mx_g, mx_a), STRIP, STAGES, SCALES)),
+        (_produce, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, K, n_tiles, k_tiles, done,
+                    tiles_in_block(mx_g, mx_a), STRIP, STAGES)),
     ], [4, 2, 1], [208, 88, 88])
 
 
@@ -176,8 +175,7 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                sms: int = 0, splits: int = 1, goal: Goal | None = None,
-                                scales: int = 0) -> torch.Tensor:
+                                sms: int = 0, splits: int = 1, goal: Goal | None = None) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
@@ -204,6 +202,5 @@ def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tens
     wgrad_rows_kernel[(min(sms or multiprocessors(a_KP.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK, g_scale,
         g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, goal.jump, goal.factor, *mx_g, *mx_a,
-        *counters(E, P, a_KP.device), ADD=goal.add, STRIP=8, STAGES=3, BY_TMA=by_tma, SCALES=scales,
-        num_warps=4)
+        *counters(E, P, a_KP.device), ADD=goal.add, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
     return out_ENK

@@ -125,7 +125,7 @@ def test_metadata(dist):
                     if ("extra ==" in line) == optional} for optional in (False, True)]
     # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_plot_metrics.
     # Advice on speed looks into Liger, and benchmarks compare with SonicMoE, where a user has installed them.
-    others = {"sonicmoe", "deep_gemm", "liger_kernel", "safetensors"}
+    others = {"sonicmoe", "liger_kernel", "safetensors"}
     optional = {"transformers", "peft", "matplotlib", "liger_kernel", "safetensors"}  # transformers brings the last
     assert imports("ds_mxfp8_moe", "ops") - optional <= core and "matplotlib" in extra
     assert imports("ds_mxfp8_moe", "ops", "examples") - {"yaml"} - others <= core | extra and "pyyaml" in extra
