@@ -250,7 +250,7 @@ CONTENDERS = (TODAY, "collective", "nvlink", "collective, bf16", "collective, mx
 LARGEST = bar(3.0, tokens=16384, hidden=7168, top_k=8, experts=256, routing="random")
 MEASURES = [Measure(f"{operation}: nvlink in MXFP8 over today's bf16 exchange by NCCL", (NVLINK_MXFP8, ), TODAY,
                     when=lambda case, operation=operation: case["operation"] == operation,
-                    main=operation == "dispatch", bars=(LARGEST, ) if operation == "dispatch" else ())
+                    bars=(LARGEST, ) if operation == "dispatch" else ())
             for operation in ("dispatch", "combine")]
 
 
