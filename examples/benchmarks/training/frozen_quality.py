@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do frozen experts in 8 bits cost quality? LoRA of a small model in pairs: experts held in MXFP8 alone, and in bf16.
+
+A model of bytes learns the sources of Python's standard library. Then adapters of attention and experts learn the text
+of pydoc from it, once in each way: the default recipe with frozen weights in MXFP8, and the recipe bf16. The runs of a
+pair have the same adapters at their start and the same batches. A pair's difference is that of its held-out losses.
+
+    python examples/benchmarks/training/frozen_quality.py     # on a GPU, or with --out on a CPU: half an hour
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
+
+import data
+import ds_mxfp8_moe
+from lib import models, run, show, world
+from lib.paired import interval
+from lib.show import Measure
+from training.whole_model import ADAPTERS
+
+MODEL = {"model_type": "qwen3_moe", "vocab_size": data.VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
+         "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "use_cache": False}
+BF16, FROZEN = "frozen in bf16", "frozen in MXFP8"
+SECTIONS = {BF16: {"recipe": "bf16"}, FROZEN: {"scale_block_size": 128, "min_tokens_per_expert": 0}}
+SEQUENCES, SEQUENCE = 8, 128  # of a step
+BASE_STEPS, BASE_LR, LORA_LR = 600, 1e-3, 1e-3
+HELDOUT_WINDOWS = 64
+
+
+def base_model(windows: data.Windows, steps: int) -> nn.Module:
+    """A model that has learnt from `windows`, by plain PyTorch."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL)).to(world.device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR)
+    for step in range(steps):
+        tokens_BS = windows.training_batch(0, step, SEQUENCES, 0, 1).to(world.device())
+        model(input_ids=tokens_BS, labels=tokens_BS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.to(world.BF16)
+
+
+def heldout_loss(engine: nn.Module, windows: data.Windows) -> float:
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(input_ids=batch, labels=batch).loss.float().item() for batch in
+                  (tokens_BS.to(world.device()) for tokens_BS in
+                   windows.heldout_batches(SEQUENCES, HELDOUT_WINDOWS, 0, 1))]
+    engine.train()
+    return sum(losses) / len(losses)
+
+
+def finetune(path: Path, contender: str, seed: int, steps: int, texts: dict[str, data.Windows]) -> dict:
+    """Trains adapters of the model in a folder. Held-out losses before and after."""
+    import peft
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=world.BF16).to(world.device())
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS))
+    config = {"train_micro_batch_size_per_gpu": SEQUENCES, "bf16": {"enabled": True},
+              "zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {
+                  "lr": LORA_LR, "torch_adam": True}},
+              "expert_parallel": {"enabled": True, "autoep_size": 1},
+              "mxfp8_moe": {**models.OURS, **SECTIONS[contender]}}
+    engine = ds_mxfp8_moe.initialize(model=model, config=config)[0]
+    before = heldout_loss(engine, texts["heldout"])
+    for step in range(steps):
+        tokens_BS = texts["training"].training_batch(seed, step, SEQUENCES, 0, 1).to(world.device())
+        engine.backward(engine(input_ids=tokens_BS, labels=tokens_BS).loss)
+        engine.step()
+    after = heldout_loss(engine, texts["heldout"])
+    models.free(engine)
+    return {"heldout_loss_before": before, "heldout_loss": after, "correct": after < before}
+
+
+def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    """Those of a pair."""
+    training, heldout = data.split(data.documents("pydoc"))
+    texts = {name: data.Windows(pieces, SEQUENCE) for name, pieces in (("training", training), ("heldout", heldout))}
+    path = args.base
+    if not (path / "config.json").exists():
+        pieces, _ = data.split(data.documents("stdlib"))
+        base_model(data.Windows(pieces, SEQUENCE), args.base_steps).save_pretrained(path)
+    for seed in range(args.seeds):
+        case = {"seed": seed, "steps": args.steps, "base_steps": args.base_steps}
+        pair = {name: finetune(path, name, seed, args.steps, texts) for name in SECTIONS}
+        cost = pair[FROZEN]["heldout_loss"] / pair[BF16]["heldout_loss"] - 1
+        world.say(f"pair {seed + 1} of {args.seeds}: {cost:+.3%}")
+        yield [{"case": case, "contender": name, **pair[name], **({"cost": cost} if name == FROZEN else {})}
+               for name in SECTIONS]
+
+
+def costs(result: dict) -> list[float]:
+    return [row["cost"] for row in result["rows"] if "cost" in row]
+
+
+def sentences(result: dict) -> list[str]:
+    found = interval(costs(result))
+    between = "" if found.low is None else f", 95 % interval {found.low:+.3%} to {found.high:+.3%}"
+    return [f"Held-out loss, {FROZEN} beside {BF16}: {found.mean:+.3%} in the mean of {found.pairs} pairs{between}."]
+
+
+def plot(result: dict, pyplot) -> None:
+    _, axis = pyplot.subplots(figsize=(show.WIDTH, 2.5), layout="constrained")
+    axis.axvline(0, color=show.GRAY, linewidth=0.8)
+    axis.plot([100 * cost for cost in costs(result)], range(len(costs(result))), "o", color=show.color_of("ours"))
+    axis.set(xlabel=f"held-out loss, {FROZEN} beside {BF16}, %", ylabel="pair")
+
+
+SHOWN = show.Shown(
+    "frozen_quality", [Measure("held-out loss, of the pair's in bf16", (FROZEN, ), figure="cost", better=show.SMALLER,
+                               form="{:+.3%}")],
+    [("held-out loss before", "heldout_loss_before", "{:.4f}"), ("after", "heldout_loss", "{:.4f}"),
+     ("difference", "cost", "{:+.3%}")], plot, wide=False, sentences=sentences)
+
+
+def main() -> None:
+    parser = run.parser(__doc__)
+    parser.add_argument("--base", type=Path, default=Path("runs/frozen_quality"),
+                        help="folder of the model that is finetuned, made if it is not there (default: %(default)s)")
+    parser.add_argument("--base_steps", type=run.one_or_more, default=BASE_STEPS)
+    parser.add_argument("--steps", type=run.one_or_more, default=200)
+    parser.add_argument("--seeds", type=run.one_or_more, default=8)
+    args = run.parse(parser)
+    world.start(alone=True)
+    run.main(SHOWN, args, lambda: rows(args))
+
+
+if __name__ == "__main__":
+    main()
