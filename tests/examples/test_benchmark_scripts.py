@@ -210,6 +210,18 @@ def test_replay_cost(ranks1, tmp_path):
         assert row["cost_share"] == pytest.approx(row["median_ms"] / live["median_ms"] - 1)
 
 
+def _frozen_quality(out):
+    return run_script("training.frozen_quality", out, "--base", str(out.parent / "base"), "--base_steps", "2",
+                      "--steps", "2", "--seeds", "1", HELDOUT_WINDOWS=8)
+
+
+def test_frozen_quality(ranks1, tmp_path):
+    """Two steps say nothing about quality: what is held in MXFP8 is used, and gives nearly the same."""
+    in_bf16, frozen = ranks1.run(_frozen_quality, tmp_path / "x.json")[0]
+    assert frozen["cost"] == frozen["heldout_loss"] / in_bf16["heldout_loss"] - 1
+    assert 0 < abs(frozen["cost"]) < 0.01
+
+
 def _export(out):
     return run_script("training.export", out, "--layers", "1", "--repeats", "1")
 

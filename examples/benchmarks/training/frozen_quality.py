@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--steps", type=run.one_or_more, default=200)
     parser.add_argument("--seeds", type=run.one_or_more, default=8)
     args = run.parse(parser)
-    world.start(alone=True)
+    if not args.show:
+        world.start(alone=True)
     run.main(SHOWN, args, lambda: rows(args))
 
 

@@ -84,7 +84,9 @@ def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--rounds", type=run.one_or_more, default=9, help="blocks of each (default: %(default)s)")
     args = run.parse(parser)
-    run.main(SHOWN, args, lambda: rows(args), ranks=True)
+    if not args.show:
+        world.start(alone=True)
+    run.main(SHOWN, args, lambda: rows(args))
 
 
 if __name__ == "__main__":
