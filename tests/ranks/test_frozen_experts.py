@@ -165,7 +165,7 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
 
 def compiled():
     """Losses of an engine and of a compiled one."""
-    engines = [build(adapted(), SECTION) for _ in range(2)]
+    engines = [build(adapted(num_hidden_layers=1), SECTION) for _ in range(2)]
     engines[1].compile(backend="eager")
     return [train_engine(made, range(3)) for made in engines]
 
