@@ -24,11 +24,15 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Its CPU extension is built on first use, against this environment's DeepSpeed and torch: a cache shared with another
 # environment would be built anew at every change between the two.
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+# Where it is set, every process would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(VENV)/ready
 
 # DeepSpeed's build imports torch, so it builds in this environment, and builds no CUDA op in advance.
-INSTALL := DS_BUILD_OPS=0 $(RUN) -m pip install -q --no-build-isolation
+INSTALL := DS_BUILD_OPS=0 $(RUN) -m pip install -q --no-compile --no-build-isolation
+# pip would compile on one core: this takes all. Some packages carry templates that are no Python.
+COMPILE := $(RUN) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 
 $(VENV)/ready: Makefile setup.py pyproject.toml
 	@ask='import pathlib, torch; torch.cuda.is_available() or exit(1); print(pathlib.Path(torch.__file__).parents[1])'
@@ -42,7 +46,9 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  $(PYTHON) -m venv --clear $(VENV)
 	  printf '%s\n' torch==$(TORCH) $(PINS) > $(VENV)/constraints.txt
 	  # A CPU build under that name where the package index has one; else the index's own build of that release.
-	  $(RUN) -m pip install -q torch==$(TORCH)+cpu 2>/dev/null || $(RUN) -m pip install -q torch==$(TORCH)
+	  $(RUN) -m pip install -q --no-compile torch==$(TORCH)+cpu 2>/dev/null || \
+	    $(RUN) -m pip install -q --no-compile torch==$(TORCH)
+	  $(COMPILE)
 	fi
 	echo deepspeed==$(DEEPSPEED) >> $(VENV)/constraints.txt
 	if [ -e $(VENV)/lib/python3*/site-packages/kept.pth ] && compgen -G '.whl/*.whl' >/dev/null; then
@@ -53,6 +59,7 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  $(RUN) -m pip install -q 'setuptools>=77' wheel
 	  $(INSTALL) -c $(VENV)/constraints.txt -e '.[test]'
 	fi
+	$(COMPILE)
 	# The extension of DeepSpeed's CPU ranks, now and by one process: a build cut short in a run would leave a lock
 	# behind that all later runs wait for.
 	DS_ACCELERATOR=cpu $(RUN) -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'

@@ -63,8 +63,7 @@ def beside_kept(*args, **changes):
 @pytest.mark.parametrize("ranks, stage, ep_size, changes", [
     ("ranks2", 2, 2, {}), ("ranks2", 0, 1, {"family": "gpt_oss", "checkpointing": True}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        *(("ranks2", stage, ep_size, {}) for stage, ep_size in ((0, 2), (1, 1), (1, 2), (3, 1), (3, 2))),
-        ("ranks4", 2, 2, {}), ("ranks2", 2, 2, {"dtype": torch.float32}),
+        ("ranks2", 1, 1, {}), ("ranks2", 3, 2, {}), ("ranks4", 2, 2, {}), ("ranks2", 2, 2, {"dtype": torch.float32}),
         ("ranks2", 1, 2, {"family": "mixtral", "targets": ["down_proj"], "checkpointing": True}),
         ("ranks2", 2, 2, {"family": "deepseek_v3"}), ("ranks2", 0, 2, {"family": "qwen2_moe"})])], ids=str)
 def test_trains_with_the_bits_of_kept_weights(request, ranks, stage, ep_size, changes):
@@ -166,7 +165,7 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
 
 def compiled():
     """Losses of an engine and of a compiled one."""
-    engines = [build(adapted(), SECTION) for _ in range(2)]
+    engines = [build(adapted(num_hidden_layers=1), SECTION) for _ in range(2)]
     engines[1].compile(backend="eager")
     return [train_engine(made, range(3)) for made in engines]
 
@@ -409,7 +408,7 @@ def resumed(directory, stage, exclude):
 
 
 @pytest.mark.parametrize("stage, exclude", slow_except(
-    [(stage, exclude) for stage in (0, 1, 2) for exclude in (False, True)] + [(3, True)], (2, False)))
+    [(0, False), (1, True), (2, False), (3, True)], (2, False)))
 def test_training_goes_on_from_a_checkpoint_without_experts(ranks2, tmp_path, stage, exclude):
     for went_on, again in ranks2.run(resumed, tmp_path, stage, exclude):
         assert again == went_on

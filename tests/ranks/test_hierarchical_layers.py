@@ -51,8 +51,7 @@ def classic_layers(layout: Layout, keys: dict) -> tuple:
 
 
 @pytest.mark.parametrize("zero, recipe", slow_except(
-    [(zero, recipe) for zero in (0, 1, 2) for recipe in ("bf16", "mxfp8_wgrad_with_hp", "mxfp8")],
-    (0, "mxfp8_wgrad_with_hp")))
+    [(0, "mxfp8_wgrad_with_hp"), (1, "bf16"), (2, "mxfp8")], (0, "mxfp8_wgrad_with_hp")))
 def test_classic_layers_train(ranks4, zero, recipe):
     answers = ranks4.run(classic_layers, Layout(ep_size=4, zero=zero), {"recipe": recipe})
     for rank, (plain, flat, hops, to_plain, to_flat, none, crossed, said) in enumerate(answers):
@@ -74,8 +73,7 @@ def autoep(keys: dict, stage: int) -> tuple:
 
 
 @pytest.mark.parametrize("stage, recipe", slow_except(
-    [(stage, recipe) for stage in (0, 2, 3) for recipe in ("bf16", "mxfp8_wgrad_with_hp")],
-    (3, "bf16")))
+    [(0, "mxfp8_wgrad_with_hp"), (2, "bf16"), (3, "bf16")], (3, "bf16")))
 def test_autoep_layers_train(ranks4, stage, recipe):
     for plain, hops, db, converted in ranks4.run(autoep, {"recipe": recipe}, stage):
         assert converted == 2

@@ -34,7 +34,7 @@ from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport.local import Local
 
 KEPT, NEVER = ({**DEFAULT, "keep_quantized_weights": value} for value in (True, False))
-FOUR = {"gradient_accumulation_steps": 4}
+TWO = {"gradient_accumulation_steps": 2}
 CASTS = 8  # of a model of two layers in a step: two GEMMs a layer, in forward and in backward
 
 
@@ -83,28 +83,28 @@ def check(results, without, kept, later=None):
 
 
 LAYOUTS = {
-    "zero0-bf16": Layout(dtype="bf16", config=FOUR),
-    "zero1": Layout(zero=1, config=FOUR),
+    "zero0-bf16": Layout(dtype="bf16", config=TWO),
+    "zero1": Layout(zero=1, config=TWO),
     "zero1-bf16-fp32-accumulation": Layout(zero=1, dtype="bf16",
-                                           config={**FOUR, "data_types": {"grad_accum_dtype": "fp32"}}),
-    "zero2-bf16": Layout(zero=2, dtype="bf16", config=FOUR),
-    "offload": Layout(zero=2, dtype="bf16", config={**FOUR, **OFFLOAD}),
-    "experts-on-every-rank": Layout(ep_size=1, zero=2, dtype="bf16", config=FOUR),
-    "frozen": Layout(zero=1, dtype="bf16", frozen=r"blocks\.0\..*experts.*", config=FOUR),
+                                           config={**TWO, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "zero2-bf16": Layout(zero=2, dtype="bf16", config=TWO),
+    "offload": Layout(zero=2, dtype="bf16", config={**TWO, **OFFLOAD}),
+    "experts-on-every-rank": Layout(ep_size=1, zero=2, dtype="bf16", config=TWO),
+    "frozen": Layout(zero=1, dtype="bf16", frozen=r"blocks\.0\..*experts.*", config=TWO),
 }
 
 
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero1", "zero2-bf16", "frozen"))
-def test_four_micro_batches_cast_each_weight_once(ranks2, name):
+def test_micro_batches_cast_each_weight_once(ranks2, name):
     # Frozen experts, here of one of the two layers, are cast once for all steps.
-    check(ranks2.run(both, LAYOUTS[name]), 4 * CASTS, CASTS, CASTS // 2 if name == "frozen" else None)
+    check(ranks2.run(both, LAYOUTS[name]), 2 * CASTS, CASTS, CASTS // 2 if name == "frozen" else None)
 
 
 @pytest.mark.parametrize("ep_size, recipe, block", slow_except(
     [(1, "mxfp8_wgrad_with_hp", 128), (2, "mxfp8", 32), (2, "mxfp8", 128)], (2, "mxfp8", 32)))
 def test_every_recipe(ranks2, ep_size, recipe, block):
-    layout = Layout(ep_size=ep_size, zero=2, dtype="bf16", config=FOUR)
-    check(ranks2.run(both, layout, {"recipe": recipe, "scale_block_size": block}), 4 * CASTS, CASTS)
+    layout = Layout(ep_size=ep_size, zero=2, dtype="bf16", config=TWO)
+    check(ranks2.run(both, layout, {"recipe": recipe, "scale_block_size": block}), 2 * CASTS, CASTS)
 
 
 @pytest.mark.parametrize("way", slow_except(
@@ -114,8 +114,8 @@ def test_a_recomputation_uses_the_casts_of_its_forward(ranks2, way):
 
 
 def test_pipelines(ranks4):
-    layout = Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config=FOUR)
-    check(ranks4.run(both, layout), 2 * CASTS, CASTS // 2)  # a rank has one of the two layers
+    layout = Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config=TWO)
+    check(ranks4.run(both, layout), CASTS, CASTS // 2)  # a rank has one of the two layers
 
 
 def decided(layout, free=None, way="stored"):
@@ -129,8 +129,8 @@ def decided(layout, free=None, way="stored"):
 
 
 @pytest.mark.parametrize("layout, free, way, first, later, said", [
-    (LAYOUTS["zero2-bf16"], None, "stored", 4 * CASTS, CASTS, "MXFP8 weights are kept within each step, up to"),
-    (LAYOUTS["zero2-bf16"], 1000, "stored", 4 * CASTS, 4 * CASTS, "MXFP8 weights are not kept, since they take more"),
+    (LAYOUTS["zero2-bf16"], None, "stored", 2 * CASTS, CASTS, "MXFP8 weights are kept within each step, up to"),
+    (LAYOUTS["zero2-bf16"], 1000, "stored", 2 * CASTS, 2 * CASTS, "MXFP8 weights are not kept, since they take more"),
     (Layout(zero=2, dtype="bf16"), None, "reentrant", 3 * CASTS // 2, CASTS, "MXFP8 weights are kept within each"),
     (Layout(zero=2, dtype="bf16"), None, "stored", CASTS, CASTS, None)],
     ids=["micro-batches", "no memory on one rank", "checkpointing", "one micro-batch"])
@@ -143,9 +143,9 @@ def test_without_the_key_the_first_step_decides(ranks2, layout, free, way, first
 
 
 def test_a_skipped_step(ranks2):
-    layout = Layout(zero=1, steps=3, config=FOUR)
+    layout = Layout(zero=1, steps=3, config=TWO)
     results = ranks2.run(both, layout, None, "stored", True)
-    check(results, 4 * CASTS, CASTS)
+    check(results, 2 * CASTS, CASTS)
     assert all([record["skipped"] for record in records] == [0, 1, 1] for (records, *_), _ in results)
 
 
@@ -155,12 +155,12 @@ def autoep_both(stage, ep_size, changes):
     for section in (NEVER, KEPT):
         reset_deepspeed_groups()
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            engine = autoep_engine(section, stage, ep_size, **FOUR, **changes)
+            engine = autoep_engine(section, stage, ep_size, **TWO, **changes)
         assert len(autoep_layers(engine.module)) == 2
         losses, counts = [], []
         for step in range(2):
             with counted() as count:
-                losses += train_engine(engine, range(10 * step, 10 * step + 4))
+                losses += train_engine(engine, range(10 * step, 10 * step + 2))
             counts.append(count.total())
             engine.eval()
             with torch.no_grad(), counted() as count:
@@ -179,8 +179,8 @@ def autoep_both(stage, ep_size, changes):
 def test_autoep(ranks2, stage, ep_size, kind):
     changes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "biases": {"family": "gpt_oss"}}
     results = ranks2.run(autoep_both, stage, ep_size, changes[kind])
-    kept = 4 * CASTS if stage == 3 else CASTS
-    check([found for found, _ in results], 4 * CASTS, kept)
+    kept = 2 * CASTS if stage == 3 else CASTS
+    check([found for found, _ in results], 2 * CASTS, kept)
     assert ("has no effect: ZeRO-3" if stage == 3 else "are kept within each step") in results[0][1]
     assert not results[1][1]
 

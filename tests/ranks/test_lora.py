@@ -79,7 +79,7 @@ def beside_peft(section, stage, ep_size, steps=3, bf16=False, checkpointing=Fals
 
 # On four ranks, two share the experts, and two such pairs share the batches.
 @pytest.mark.parametrize("ranks, stage, ep_size", slow_except(
-    [("ranks4", 2, 2), *(("ranks2", stage, ep_size) for stage in range(4) for ep_size in (1, 2))],
+    [("ranks4", 2, 2), ("ranks2", 0, 2), ("ranks2", 1, 1), ("ranks2", 2, 2), ("ranks2", 3, 1), ("ranks2", 3, 2)],
     ("ranks2", 0, 2), ("ranks2", 3, 2)))
 def test_trains_like_plain_peft(request, ranks, stage, ep_size):
     for plain, ours, frozen in request.getfixturevalue(ranks).run(beside_peft, BF16, stage, ep_size):
@@ -87,15 +87,14 @@ def test_trains_like_plain_peft(request, ranks, stage, ep_size):
 
 
 @pytest.mark.parametrize("section, family", slow_except(
-    [(section, family) for section in ("BF16", "PLAIN") for family in ("mixtral", "qwen2_moe", "deepseek_v3",
-                                                                       "gpt_oss")],
-    ("BF16", "gpt_oss"), ("PLAIN", "mixtral")))
+    [*(("BF16", family) for family in ("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss")), ("PLAIN", "mixtral"),
+     ("PLAIN", "gpt_oss")], ("BF16", "gpt_oss"), ("PLAIN", "mixtral")))
 def test_every_family_trains_like_plain_peft(ranks2, section, family):
     for plain, ours, _ in ranks2.run(beside_peft, SECTIONS[section], 2, 2, family=family):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 1), (0, 2), (2, 2), (3, 2)], (2, 2)))
+@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 1), (2, 2), (3, 2)], (2, 2)))
 def test_beside_mxfp8_experts_losses_stay_close(ranks2, stage, ep_size):
     for plain, ours, _ in ranks2.run(beside_peft, MXFP8, stage, ep_size, steps=6, bf16=True):
         assert ours == pytest.approx(plain, rel=0.01)
@@ -216,7 +215,7 @@ def resumed(directory, stage, exclude):
 
 
 @pytest.mark.parametrize("stage, exclude", slow_except(
-    [(stage, exclude) for stage in (0, 1, 2) for exclude in (False, True)] + [(3, True)], (2, False)))
+    [(0, True), (1, False), (2, False), (3, True)], (2, False)))
 def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
     for went_on, loaded in ranks2.run(resumed, tmp_path, stage, exclude):
         assert loaded == pytest.approx(went_on, abs=1e-6)

@@ -149,8 +149,8 @@ def test_compiled_layers(ranks2):
     assert ranks2.run(compiled) == [[], []]
 
 
-PIPELINE = Layout(stages=2, zero=1, config={"gradient_accumulation_steps": 3}, moe={"drop_tokens": False})
-ZERO_2 = Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2})
+PIPELINE = Layout(stages=2, zero=1, config={"gradient_accumulation_steps": 3}, moe={"drop_tokens": False}, steps=1)
+ZERO_2 = Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}, steps=1)
 
 
 def trained(layout: Layout, ways: tuple) -> list[list[str]]:

@@ -23,7 +23,7 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local
 
 BF16 = {"bf16": {"enabled": True}, **ADAM, "gradient_clipping": 0.1}
-STEPS = 3
+STEPS = 2
 
 
 def forward(engine, number):
@@ -204,7 +204,7 @@ def several_passes(stage, way, config):
         reset_deepspeed_groups()
         engine = autoep_engine({"enabled": True, "batch_gradients": batched}, stage, 2,
                                model_changes={"dtype": torch.bfloat16}, **{**BF16, **config})
-        for number in range(0, 6, 2):
+        for number in range(0, 2 * STEPS, 2):
             with way(engine):
                 engine.backward(forward(engine, number))
                 if way is coalesced:
