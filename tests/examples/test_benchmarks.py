@@ -317,3 +317,11 @@ def test_links_between_the_pages_lead_somewhere():
                 headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
                 anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
                 assert not anchor or anchor in anchors, f"{page}: {link}"
+
+
+@pytest.mark.parametrize("top_k, experts, ranks, fullest", [(6, 64, 4, 1.5), (2, 8, 4, 3), (8, 128, 8, 5)])
+def test_uneven_routes_fill_the_first_rank_as_asked(top_k, experts, ranks, fullest):
+    routes_TK = models.uneven_routes(4096, top_k, experts, ranks, fullest)
+    assert all(len(set(row)) == top_k for row in routes_TK.tolist())
+    rows_R = torch.bincount(routes_TK.flatten(), minlength=experts).view(ranks, -1).sum(1)
+    assert rows_R[0] == fullest * rows_R.sum() / ranks == fullest * 4096 * top_k / ranks

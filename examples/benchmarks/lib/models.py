@@ -248,6 +248,9 @@ def even_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
 def uneven_routes(tokens: int, top_k: int, experts: int, ranks: int, fullest: float) -> torch.Tensor:
     """[T, K]: the first rank's experts get `fullest` times what a rank gets in the mean, all others share the rest."""
     local, here = experts // ranks, top_k * fullest / ranks
+    if here > min(top_k, local):
+        raise ValueError(f"{fullest} times the mean were asked for: a token can send at most {min(top_k, local)} of its "
+                         f"{top_k} choices to one of {ranks} ranks, which is {min(top_k, local) * ranks / top_k:g} times")
     here_T = ((torch.arange(tokens + 1) * here).long().diff()).unsqueeze(1)
     first_TK = even_routes(tokens, min(top_k, local), local)
     others_TK = local + even_routes(tokens, min(top_k, experts - local), experts - local)
