@@ -248,11 +248,12 @@ def even_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
 def uneven_routes(tokens: int, top_k: int, experts: int, ranks: int, fullest: float) -> torch.Tensor:
     """[T, K]: the first rank's experts get `fullest` times what a rank gets in the mean, all others share the rest."""
     local, here = experts // ranks, top_k * fullest / ranks
-    if here > min(top_k, local):
-        raise ValueError(f"{fullest} times the mean were asked for: a token can send at most {min(top_k, local)} of its "
-                         f"{top_k} choices to one of {ranks} ranks, which is {min(top_k, local) * ranks / top_k:g} times")
+    most = min(top_k, local)  # of a token's choices
+    if here > most:
+        raise ValueError(f"one of {ranks} ranks was to get {fullest} times the mean; with {local} experts there and "
+                         f"{top_k} choices it can get {most * ranks / top_k:g} times")
     here_T = ((torch.arange(tokens + 1) * here).long().diff()).unsqueeze(1)
-    first_TK = even_routes(tokens, min(top_k, local), local)
+    first_TK = even_routes(tokens, most, local)
     others_TK = local + even_routes(tokens, min(top_k, experts - local), experts - local)
     k = torch.arange(top_k).expand(tokens, -1)
     return torch.where(k < here_T, first_TK.gather(1, k.clamp(max=first_TK.shape[1] - 1)),
