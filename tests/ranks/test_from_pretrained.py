@@ -257,7 +257,7 @@ def test_plain_peft_loads_the_adapters(ranks2, tmp_path, family, kind):
     net = by_transformers(tmp_path / "base", None)
     untrained = held_out_logits(net)
     net = peft.PeftModel.from_pretrained(net, tmp_path / "adapters")
-    assert loss == same_loss == pytest.approx(held_out_loss(net), rel=5e-3)  # the engine's activations are in MXFP8
+    assert loss == same_loss == pytest.approx(held_out_loss(net), rel=2e-3)  # the engine's activations are in MXFP8
     plain = held_out_logits(net)
     assert (untrained - plain).norm() > 4 * (logits - plain).norm()
 

@@ -56,7 +56,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -
 
 
 def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[], Iterable[list[dict]]],
-         ranks: bool = False) -> None:
+         ranks: bool = False, alone: bool = False) -> None:
     """Runs a benchmark by taking its rows, batch by batch; or shows `--show FILE`. Ends this process.
 
     The file is written after every batch, should the run be cut short. The exit status is 1 if any row is wrong, or
@@ -65,11 +65,12 @@ def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[], Iter
     Args:
         ranks: it runs on ranks that a launcher starts. A rank that fails ends at once, and its launcher ends the
             others.
+        alone: it runs on a rank too, which is this process unless a launcher started it.
     """
     if args.show:
         sys.exit(show.show(shown, args.show, args.check) or None)
-    if ranks:
-        world.start()
+    if ranks or alone:
+        world.start(alone)
     path = args.out or results_file.RESULTS / f"{shown.benchmark}{f'_{world.size()}ranks' if ranks else ''}.json"
     commit = args.commit or results_file.commit()
     taken: list[dict] = []

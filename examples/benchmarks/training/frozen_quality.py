@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import yaml
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,9 +27,7 @@ from lib.paired import interval
 from lib.show import Measure
 from training.whole_model import ADAPTERS
 
-MODEL = {"model_type": "qwen3_moe", "vocab_size": data.VOCABULARY, "hidden_size": 128, "intermediate_size": 256,
-         "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "use_cache": False}
+MODEL = Path(__file__).resolve().parents[3] / "configs/models/qwen3_moe_tiny.yaml"
 BF16, FROZEN = "frozen in bf16", "frozen in MXFP8"
 SECTIONS = {BF16: {"recipe": "bf16"}, FROZEN: {"scale_block_size": 128, "min_tokens_per_expert": 0}}
 SEQUENCES, SEQUENCE = 8, 128  # of a step
@@ -40,7 +39,8 @@ def base_model(windows: data.Windows, steps: int) -> nn.Module:
     """A model that has learnt from `windows`, by plain PyTorch."""
     from transformers import AutoConfig, AutoModelForCausalLM
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL)).to(world.device())
+    config = AutoConfig.for_model(**yaml.safe_load(MODEL.read_text()), use_cache=False)
+    model = AutoModelForCausalLM.from_config(config).to(world.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR)
     for step in range(steps):
         tokens_BS = windows.training_batch(0, step, SEQUENCES, 0, 1).to(world.device())
@@ -51,11 +51,12 @@ def base_model(windows: data.Windows, steps: int) -> nn.Module:
 
 
 def heldout_loss(engine: nn.Module, windows: data.Windows) -> float:
+    losses = []
     engine.eval()
     with torch.no_grad():
-        losses = [engine(input_ids=batch, labels=batch).loss.float().item() for batch in
-                  (tokens_BS.to(world.device()) for tokens_BS in
-                   windows.heldout_batches(SEQUENCES, HELDOUT_WINDOWS, 0, 1))]
+        for batch_BS in windows.heldout_batches(SEQUENCES, HELDOUT_WINDOWS, 0, 1):
+            tokens_BS = batch_BS.to(world.device())
+            losses.append(engine(input_ids=tokens_BS, labels=tokens_BS).loss.float().item())
     engine.train()
     return sum(losses) / len(losses)
 
@@ -132,9 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=run.one_or_more, default=200)
     parser.add_argument("--seeds", type=run.one_or_more, default=8)
     args = run.parse(parser)
-    if not args.show:
-        world.start(alone=True)
-    run.main(SHOWN, args, lambda: rows(args))
+    run.main(SHOWN, args, lambda: rows(args), alone=True)
 
 
 if __name__ == "__main__":

@@ -84,9 +84,7 @@ def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--rounds", type=run.one_or_more, default=9, help="blocks of each (default: %(default)s)")
     args = run.parse(parser)
-    if not args.show:
-        world.start(alone=True)
-    run.main(SHOWN, args, lambda: rows(args))
+    run.main(SHOWN, args, lambda: rows(args), alone=True)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ from training.whole_model_results import (
     BF16,
     CASES,
     CHANGES,
+    CHECKPOINTING,
     DEFAULT,
     FULL,
     KEPT,
@@ -108,8 +109,8 @@ class Case:
 
     def described(self) -> dict:
         """The case in a result file. What is off is None, so that titles leave it out."""
-        kinds = {False: None, True: "checkpointing", "half": "checkpointing of every other layer"}
-        return {**asdict(self), "checkpointing": kinds[self.checkpointing], "liger": "Liger" if self.liger else None}
+        return {**asdict(self), "checkpointing": CHECKPOINTING[self.checkpointing],
+                "liger": "Liger" if self.liger else None}
 
     @property
     def tokens(self) -> int:
