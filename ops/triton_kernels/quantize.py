@@ -35,6 +35,7 @@ from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
 MOST_PLACES = 64  # places that one launch writes into a table
+_FAR = tl.constexpr(2**62)
 
 
 class Tile(NamedTuple):
@@ -104,15 +105,11 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 
 @Launched
 @triton.jit
-def _places_kernel(odd, first, table_ptr):
-    """Writes how many values lie between `first` and each matrix. By such a table, one launch of the cast reads
-    matrices that lie anywhere in memory.
-
-    Addresses come as arguments, so that nothing is copied from the host. `odd`: 2 p + 1 for each address p. Triton
-    compiles anew for each pattern of arguments that are multiples of 16, and these never are.
-    """
-    for i in tl.static_range(len(odd)):
-        tl.store(table_ptr + i, _distance(first, odd[i].to(tl.int64) >> 1))
+def _places_kernel(numbers, table_ptr):
+    """Writes the distances that `_tables` gives as numbers. By such a table, one launch of the cast reads matrices
+    that lie anywhere in memory. They come as arguments, so that nothing is copied from the host."""
+    for i in tl.static_range(len(numbers)):
+        tl.store(table_ptr + i, (numbers[i] - _FAR) >> 1)
 
 
 @triton.jit
@@ -123,12 +120,13 @@ def _distance(first, address):
 
 @triton.jit
 def _matrix(place, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
-    """The distance of the expert's matrix: from the table, or `place + expert * stride` if there is none."""
+    """The distance of the expert's matrix, where its stack begins at `place`: from the table, or expert * stride if
+    there is none."""
     if table_ptr is None:
-        distance = place + expert.to(tl.int64) * stride
+        distance = expert.to(tl.int64) * stride
     else:
         distance = tl.multiple_of(tl.load(table_ptr + expert), ALIGNMENT)
-    return distance
+    return place + distance
 
 
 @Launched
@@ -263,12 +261,15 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _tables(stacks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The distances of each stack's matrices from the first matrix of all, on the device."""
-    places = [x.data_ptr() for stack in stacks for x in stack]
+    """How many values lie between the first matrix of each stack and its others, on the device."""
+    size = stacks[0][0].element_size()
+    places = [(x.data_ptr() - stack[0].data_ptr()) // size for stack in stacks for x in stack]
     table = torch.empty(len(places), dtype=torch.int64, device=stacks[0][0].device)
     for at in range(0, len(places), MOST_PLACES):
-        odd = tuple(2 * p + 1 for p in places[at:at + MOST_PLACES])
-        _places_kernel[(1, )](odd, stacks[0][0], table[at:], num_warps=1)
+        # Triton compiles anew for each pattern of arguments that are 1, multiples of 16, or fit into int32. These
+        # never are.
+        numbers = tuple(2 * place + 1 + _FAR.value for place in places[at:at + MOST_PLACES])
+        _places_kernel[(1, )](numbers, table[at:], num_warps=1)
     return list(table.split(len(stacks[0])))
 
 

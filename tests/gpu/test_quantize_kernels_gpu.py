@@ -21,7 +21,8 @@ from quantize_cases import (
     same,
 )
 
-from ds_mxfp8_moe.compute import mx
+from ds_mxfp8_moe.compute import casts, mx
+from ds_mxfp8_moe.compute.executor import executor_for, replayed
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
@@ -50,6 +51,22 @@ def beyond_two_to_the_31(rows, columns, block):
     assert torch.equal(kernels.dequantize(y, BF16)[-128:, -256:].cpu(), expected.dequantize())
 
 
+def replayed_where_weights_lie(block, transposed):
+    """A replay casts the weights of its own call, which lie elsewhere at the same uneven distances."""
+    executor, size, kept = executor_for(torch.device("cuda")), 64 * 96, []
+
+    def cast(stacks):
+        return {"w": casts.quantize_weights(stacks, block, "rceil", transposed)}
+
+    for turn in range(4):
+        memory = torch.randn(12 * size + turn * 1024, dtype=BF16, device="cuda")[turn * 1024:]
+        kept.append(memory)  # so that the next one lies elsewhere
+        stacks = [[memory[place * size:][:size].view(64, 96) for place in stack]
+                  for stack in ((0, 3, 4), (11, 7, 5 + turn % 2))]
+        made = replayed(executor, (block, transposed), lambda _, stacks=stacks: cast(stacks), [memory[:1]], stacks)
+        same(made["w"].parts, cast([[w.cpu() for w in stack] for stack in stacks])["w"])
+
+
 # Tiles divide (1024, 2048) and (512, 384), and nothing else here.
 CASES = [
     (beyond_two_to_the_31, 131072 + 128, 16896, 128),
@@ -74,6 +91,7 @@ CASES = [
         ((10, 32), BF16, 32, "floor"), ((40, 160), BF16, 128, "rceil"), ((40, 160), F16, 32, "floor"),
         ((40, 160), F32, 128, "floor"), ((1000, 2048), BF16, 32, "rceil"), ((1000, 2048), BF16, 128, "floor"),
         ((1000, 2048), F16, 128, "rceil"), ((1000, 2048), F32, 32, "rceil")]),
+    *((replayed_where_weights_lie, block, transposed) for block in (32, 128) for transposed in (False, True)),
     *((run_transpose_tiles, "cuda", *shape) for shape in [(2, 160, 416), (3, 1536, 2048)]),
     *((run_empty, "cuda", block) for block in (32, 128)),
 ]

@@ -48,6 +48,23 @@ def test_more_experts_than_pointers(interpreter):
     interpreter(run_weights, "cpu", (64, 64), 64, "scattered", BF16, 128, "rceil", 5, 4)  # 10 matrices
 
 
+def test_what_a_recording_keeps_of_a_table_is_no_address(monkeypatch):
+    """A replay repeats the numbers of a launch, for weights that lie elsewhere at the same distances."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda numbers, table, **options: launched.append(numbers)
+
+    monkeypatch.setattr(kernels, "_places_kernel", Kernel())
+    for memory in (torch.empty(3000, dtype=BF16), torch.empty(3000, dtype=BF16)):
+        for begin in (0, 800):
+            first, second = memory[begin:], memory[begin + 1500:]
+            kernels._tables([[first[:64], first[192:256]], [second[64:128], second[:64]]])
+    distances = [[(number - 2**62) // 2 for number in numbers] for numbers in launched]
+    assert distances == [[0, 192, 0, -64]] * 4 and all(number % 2 for numbers in launched for number in numbers)
+
+
 def several_dtypes(columns):
     weights = [torch.randn(64, 64).to(dtype) for dtype in (BF16, F32, BF16)]
     return kernels.quantize_weights([weights, [w.to(BF16) for w in weights]], 128, "rceil", columns)
