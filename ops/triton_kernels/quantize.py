@@ -35,7 +35,7 @@ from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
 MOST_PLACES = 64  # places that one launch writes into a table
-_FAR = tl.constexpr(2**62)
+FAR = 2**62
 
 
 class Tile(NamedTuple):
@@ -105,11 +105,11 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 
 @Launched
 @triton.jit
-def _places_kernel(numbers, table_ptr):
+def _places_kernel(numbers, table_ptr, FAR: tl.constexpr):
     """Writes the distances that `_tables` gives as numbers. By such a table, one launch of the cast reads matrices
     that lie anywhere in memory. They come as arguments, so that nothing is copied from the host."""
     for i in tl.static_range(len(numbers)):
-        tl.store(table_ptr + i, (numbers[i] - _FAR) >> 1)
+        tl.store(table_ptr + i, (numbers[i] - FAR) >> 1)
 
 
 @triton.jit
@@ -268,8 +268,8 @@ def _tables(stacks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     for at in range(0, len(places), MOST_PLACES):
         # Triton compiles anew for each pattern of arguments that are 1, multiples of 16, or fit into int32. These
         # never are.
-        numbers = tuple(2 * place + 1 + _FAR.value for place in places[at:at + MOST_PLACES])
-        _places_kernel[(1, )](numbers, table[at:], num_warps=1)
+        numbers = tuple(2 * place + 1 + FAR for place in places[at:at + MOST_PLACES])
+        _places_kernel[(1, )](numbers, table[at:], FAR, num_warps=1)
     return list(table.split(len(stacks[0])))
 
 

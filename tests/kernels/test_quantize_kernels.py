@@ -54,14 +54,14 @@ def test_what_a_recording_keeps_of_a_table_is_no_address(monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda numbers, table, **options: launched.append(numbers)
+            return lambda numbers, table, far, **options: launched.append(numbers)
 
     monkeypatch.setattr(kernels, "_places_kernel", Kernel())
     for memory in (torch.empty(3000, dtype=BF16), torch.empty(3000, dtype=BF16)):
         for begin in (0, 800):
             first, second = memory[begin:], memory[begin + 1500:]
             kernels._tables([[first[:64], first[192:256]], [second[64:128], second[:64]]])
-    distances = [[(number - 2**62) // 2 for number in numbers] for numbers in launched]
+    distances = [[(number - kernels.FAR) // 2 for number in numbers] for numbers in launched]
     assert distances == [[0, 192, 0, -64]] * 4 and all(number % 2 for numbers in launched for number in numbers)
 
 
