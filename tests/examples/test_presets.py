@@ -101,11 +101,11 @@ def test_finetuned_in_bf16_and_mxfp8_and_read_back(folder, ranks2, kind):
     assert row["mxfp8"] != row["bf16"]
 
 
-# The experts of one layer; all that is no expert; all experts; all but the head, so that no layer has a backward.
+# The experts of one layer; all that is no expert; all but the head, so that no layer has a backward.
 # Without a trained expert, DeepSpeed refuses to train in ZeRO-1 and 2, and to write checkpoints in ZeRO-3.
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, pattern, frozen", [(1, r".*layers\.0\..*experts.*", 2), (2, r"(?!.*experts).*", 21),
-                                                    (0, r".*\.experts\..*", 4), (0, r"(?!lm_head).*", 24)])
+                                                    (0, r"(?!lm_head).*", 24)])
 def test_training_goes_around_what_is_frozen(folder, ranks2, stage, pattern, frozen):
     args = options(folder, "--zero_stage", str(stage), "--freeze", pattern, "--out", str(folder / "frozen"))
     row = presets.finetune("qwen3_moe", presets.ds_configs(args), NoBar(), args, launch=launcher(ranks2))

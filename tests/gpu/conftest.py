@@ -13,10 +13,15 @@ POOLS = {"2-sharing": (2, True), "4-sharing": (4, True), "2-gpus": (2, False), "
          "8-gpus": (8, False)}
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "gpu" in item.path.parts and GPUS == 0:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none is visible"))
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU, one test stands for those of its file."""
+    if GPUS:
+        return
+    first = {item.path: item for item in reversed(items) if "gpu" in item.path.parts}
+    for item in first.values():
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device, as all tests of this file; none is visible"))
+    config.hook.pytest_deselected(items=[item for item in items if first.get(item.path, item) is not item])
+    items[:] = [item for item in items if first.get(item.path, item) is item]
 
 
 def ranks(world: int, backend: str | None = None, share_gpu: bool | None = None) -> Iterator[RankPool]:

@@ -154,10 +154,11 @@ def hopper_bf16_gemms():
     stacks = torch.empty(2, E, H, 2 * H, dtype=BF16)
     scattered = [[stacks[i, e * e % E] for e in range(E)] for i in range(2)]
     gemm.grouped_mm_bf16(torch.empty(128 * (E + 1), 2 * H, dtype=BF16), stacks[:1].unbind(0), ends(), BF16)  # narrow
-    for rows in (128 * E, 256 * E, 128 * 132):  # narrow, a tile for an expert; wide, for few rows and for many
-        for parts, dtype in ((stacks.unbind(0), BF16), (scattered, BF16), (stacks.unbind(0), torch.float32)):
-            gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype)
-            gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype, transposed=True)
+    # Narrow, a tile for an expert; wide, for few rows; wide, for many.
+    for rows, parts, dtype in ((128 * E, scattered, BF16), (256 * E, stacks.unbind(0), BF16),
+                               (128 * 132, scattered, BF16), (128 * 132, stacks.unbind(0), torch.float32)):
+        gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype)
+        gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype, transposed=True)
 
 
 CASES = {
