@@ -115,11 +115,8 @@ class ExpertAdapters(nn.Module):
         """
         found: dict[str, list] = {}
         for one, gemm, exchanged in zip(wrappers_of(self.wrapper), self._gemms, self._exchanged, strict=True):
-            if one.disable_adapters:
-                continue
-            for adapter in one.active_adapters:
-                if adapter in one.lora_A:
-                    found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged, factor_of))
+            for adapter in unmerged_adapters(one):
+                found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged, factor_of))
         return {gemm: _joined(factors) for gemm, factors in found.items()}
 
     def parameter_names(self) -> list[str]:

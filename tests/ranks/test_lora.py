@@ -225,7 +225,8 @@ def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
 
 
 def switched(section):
-    """Held-out losses of an engine and of plain PEFT: with the adapter, without, with another one, with both."""
+    """Held-out losses of plain PEFT and of an engine: with the adapter, without, with another one, with both, and with
+    one that PEFT had merged before."""
     results = []
     for sharded in (False, True):
         net = adapted()
@@ -243,6 +244,9 @@ def switched(section):
         losses.append(held_out_loss(called))
         net.base_model.set_adapter(["default", "other"])
         losses.append(held_out_loss(called))
+        merged = adapted()
+        merged.merge_adapter()
+        losses.append(held_out_loss(build(merged, section) if sharded else merged))
         results.append(losses)
     return results
 
@@ -250,7 +254,7 @@ def switched(section):
 def test_adapters_are_switched_by_peft(ranks2):
     for plain, ours in ranks2.run(switched, BF16):
         assert ours == pytest.approx(plain, abs=1e-4)
-        assert len({round(loss, 3) for loss in plain}) == 4
+        assert len({round(loss, 3) for loss in plain}) == 5
 
 
 def refused():
