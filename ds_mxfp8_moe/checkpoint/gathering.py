@@ -341,4 +341,4 @@ def check_complete(state: dict, skeleton) -> None:
     if differing:
         given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
         raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
-                           "(None: missing). Merge or remove what was added to the model, for example PEFT adapters")
+                           "(None: missing). engine.save_16bit_model writes the model with what was added to it")

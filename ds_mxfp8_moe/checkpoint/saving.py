@@ -25,7 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..layers.frozen_experts import frozen_layers
-from ..layers.lora import has_adapters, is_peft, with_pefts_names
+from ..layers.lora import has_adapters, is_peft, saves_adapters, with_pefts_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.deadline import tell_peers_on_error
@@ -142,7 +142,7 @@ def _save_model(plain: Callable, accelerator: Any, model: torch.nn.Module, *args
 
 def _refuse_adapters(engine: DeepSpeedEngine, method: str) -> None:
     """Weights beside adapters are a file that neither transformers nor PEFT loads."""
-    if is_peft(engine.module) or getattr(engine.module, "_hf_peft_config_loaded", False):
+    if saves_adapters(engine.module):
         raise RuntimeError(f"{method} does not write adapters as PEFT loads them. {USE_INSTEAD}")
 
 

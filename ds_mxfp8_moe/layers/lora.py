@@ -39,6 +39,11 @@ def is_peft(model: nn.Module | None) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
+def saves_adapters(model: nn.Module) -> bool:
+    """Whether the model's own save_pretrained writes adapters: of PeftModels, and after transformers' add_adapter."""
+    return is_peft(model) or getattr(model, "_hf_peft_config_loaded", False)
+
+
 def has_adapters(model: nn.Module | None) -> bool:
     """Whether PEFT has put adapters into the model."""
     if is_peft(model):
@@ -249,8 +254,10 @@ def merged_name(name: str, model: nn.Module, prefix: str) -> str | None:
     name = name.removeprefix(f"{prefix}.")
     if ADAPTERS in name or ".original_module." in name or re.search(r"\.lora_\w+\.", name):
         return None
-    if (saved := re.search(r"\.modules_to_save\.([^.]+)", name)) and saved[1] not in model.active_adapters:
-        return None
+    if saved := re.search(r"\.modules_to_save\.([^.]+)", name):
+        active = model.active_adapters
+        if saved[1] not in (active() if callable(active) else active):  # transformers' own is a method
+            return None
     return re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 
