@@ -112,7 +112,8 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig, want
 
 def needs_peers(model: torch.nn.Module) -> bool:
     """Whether other ranks hold parts of the model: their own experts, or their partitions of ZeRO-3."""
-    return is_partitioned(model) or any(layer.ep_size > 1 for layer in autoep_layers(model).values())
+    layers = [*autoep_layers(model).values(), *classic_layers(model).values()]
+    return is_partitioned(model) or any(layer.ep_size > 1 for layer in layers)
 
 
 def is_partitioned(model: torch.nn.Module) -> bool:
@@ -134,9 +135,10 @@ def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     from transformers import PreTrainedModel
 
     base = model.get_base_model() if is_peft(model) else model
-    if not isinstance(base, PreTrainedModel):
-        raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one: it is a "
-                        f"{type(base).__name__}. Its weights are written by engine.save_16bit_model")
+    if not isinstance(base, PreTrainedModel) or any(layer.ep_size > 1 for layer in classic_layers(base).values()):
+        raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one, or it has classic "
+                        f"MoE layers: it is a {type(base).__name__}. Its weights are written by "
+                        "engine.save_16bit_model")
     return base, next(name for name, module in model.named_modules() if module is base)
 
 

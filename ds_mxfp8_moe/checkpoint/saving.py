@@ -77,6 +77,10 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if accelerate and by_libraries:
         wrap(accelerate.Accelerator, "get_state_dict", _get_state_dict)
         wrap(accelerate.Accelerator, "save_model", _save_model)
+    if transformers and by_libraries:
+        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    if autoep or needs_peers(engine.module):
+        vars(engine.module)[MARK] = Spread(section, whole=True)
     if not autoep or not by_libraries:
         return
     # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
@@ -85,16 +89,14 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     wrap(engine, "_zero3_consolidated_16bit_state_dict",
          lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
     if transformers:
-        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
-        for module in engine.module.modules():
-            if isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
+        for name, module in engine.module.named_modules():
+            if name and isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
                 vars(module)[MARK] = Spread(section, whole=False)
     if is_peft(engine.module):
         wrap(peft.PeftModel, "save_pretrained", _save_adapters)
     if peft:
         for module in (peft, peft.peft_model):  # the one for transformers' own add_adapter, the other for PeftModel
             wrap(module, "get_peft_model_state_dict", _adapters_of)
-    vars(engine.module)[MARK] = Spread(section, whole=True)
 
 
 @tell_peers_on_error
