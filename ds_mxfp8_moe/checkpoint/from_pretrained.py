@@ -112,7 +112,7 @@ class _Loader:
             # The engine partitions what there is to partition. transformers would make experts in bf16 for that.
             stack.enter_context(lent(zero3, "_hf_deepspeed_config_weak_ref", None))
             model = (model_class or transformers.AutoModelForCausalLM).from_pretrained(
-                name_or_path, **{"dtype": "auto", **placed, **kwargs})
+                name_or_path, **placed, **kwargs)
         if placed and hasattr(model, "hf_device_map"):  # for which the Trainer refuses several ranks
             del model.hf_device_map
         return model

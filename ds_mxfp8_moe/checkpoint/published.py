@@ -172,7 +172,8 @@ def _recipe(layer) -> Recipe | None:
 
 def _tensors(engine: DeepSpeedEngine, skeleton: torch.nn.Module | None, gather: Gather,
              without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the skeleton, tensor): without adapters, which are merged, and without names in the engine's model."""
+    """(name in the skeleton, tensor): without adapters, which are merged, and without the tensors that the engine's
+    model calls `without`."""
     model = engine.module
     if skeleton is None:
         yield from classic_tensors(model, gather, lambda name, value: name not in without)
@@ -213,7 +214,7 @@ def _names(engine: DeepSpeedEngine) -> Names:
     from transformers.core_model_loading import revert_weight_conversion
 
     skeleton = skeleton_of(engine.module)
-    marks = _Marks(keep=True, model=engine.module)
+    marks = _Marks(keep=True, on_host=False, model=engine.module)
     own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
     for name, mark in _tensors(engine, skeleton, marks):
         if id(mark) in name_of:

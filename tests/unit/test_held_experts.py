@@ -29,6 +29,7 @@ def test_parameters_have_shapes_and_no_memory():
         assert all(p.untyped_storage().nbytes() <= 4 and p[0, 0, 0].isnan() for p in parameters)
     assert parameters[0].dtype == torch.bfloat16 and experts.act_fn(torch.ones(1)) > 0
     assert experts.state_dict() == {} and experts.num_experts == 8
+    assert all(p.requires_grad for p in experts.requires_grad_().float().parameters())
 
 
 @pytest.mark.parametrize("rows", [128, 192, 96])
