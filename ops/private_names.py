@@ -254,6 +254,8 @@ NAMES = tuple(Row(*row) for row in (
      "save_pretrained(self, save_directory, is_main_process, ...)"),
     ("saving by Trainer and Accelerate", "peft", "get_peft_model_state_dict(model, ...)"),
     ("saving by Trainer and Accelerate", "peft.peft_model", "get_peft_model_state_dict(model, ...)"),
+    ("saving by Trainer and Accelerate", "peft.utils", "get_peft_model_state_dict(model, ...)"),
+    ("saving by Trainer and Accelerate", "peft.utils.save_and_load", "get_peft_model_state_dict(model, ...)"),
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
     ("exporting", "peft.tuners.lora.layer:LoraLayer",

@@ -95,7 +95,8 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if is_peft(engine.module):
         wrap(peft.PeftModel, "save_pretrained", _save_adapters)
     if peft:
-        for module in (peft, peft.peft_model):  # the one for transformers' own add_adapter, the other for PeftModel
+        # PeftModel has it from peft.peft_model, transformers from peft, and scripts from any of these.
+        for module in (peft, peft.peft_model, peft.utils, peft.utils.save_and_load):
             wrap(module, "get_peft_model_state_dict", _adapters_of)
 
 

@@ -164,6 +164,8 @@ def saved(directory, stage, ep_size, **changes):
             net.save_pretrained(directory / "theirs")
     elif dist.get_rank() == 0:
         net.save_pretrained(directory / "theirs", save_embedding_layers=True)
+        for module in (peft.utils, peft.utils.save_and_load):
+            assert any(".experts.base_layer.lora_A." in name for name in module.get_peft_model_state_dict(net))
     ds_mxfp8_moe.convert(engine, {"enabled": False})
     return held_out_loss(engine)
 
