@@ -219,8 +219,8 @@ def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
 
 def tensors(model: torch.nn.Module, expert_parallel: AutoEPConfig, skeleton: torch.nn.Module, gather: Gather,
             wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective; yields
-    where `gather.keep` alone. For the arguments and errors, see `whole_state_dict`.
+    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
+    Nothing where not `gather.keep`. For the arguments and errors, see `whole_state_dict`.
     """
     _, prefix = base_of(model)
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
@@ -308,8 +308,8 @@ def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
 
 def classic_tensors(model: torch.nn.Module, gather: Gather,
                     wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective; yields where `gather.keep`
-    alone."""
+    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective. Nothing where not
+    `gather.keep`."""
     layers = classic_layers(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if not wanted(name, value):

@@ -60,8 +60,8 @@ class Spread(NamedTuple):
 def save_whole_models(engine: DeepSpeedEngine) -> None:
     """Applies the above to an engine with MoE layers. A second call changes nothing.
 
-    All of it stays when the engine is destroyed, since its model can still be saved, and holds one rank's experts. The
-    classes of other libraries stay as they are here for that reason, too. For models without a MARK they do as before.
+    This outlives the engine, whose model still holds one rank's experts and can still be saved. The classes of other
+    libraries save models without a MARK as before.
 
     One stage of a pipeline is no model: its engine refuses to save one.
     """
@@ -153,7 +153,7 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
     if MARK not in vars(model):
         return plain(model, *args, **kwargs)
     given = inspect.signature(plain).bind(model, *args, **kwargs)
-    if _rank_0_writes(given.arguments):
+    if _writes_nothing(given.arguments):
         return None
     state = given.arguments.get("state_dict")
     if state is not None and (stray := _stray_layers(model, state)):
@@ -178,7 +178,7 @@ def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
 def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
     # Outside ZeRO-3 each rank has all adapters. PEFT takes the state dict from the keyword arguments.
     if MARK in vars(model):
-        if _rank_0_writes(kwargs):
+        if _writes_nothing(kwargs):
             return None
         if is_partitioned(model) and kwargs.get("state_dict") is None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
@@ -191,8 +191,8 @@ def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
     return with_pefts_names(plain(model, *args, **kwargs), model)
 
 
-def _rank_0_writes(arguments: dict) -> bool:
-    """Whether this rank was told to write nothing, or to write the None that `get_state_dict` returns off rank 0.
+def _writes_nothing(arguments: dict) -> bool:
+    """Whether this rank is not the main process, or got the None that `get_state_dict` returns off rank 0.
 
     On CPUs, Accelerate takes every rank for the main process, so that the second case is common there.
     """

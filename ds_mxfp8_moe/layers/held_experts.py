@@ -207,10 +207,9 @@ def _keep_scales(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> N
 def say_rounding(rounding: Rounding) -> None:
     """Rank 0 says how many weights are other numbers in MXFP8 than in the file, if any is."""
     if rounding.changed:
-        print_on_rank_0(f"mxfp8_moe: {rounding.changed / rounding.values:.2%} of the experts' weights that got new "
-                        "scales, one power of two for 128x128 of them, changed: the difference is "
-                        f"{rounding.sqnr_db:.1f} dB below the file's values. There, scales are no powers of two, or "
-                        "too far apart")
+        print_on_rank_0("mxfp8_moe: experts' weights got MXFP8 scales, one power of two for 128x128 of them: "
+                        f"{rounding.changed / rounding.values:.2%} of these weights changed, SQNR "
+                        f"{rounding.sqnr_db:.1f} dB. The file's scales are no powers of two, or too far apart")
 
 
 def _is(module: nn.Module, file: str, name: str) -> bool:

@@ -63,7 +63,10 @@ class _Factor(nn.Linear):
 
 
 class _ElsewhereExperts(nn.Module):
-    """What PEFT's wrappers of an AutoEP layer have in the place of the experts, whose parameters were `names`."""
+    """Stands for the experts inside PEFT's wrappers, once AutoEP has spread them over the ranks.
+
+    PEFT reads their parameters, `names`, to merge adapters. This is an error.
+    """
 
     def __init__(self, names: set[str]):
         super().__init__()
@@ -72,8 +75,9 @@ class _ElsewhereExperts(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in vars(self)["names"]:
             raise RuntimeError("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into "
-                               "their weights. Save the adapters by ds_mxfp8_moe.save_pretrained, and merge them in a "
-                               "process without DeepSpeed")
+                               "their weights. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and "
+                               "export_weights(engine) merge them. Or save the adapters by save_pretrained(engine, "
+                               "directory), and merge them in a process without DeepSpeed")
         return super().__getattr__(name)
 
 
