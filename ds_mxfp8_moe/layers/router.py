@@ -46,7 +46,7 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
 
 
 def as_gate_takes(router: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
-    """The tokens in the dtype of the router's linear layer, for which autocast would do the same."""
+    """The tokens in the dtype of the router's linear layer. Under autocast, which casts by itself, as they are."""
     # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
     return x_TH if torch.is_autocast_enabled(x_TH.device.type) else x_TH.to(router.gate.weight.dtype)
 
