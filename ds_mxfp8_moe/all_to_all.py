@@ -35,6 +35,7 @@ from .config import MXFP8MoEConfig
 from .ops.triton_kernels.library import operator
 from .transport import nvshmem
 from .transport.choose import choose
+from .transport.deadline import tell_peers_on_error
 from .transport.nvlink import ALIGNED, DTYPES, signature
 from .transport.peer_memory import PeerMemory
 
@@ -250,6 +251,7 @@ class AllToAll:
         return fields | {"out_scale": out.data_ptr(), "scales": scales,
                          "scale_strides": [stride * width for stride in out.stride()]}
 
+    @tell_peers_on_error
     def _run(self, kind: str, prepare: Callable, tensors: tuple, send: bool, receive: bool) -> None:
         """Launches one call, or a part of it. The kernel's arguments are kept for the next call with the same tensors,
         since making them takes longer than moving few tokens."""

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .compute.casts import quantize
 from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
-from .transport.deadline import all_to_all
+from .transport.deadline import all_to_all, tell_peers_on_error
 
 __all__ = ["a2a_combine_hp_fwd_mxfp8_bwd", "a2a_dispatch_mxfp8_fwd_hp_bwd", "generate_permute_indices",
            "permute_mxfp8_fwd_hp_bwd", "unpermute_hp_fwd_mxfp8_bwd"]
@@ -185,6 +185,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
+@tell_peers_on_error
 def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int], input_splits: list[int],
                                   group_name: str | None = None,
                                   scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
@@ -212,6 +213,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
+@tell_peers_on_error
 def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.Tensor, ep_degree: int,
                              num_local_experts: int, group_size_multiple_of: int = 32, use_mxfp8: bool = True,
                              use_triton_for_bwd: bool = True) -> tuple:
@@ -256,6 +258,7 @@ def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.T
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
+@tell_peers_on_error
 def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tensor,
                                padded_shape: torch.Size) -> torch.Tensor:
     """Puts expert-sorted rows back into the order in which they arrived, and drops the padding.
@@ -286,6 +289,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
+@tell_peers_on_error
 def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], input_splits: list[int],
                                  group_name: str | None = None,
                                  scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,

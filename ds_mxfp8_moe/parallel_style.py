@@ -23,7 +23,7 @@ from .ep import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from .transport.deadline import all_to_all
+from .transport.deadline import all_to_all, tell_peers_on_error
 
 __all__ = ["MXFP8ExpertParallel"]
 
@@ -90,6 +90,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         return num_experts
 
     @torch.compiler.disable(reason="reads the counts")
+    @tell_peers_on_error
     def _check_call(self, x_TD: torch.Tensor, counts: torch.Tensor, num_experts: int) -> None:
         """Raises an error before the other ranks wait for this one in a collective."""
         check_rows("MXFP8ExpertParallel", x_TD)

@@ -154,10 +154,7 @@ NAMES = tuple(Row(*row) for row in (
     ("phimoe", "transformers.models.phimoe.modeling_phimoe", "sparsemixer(scores, jitter_eps, training, top_k, ...)"),
     ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeTopKRouter", ".router_jitter_noise"),
     ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeSparseMoeBlock", ".input_jitter_noise"),
-    ("recorders", f"{_PRESETS}.base",
-     "_install_instance_transformers_output_recorders(model, registry_entries, output_capturing, "
-     "remove_output_capture_hooks)"),
-    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY maybe_install_capturing_hooks"),
+    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"),
 
     ("LoRA on experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...)"),
@@ -257,6 +254,8 @@ NAMES = tuple(Row(*row) for row in (
      "save_pretrained(self, save_directory, is_main_process, ...)"),
     ("saving by Trainer and Accelerate", "peft", "get_peft_model_state_dict(model, ...)"),
     ("saving by Trainer and Accelerate", "peft.peft_model", "get_peft_model_state_dict(model, ...)"),
+    ("saving by Trainer and Accelerate", "peft.utils", "get_peft_model_state_dict(model, ...)"),
+    ("saving by Trainer and Accelerate", "peft.utils.save_and_load", "get_peft_model_state_dict(model, ...)"),
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
     ("exporting", "peft.tuners.lora.layer:LoraLayer",

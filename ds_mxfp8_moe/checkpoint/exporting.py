@@ -160,7 +160,7 @@ class _Experts:
         self.bytes_of_one = self.layer.ep_size * width * sum(N * K for N, K in stack.shapes.values())
 
     def bucket(self, part: slice) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of a part of each rank's experts. Collective; yields where they are kept alone."""
+        """(name, tensor) of a part of each rank's experts. Collective. Nothing where they are not kept."""
         roles, sent = list(self.local), []
         for role in roles:
             w_LNK = self._merged(role, part)

@@ -30,7 +30,7 @@ from ..layers.presets import added_preset
 from ..ops.private_names import missing
 from ..transport.deadline import failure_in_world
 from .expert_tensors import ExpertSources, ExpertTensors
-from .shards import Shards, check_shards
+from .shards import Shards
 
 
 def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.PathLike, model_class: Any = None,
@@ -50,7 +50,7 @@ def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.Pat
     Raises:
         ConfigError: the config does not allow experts in MXFP8 alone, or AutoEP finds no experts in the model.
         RuntimeError: a file is missing or cut short, or a tensor is missing or has another form. Raised on every rank,
-            with the tensor's name.
+            with the name of the tensor or the file.
     """
     if gone := missing("from_pretrained") or missing("frozen_experts"):
         raise ConfigError(f"from_pretrained does not work with these releases: {gone}")
@@ -100,7 +100,6 @@ class _Loader:
         from transformers.integrations import deepspeed as zero3
         from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-        check_shards(name_or_path)
         if "LOCAL_RANK" in os.environ:  # as DeepSpeed does later
             get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device(get_accelerator().current_device_name())
@@ -113,7 +112,7 @@ class _Loader:
             # The engine partitions what there is to partition. transformers would make experts in bf16 for that.
             stack.enter_context(lent(zero3, "_hf_deepspeed_config_weak_ref", None))
             model = (model_class or transformers.AutoModelForCausalLM).from_pretrained(
-                name_or_path, **{"dtype": "auto", **placed, **kwargs})
+                name_or_path, **placed, **kwargs)
         if placed and hasattr(model, "hf_device_map"):  # for which the Trainer refuses several ranks
             del model.hf_device_map
         return model

@@ -112,7 +112,8 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig, want
 
 def needs_peers(model: torch.nn.Module) -> bool:
     """Whether other ranks hold parts of the model: their own experts, or their partitions of ZeRO-3."""
-    return is_partitioned(model) or any(layer.ep_size > 1 for layer in autoep_layers(model).values())
+    layers = [*autoep_layers(model).values(), *classic_layers(model).values()]
+    return is_partitioned(model) or any(layer.ep_size > 1 for layer in layers)
 
 
 def is_partitioned(model: torch.nn.Module) -> bool:
@@ -134,9 +135,10 @@ def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     from transformers import PreTrainedModel
 
     base = model.get_base_model() if is_peft(model) else model
-    if not isinstance(base, PreTrainedModel):
-        raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one: it is a "
-                        f"{type(base).__name__}. Its weights are written by engine.save_16bit_model")
+    if not isinstance(base, PreTrainedModel) or any(layer.ep_size > 1 for layer in classic_layers(base).values()):
+        raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one, or it has classic "
+                        f"MoE layers: it is a {type(base).__name__}. Its weights are written by "
+                        "engine.save_16bit_model")
     return base, next(name for name, module in model.named_modules() if module is base)
 
 
@@ -217,8 +219,8 @@ def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
 
 def tensors(model: torch.nn.Module, expert_parallel: AutoEPConfig, skeleton: torch.nn.Module, gather: Gather,
             wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective; yields
-    where `gather.keep` alone. For the arguments and errors, see `whole_state_dict`.
+    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
+    Nothing where not `gather.keep`. For the arguments and errors, see `whole_state_dict`.
     """
     _, prefix = base_of(model)
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
@@ -306,8 +308,8 @@ def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
 
 def classic_tensors(model: torch.nn.Module, gather: Gather,
                     wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective; yields where `gather.keep`
-    alone."""
+    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective. Nothing where not
+    `gather.keep`."""
     layers = classic_layers(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if not wanted(name, value):
@@ -341,4 +343,4 @@ def check_complete(state: dict, skeleton) -> None:
     if differing:
         given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
         raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
-                           "(None: missing). Merge or remove what was added to the model, for example PEFT adapters")
+                           "(None: missing). engine.save_16bit_model writes the model with what was added to it")

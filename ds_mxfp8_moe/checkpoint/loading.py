@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does beside DeepSpeed when it loads a checkpoint, and when it saves one without frozen experts.
+"""What DeepSpeed's checkpoints lack for experts, and what an engine does about it.
 
-Errors name the file: a run that is killed while it saves leaves a file cut short. ZeRO-1 and 2 give every rank its own
-frozen experts: DeepSpeed would give rank 0's to all. They read what was trained before and is frozen now: DeepSpeed
-would end in a KeyError. ZeRO-3 saves what is trained beside frozen experts, as with LoRA: DeepSpeed would refuse.
-Frozen experts that are held in MXFP8 come from where the model was loaded: checkpoints are without them.
+- A run that is killed while it saves leaves a file cut short. Errors name the file.
+- In ZeRO-1 and 2, DeepSpeed loads rank 0's frozen experts on every rank. Here each rank loads its own.
+- In ZeRO-1 and 2, what was trained before and is frozen now ends in a KeyError. Here it is loaded.
+- In ZeRO-3, DeepSpeed refuses to save frozen experts, as with LoRA. Here what is trained is saved without them.
+- Frozen experts that are held in MXFP8 are in no checkpoint. They stay as the model was loaded.
 """
 
 import inspect

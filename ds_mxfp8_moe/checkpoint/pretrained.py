@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed.comm as dist
 
 from ..compute.mx import TILE
-from ..layers.lora import is_peft
+from ..layers.lora import saves_adapters
 from ..transport.deadline import PeerFailure, deadline_for, tell_peers_on_error
 from .exporting import checked, stream
 from .gathering import base_of, check_complete, engine_of, everything, skeleton_of, whole_state_dict
@@ -24,8 +24,8 @@ def save_pretrained(engine: Any, directory: str | os.PathLike, weights: str = "b
     without MoE layers.
 
     With "bf16", the weights are those that the model computes with, in its own dtype. Rank 0 gathers the model in its
-    host memory, one MoE layer or one other tensor at a time, and writes it. Of a PeftModel, it writes the adapters, as
-    PEFT does.
+    host memory, one MoE layer or one other tensor at a time, and writes it. Of a model with adapters, it writes these,
+    as PEFT does.
 
     With "fp8", the experts are in the block FP8 that vLLM and SGLang document (not run), and that transformers reads.
     `export_weights` says which bytes these are. Rank 0 holds one file in its host memory. Adapters are merged. Of a
@@ -60,7 +60,7 @@ def _write_unquantized(engine, directory, **kwargs) -> str | None:
     """Returns rank 0's error."""
     model, expert_parallel = engine.module, engine._config.expert_parallel_config
     base_of(model)
-    if peft_model := is_peft(model):
+    if adapters := saves_adapters(model):
         state, saver = whole_state_dict(model, expert_parallel, _of_adapters(model)), model
     else:
         saver = skeleton_of(model)
@@ -69,7 +69,7 @@ def _write_unquantized(engine, directory, **kwargs) -> str | None:
     if dist.get_rank() > 0:
         return None
     try:
-        if not peft_model:
+        if not adapters:
             check_complete(state, saver)
         if os.path.isfile(directory):  # transformers would log an error and write nothing
             raise NotADirectoryError("expected a folder, or a path that does not exist yet; this is a file")
@@ -80,9 +80,12 @@ def _write_unquantized(engine, directory, **kwargs) -> str | None:
 
 
 def _of_adapters(model):
-    """What PEFT writes: everything trained, and the adapters, which may be frozen too."""
+    """What PEFT may write: everything trained; the adapters, which may be frozen too; resized embeddings."""
     parts = [f".{adapter}." for adapter in model.peft_config]
-    return lambda name, value: value.requires_grad or any(part in f"{name}." for part in parts)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings = tuple(f"{name}." for name, module in model.named_modules() if module in ends)
+    return lambda name, value: (value.requires_grad or name.startswith(embeddings)
+                                or any(part in f"{name}." for part in parts))
 
 
 def _write_fp8(model: Published, directory, max_shard_size: int | str = "5GB") -> str | None:

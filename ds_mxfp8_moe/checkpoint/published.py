@@ -107,7 +107,8 @@ class Published:
     adapted: dict[int, torch.nn.Module] = field(default_factory=dict)
 
     def rest(self, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-        """(published name, tensor) of all but `stacks`, one by one. Collective; yields where `gather.keep` alone."""
+        """(published name, tensor) of all but `stacks`, one by one. Collective. Nothing where not `gather.keep`.
+        """
         of_stacks = {name for stack in self.stacks for name in stack.own_names}
         for name, tensor in _tensors(self.engine, self.names.skeleton, gather, of_stacks):
             if name not in self.names.tied:
@@ -172,7 +173,10 @@ def _recipe(layer) -> Recipe | None:
 
 def _tensors(engine: DeepSpeedEngine, skeleton: torch.nn.Module | None, gather: Gather,
              without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the skeleton, tensor): without adapters, which are merged, and without names in the engine's model."""
+    """(name in the skeleton, tensor) of all but adapters, which are merged, and `without`.
+
+    `without`: names in the engine's model.
+    """
     model = engine.module
     if skeleton is None:
         yield from classic_tensors(model, gather, lambda name, value: name not in without)
@@ -213,7 +217,7 @@ def _names(engine: DeepSpeedEngine) -> Names:
     from transformers.core_model_loading import revert_weight_conversion
 
     skeleton = skeleton_of(engine.module)
-    marks = _Marks(keep=True, model=engine.module)
+    marks = _Marks(keep=True, on_host=False, model=engine.module)
     own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
     for name, mark in _tensors(engine, skeleton, marks):
         if id(mark) in name_of:

@@ -25,7 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..layers.frozen_experts import frozen_layers
-from ..layers.lora import has_adapters, is_peft, with_pefts_names
+from ..layers.lora import has_adapters, is_peft, saves_adapters, with_pefts_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.deadline import tell_peers_on_error
@@ -60,8 +60,8 @@ class Spread(NamedTuple):
 def save_whole_models(engine: DeepSpeedEngine) -> None:
     """Applies the above to an engine with MoE layers. A second call changes nothing.
 
-    All of it stays when the engine is destroyed, since its model can still be saved, and holds one rank's experts. The
-    classes of other libraries stay as they are here for that reason, too. For models without a MARK they do as before.
+    This outlives the engine, whose model still holds one rank's experts and can still be saved. The classes of other
+    libraries save models without a MARK as before.
 
     One stage of a pipeline is no model: its engine refuses to save one.
     """
@@ -77,6 +77,10 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if accelerate and by_libraries:
         wrap(accelerate.Accelerator, "get_state_dict", _get_state_dict)
         wrap(accelerate.Accelerator, "save_model", _save_model)
+    if transformers and by_libraries:
+        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    if autoep or needs_peers(engine.module):
+        vars(engine.module)[MARK] = Spread(section, whole=True)
     if not autoep or not by_libraries:
         return
     # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
@@ -85,16 +89,15 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     wrap(engine, "_zero3_consolidated_16bit_state_dict",
          lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
     if transformers:
-        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
-        for module in engine.module.modules():
-            if isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
+        for name, module in engine.module.named_modules():
+            if name and isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
                 vars(module)[MARK] = Spread(section, whole=False)
     if is_peft(engine.module):
         wrap(peft.PeftModel, "save_pretrained", _save_adapters)
     if peft:
-        for module in (peft, peft.peft_model):  # the one for transformers' own add_adapter, the other for PeftModel
+        # PeftModel has it from peft.peft_model, transformers from peft, and scripts from any of these.
+        for module in (peft, peft.peft_model, peft.utils, peft.utils.save_and_load):
             wrap(module, "get_peft_model_state_dict", _adapters_of)
-    vars(engine.module)[MARK] = Spread(section, whole=True)
 
 
 @tell_peers_on_error
@@ -142,7 +145,7 @@ def _save_model(plain: Callable, accelerator: Any, model: torch.nn.Module, *args
 
 def _refuse_adapters(engine: DeepSpeedEngine, method: str) -> None:
     """Weights beside adapters are a file that neither transformers nor PEFT loads."""
-    if is_peft(engine.module) or getattr(engine.module, "_hf_peft_config_loaded", False):
+    if saves_adapters(engine.module):
         raise RuntimeError(f"{method} does not write adapters as PEFT loads them. {USE_INSTEAD}")
 
 
@@ -150,7 +153,7 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
     if MARK not in vars(model):
         return plain(model, *args, **kwargs)
     given = inspect.signature(plain).bind(model, *args, **kwargs)
-    if _rank_0_writes(given.arguments):
+    if _writes_nothing(given.arguments):
         return None
     state = given.arguments.get("state_dict")
     if state is not None and (stray := _stray_layers(model, state)):
@@ -175,7 +178,7 @@ def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
 def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
     # Outside ZeRO-3 each rank has all adapters. PEFT takes the state dict from the keyword arguments.
     if MARK in vars(model):
-        if _rank_0_writes(kwargs):
+        if _writes_nothing(kwargs):
             return None
         if is_partitioned(model) and kwargs.get("state_dict") is None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
@@ -188,8 +191,8 @@ def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
     return with_pefts_names(plain(model, *args, **kwargs), model)
 
 
-def _rank_0_writes(arguments: dict) -> bool:
-    """Whether this rank was told to write nothing, or to write the None that `get_state_dict` returns off rank 0.
+def _writes_nothing(arguments: dict) -> bool:
+    """Whether this rank is not the main process, or got the None that `get_state_dict` returns off rank 0.
 
     On CPUs, Accelerate takes every rank for the main process, so that the second case is common there.
     """

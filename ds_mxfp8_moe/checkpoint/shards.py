@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint in safetensors, whose tensors are read one by one. Errors name a tensor."""
+"""The files of a checkpoint in safetensors, whose tensors are read one by one. Errors name a tensor or a file."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,8 +26,8 @@ class Shards:
                 with safe_open(file, framework="pt") as opened:
                     self.file_of.update(dict.fromkeys(opened.keys(), file))
             except (SafetensorError, OSError) as error:
-                raise RuntimeError(f"the checkpoint file {file} ({_size(file)}){_holds(file)} cannot be read: {error}."
-                                   " It was probably cut short while it was copied: copy it again") from error
+                raise RuntimeError(f"the checkpoint file {file} ({_size(file)}) cannot be read: {error}. It was "
+                                   "probably cut short while it was copied: copy it again") from error
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """The tensor, or its part at `index` of the first axis, in host memory.
@@ -60,34 +59,6 @@ class Shards:
                     opened[file] = stack.enter_context(safe_open(file, framework="pt"))
                 found[name] = opened[file].get_slice(name)
             yield found
-
-
-def check_shards(directory: str | os.PathLike) -> None:
-    """Raises FileNotFoundError if a folder's index names a file that is not there."""
-    for file, names in _index(directory).items():
-        if not os.path.isfile(os.path.join(directory, file)):
-            raise FileNotFoundError(f"{os.path.join(directory, file)} is missing, which holds {_some(names)}")
-
-
-def _index(directory: str | os.PathLike) -> dict[str, list[str]]:
-    """The names of tensors by file, as a checkpoint's index has them. Empty: there is none."""
-    path = os.path.join(directory, "model.safetensors.index.json")
-    found: dict[str, list[str]] = {}
-    if os.path.isfile(path):
-        with open(path) as opened:
-            for name, file in json.load(opened)["weight_map"].items():
-                found.setdefault(file, []).append(name)
-    return found
-
-
-def _holds(file: str) -> str:
-    names = _index(os.path.dirname(file)).get(os.path.basename(file))
-    return f", which holds {_some(names)}" if names else ""
-
-
-def _some(names: list[str]) -> str:
-    others = f" and {len(names) - 1} other tensors" if len(names) > 1 else ""
-    return f"{sorted(names)[0]}{others}"
 
 
 def _size(file: str) -> str:

@@ -103,9 +103,10 @@ def is_frozen(source: nn.Module, spec: MoELayerSpec) -> bool:
 
 def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer,
                device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Gate [F, H], down [H, F] and up [F, H] of each of this rank's experts, in copies on `device`, made one by one.
+    """Yields this rank's experts of a block that AutoEP replaces: gate [F, H], down [H, F] and up [F, H] of each.
 
-    With ZeRO-3, all of this rank's experts are copied at once, and every rank has to go through to the end.
+    Without ZeRO-3, one expert at a time is copied to `device`. With ZeRO-3, all parameters are gathered first, which
+    is collective.
     """
     first, count = layer.ep_rank * layer.num_local_experts, layer.num_local_experts
     if any(hasattr(p, "ds_id") for p in sources_of(source, spec)):

@@ -7,7 +7,7 @@ that of a model in bf16, and PEFT finds parameters of the right shapes, for adap
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,16 +81,15 @@ class HeldExperts(nn.Module):
                               "the model in bf16")
         return self.weights_of(name, first, count, dtype, device)
 
-    def _place(self, nan: torch.Tensor) -> None:
-        for name, shape in zip(STACKS, self._shapes, strict=True):
-            self.register_parameter(name, nn.Parameter(nan.expand(shape), requires_grad=False))
+    def _place(self, nan: torch.Tensor, requires_grad: Sequence[bool] = (False, False)) -> None:
+        for name, shape, trained in zip(STACKS, self._shapes, requires_grad, strict=True):
+            self.register_parameter(name, nn.Parameter(nan.expand(shape), trained))
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         # Another device or dtype for the whole of them would take their memory.
-        nan = self._parameters.pop(STACKS[0])[0, 0, 0].detach()
-        del self._parameters[STACKS[1]]
+        stacks = [self._parameters.pop(name) for name in STACKS]
         super()._apply(fn, recurse)
-        self._place(fn(nan))
+        self._place(fn(stacks[0][0, 0, 0].detach()), [p.requires_grad for p in stacks])
         return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -208,10 +207,9 @@ def _keep_scales(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> N
 def say_rounding(rounding: Rounding) -> None:
     """Rank 0 says how many weights are other numbers in MXFP8 than in the file, if any is."""
     if rounding.changed:
-        print_on_rank_0(f"mxfp8_moe: {rounding.changed / rounding.values:.2%} of the experts' weights that got new "
-                        "scales, one power of two for 128x128 of them, changed: the difference is "
-                        f"{rounding.sqnr_db:.1f} dB below the file's values. There, scales are no powers of two, or "
-                        "too far apart")
+        print_on_rank_0("mxfp8_moe: experts' weights got MXFP8 scales, one power of two for 128x128 of them: "
+                        f"{rounding.changed / rounding.values:.2%} of these weights changed, SQNR "
+                        f"{rounding.sqnr_db:.1f} dB. The file's scales are no powers of two, or too far apart")
 
 
 def _is(module: nn.Module, file: str, name: str) -> bool:

@@ -39,6 +39,11 @@ def is_peft(model: nn.Module | None) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
+def saves_adapters(model: nn.Module) -> bool:
+    """Whether the model's own save_pretrained writes adapters: of PeftModels, and after transformers' add_adapter."""
+    return is_peft(model) or getattr(model, "_hf_peft_config_loaded", False)
+
+
 def has_adapters(model: nn.Module | None) -> bool:
     """Whether PEFT has put adapters into the model."""
     if is_peft(model):
@@ -58,7 +63,10 @@ class _Factor(nn.Linear):
 
 
 class _ElsewhereExperts(nn.Module):
-    """What PEFT's wrappers of an AutoEP layer have in the place of the experts, whose parameters were `names`."""
+    """Stands for the experts inside PEFT's wrappers, once AutoEP has spread them over the ranks.
+
+    PEFT reads their parameters, `names`, to merge adapters. This is an error.
+    """
 
     def __init__(self, names: set[str]):
         super().__init__()
@@ -67,8 +75,9 @@ class _ElsewhereExperts(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in vars(self)["names"]:
             raise RuntimeError("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into "
-                               "their weights. Save the adapters by ds_mxfp8_moe.save_pretrained, and merge them in a "
-                               "process without DeepSpeed")
+                               "their weights. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and "
+                               "export_weights(engine) merge them. Or save the adapters by save_pretrained(engine, "
+                               "directory), and merge them in a process without DeepSpeed")
         return super().__getattr__(name)
 
 
@@ -115,11 +124,8 @@ class ExpertAdapters(nn.Module):
         """
         found: dict[str, list] = {}
         for one, gemm, exchanged in zip(wrappers_of(self.wrapper), self._gemms, self._exchanged, strict=True):
-            if one.disable_adapters:
-                continue
-            for adapter in one.active_adapters:
-                if adapter in one.lora_A:
-                    found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged, factor_of))
+            for adapter in unmerged_adapters(one):
+                found.setdefault(gemm, []).append(self._factors(one, adapter, gemm, exchanged, factor_of))
         return {gemm: _joined(factors) for gemm, factors in found.items()}
 
     def parameter_names(self) -> list[str]:
@@ -252,8 +258,10 @@ def merged_name(name: str, model: nn.Module, prefix: str) -> str | None:
     name = name.removeprefix(f"{prefix}.")
     if ADAPTERS in name or ".original_module." in name or re.search(r"\.lora_\w+\.", name):
         return None
-    if (saved := re.search(r"\.modules_to_save\.([^.]+)", name)) and saved[1] not in model.active_adapters:
-        return None
+    if saved := re.search(r"\.modules_to_save\.([^.]+)", name):
+        active = model.active_adapters
+        if saved[1] not in (active() if callable(active) else active):  # transformers' own is a method
+            return None
     return re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 

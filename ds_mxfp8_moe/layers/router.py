@@ -28,9 +28,7 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
     The kernels choose the same experts, in descending order of their scores. The weights are the same up to rounding
     in float32. A turn chooses in place of the router. The weights follow from the tokens by the router's rule.
     """
-    # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
-    if x_TH.dtype != router.gate.weight.dtype and not torch.is_autocast_enabled(x_TH.device.type):
-        x_TH = x_TH.to(router.gate.weight.dtype)
+    x_TH = as_gate_takes(router, x_TH)
     if not _runs_kernels(router, x_TH):
         if turn is None:
             return router(x_TH, bias_E)
@@ -45,6 +43,12 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
         for hook in gate._forward_hooks.values():
             hook(gate, (x_TH, ), logits_TE)
     return weight_TK, expert_TK, count_E
+
+
+def as_gate_takes(router: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
+    """The tokens in the dtype of the router's linear layer. Under autocast, which casts by itself, as they are."""
+    # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
+    return x_TH if torch.is_autocast_enabled(x_TH.device.type) else x_TH.to(router.gate.weight.dtype)
 
 
 def why_no_turns(router: nn.Module) -> str | None:

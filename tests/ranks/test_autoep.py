@@ -367,7 +367,8 @@ def test_converting_again_replaces_the_earlier_conversion_and_disabling_restores
 
 
 def balanced(family):
-    built, layer, x, grad = layer_and_input(family, 2)
+    built, layer, x, grad = layer_and_input(family, 2, torch.bfloat16)
+    layer.router.gate.float()  # as transformers 5.24 has those of deepseek_v3
     convert(built, {**BF16, "force_load_balance": True})
     values, _ = call(layer, x, grad)
     return bool(values["router.gate.weight"].any()), layer.tokens_per_expert.unique().numel()

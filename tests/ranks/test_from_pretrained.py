@@ -78,6 +78,14 @@ def test_experts_have_the_values_of_the_files(tmp_path, family, kind, sizes, on_
     assert not any(p.is_meta for p in net.parameters())
 
 
+@pytest.mark.parametrize("model_class", [None, transformers.Qwen3MoeForCausalLM])
+def test_the_dtype_is_the_callers(tmp_path, model_class):
+    write(tmp_path, "qwen3_moe", "bf16")
+    for dtype in ({}, {"dtype": torch.float32}, {"torch_dtype": torch.float32}):
+        net = from_pretrained(tmp_path, ds_config(MXFP8, ep_size=1), model_class, **dtype)
+        assert net.dtype == (torch.float32 if dtype else torch.bfloat16)
+
+
 # ---------------------------------------------------------------- engines
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
 from packaging.version import Version
+from safetensors.torch import load_file
 from slow import slow_except
 from test_autoep import call, decibels
 from test_pretrained import held_out_loss
@@ -157,12 +158,14 @@ def saved(directory, stage, ep_size, **changes):
     net = adapted(**changes)
     engine = build(net, KEPT, stage, ep_size)
     train_engine(engine, range(2))
-    ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
+    ds_mxfp8_moe.save_pretrained(engine, directory / "ours", save_embedding_layers=True)
     if stage == 3:
         with pytest.raises(RuntimeError, match="ds_mxfp8_moe.save_pretrained"):
             net.save_pretrained(directory / "theirs")
     elif dist.get_rank() == 0:
-        net.save_pretrained(directory / "theirs")
+        net.save_pretrained(directory / "theirs", save_embedding_layers=True)
+        for module in (peft.utils, peft.utils.save_and_load):
+            assert any(".experts.base_layer.lora_A." in name for name in module.get_peft_model_state_dict(net))
     ds_mxfp8_moe.convert(engine, {"enabled": False})
     return held_out_loss(engine)
 
@@ -176,6 +179,8 @@ def test_plain_peft_loads_the_adapter(ranks2, tmp_path, stage, ep_size, family):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
+        files = load_file(tmp_path / name / "adapter_model.safetensors")
+        assert {f"base_model.model.{one}.weight" for one in ("model.embed_tokens", "lm_head")} < set(files)
         assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
 
 
@@ -183,11 +188,14 @@ def by_transformers(directory, section):
     """Its own add_adapter, in place of a PeftModel."""
     net = model()
     net.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"],
+                                    modules_to_save=["lm_head"],
                                     target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
     engine = build(net, section)
     train_engine(engine, range(2))
     state = saving._state_dict(engine)  # what accelerator.get_state_dict returns
-    net.save_pretrained(directory, state_dict=state, is_main_process=dist.get_rank() == 0)
+    net.save_pretrained(directory / "theirs", state_dict=state, is_main_process=dist.get_rank() == 0)
+    ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
+    assert "lm_head.weight" in dict(ds_mxfp8_moe.export_weights(engine, "bf16"))
     if section == KEPT:
         ds_mxfp8_moe.convert(engine, {"enabled": False})
     return held_out_loss(engine)
@@ -198,9 +206,10 @@ def by_transformers(directory, section):
 @pytest.mark.parametrize("section, difference", [(KEPT, 1e-5), (MXFP8, 5e-3)])
 def test_adapters_added_by_transformers(ranks2, tmp_path, section, difference):
     losses = ranks2.run(by_transformers, tmp_path, section)
-    net = model()
-    net.load_adapter(tmp_path)
-    assert losses == pytest.approx([held_out_loss(net)] * 2, abs=difference)
+    for name in ("ours", "theirs"):
+        net = model()
+        net.load_adapter(tmp_path / name)
+        assert losses == pytest.approx([held_out_loss(net)] * 2, abs=difference)
     assert abs(held_out_loss(model()) - held_out_loss(net)) > 1e-3
 
 
@@ -225,7 +234,8 @@ def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
 
 
 def switched(section):
-    """Held-out losses of an engine and of plain PEFT: with the adapter, without, with another one, with both."""
+    """Held-out losses of plain PEFT and of an engine: with the adapter, without, with another one, with both, and with
+    one that PEFT had merged before."""
     results = []
     for sharded in (False, True):
         net = adapted()
@@ -243,6 +253,9 @@ def switched(section):
         losses.append(held_out_loss(called))
         net.base_model.set_adapter(["default", "other"])
         losses.append(held_out_loss(called))
+        merged = adapted()
+        merged.merge_adapter()
+        losses.append(held_out_loss(build(merged, section) if sharded else merged))
         results.append(losses)
     return results
 
@@ -250,7 +263,7 @@ def switched(section):
 def test_adapters_are_switched_by_peft(ranks2):
     for plain, ours in ranks2.run(switched, BF16):
         assert ours == pytest.approx(plain, abs=1e-4)
-        assert len({round(loss, 3) for loss in plain}) == 4
+        assert len({round(loss, 3) for loss in plain}) == 5
 
 
 def refused():

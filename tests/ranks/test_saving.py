@@ -7,6 +7,7 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
+import transformers
 from autoep_models import ds_config, model, train_engine
 from models import Layout, Net, make_engine, train_steps
 from slow import slow_except
@@ -80,6 +81,8 @@ def saved_classic(directory, layout):
     net = make_engine(layout, {"enabled": True})
     train_steps(net, layout)
     assert net.save_16bit_model(directory)
+    with pytest.raises(RuntimeError, match="this Net holds one rank's experts"):
+        accelerate.Accelerator.get_state_dict(None, net.module)
     dist.barrier()
     state, wrong = torch.load(directory / "pytorch_model.bin"), []
     for name, value in net.module.state_dict().items():
@@ -96,6 +99,27 @@ def saved_classic(directory, layout):
                                     Layout(zero=1, dtype="bf16", moe={"use_residual": True}, frozen=r"last\..*")])
 def test_classic_layers_save_the_experts_of_all_ranks(ranks2, tmp_path, layout):
     assert ranks2.run(saved_classic, tmp_path, layout) == [([], True)] * 2
+
+
+class OwnModel(transformers.PreTrainedModel):
+
+    def __init__(self):
+        super().__init__(transformers.PretrainedConfig())
+        self.net = Net(2)
+
+
+def saved_own(directory):
+    config = {**ds_config({"enabled": True}, 1), "expert_parallel": {"enabled": False}}
+    engine = ds_mxfp8_moe.initialize(model=OwnModel(), config=config)[0]
+    with pytest.raises(RuntimeError, match="this OwnModel holds one rank's part .* cannot save itself"):
+        engine.module.save_pretrained(directory)
+    with pytest.raises(TypeError, match="has classic MoE layers: it is a OwnModel.* engine.save_16bit_model"):
+        save_pretrained(engine, directory)
+
+
+def test_classic_layers_inside_a_transformers_model(ranks2, tmp_path):
+    ranks2.run(saved_own, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def without_the_flag():
