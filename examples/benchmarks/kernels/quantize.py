@@ -100,9 +100,10 @@ def of_rows(P: int, K: int, block: int) -> Iterator[Kernel]:
                  columns_right)
     yield Kernel(case("rows and columns"), lambda: casts.quantize_both(x, block, MODE), lambda out: [x, out],
                  lambda out: rows_right(out[0]) and columns_right(out[1]))
-    yield Kernel(case("re-scale, transposed"), lambda: casts.rescale_columns(rows, MODE), lambda out: [rows, out],
-                 lambda out: all(same(columns(out, part), mx.transpose_rescale(rows[part], block, MODE))
-                                 for part in parts))
+    if block != mx.TILE:  # the GEMM of Hopper's weight gradient re-scales rows itself
+        yield Kernel(case("re-scale, transposed"), lambda: casts.rescale_columns(rows, MODE), lambda out: [rows, out],
+                     lambda out: all(same(columns(out, part), mx.transpose_rescale(rows[part], block, MODE))
+                                     for part in parts))
     yield Kernel(case("dequantise"), lambda: casts.dequantize(rows, BF16), lambda out: [rows, out],
                  lambda out: all(same(out[part], mx.dequantize(rows[part], BF16)) for part in parts))
 
