@@ -36,8 +36,8 @@ class _Unknown(Exception):
 def _prepared(x: Any) -> tuple[Any, Any]:
     """The value that the launcher gets for an argument, and a key.
 
-    If Triton compiles two arguments differently, their keys differ. Keys may also differ without need: the first launch
-    with each key goes through Triton.
+    If Triton compiles two arguments differently, their keys differ. Keys may also differ without need: the first
+    launch with each key goes through Triton.
     """
     if isinstance(x, torch.Tensor):
         address = x.data_ptr()
