@@ -70,9 +70,8 @@ def page(module, found: Found) -> str:
 
 
 def shown_in_readme(found: Found, measure: show.Measure, shown: show.Shown) -> tuple[Path, dict] | None:
-    """The latest file that has the measure, prepared. A file of one rank has no exchange in it, and one of short cases
-    not the worst: others come first."""
-    for path, result in sorted(found, key=lambda file: bool(re.search("_1ranks|_short", file[0].stem))):
+    """The latest file that has the measure, prepared. A file of one rank has no exchange in it: others come first."""
+    for path, result in sorted(found, key=lambda file: "_1ranks" in file[0].stem):
         prepared = shown.prepared(result)
         if measure.values(prepared):
             return path, prepared
