@@ -60,7 +60,7 @@ def page(module, found: Found) -> str:
     for path, result in found:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items() if version)
         about = [f"{show.origin(result)}: [{path.name}]({path.name}), by `{result['command']}`.",
-                 f"Versions: {versions}.", spread(result)]
+                 f"Versions: {versions}.", spread(result), result.get("note")]
         prepared = module.SHOWN.prepared(result)
         parts += [f"## {path.stem}", "\n".join(filter(None, about)), *show.texts(module.SHOWN, prepared)]
         for plot in show.plots_of(module.SHOWN, path, prepared):
