@@ -9,7 +9,8 @@
 
 An operand may be an MXTensor: A from dispatch, the gradient from combine's backward. The first two passes use it as it
 is, since its blocks lie along their contraction. The weight gradient contracts over the rows. With wgrad_with_hp it
-dequantises the MXTensor. Without, it re-scales the MXTensor along the rows, near-losslessly.
+dequantises the MXTensor. Without, it re-scales the MXTensor along the rows, near-losslessly. On Hopper, with blocks of
+128, it quantises plain operands as the first two passes do, and then re-scales them too.
 
 Weights are quantised in forward and again in backward. With block_size 128 they have one scale for each tile of
 128x128 values, so both passes round them alike. Groups may have any size. If a kernel needs whole tiles of 128 rows,
@@ -25,7 +26,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .compute import casts
-from .compute.grouped_gemm import grouped_mm, grouped_mm_wgrad, multiplies_mxfp8
+from .compute.grouped_gemm import (
+    grouped_mm,
+    grouped_mm_wgrad,
+    grouped_mm_wgrad_rows,
+    multiplies_mxfp8,
+    rescales_rows,
+)
 from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
 from .ep import gather_rows
 from .transport import ROW_ALIGNMENT
@@ -87,6 +94,9 @@ class _Options:
             return grouped_mm_wgrad(g, a, ends_E, result_dtype, aligned=False)
         native = self.native(a_MK.device)
         row_P, ends_E = _pad_groups(ends_E, a_MK.shape[0], ROW_ALIGNMENT if native else self.block_size)
+        if not self.emulated and rescales_rows(a_MK.device, self.block_size):
+            g, a = (gather_rows(self.rows(x), row_P) for x in (g_MN, a_MK))
+            return grouped_mm_wgrad_rows(g, a, ends_E, result_dtype, self.scaling_mode)
         g, a = (self._columns(x, row_P) for x in (g_MN, a_MK))
         if not native:
             g, a = (casts.dequantize(x, exact).t() for x in (g, a))

@@ -39,7 +39,7 @@ def _swiglu_oai_slope(x):
 
 # Derivatives of formula.ACTIVATIONS. They take float32.
 SLOPES: dict[str, Callable] = {
-    "relu": lambda x: (x > 0).to(x.dtype),
+    "relu": lambda x: torch.where(x <= 0, 0.0, 1.0),
     "gelu": _gelu_slope,
     "gelu_tanh": _gelu_tanh_slope,
     "silu": _silu_slope,

@@ -107,11 +107,8 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
         aligned: as in grouped_mm.
     """
     out_dtype = out_dtype or g.dtype
-    if _both_mxfp8(g, a):
-        if capability(g.device) == HOPPER:
-            from ..ops.triton_kernels.grouped_wgrad_hopper import grouped_mm_wgrad_mxfp8
-        else:
-            from ..ops.triton_kernels.grouped_gemm_blackwell import grouped_mm_wgrad_mxfp8
+    if _both_mxfp8(g, a) and capability(g.device) != HOPPER:  # Hopper's kernel takes rows
+        from ..ops.triton_kernels.grouped_gemm_blackwell import grouped_mm_wgrad_mxfp8
         return grouped_mm_wgrad_mxfp8(g.parts, a.parts, ends_E, out_dtype)
     if isinstance(g, MXTensor):
         g, a = plain(g).t(), plain(a).t()

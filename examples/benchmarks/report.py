@@ -60,7 +60,7 @@ def page(module, found: Found) -> str:
     for path, result in found:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items() if version)
         about = [f"{show.origin(result)}: [{path.name}]({path.name}), by `{result['command']}`.",
-                 f"Versions: {versions}.", spread(result)]
+                 f"Versions: {versions}.", spread(result), result.get("note")]
         prepared = module.SHOWN.prepared(result)
         parts += [f"## {path.stem}", "\n".join(filter(None, about)), *show.texts(module.SHOWN, prepared)]
         for plot in show.plots_of(module.SHOWN, path, prepared):
@@ -70,9 +70,8 @@ def page(module, found: Found) -> str:
 
 
 def shown_in_readme(found: Found, measure: show.Measure, shown: show.Shown) -> tuple[Path, dict] | None:
-    """The latest file that has the measure, prepared. A file of one rank has no exchange in it, and one of short cases
-    not the worst: others come first."""
-    for path, result in sorted(found, key=lambda file: bool(re.search("_1ranks|_short", file[0].stem))):
+    """The latest file that has the measure, prepared. A file of one rank has no exchange in it: others come first."""
+    for path, result in sorted(found, key=lambda file: "_1ranks" in file[0].stem):
         prepared = shown.prepared(result)
         if measure.values(prepared):
             return path, prepared

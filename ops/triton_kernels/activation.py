@@ -48,7 +48,7 @@ def _value_and_slope(x, ACT: tl.constexpr):
     """act(x) and act'(x). NaN and Inf are treated as in torch."""
     if ACT == "relu":
         value = tl.where(x <= 0.0, 0.0, x)
-        slope = tl.where(x > 0.0, 1.0, 0.0)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
     elif ACT == "silu":
         share = _sigmoid(x)
         value = x * share
@@ -272,7 +272,7 @@ def _load_part(ptr, scale_ptr, bias_ptr, expert, row, first, r, c, P, N: tl.cons
                WIDTH: tl.constexpr, B: tl.constexpr):
     """Loads the columns first + c of a half as float32, with zeros outside: plain ones, or what `_store_rows` stored.
 
-    `first` is no multiple of B, and may be negative.
+    `first` need not be a multiple of B, and may be negative.
     """
     f = first + c
     inside = (f >= 0) & (f < WIDTH)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients on Hopper's tensor cores, in Gluon: out[e] = g[rows of e]^T a[rows of e], summed in float32.
+"""Weight gradients in 16 bits on Hopper's tensor cores, in Gluon: out[e] = g[rows of e]^T a[rows of e].
 
-    grouped_mm_wgrad_mxfp8    takes column forms [N, P] and [K, P], since FP8 wgmma reads along the contraction only.
-                              Each column has a scale for 128 rows: a product over 128 rows is scaled, then added
-    grouped_mm_wgrad_bf16     takes rows [P, N] and [P, K] as they lie. The tensor cores accumulate. Two more warps
-                              dequantise MXFP8 operands while the others multiply (convert_rows_hopper.py)
+The tensor cores read rows [P, N] and [P, K] as they lie and accumulate in float32. Two more warps dequantise MXFP8
+operands while the others multiply (convert_rows_hopper.py).
 
 The design is that of grouped_gemm_hopper.py. A persistent program on each multiprocessor computes tiles of 128 by 256
 values of one expert's gradient. One warp, the producer, brings operands by TMA. Two warpgroups multiply, 64 rows of
@@ -45,9 +43,9 @@ from .convert_rows_hopper import (
     tiles_in_block,
     wait_for_rows,
 )
-from .format import power_of_two, tile_of
+from .format import tile_of
 from .gluon_names import async_load, async_store, barrier
-from .grouped_gemm_hopper import barriers, descriptor, multiply
+from .grouped_gemm_hopper import barriers, descriptor
 from .launch import Launched
 from .library import cdiv
 
@@ -56,8 +54,9 @@ class Goal(NamedTuple):
     """Where the gradients of experts go.
 
     Attributes:
-        out_ENK: [at least jump * (splits - 1) + E, N / splits, K], 16 bits a value, contiguous, at a multiple of 16
-            bytes. The gradient of expert e in split s is out_ENK[jump * s + e]. Nothing else is written.
+        out_ENK: exactly [jump * (splits - 1) + E, N / splits, K], so that a tile's rows beyond N lie past its end and
+            TMA leaves them out. 16 bits a value, contiguous, at a multiple of 16 bytes. The gradient of expert e in
+            split s is out_ENK[jump * s + e]. Nothing else is written.
         jump: None stands for E.
         add: whether gradients are added to what is there. A gradient is rounded to out's dtype, multiplied by `factor`
             and rounded again, added in float32, and the sum is rounded.
@@ -75,76 +74,6 @@ def expert_and_tile(index, n_tiles, k_tiles, STRIP: gl.constexpr):
     """The expert of an index, and the tile of its gradient. Experts come one after the other."""
     n_tile, k_tile = tile_of(index % (n_tiles * k_tiles), n_tiles, k_tiles, STRIP)
     return index // (n_tiles * k_tiles), n_tile, k_tile
-
-
-@gluon.jit
-def _produce_mxfp8(g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N, K,
-                   n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr):
-    """The producer warp: brings operands by TMA, and the scales of both."""
-    n_128 = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
-    k_256 = gl.arange(0, 256, gl.BlockedLayout([4], [32], [1], [0]))
-    step = 0
-    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
-        first, end = rows_of(expert, ends)
-        n = n_tile * 128
-        k = k_tile * 256
-        # Columns beyond the last are never stored, so their scales do not matter.
-        g_at = g_scale + gl.minimum(n + n_128, N - 1)
-        a_at = a_scale + gl.minimum(k + k_256, K - 1)
-        last = gl.maximum(end - 128, 0)
-        # Loaded one step ahead, since these do not come through the ring of stages.
-        g_byte = gl.load(g_at + (gl.minimum(first, last) // 128).to(gl.int64) * N)
-        a_byte = gl.load(a_at + (gl.minimum(first, last) // 128).to(gl.int64) * K)
-        for row in range(first, end, 128):
-            stage = step % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(bar, 3 * 128 * 128)
-            for half in gl.static_range(2):
-                async_load(g_desc, [n + 64 * half, row], bar, g_smem.index(stage * 2 + half))
-            for half in gl.static_range(2):
-                async_load(a_desc, [k + 128 * half, row], bar, a_smem.index(stage * 2 + half))
-            gs_smem.index(stage).store(power_of_two(g_byte))
-            as_smem.index(stage).store(power_of_two(a_byte))
-            mbarrier.arrive(bar)
-            step += 1
-            following = (gl.minimum(row + 128, last) // 128).to(gl.int64)
-            g_byte = gl.load(g_at + following * N)
-            a_byte = gl.load(a_at + following * K)
-
-
-@gluon.jit
-def _consume_mxfp8(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out,
-                   ends, E, N, K, n_tiles, k_tiles, STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
-    """A warpgroup: computes its 64 rows of each tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
-    step = 0
-    for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
-        expert, n_tile, k_tile = expert_and_tile(index, n_tiles, k_tiles, STRIP)
-        first, end = rows_of(expert, ends)
-        acc0 = gl.zeros([64, 128], gl.float32, layout)
-        acc1 = gl.zeros([64, 128], gl.float32, layout)
-        for _ in range(first, end, 128):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            g = g_smem.index(stage * 2 + warpgroup)
-            row_scale = gs_smem.index(stage).slice(warpgroup * 64, 64).load(gl.SliceLayout(1, layout))
-            row_scale = gl.expand_dims(row_scale, 1)
-            product = multiply(g, a_smem.index(stage * 2), layout)
-            column_scale = as_smem.index(stage).slice(0, 128).load(columns)
-            acc0 += product * gl.expand_dims(column_scale, 0) * row_scale
-            product = multiply(g, a_smem.index(stage * 2 + 1), layout)
-            column_scale = as_smem.index(stage).slice(128, 128).load(columns)
-            mbarrier.arrive(empty.index(stage))
-            acc1 += product * gl.expand_dims(column_scale, 0) * row_scale
-            step += 1
-        n = n_tile * 128 + warpgroup * 64
-        k = k_tile * 256
-        write(warpgroup, acc0, out_desc, out_smem, out, expert, n, k, E, N, K, N, BY_TMA, layout)
-        write(warpgroup, acc1, out_desc, out_smem, out, expert, n, k + 128, E, N, K, N, BY_TMA, layout)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -169,8 +98,7 @@ def bring(warpgroup: gl.constexpr, out_desc, out_smem, expert, n, k, E, split_n,
 
 @gluon.jit
 def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E, N, K, split_n, BY_TMA: gl.constexpr,
-          layout: gl.constexpr, half: gl.constexpr = 0, jump=None, factor=None, landed=None,
-          ADD: gl.constexpr = False):
+          layout: gl.constexpr, half: gl.constexpr, jump, factor, landed, ADD: gl.constexpr):
     """Stores [64, 128] of an expert's gradient [N, K], or with ADD adds it to what is there.
 
     n, k: the first row and column. n counts across the splits.
@@ -203,29 +131,6 @@ def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E
         at += gl.expand_dims(n_64.to(gl.int64) * K, 1) + gl.expand_dims(k_128, 0)
         inside = gl.expand_dims((n_64 < split_n) & (expert < N // split_n * E), 1) & gl.expand_dims(k_128 < K, 0)
         gl.store(at, acc, inside)
-
-
-@Launched
-@gluon.jit
-def wgrad_mxfp8_kernel(g_desc, a_desc, out_desc, out, g_scale, a_scale, ends, E, N, K, STRIP: gl.constexpr,
-                       STAGES: gl.constexpr, BY_TMA: gl.constexpr):
-    """All tiles of out. Grid: programs that run at the same time."""
-    g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 128], g_desc.layout)
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 128, 128], a_desc.layout)
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 if BY_TMA else 1, 1, 64, 128], out_desc.layout)
-    gs_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    as_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full, empty = barriers(STAGES, 2)
-    n_tiles = gl.cdiv(N, 128)
-    k_tiles = gl.cdiv(K, 256)
-    gl.warp_specialize([
-        (_consume_mxfp8, (0, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          n_tiles, k_tiles, STRIP, STAGES, BY_TMA)),
-        (_consume_mxfp8, (1, out_desc, g_smem, a_smem, gs_smem, as_smem, out_smem, full, empty, out, ends, E, N, K,
-                          n_tiles, k_tiles, STRIP, STAGES, BY_TMA)),
-        (_produce_mxfp8, (g_desc, a_desc, g_smem, a_smem, gs_smem, as_smem, full, empty, g_scale, a_scale, ends, E, N,
-                          K, n_tiles, k_tiles, STRIP, STAGES)),
-    ], [4, 1], [216, 72])
 
 
 @gluon.jit
@@ -360,31 +265,6 @@ def empty_gradient(N: int, K: int, ends_E: torch.Tensor, out_dtype: torch.dtype,
 def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
     """The result's TMA descriptor. Without `by_tma` nothing uses it, and its box is small to save shared memory."""
     return descriptor(out_ENK, [1, 64, 128 if by_tma else 32])
-
-
-def grouped_mm_wgrad_mxfp8(g_NP: MXParts, a_KP: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Contracts over each group's rows: [E, N, K] in `out_dtype`.
-
-    Args:
-        g_NP, a_KP: column forms, blocks of 128 rows, contiguous data. Scales that lie in memory as [P / 128, N] are
-            read as they are, others are copied.
-        ends_E: int32 ends of the groups on the device, multiples of 128.
-
-    A product is scaled by a's scale first. Above 2^103 it may overflow although the result would not. A scale byte of
-    255 gives NaN.
-    """
-    g, a, E = g_NP.qdata, a_KP.qdata, ends_E.shape[0]
-    (N, P), K = g.shape, a.shape[0]
-    out_ENK = empty_gradient(N, K, ends_E, out_dtype)
-    if P == 0:
-        return out_ENK.zero_()
-    by_tma = out_dtype != torch.float32
-    tiles = E * cdiv(N, 128) * cdiv(K, 256)
-    wgrad_mxfp8_kernel[(min(multiprocessors(g.device), tiles), )](
-        descriptor(g, [64, 128]), descriptor(a, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK,
-        g_NP.scale_bytes.t().contiguous(), a_KP.scale_bytes.t().contiguous(), ends_E, E, N, K, STRIP=8, STAGES=3,
-        BY_TMA=by_tma, num_warps=4)
-    return out_ENK
 
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXParts, ends_E: torch.Tensor,

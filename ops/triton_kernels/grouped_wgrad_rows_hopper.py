@@ -4,7 +4,7 @@
 FP8 tensor cores read along the contraction only, so rows have to be transposed and re-scaled along it. Two warps do
 that while the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale. A product of two
 tiles then has one scale, too. The warps that multiply load the two bytes themselves while the tensor cores work. With
-a scale for each column of g and of a, as in grouped_wgrad_hopper.py, scaling takes twice the instructions.
+a scale for each column of g and of a, scaling would take twice the instructions.
 
 Tiles, programs, stores and `splits` are those of grouped_wgrad_hopper.py.
 """

@@ -36,8 +36,8 @@ class _Unknown(Exception):
 def _prepared(x: Any) -> tuple[Any, Any]:
     """The value that the launcher gets for an argument, and a key.
 
-    If Triton compiles two arguments differently, their keys differ. If their keys differ without need, Triton launches
-    the kernel once more.
+    If Triton compiles two arguments differently, their keys differ. Keys may also differ without need: the first
+    launch with each key goes through Triton.
     """
     if isinstance(x, torch.Tensor):
         address = x.data_ptr()
@@ -48,8 +48,6 @@ def _prepared(x: Any) -> tuple[Any, Any]:
             return x, 1
         if -0x80000000 <= x <= 0x7FFFFFFF:
             return x, 16 if x % 16 == 0 else 0
-        if x > 0x7FFFFFFFFFFFFFFF:
-            raise _Unknown
         return x, -16 if x % 16 == 0 else -1
     if x is None:
         return None, None

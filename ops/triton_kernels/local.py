@@ -92,8 +92,7 @@ def _place_kernel(
     i = chunk * CHUNK + lane
     expert = tl.load(expert_ptr + i, mask=i < N, other=-1).to(tl.int32)
     kept = (expert >= 0) & (expert < E)
-    other = tl.load(expert_ptr + chunk * CHUNK + lane, mask=i < N, other=-1).to(tl.int32)
-    before = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
+    before = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
     row = tl.load(first_ptr + expert * chunks + chunk, mask=kept, other=0) + tl.sum(before.to(tl.int32), 1)
     tl.store(slot_ptr + i, tl.where(kept, row, P), mask=i < N)
     tl.store(source_ptr + row, i, mask=kept)

@@ -8,7 +8,7 @@ columns of the same rows, so that accesses at the same time lie together in memo
     kernel                     grid                                   bytes read + written for each value (bf16)
     _quantize_rows_kernel      row tiles x column tiles               2 + 1
     _quantize_matrix_kernel    (row tiles x column tiles, experts)    2 + 1 for each layout written
-    _rescale_kernel            row tiles x column tiles               1 + 1 (also rescale_tiles.py's kernel)
+    _rescale_kernel            row tiles x column tiles               1 + 1
     _dequantize_kernel         (row tiles x column tiles, experts)    1 + 2
     _places_kernel             1                                      writes a table of distances, no values
 
@@ -25,13 +25,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from ..mx_format import TILE, MXParts
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
 from .launch import Launched
 from .library import cdiv, even_distance, weights_of
-from .rescale_tiles import rescale_tiles_kernel
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
 MOST_PLACES = 64  # places that one launch writes into a table
@@ -75,7 +73,6 @@ COLUMNS_TILE = Tile(256, 64, 8, strip=2, vector=8)
 BOTH_TILES = {32: Tile(128, 64, 8, strip=4, vector=8), 128: Tile(128, 128, 8, strip=4, vector=4, registers=80)}
 TILED_TILE = Tile(128, 128, 8, strip=4, registers=80)
 RESCALE_TILES = {32: Tile(256, 128, 8, strip=2), 128: Tile(256, 32, 2, strip=2, vector=8)}
-WHOLE_TILE = Tile(256, 128, 8)  # for rescale_tiles.py
 DEQUANTIZE_TILE = Tile(16, 128, 4)
 
 
@@ -399,16 +396,12 @@ def rescale_transposed(x_PK: MXParts, scaling_mode: str) -> MXParts:
     data, scale, block_size = x_PK.qdata.contiguous(), x_PK.scale_bytes, x_PK.block_size
     p, k = data.shape
     out, out_scale = _outputs(data, (k, p), (cdiv(p, block_size), k))
-    operands = (data.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k)
-    # Triton's interpreter cannot run Gluon kernels.
-    if p and k and block_size == 128 and WHOLE_TILE.divides(p, k) and not knobs.runtime.interpret:
-        rescale_tiles_kernel[(WHOLE_TILE.programs(p, k), )](
-            *operands, scaling_mode == "floor", *WHOLE_TILE[:3], num_warps=WHOLE_TILE.warps)
-    elif p and k:
+    if p and k:
         tile = RESCALE_TILES[block_size]
         _rescale_kernel[(tile.programs(p, k), )](
-            *operands, block_size, scaling_mode == "floor", tile.rows, tile.columns, tile.strip, tile.vector,
-            tile.warps, tile.divides(p, k), num_warps=tile.warps, maxnreg=tile.registers)
+            data.view(torch.uint8), scale, *scale.stride(), out.view(torch.uint8), out_scale, p, k, block_size,
+            scaling_mode == "floor", tile.rows, tile.columns, tile.strip, tile.vector, tile.warps, tile.divides(p, k),
+            num_warps=tile.warps, maxnreg=tile.registers)
     return MXParts(out, out_scale.t(), block_size)
 
 

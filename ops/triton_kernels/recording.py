@@ -12,9 +12,9 @@ torch ops through the dispatcher, and frees each tensor after its last use. It e
 it can free inputs, too. A program holds no tensor. It runs on the current stream, on the device of its first input.
 
 A program does not repeat the function's branches. It is valid only for inputs with the same properties (the executor's
-`signature`). A kernel may compute the address of every weight from that of one. The weights must then lie at the same
-`distances` from each other, which the executor computes too. `replayed` keeps one program for each key and distances
-that its callers give it.
+`signature`). A kernel may get the address of one weight, and find the others by distances that are numbers of a launch
+(quantize.py). The weights must then lie at the same `distances` from each other, which the executor computes too.
+`replayed` keeps one program for each key and distances that its callers give it.
 """
 
 import re

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import report
-from kernels import grouped_gemm
+from kernels import grouped_gemm, quantize
 from kernels.shapes import Case
 from lib import models, results_file, show, timing, trainings, world
 from lib.show import Measure, bar
@@ -269,6 +269,24 @@ SHOWN = show.Shown("expert_ffn", [
 ROWS = [row("a", 6, tokens=8, split="even"), row("b", 2, tokens=8, split="even"),
         row("a", 6, tokens=64, split="even"), row("b", 5, tokens=64, split="even"),
         row("a", 1, False, tokens=64, split="skewed")]
+
+
+@pytest.mark.parametrize("module", [grouped_gemm, quantize])
+def test_a_device_whose_rates_could_not_be_measured_has_no_shares_of_them(module, tmp_path):
+    kernel = {"kernel": "rows", "shape": "8x8", "block_size": 32, "dtype": "bfloat16", "bytes": 64}
+    product = {"dim": 8, "hidden": 8, "experts": 1, "tokens_per_expert": 8, "split": "even", "flops": 1024,
+               "least_bytes": 64}
+    failed = {"correct": False, "failure": "out of memory"}
+    case, name = (kernel, "ours") if module is quantize else (product, grouped_gemm.MXFP8)
+    rows = [{"case": {"operation": "device copy", "bytes": 2}, "contender": "copy_", **failed},
+            {"case": {"operation": "fp8 product", "flops": 2}, "contender": "torch._scaled_mm", **failed},
+            {"case": {"operation": "forward", **case}, "contender": name, "median_ms": 1.0, "correct": True}]
+    path = tmp_path / "x.json"
+    results_file.write(module.SHOWN.benchmark, rows, path, "abc")
+    show.show(module.SHOWN, path)
+    assert path.with_suffix(".png").exists()
+    row, *_ = module.SHOWN.prepare({"rows": rows})
+    assert row["contender"] == name and row.get("share") is None
 
 
 def test_the_worst_case_is_stated_and_missed_bars_are_a_line_each(tmp_path, capsys):

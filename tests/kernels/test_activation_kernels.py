@@ -6,6 +6,9 @@ import torch
 from activation_cases import run_biases, run_case, run_no_rows
 from slow import slow_except
 
+from ds_mxfp8_moe.compute.activation import SLOPES
+from ds_mxfp8_moe.compute.formula import ACTIVATIONS
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -18,6 +21,14 @@ QUICK = ("silu", "gate_up"), ("gelu", "up_gate"), ("gelu_tanh", "mlp"), ("relu",
      ("swiglu_oai", "up_gate")], *QUICK))
 def test_every_formula(interpreter, activation, layout):
     interpreter(run_case, "cpu", activation, layout, 160, dict(ends=(128, )))  # takes half the time of more rows
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_of_the_reference_are_torch_s(activation):
+    """That of relu at NaN is 1: the gradient passes."""
+    x = torch.tensor([-100, -3, -1e-38, -0.0, 0, 1e-38, 0.5, 3, 7, 7.5, 100, float("nan")], requires_grad=True)
+    expected, = torch.autograd.grad(ACTIVATIONS[activation](x).sum(), x)
+    torch.testing.assert_close(SLOPES[activation](x.detach()), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("keys", [

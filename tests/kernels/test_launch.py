@@ -161,7 +161,7 @@ def test_descriptors_are_told_apart_by_dtype_and_box(driver):
 def test_what_it_cannot_tell_is_tritons(driver):
     x = torch.zeros(64, dtype=torch.bfloat16)
     for _ in range(2):
-        _kernel[(1, )](x, None, (x, 5), (1 << 63) + 1, 3, SIZE=32, NAME="once", num_warps=1)
+        _kernel[(1, )](x, triton.reinterpret(x, tl.bfloat16), (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
     assert len(driver.launches) == 2 and not any(bound.compiled for bound in _kernel._bound.values())
 
 

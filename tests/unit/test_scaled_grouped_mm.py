@@ -80,6 +80,17 @@ def test_against_dequantised_operands(block, mode, hp, mx_input):
         assert sqnr_db(x, y) >= 100, name
 
 
+@pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
+def test_a_kernel_that_rescales_rows_gets_rows(monkeypatch, mx_input):
+    """Hopper's, with blocks of 128. On a CPU the rows are re-scaled before the product."""
+    monkeypatch.setattr("ds_mxfp8_moe.scaled_grouped_mm.rescales_rows", lambda device, block: block == 128)
+    a, w, grad = operands(torch.float32)
+    expected = loop(*(quantize_rows(quantize(x, 128).dequantize(), 128, "rceil") if x is not w else w
+                      for x in (a, w, grad)))[2]
+    actual = run(quantize(a, 128) if mx_input else a, w, grad, block_size=128, out_dtype=torch.float32)[2]
+    assert sqnr_db(expected, actual) >= 100
+
+
 @pytest.mark.parametrize("hp", (True, False))
 def test_gradient_as_mxtensor(hp):
     """The gradient of unpermute: used as it is, so dA equals that of the plain gradient which quantises to it."""

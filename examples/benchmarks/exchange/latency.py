@@ -233,14 +233,15 @@ def prepare(result: dict) -> list[dict]:
             if row["case"]["operation"] in ("dispatch", "combine")]
 
 
-# pplx-kernels' time on 8 ranks, from an earlier run, by operation and experts, then by tokens.
+# pplx-kernels' time, from an earlier run, by operation and experts, then by tokens.
+PPLX_RANKS = 8
 PPLX_US = {("dispatch", 256): {1: 25.8, 8: 25.9, 32: 35.2, 128: 65.0}, ("dispatch", 64): {1: 26.4, 128: 51.8},
            ("combine", 256): {1: 23.7, 8: 21.9, 32: 41.4, 128: 91.9}, ("combine", 64): {1: 18.4, 128: 40.8}}
 MEASURES = [
     Measure("AllToAll over NCCL's all-to-all of exactly the rows that move", OURS, NCCL_EXACT),
     Measure("AllToAll over NCCL's all-to-all of padded rows", OURS, NCCL_PADDED),
     Measure("AllToAll, microseconds", OURS, figure="us", better=show.SMALLER, form="{:.1f}",
-            bars=tuple(bar(us, operation=operation, experts=experts, tokens=tokens)
+            bars=tuple(bar(us, ranks=PPLX_RANKS, operation=operation, experts=experts, tokens=tokens)
                        for (operation, experts), by_tokens in PPLX_US.items() for tokens, us in by_tokens.items()))]
 
 

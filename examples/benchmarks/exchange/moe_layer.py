@@ -4,9 +4,9 @@ beside ours in every recipe, over every transport that the machine has.
 
 Each contender is a layer of a DeepSpeed engine of its own (ZeRO-1), as users make it: ours by the section "mxfp8_moe".
 Gradients of the tokens and of every parameter of the layer. Each timed step follows an untimed one of the same layer,
-as in a training, where the host has just run the same code for the layer before; the ranks' devices begin it together,
-so that what a layer waits for the host shows. Also peak memory beyond the weights, and how often the host waits for
-the device in a forward and backward.
+as in a training, where the host has just run the same code for the layer before. The ranks' devices begin it together,
+when the host is ahead. They wait for the host only where it is late even so, as after it has read something from them.
+Also peak memory beyond the weights, and how often the host waits for the device in a forward and backward.
 
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/moe_layer.py   # run, store, show
 """

@@ -7,7 +7,7 @@ fewer. Then NVIDIA's Multi-Process Service has to run, and each rank to get its 
 kernels that wait for a rank might otherwise leave it none. What ranks of one GPU send stays in its memory: times say
 nothing about links or networks.
 
-    nvidia-cuda-mps-control -d    # with fewer than four GPUs; here one
+    nvidia-cuda-mps-control -d    # four ranks on one GPU, each with 100 / 4 % of it
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 torchrun --nproc-per-node 4 examples/benchmarks/exchange/two_hops.py
 """
 
@@ -120,7 +120,8 @@ SHOWN = show.Shown(
 def main() -> None:
     args = run.parse(run.timed_parser(__doc__, budget=1.0))
     case = Case(256, 256, 2, 8, "random") if args.cases == "tiny" else Case(4096, 7168, 8, 256, "random")
-    run.main(SHOWN, args, lambda: [measure(case, world.size() // 2, args.budget)], ranks=True)
+    run.main(SHOWN, args, lambda: (measure(one, world.size() // 2, args.budget)
+                                   for one in world.in_time([case], args.seconds - world.ENDING_S)), ranks=True)
 
 
 if __name__ == "__main__":

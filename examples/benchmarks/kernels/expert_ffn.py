@@ -33,7 +33,7 @@ from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import run, show, timing
 from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
-from lib.world import device, on_gpu
+from lib.world import ENDING_S, device, on_gpu
 
 BF16 = torch.bfloat16
 STEP = "forward and backward"
@@ -310,7 +310,8 @@ def main() -> None:
     args = run.parse(parser)
     torch.manual_seed(0)
     cases = shapes.that_fit(args.cases, bytes_needed)
-    run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert, args.seconds))
+    run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert,
+                                                args.seconds - ENDING_S))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing
 from lib.show import Measure, bar
 from lib.timing import poisoned
-from lib.world import device, on_gpu
+from lib.world import ENDING_S, device, on_gpu
 
 BF16 = torch.bfloat16
 OPERATIONS = ("forward", "dgrad", "wgrad")
@@ -192,18 +192,19 @@ CONTENDERS = (TORCH, LOOP, ROWWISE, OURS_BF16, FROM_MXFP8, MXFP8, FLOOR)
 
 def prepare(result: dict) -> list[dict]:
     """Every row with TFLOP/s; and for each GEMM the fastest in bf16, and the floor: its FLOPs at the rate of cuBLAS'
-    FP8 product, or its bytes at that of a device copy. No version is faster."""
-    ms_of = {row["case"]["operation"]: row for row in result["rows"] if "median_ms" in row}
-    copy, product = ms_of["device copy"], ms_of["fp8 product"]
+    FP8 product, or its bytes at that of a device copy. No version is faster. Without these rates there is no floor."""
+    timed = {row["case"]["operation"]: row for row in result["rows"] if "median_ms" in row}
+    copy, product = timed.get("device copy"), timed.get("fp8 product")
     rows = []
     for group in results_file.groups(result, *OPERATIONS):
         case, found = group.case, dict(group.rows)
         bf16 = [found[name] for name in BF16_GEMMS if name in found]
         if bf16:
             found[FASTEST] = {**min(bf16, key=lambda row: row["median_ms"]), "contender": FASTEST}
-        floor_ms = max(case["least_bytes"] * copy["median_ms"] / copy["case"]["bytes"],
-                       case["flops"] * product["median_ms"] / product["case"]["flops"])
-        found[FLOOR] = {"case": case, "contender": FLOOR, "median_ms": floor_ms, "correct": True}
+        if copy and product:
+            floor_ms = max(case["least_bytes"] * copy["median_ms"] / copy["case"]["bytes"],
+                           case["flops"] * product["median_ms"] / product["case"]["flops"])
+            found[FLOOR] = {"case": case, "contender": FLOOR, "median_ms": floor_ms, "correct": True}
         rows += [{**row, "tflops": case["flops"] / row["median_ms"] / 1e9} for row in found.values()]
     return rows + [row for row in result["rows"] if not row["correct"]]
 
@@ -243,7 +244,7 @@ def main() -> None:
     torch.manual_seed(0)
     cases = shapes.that_fit(args.cases, bytes_needed)
     run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
-                                        measured_rows(cases, args.budget, args.seconds)))
+                                        measured_rows(cases, args.budget, args.seconds - ENDING_S)))
 
 
 if __name__ == "__main__":

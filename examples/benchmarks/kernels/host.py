@@ -293,9 +293,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540,
                         help="for the whole run with its start (default: %(default)s): what does not fit is left out")
     args = run.parse(parser)
-    if not args.show:
-        world.start(alone=True)
-    run.main(SHOWN, args, lambda: measured_rows(CASES[args.cases], args.seconds - world.ENDING_S))
+    run.main(SHOWN, args, lambda: measured_rows(CASES[args.cases], args.seconds - world.ENDING_S), alone=True)
 
 
 if __name__ == "__main__":

@@ -100,9 +100,10 @@ def of_rows(P: int, K: int, block: int) -> Iterator[Kernel]:
                  columns_right)
     yield Kernel(case("rows and columns"), lambda: casts.quantize_both(x, block, MODE), lambda out: [x, out],
                  lambda out: rows_right(out[0]) and columns_right(out[1]))
-    yield Kernel(case("re-scale, transposed"), lambda: casts.rescale_columns(rows, MODE), lambda out: [rows, out],
-                 lambda out: all(same(columns(out, part), mx.transpose_rescale(rows[part], block, MODE))
-                                 for part in parts))
+    if block != mx.TILE:  # the GEMM of Hopper's weight gradient re-scales rows itself
+        yield Kernel(case("re-scale, transposed"), lambda: casts.rescale_columns(rows, MODE), lambda out: [rows, out],
+                     lambda out: all(same(columns(out, part), mx.transpose_rescale(rows[part], block, MODE))
+                                     for part in parts))
     yield Kernel(case("dequantise"), lambda: casts.dequantize(rows, BF16), lambda out: [rows, out],
                  lambda out: all(same(out[part], mx.dequantize(rows[part], BF16)) for part in parts))
 
@@ -194,23 +195,25 @@ def check(kernel: Kernel) -> dict:
     return {"correct": bool(kernel.correct(out))}
 
 
-def families(which: str) -> list[Callable[[], Iterator[Kernel]]]:
-    """Each makes its own operands, and its kernels."""
+def families(which: str) -> dict[str, Callable[[], Iterator[Kernel]]]:
+    """By name. Each makes its own operands, and its kernels."""
     rows, hidden, weights = TINY if which == "tiny" else (ROWS, HIDDEN, WEIGHTS)
     some, blocks = (2, (128, 32)) if which == "full" else (1, (128, ))
-    return [*(partial(of_rows, *shape, block) for shape in rows[:some] for block in blocks),
-            *(partial(of_weights, *shape, block, dtype) for shape in weights[:some] for block in blocks
+    made = [*((of_rows, *shape, block) for shape in rows[:some] for block in blocks),
+            *((of_weights, *shape, block, dtype) for shape in weights[:some] for block in blocks
               for dtype in (BF16, F32)),
-            *(partial(of_activation, *shape, block) for shape in hidden[:some] for block in blocks)]
+            *((of_activation, *shape, block) for shape in hidden[:some] for block in blocks)]
+    return {" ".join(map(str, (make.__name__, *sizes))): partial(make, *sizes) for make, *sizes in made}
 
 
 def name_of(case: dict) -> str:
     return f"{case['kernel']}, {case['shape']}, {case['dtype']}, blocks of {case['block_size']}"
 
 
-def measured_rows(made: list[Callable[[], Iterator[Kernel]]], budget_s: float) -> Iterator[list[dict]]:
-    for make in made:
-        for kernel in make():
+def measured_rows(made: dict[str, Callable[[], Iterator[Kernel]]], budget_s: float,
+                  seconds: float) -> Iterator[list[dict]]:
+    for name in world.in_time(made, seconds):
+        for kernel in made[name]():
             world.say(name_of(kernel.case))
             contender = Contender({"cast": kernel.call}, partial(check, kernel))
             yield timing.rows(kernel.case, {"ours": contender}, budget_s)
@@ -219,15 +222,21 @@ def measured_rows(made: list[Callable[[], Iterator[Kernel]]], budget_s: float) -
 # ---- how results are shown ------------------------------------------------------------------------------------------
 
 
+def bytes_per_ms(row: dict) -> float | None:
+    return row["case"]["bytes"] / row["median_ms"] if "median_ms" in row else None
+
+
 def prepare(result: dict) -> list[dict]:
-    """Every cast with its bandwidth, over that of the device copy too."""
-    copy = next(row for row in result["rows"] if row["contender"] == "copy_")
-    copied = copy["case"]["bytes"] / copy["median_ms"]
+    """Every cast with its bandwidth, over that of the device copy too, as far as both have a time."""
+    copied = next(bytes_per_ms(row) for row in result["rows"] if row["contender"] == "copy_")
     rows = []
     for row in result["rows"]:
         if "kernel" in row["case"]:
-            rate = row["case"]["bytes"] / row["median_ms"] if "median_ms" in row else 0
-            rows.append({**row, "mib": row["case"]["bytes"] / 2**20, "tb_per_s": rate / 1e9, "share": rate / copied})
+            figures = {}
+            if rate := bytes_per_ms(row):
+                figures = {"mib": row["case"]["bytes"] / 2**20, "tb_per_s": rate / 1e9,
+                           "share": rate / copied if copied else None}
+            rows.append({**row, **figures})
     return rows
 
 
@@ -240,7 +249,7 @@ MEASURES = [share_of_copy("casts", False), share_of_copy("SwiGLU with its casts"
 
 
 def plot(result: dict, pyplot) -> None:
-    panel = {name_of(row["case"]): {"ours": row["share"]} for row in result["rows"]}
+    panel = {name_of(row["case"]): {"ours": row.get("share")} for row in result["rows"]}
     show.stacked(pyplot, {"bytes that must move / time": panel}, "of the bandwidth of a device copy")
 
 
@@ -255,7 +264,8 @@ def main() -> None:
     args = run.parse(run.timed_parser(__doc__, budget=0.1))
     torch.manual_seed(0)
     made = families(args.cases)
-    run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")], measured_rows(made, args.budget)))
+    run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
+                                        measured_rows(made, args.budget, args.seconds - world.ENDING_S)))
 
 
 if __name__ == "__main__":

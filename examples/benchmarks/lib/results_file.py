@@ -52,7 +52,8 @@ def _launcher() -> list[str]:
 
 
 def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = None) -> None:
-    """Writes one run's rows with the machine, versions, commit, command and date.
+    """Writes one run's rows with the machine, versions, commit, command and date. What else matters of a run is added
+    by hand as its "note", which pages show.
 
     Args:
         rows: {"case": {...}, "contender": str, figures with their unit in the name, "correct": bool}.

@@ -5,6 +5,7 @@ Every rank gets all experts, one by one. The plain gather is an all-gather of ea
 Times are of the host, from a synchronised device to a synchronised device, on the slowest rank. Rates count the bytes
 of experts that each rank gets.
 
+    python examples/benchmarks/training/export.py                            # on one GPU
     torchrun --nproc-per-node 2 examples/benchmarks/training/export.py       # two ranks may share one GPU
 """
 
@@ -97,7 +98,7 @@ def plot(result: dict, pyplot) -> None:
     show.stacked(pyplot, {f"{result['rows'][0]['case']['ranks']} ranks": rates}, "GB/s of experts")
 
 
-SHOWN = show.Shown("export", [Measure("time of an export in FP8, over a plain gather in bf16", (FP8, ), PLAIN)],
+SHOWN = show.Shown("export", [Measure("speed of an export in FP8, over a plain gather in bf16", (FP8, ), PLAIN)],
                    [("ms", "median_ms", "{:.1f}"), ("GB", "bytes", lambda value: f"{value / 1e9:.2f}"),
                     ("GB/s", "gb_per_s", "{:.0f}")], plot)
 
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=run.one_or_more, default=10, help="of each contender (default: %(default)s)")
     parser.add_argument("--bucket", type=run.one_or_more, default=2**30, help="bytes (default: %(default)s)")
     args = run.parse(parser)
-    run.main(SHOWN, args, lambda: rows(args), ranks=True)
+    run.main(SHOWN, args, lambda: rows(args), ranks=True, alone=True)
 
 
 if __name__ == "__main__":

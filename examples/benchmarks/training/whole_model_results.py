@@ -245,9 +245,12 @@ def steps_text(result: dict | None) -> str:
                 "`python examples/benchmarks/training/whole_model.py --cases guide`.")
     parts = [f"Each line adds to those above. On {show.origin(result)}:",
              show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
+    if "note" in result:
+        parts.append(result["note"])
     fastest = row_of(result, DEFAULT, FASTEST)
     if fastest and (instead := step_lines(result, INSTEAD, fastest)):
-        parts += ["One thing changed in the line with the loss in large chunks:",
+        parts += ["One thing changed in the line with the loss in large chunks. 4 micro-batches of 2 sequences are as "
+                  "many tokens a step:",
                   show.markdown(instead, ["instead", "tokens/s of a GPU", "of that line", "peak, GiB"])]
     flex, eager = (row_of(result, DEFAULT, CASES["full"][0] | LIGER | changed)
                    for changed in ({}, {"attention": "eager"}))
