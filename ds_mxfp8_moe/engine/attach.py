@@ -35,7 +35,6 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
     Raises:
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
     """
-    engine._mxfp8_moe_config = config
     report = ConversionReport(())
     if config.enabled:
         report = _checked(engine, config, tell_peers_on_error(convert_layers)(engine, config))

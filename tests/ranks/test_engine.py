@@ -34,6 +34,7 @@ from transformers.utils import output_capturing
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
+from ds_mxfp8_moe.config import parse
 from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
 from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
@@ -197,8 +198,8 @@ def hinted():
     config["optimizer"]["params"]["fused"] = True
     other = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
     with redirect_stdout(out):
-        hint_at_speed(engine, engine._mxfp8_moe_config)
-        hint_at_speed(other, other._mxfp8_moe_config)
+        for one in (engine, other):
+            hint_at_speed(one, parse(config))
     return out.getvalue()
 
 
@@ -488,6 +489,8 @@ def client(how, section, stage, kind="SGD"):
         del config["optimizer"]
         kwargs["optimizer"] = optimizer if how == "callable" else optimizer(net.parameters())
     engine = ds_mxfp8_moe.initialize(model=net, config=config, **kwargs)[0]
+    if isinstance(engine.optimizer, torch.optim.Optimizer):  # a scheduler wraps its step
+        torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
     before = {name: gathered(p) for name, p in engine.module.named_parameters()}
     losses = train(engine, range(3))
     return losses, converted(engine), [
