@@ -79,9 +79,14 @@ class ExpertFormula:
     down_bias: str | None = None
     packed: str = "none"
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether rows of gate and up take turns in a packed `up`."""
+        return self.packed.endswith(IN_TURN)
+
     def halved(self) -> "ExpertFormula":
         """The formula for the tensors that `expert_weights` returns, whose rows of gate and up do not take turns."""
-        return replace(self, packed=self.packed.removesuffix(IN_TURN)) if self.packed.endswith(IN_TURN) else self
+        return replace(self, packed=self.packed.removesuffix(IN_TURN)) if self.in_turn else self
 
     def names(self) -> dict[str, str]:
         """Role -> parameter name, for each of ROLES that this formula has."""
@@ -143,7 +148,7 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
     elif formula.packed == "none":
         hidden = act(project("gate", x)) * up_value(up, formula.activation)
     else:
-        first, second = (up[..., 0::2], up[..., 1::2]) if formula.packed.endswith(IN_TURN) else up.chunk(2, dim=-1)
+        first, second = (up[..., 0::2], up[..., 1::2]) if formula.in_turn else up.chunk(2, dim=-1)
         gate, up = (first, second) if formula.packed.startswith("gate_up") else (second, first)
         hidden = act(gate) * up_value(up, formula.activation)
     return project("down", hidden)
@@ -158,7 +163,7 @@ def expert_weights(experts: Sequence[nn.Module], formula: ExpertFormula
     """
     names = formula.names()
     found = {role: list(map(attrgetter(names[role]), experts)) if role in names else None for role in ROLES}
-    if formula.packed.endswith(IN_TURN):
+    if formula.in_turn:
         for role in ("up", "up_bias"):
             if found[role] is not None:
                 both = torch.stack(found[role])

@@ -81,13 +81,12 @@ class ConversionReport:
         return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
 
 
-def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
+def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
     """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted.
 
     Raises:
         ConfigError: a layer holds its experts in MXFP8 alone, and this section would compute them without MXFP8.
     """
-    model = getattr(model_or_engine, "module", model_or_engine)
     recipe = resolve(config, *current_device())
     _refuse_to_leave_mxfp8(model, config, broken)
     holds_mxfp8 = wants_mxfp8(config, model)

@@ -231,7 +231,8 @@ def _said(error: Exception) -> str:
 
 def _run_kernels(kind: Kind, device: torch.device) -> None:
     """Raises CheckFailed, or whatever a kernel raises."""
-    with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(20)
         with ExitStack() as stack:  # operations on a GPU are compared with plain torch on the CPU
             for owner, names in OPERATIONS.items():
