@@ -197,7 +197,8 @@ def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
     """Raises NotRecognised for modules with hooks or a replaced forward that a converted layer would skip."""
     for module in modules:
-        # ZeRO-3 hooks every module, and AutoEP's layers do call their experts, so its hooks may stay.
+        # DeepSpeed's own hooks are not foreign. ZeRO-3 hooks every module, and a converted layer of AutoEP calls its
+        # experts, so that these hooks run.
         if foreign := foreign_code(module):
             raise NotRecognised(f"its {type(module).__name__} has {foreign}, which this path would ignore")
 

@@ -10,10 +10,10 @@ as a whole. `Sums.sum_of` tells their backward where. All bits are those of Deep
             last backward. A step of one micro-batch begins its sum after backward, as DeepSpeed does, where memory is
             free again. Who sets `parameter.grad` to None drops what the sum holds.
 
-A parameter may get gradients from elsewhere, too: a layer runs twice, or a loss reads the weights. Autograd adds them
-up. If `parameter.grad` then does not lie in the sum, it goes the usual way, as all gradients of this parameter do from
-then on. Only if others come for the first time in a later micro-batch of a step, this micro-batch has one rounding
-more.
+A parameter may also get gradients from elsewhere: its layer runs twice, or a loss reads the weights. Autograd adds all
+of them up, and `parameter.grad` may then be a tensor outside of the sum. It goes the usual way, and so do all later
+gradients of this parameter. The bits differ from DeepSpeed's in one case: gradients from elsewhere come for the first
+time in a later micro-batch of a step. The gradient of that micro-batch is rounded once more.
 """
 
 import math

@@ -57,7 +57,7 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     if not on:
         return None
     if optimizer.cpu_offload:
-        return "with offload it checks them where it copies them"
+        return "ZeRO-Offload is on, and batches are for gradients on the device"
     optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     if isinstance(optimizer, BatchedGradients):
         optimizer.mxfp8_batching = _Batching(
@@ -80,10 +80,10 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
     """Checks all gradients for overflow at once, and computes their norms at once. Skips loops that change nothing."""
 
     def should_refresh_expected_hook_count(self) -> bool:
-        """Whether DeepSpeed counts the parameters of this backward pass now.
+        """Whether DeepSpeed now counts the parameters that get gradients in this backward pass.
 
-        The count tells it when the pass ends. In an engine's backward pass autograd tells it, and nothing reads the
-        count.
+        By the count it knows when the pass has ended. In a pass by engine.backward, autograd says so, and nothing
+        reads the count: then DeepSpeed counts nothing.
         """
         return self._backward_active_depth == 0 and super().should_refresh_expected_hook_count()
 
