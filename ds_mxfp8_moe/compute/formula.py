@@ -176,7 +176,7 @@ class ExpertWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the experts, which conversion found to be one."""
+        """The dtype of the experts."""
         module, name = self._places["up"][0]
         return module._parameters[name].dtype
 
