@@ -49,7 +49,9 @@ FEATURES = {
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
     "compiled models": "AutoEP finds no layers in a model that torch.compile returned: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
-    "steps": "errors of exchanges that the host did not wait for come one step late, and experts are not balanced",
+    "steps": "errors of exchanges that the host did not wait for come one step late; experts are not balanced, "
+             "\"metrics\" has no effect, no line names the first NaN, and only \"keep_quantized_weights\": true keeps "
+             "weights",
     "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
     "metrics": "\"metrics\" has no effect",
     "saving": "saved models hold one rank's experts: use checkpoints",

@@ -95,7 +95,7 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
     def convert(w_NK: torch.Tensor, factors: torch.Tensor) -> MXTensor:
         return quantize_again(w_NK.float() * _spread(factors, w_NK.shape), rounding, dtype)
 
-    return convert(weight, factors) if weight.dim() == 2 else _for_each(convert, weight.shape, weight, factors)
+    return convert(weight, factors) if weight.dim() == 2 else _for_each(convert, weight.shape, dtype, weight, factors)
 
 
 def to_block_fp8(tiles: MXTensor, factor_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +148,7 @@ def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: 
 
     if blocks.dim() == 3:
         return convert(blocks, scales)
-    return _for_each(convert, (*blocks.shape[:2], 32 * blocks.shape[2]), blocks, scales)
+    return _for_each(convert, (*blocks.shape[:2], 32 * blocks.shape[2]), dtype, blocks, scales)
 
 
 def quantize_again(values: torch.Tensor | MXTensor, rounding: Rounding | None = None,
@@ -217,12 +217,12 @@ def _spread(per_tile: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return rows.repeat_interleave(TILE, dim=-1)[..., :shape[-1]]
 
 
-def _for_each(convert: Callable[..., MXTensor], shape: Sequence[int], *stacks: torch.Tensor) -> MXTensor:
+def _for_each(convert: Callable[..., MXTensor], shape: Sequence[int], dtype: torch.dtype,
+              *stacks: torch.Tensor) -> MXTensor:
     """Converts matrix after matrix of a stack [E, N, K], so that only one of them is in float32 at a time."""
     data = torch.empty(*shape, dtype=torch.uint8, device=stacks[0].device)
     scales = torch.empty(tile_grid(shape), dtype=torch.uint8, device=data.device)
-    dtype = torch.bfloat16
     for i, matrices in enumerate(zip(*stacks, strict=True)):
         mx = convert(*matrices)
-        data[i], scales[i], dtype = mx.qdata.view(torch.uint8), mx.scale_bytes, mx.orig_dtype
+        data[i], scales[i] = mx.qdata.view(torch.uint8), mx.scale_bytes
     return MXTensor(data.view(torch.float8_e4m3fn), scales, TILE, dtype, tiled=True)

@@ -16,10 +16,10 @@ from ..layers.presets import announcement, why_no_layers
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.device import has_kernels
 from ..ops.op_builder import replay
-from ..transport.deadline import answers_of_all, tell_peers_on_error
+from ..transport.deadline import answers_of_all
 from .advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .convert import ConversionReport, convert_layers
-from .hooks import engine_of, hook_engine
+from .hooks import engine_of, hook_engine, model_of
 from .self_check import check, kinds_of, line_about, worst
 
 
@@ -34,15 +34,11 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
 
     Raises:
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
+        RuntimeError: another rank could not convert its layers.
     """
-    engine._mxfp8_moe_config = config
-    report = ConversionReport(())
+    report = _converted(engine, config)
     if config.enabled:
-        report = _checked(engine, config, tell_peers_on_error(convert_layers)(engine, config))
-    elif config.model_fields_set:
-        report = convert_layers(engine, MXFP8MoEConfig(enabled=False))
-    report = _agree_across_ranks(config, report)
-    if config.enabled:
+        report = _checked(engine, config, report)
         if added := announcement(engine.module):
             print_on_rank_0(added)
         print_on_rank_0((why_no_layers(engine) if not report.layers else None) or report)
@@ -96,7 +92,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         if not section.enabled:
             print_on_rank_0(report)
         return report
-    report = convert_layers(model_or_engine, section)
+    report = convert_layers(model_of(model_or_engine), section)
     print_on_rank_0(report)
     for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
         if report.converted and getattr(section, key):
@@ -127,6 +123,19 @@ def hint_at_speed(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
         print_on_rank_0(f"mxfp8_moe: faster: {line}")
 
 
+def _converted(engine: DeepSpeedEngine, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
+    """Converts an engine's layers, or takes that back. Collective: an error on any rank is one on every rank."""
+    report, failure = ConversionReport(()), None
+    try:
+        if config.enabled:
+            report = convert_layers(engine.module, config, broken)
+        elif config.model_fields_set:
+            report = convert_layers(engine.module, MXFP8MoEConfig(enabled=False))
+    except Exception as error:  # of any kind: the other ranks wait for this one's answer
+        failure = error
+    return _agree_across_ranks(config, report, failure)
+
+
 def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
     """The report after the check of the kernels at their first use. If a kernel is broken on any rank, all ranks
     convert their layers again, without it."""
@@ -140,26 +149,34 @@ def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: Conversion
         return report
     print_on_rank_0(line_about(verdict, device))
     if verdict.runs == "bf16":
-        return convert_layers(engine, config.model_copy(update={"recipe": "bf16"}))
-    return convert_layers(engine, config, broken="a kernel is broken here")
+        return _converted(engine, config.model_copy(update={"recipe": "bf16"}))
+    return _converted(engine, config, broken="a kernel is broken here")
 
 
-def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport) -> ConversionReport:
+def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
+                        failure: Exception | None) -> ConversionReport:
     """The report about the layers of all ranks. The stages of a pipeline hold different ones. One all-gather.
 
     Raises:
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
+        Exception: `failure`, of this rank. Or a RuntimeError about that of another.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
+        if failure:
+            raise failure
         return report
-    mine = config.model_dump_json(), report.layers
+    mine = config.model_dump_json(), report.layers, failure and f"{type(failure).__name__}: {failure}"
     answers = answers_of_all(dist.get_world_group(), mine, "the engine's start (all ranks enable ds_mxfp8_moe)")
-    sections = [section for section, _ in answers]
+    sections, layers_of_ranks, failures = zip(*answers, strict=True)
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]
         raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
                           "same config")
-    held = [{layer.name: layer for layer in layers} for _, layers in answers]
+    if failure:
+        raise failure
+    if failed := next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), None):
+        raise RuntimeError(f"the layers could not be converted on {failed}")
+    held = [{layer.name: layer for layer in layers} for layers in layers_of_ranks]
     first = []
     for name in dict.fromkeys(name for layers in held for name in layers):
         by_rank = {rank: layers[name] for rank, layers in enumerate(held) if name in layers}

@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compute.crossover import min_tokens_per_expert
-from ..compute.formula import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, NotRecognised
+from ..compute.formula import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, ExpertWeights, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig, current_device, resolve
 from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
@@ -81,13 +81,12 @@ class ConversionReport:
         return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
 
 
-def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
+def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
     """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted.
 
     Raises:
         ConfigError: a layer holds its experts in MXFP8 alone, and this section would compute them without MXFP8.
     """
-    model = getattr(model_or_engine, "module", model_or_engine)
     recipe = resolve(config, *current_device())
     _refuse_to_leave_mxfp8(model, config, broken)
     holds_mxfp8 = wants_mxfp8(config, model)
@@ -121,9 +120,10 @@ def convert_layers(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig, bro
                                  min_tokens_per_expert=fewest_tokens)
         if classic:
             module.__class__ = MoE
-            module.deepspeed_moe.__class__ = MXFP8MOELayer
-            module.deepspeed_moe.mxfp8_settings = settings
-            module.deepspeed_moe.mxfp8_experts = ExpertsAtConversion(module.deepspeed_moe.experts)
+            inner = module.deepspeed_moe
+            inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
+            inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
+            inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
         else:
             module.__class__ = MXFP8AutoEPMoELayer
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
@@ -180,9 +180,8 @@ def _restore_layer(module: torch.nn.Module) -> None:
     for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
         if type(part) in original:
             part.__class__ = original[type(part)]
-            for ours in ("mxfp8_settings", "mxfp8_experts", "mxfp8_kept", "mxfp8_samples", "mxfp8_routes",
-                         "mxfp8_sums"):
-                vars(part).pop(ours, None)
+            for ours in [name for name in vars(part) if name.startswith("mxfp8_")]:
+                delattr(part, ours)
 
 
 def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
@@ -198,7 +197,8 @@ def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
     """Raises NotRecognised for modules with hooks or a replaced forward that a converted layer would skip."""
     for module in modules:
-        # ZeRO-3 hooks every module, and AutoEP's layers do call their experts, so its hooks may stay.
+        # DeepSpeed's own hooks are not foreign. ZeRO-3 hooks every module, and a converted layer of AutoEP calls its
+        # experts, so that these hooks run.
         if foreign := foreign_code(module):
             raise NotRecognised(f"its {type(module).__name__} has {foreign}, which this path would ignore")
 

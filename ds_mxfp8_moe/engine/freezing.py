@@ -61,9 +61,11 @@ def frozen_experts_held(config: MXFP8MoEConfig, model: Any) -> AbstractContextMa
         with patched(AutoEP, "_replace_moe_layer_without_retarget", start.replace_layer):
             sources = plain(engine, model, *args, **kwargs)
         start.end()
-        if any(isinstance(module, HeldExperts) and not module.original for module in model.modules()):
-            raise ConfigError("the model's experts are held in MXFP8 alone, and AutoEP has not made layers of them: "
-                              'write the section "expert_parallel" of the config with which from_pretrained loaded it')
+        left = [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]
+        if left:
+            given = engine._config._param_dict.get("expert_parallel", "missing")
+            raise ConfigError(f"{left[0]} is held in MXFP8 alone, and AutoEP has not made a layer of it: the section "
+                              f'"expert_parallel" is {given}. Write the one that from_pretrained was given')
         return sources
 
     return patched(DeepSpeedEngine, "_configure_expert_parallel", configure)

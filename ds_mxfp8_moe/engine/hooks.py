@@ -27,6 +27,12 @@ def engine_of(model_or_engine: torch.nn.Module) -> DeepSpeedEngine | None:
     return engine if engine is not None and engine.module is model_or_engine else None  # a copy has the attribute, too
 
 
+def model_of(model_or_engine: torch.nn.Module) -> torch.nn.Module:
+    """The model of an engine, or the one that DistributedDataParallel contains. Any other module is the model."""
+    contains = isinstance(model_or_engine, (DeepSpeedEngine, torch.nn.parallel.DistributedDataParallel))
+    return model_or_engine.module if contains else model_or_engine
+
+
 def remember_engine(engine: DeepSpeedEngine) -> None:
     """Lets `engine_of` find an engine."""
     vars(engine.module)["_mxfp8_engine"] = weakref.ref(engine)

@@ -52,9 +52,10 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         if asked:
             print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
         return
-    # Layers that hold frozen experts in MXFP8 cast nothing.
-    layers = [layer for layer in layers
-              if layer.mxfp8_settings.recipe.quantize_gemm and frozen_of(layer.experts) is None]
+    # Layers that hold frozen experts in MXFP8 cast nothing. Rows that take turns are copied in every call, and
+    # KeptWeights keeps the casts of parameters alone.
+    layers = [layer for layer in layers if layer.mxfp8_settings.recipe.quantize_gemm
+              and frozen_of(layer.experts) is None and not layer.mxfp8_settings.formula.in_turn]
     if asked:
         _keep(engine, layers)
     else:
@@ -99,17 +100,19 @@ class _FirstStep:
         """Keeps weights from the second step on, where this saves casts and memory allows it. One all-gather."""
         self.end()
         saves = self.calls > 1 or any(map(_frozen, self.layers))
-        size, free = _bytes(self.layers), _free_bytes()
-        answers = [(saves, size <= MOST_OF_FREE * free)]
+        answers = [(saves, _bytes(self.layers), _free_bytes())]
         if dist.is_initialized() and dist.get_world_size() > 1:
             answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
-        saves, fits = any(saves for saves, _ in answers), all(fits for _, fits in answers)
-        if saves and fits:
+        if not any(saves for saves, *_ in answers):
+            return
+        missing, rank, size, free = max((size - MOST_OF_FREE * free, rank, size, free)
+                                        for rank, (_, size, free) in enumerate(answers))
+        if missing <= 0:
             _keep(self.engine, self.layers)
-        elif saves:
-            print_on_rank_0("mxfp8_moe: MXFP8 weights are not kept, since they take more than half of the memory that "
-                            f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on this rank). "
-                            '"keep_quantized_weights": true keeps them all the same')
+        else:
+            print_on_rank_0("mxfp8_moe: MXFP8 weights are not kept: they would take more than half of the memory that "
+                            f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on rank {rank}). "
+                            '"keep_quantized_weights": true keeps them anyway')
 
 
 def _keep(engine: DeepSpeedEngine, layers: list) -> None:

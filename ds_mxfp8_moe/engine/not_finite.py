@@ -3,8 +3,8 @@
 
 DeepSpeed skips a step whose gradients are not finite. The engine's next step is then watched: a hook on each module
 checks its output on the device, and the host reads the answers at the step's end. The first module in the order of the
-forward is named. All other steps compute nothing for this. A NaN that does not come again in the next step is not
-found, and neither is one where DeepSpeed skips no steps.
+forward is named. All other steps compute nothing for this. A NaN that is gone in the next step is not found. Where
+DeepSpeed skips no steps, nothing is found.
 """
 
 import functools

@@ -28,7 +28,7 @@ from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
 from ..transport.deadline import answers_of_all, failure_in_world, tell_peers, tell_peers_on_error
-from .hooks import engine_of
+from .hooks import engine_of, model_of
 
 CHECK = "the check of routes"  # what ranks wait for
 
@@ -133,7 +133,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
 
     Before a replay and for pipelines, this is collective, and raises on every rank if it does on any.
     """
-    model = getattr(engine, "module", engine)
+    model = model_of(engine)
     layers, state = converted_layers(model), routes_of(model, make=True)
     failure = _refusal(model, layers)
     if (state.recorded if name == "record_routes" else state.replayed) is not None:
@@ -183,7 +183,7 @@ def _num_experts(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
 def _watched(engine: torch.nn.Module, layers: list, state: ModelRoutes) -> Iterator[None]:
     """Inside the context, the state knows where forwards of the model begin."""
     state.cut()
-    model = getattr(engine, "module", engine)
+    model = model_of(engine)
     hooks = [module.register_forward_pre_hook(state.begin) for module in _around(model, layers)]
     try:
         yield

@@ -231,7 +231,8 @@ def _said(error: Exception) -> str:
 
 def _run_kernels(kind: Kind, device: torch.device) -> None:
     """Raises CheckFailed, or whatever a kernel raises."""
-    with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(20)
         with ExitStack() as stack:  # operations on a GPU are compared with plain torch on the CPU
             for owner, names in OPERATIONS.items():
@@ -294,7 +295,7 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
     parts = zip(stacks, flat.split([w.numel() for w in stacks]), strict=True)
     sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}
     ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
-                    name="the check of ds_mxfp8_moe's kernels", sum_of=lambda w: sums.get(id(w)))
+                    name="the check of ds_mxfp8_moe's kernels", sum_of=lambda w, node: sums.get(id(w)))
     with nullcontext() if recorded else lent(expert_ffn, "executor_for", lambda device: None):
         y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
                    adapters=adapters, frozen=frozen)

@@ -128,6 +128,8 @@ def _say_no_engine() -> None:
 
 def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
     atexit.unregister(_say_no_engine)
+    if _READ.get():  # in `initialize`, which does the rest
+        return plain(engine, *args, **kwargs)
     given = inspect.signature(plain).bind(engine, *args, **kwargs)
     config = parse(_config_of(given.arguments))
     compiled = _unwrap(given.arguments, config)
@@ -169,8 +171,7 @@ def _stop_reminder(engine: DeepSpeedEngine) -> None:
 
 def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig, compiled: Any) -> None:
     _stop_reminder(engine)
-    if getattr(engine, "_mxfp8_moe_config", None) != config:  # not in `initialize` after `enable`
-        attach(engine, config)
+    attach(engine, config)
     if compiled is not None:  # as engine.module.compile(), with the options that `compiled` was made with
         engine.module._compiled_call_impl = compiled.dynamo_ctx(engine.module._call_impl)
 

@@ -10,17 +10,17 @@ as a whole. `Sums.sum_of` tells their backward where. All bits are those of Deep
             last backward. A step of one micro-batch begins its sum after backward, as DeepSpeed does, where memory is
             free again. Who sets `parameter.grad` to None drops what the sum holds.
 
-A parameter may get gradients from elsewhere, too: a layer runs twice, or a loss reads the weights. Autograd adds them
-up. If `parameter.grad` then does not lie in the sum, it goes the usual way, as all gradients of this parameter do from
-then on. Only if others come for the first time in a later micro-batch of a step, this micro-batch has one rounding
-more.
+A parameter may also get gradients from elsewhere: its layer runs twice, or a loss reads the weights. Autograd adds all
+of them up, and `parameter.grad` may then be a tensor outside of the sum. It goes the usual way, and so do all later
+gradients of this parameter. The bits differ from DeepSpeed's in one case: gradients from elsewhere come for the first
+time in a later micro-batch of a step. The gradient of that micro-batch is rounded once more.
 """
 
 import math
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 from ..compute.sums import Sum
 
@@ -44,21 +44,23 @@ class Sums:
         self.made: set[int] = set()
         self.mixed: set[tuple] = set()
 
-    def sum_of(self, optimizer: Any, param: torch.nn.Parameter) -> Sum | None:
+    def sum_of(self, optimizer: Any, param: torch.nn.Parameter, node: Node) -> Sum | None:
         """Where a gradient goes that backward computes now. None: into memory of its own, as usual.
 
         The caller writes or adds it at once. If the sum begins with it, the caller also returns it to autograd.
+
+        `node`: autograd's, which accumulates into `parameter.grad`.
         """
         key, each = self.keys.get(id(param)), optimizer.partition_gradients
         if key is None or optimizer.param_dict[key[2]] is not param or key in self.mixed:
             return None
-        i, place, divisor = key[0], optimizer._place(*key), optimizer._divisor()
+        i, place, divisor = key[0], optimizer._place(*key), optimizer.mxfp8_batching.divisor
         # Kernels multiply by 1 / divisor, which is exact for powers of two. A hook sees the gradient of one pass. One
         # hook is DeepSpeed's.
         if (not place.alone or optimizer._deepspeed_keeps_sum(i) or each and math.frexp(divisor)[0] != 0.5
                 or param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > 1
                 or optimizer._coalesce_grad_reduction or not getattr(param, "ds_grad_is_ready", True)
-                or not _accumulates(param)):
+                or not _runs(node)):
             return None
         number = torch._C._current_graph_task_id()
         # Without `param.grad`, the gradient that began the sum is on its way to it, or was dropped.
@@ -91,7 +93,7 @@ class Sums:
             return False
         first = not optimizer.partition_gradients or key[0] in optimizer.mxfp8_batching.fresh
         if first and self._in_place(optimizer, param, key):
-            if (divisor := optimizer._divisor()) != 1:
+            if (divisor := optimizer.mxfp8_batching.divisor) != 1:
                 param.grad.div_(divisor)
             param.grad = None
             self.taken.add(key)
@@ -138,10 +140,9 @@ def _part(optimizer: Any, place: Any, i: int) -> torch.Tensor:
     return optimizer._sum(i).flat_partition.narrow(0, *place.own[1:])
 
 
-def _accumulates(param: torch.nn.Parameter) -> bool:
-    """Whether the pass that runs accumulates into `parameter.grad`. torch.autograd.grad does not."""
+def _runs(node: Node) -> bool:
+    """Whether the pass that runs will run a node that accumulates. torch.autograd.grad does not."""
     try:
-        with torch.enable_grad():
-            return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch does not answer within torch.autograd.grad
         return False

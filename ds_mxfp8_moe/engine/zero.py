@@ -32,6 +32,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch._utils import _unflatten_dense_tensors
+from torch.autograd.graph import Node
 from torch.nn.utils import get_total_norm
 
 from ..compute.sums import Sum
@@ -56,11 +57,13 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     if not on:
         return None
     if optimizer.cpu_offload:
-        return "with offload it checks them where it copies them"
+        return "ZeRO-Offload is on, and batches are for gradients on the device"
     optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     if isinstance(optimizer, BatchedGradients):
-        optimizer.mxfp8_batching = _Batching(optimizer.ipg_buckets[optimizer.dtype],
-                                             optimizer.partition_gradients or optimizer.overlap_comm, Sums(optimizer))
+        optimizer.mxfp8_batching = _Batching(
+            optimizer.ipg_buckets[optimizer.dtype], optimizer.partition_gradients or optimizer.overlap_comm,
+            dist.get_world_size(group=optimizer.dp_process_group) if optimizer.gradient_average else 1,
+            Sums(optimizer))
     return None
 
 
@@ -77,10 +80,10 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
     """Checks all gradients for overflow at once, and computes their norms at once. Skips loops that change nothing."""
 
     def should_refresh_expected_hook_count(self) -> bool:
-        """Whether DeepSpeed counts the parameters of this backward pass now.
+        """Whether DeepSpeed now counts the parameters that get gradients in this backward pass.
 
-        The count tells it when the pass ends. In an engine's backward pass autograd tells it, and nothing reads the
-        count.
+        By the count it knows when the pass has ended. In a pass by engine.backward, autograd says so, and nothing
+        reads the count: then DeepSpeed counts nothing.
         """
         return self._backward_active_depth == 0 and super().should_refresh_expected_hook_count()
 
@@ -155,6 +158,7 @@ class _Batching:
         alone_elements: how many elements these gradients have.
         in_hooks: gradients come from autograd's hooks, which may run on different streams. If false, they come after
             the backward pass.
+        divisor: by which sums over ranks become averages.
         stream: the one that computed the gradients that wait. None: the current one.
         places: parameter id -> its place.
         fresh: groups whose sum began since the last epilogue: in this pass (ZeRO-2), or in this step (ZeRO-1).
@@ -165,8 +169,8 @@ class _Batching:
         sums: which gradients are in the sums already.
     """
 
-    def __init__(self, bucket: Any, in_hooks: bool, sums: Sums):
-        self.bucket, self.in_hooks, self.sums = bucket, in_hooks, sums
+    def __init__(self, bucket: Any, in_hooks: bool, divisor: int, sums: Sums):
+        self.bucket, self.in_hooks, self.divisor, self.sums = bucket, in_hooks, divisor, sums
         self.waiting: list[torch.nn.Parameter] = []
         self.elements = 0
         self.alone: list[tuple[torch.nn.Parameter, tuple]] = []
@@ -236,9 +240,9 @@ class BatchedGradients(BatchedChecks):
         batching.waiting.append(param)
         batching.elements += size
 
-    def sum_of(self, param: torch.nn.Parameter) -> Sum | None:
+    def sum_of(self, param: torch.nn.Parameter, node: Node) -> Sum | None:
         """Where the gradient of a parameter goes that backward computes now. None: into memory of its own."""
-        return self.mxfp8_batching.sums.sum_of(self, param)
+        return self.mxfp8_batching.sums.sum_of(self, param, node)
 
     def _fill_bucket(self) -> None:
         """Copies the gradients that wait into the bucket, on the stream that computed them, and lets go of them."""
@@ -297,7 +301,7 @@ class BatchedGradients(BatchedChecks):
         stream = self._wait_for_gradients()
         with torch.no_grad(), get_accelerator().stream(stream):
             gradients = [param.grad.reshape(-1) for param, _ in alone]
-            if (divisor := self._divisor()) != 1:
+            if (divisor := batching.divisor) != 1:
                 torch._foreach_div_(gradients, divisor)
             for i, run in groupby(zip(alone, gradients, strict=True), lambda item: item[0][1][0]):
                 keys, sources = zip(*((key, gradient) for (_, key), gradient in run), strict=True)
@@ -355,7 +359,7 @@ class BatchedGradients(BatchedChecks):
 
     def _average(self, gradients: torch.Tensor, places: list[_Place]) -> None:
         """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
-        if (divisor := self._divisor()) != 1:
+        if (divisor := self.mxfp8_batching.divisor) != 1:
             gradients.div_(divisor)
         pieces = [(place.process_group, rank, elements) for place in places for rank, elements in place.pieces]
         calls: dict[tuple, list] = {}
@@ -372,12 +376,6 @@ class BatchedGradients(BatchedChecks):
             else:
                 self.allreduce_no_retain([part for _, part in parts], self.communication_data_type, rank=rank,
                                          **arguments)
-
-    def _divisor(self) -> float:
-        """By which sums over ranks become averages."""
-        if not self.gradient_average:
-            return 1
-        return dist.get_world_size(group=self.dp_process_group) / float(self.sequence_parallel_size)
 
     def _add_to_sums(self, gradients: torch.Tensor, places: list[_Place]) -> None:
         """Adds averaged gradients to the sums of the partitions that they are in, or begins the sums with them."""

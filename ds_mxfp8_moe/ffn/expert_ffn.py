@@ -50,6 +50,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 from deepspeed.utils.logging import warning_once
+from torch.autograd.graph import Node
 
 from ..compute.executor import executor_for, put_together, taken_apart
 from ..compute.formula import ROLES, ExpertFormula, LowRank
@@ -77,8 +78,9 @@ class ExpertFFN:
         timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
             forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
-        sum_of: tells in backward where a parameter's gradient goes. Autograd gets a gradient that begins a sum, but
-            none that is added to it. None, or a result of None: the gradient has its own memory.
+        sum_of: tells in backward where a parameter's gradient goes, given the parameter and autograd's node that
+            accumulates into its `grad`. Autograd gets a gradient that begins a sum, but none that is added to it.
+            None, or a result of None: the gradient has its own memory.
         training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
     """
 
@@ -90,7 +92,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
-    sum_of: Callable[[torch.nn.Parameter], Sum | None] | None = None
+    sum_of: Callable[[torch.nn.Parameter, Node], Sum | None] | None = None
     training: bool = True
 
     @property
@@ -235,7 +237,8 @@ class _ExpertFFNFunction(torch.autograd.Function):
                 experts = _experts(ffn, recipe, layout, adapted, frozen, saved[:count], dtype, g_TH.device,
                                    transposed=True)
                 if parameters:
-                    experts.sums = _sums(ffn, layout, parameters, needs[2 + 2 * len(adapted):])
+                    nodes = [node for node, _ in ctx.next_functions[-len(parameters):]]
+                    experts.sums = _sums(ffn, layout, parameters, nodes, needs[2 + 2 * len(adapted):])
                 call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
                 if ffn.recorded_whole:
                     call = experts.step("whole backward", call, None, (kinds, layout, needs))
@@ -248,10 +251,11 @@ class _ExpertFFNFunction(torch.autograd.Function):
         return None, None, None, None, None, None, None, *grads.values()
 
 
-def _sums(ffn: ExpertFFN, layout: tuple, parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> dict[str, Sum]:
+def _sums(ffn: ExpertFFN, layout: tuple, parameters: Sequence[torch.Tensor], nodes: Sequence[Node],
+          needs: Sequence[bool]) -> dict[str, Sum]:
     """Where the gradients of stacked weights go, by role. Without those that get memory of their own."""
-    needed = _unflattened(layout, needs)
-    found = {role: ffn.sum_of(one) for role, one in _unflattened(layout, parameters).items()
+    needed, node_of = _unflattened(layout, needs), _unflattened(layout, nodes)
+    found = {role: ffn.sum_of(one, node_of[role]) for role, one in _unflattened(layout, parameters).items()
              if needed[role] is True and not role.endswith("_bias")}
     return {role: one for role, one in found.items() if one is not None}
 

@@ -388,8 +388,9 @@ class ExpertMath:
     def _wgrads(self, roles: list[str], g: torch.Tensor, a_PK: torch.Tensor, needed: set[str], columns: bool,
                 beside: int = 0) -> dict[str, torch.Tensor]:
         """The gradients of the roles of one GEMM that are not in `sums`. Arguments as those of `wgrad_gemm`."""
-        # Autograd copies a gradient that is not laid out as its stacked parameter, so each piece is contiguous. If
-        # only one of the two is needed, they are not split, since the pieces share one storage.
+        # Autograd copies a gradient that is not laid out as its stacked parameter. So the GEMM writes the gradients of
+        # gate and up one after the other, each contiguous, into one storage. If only one of them is needed, it does
+        # not: autograd then copies this one, and the storage of both is freed.
         count = len(roles)
         splits = count if needed.issuperset(roles) else 1
         sums = [self.sums[role] for role in roles if role in self.sums]

@@ -65,11 +65,16 @@ class FrozenWeights(nn.Module):
 
     def operands(self) -> dict[str, MXTensor]:
         """The weights of each GEMM as it reads them, by its name: "up", which includes the gate, and "down"."""
-        if not self._operands or self._operands["up"].scale_bytes is not self.up_scale:  # they moved
+        if not self._operands:
             self._operands = {name: MXTensor(data.view(torch.float8_e4m3fn), scale, TILE, self.dtype, tiled=True)
                               for name, data, scale in (("up", self.up_data, self.up_scale),
                                                         ("down", self.down_data, self.down_scale))}
         return self._operands
+
+    def _apply(self, *args, **kwargs) -> nn.Module:
+        """Moves the buffers. The operands would keep the old ones in memory."""
+        self._operands = {}
+        return super()._apply(*args, **kwargs)
 
     def dequantized(self) -> Iterator[torch.Tensor]:
         """The experts' gate [E, F, H], down [E, H, F] and up [E, F, H] in `dtype`, one after the other."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights that a layer's calls share, from the first micro-batch of a step to the optimizer's step.
-
-Those of frozen experts are shared by all steps.
-"""
+"""Quantised weights that all calls of a layer in one step share. Those of frozen experts are shared by all steps."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -18,9 +15,9 @@ _VERSION = attrgetter("_version")
 class KeptWeights:
     """The quantised weights of one layer. Its first calls in a step make them, and later calls use them.
 
-    Whoever changes the parameters calls `clear`. The engine does so (engine/keeping.py). DeepSpeed's optimizer changes
-    values without a trace in the parameters. Other changes show in their addresses or versions, as those by
-    load_state_dict do, and this class notices them. It does not notice a write into `parameter.data`.
+    Parameters with another address or version are quantised again, for example after load_state_dict. A write into
+    `parameter.data` changes neither. Whoever writes so calls `clear`: the engine does, since DeepSpeed's optimizers
+    write so (engine/keeping.py).
     """
 
     def __init__(self):

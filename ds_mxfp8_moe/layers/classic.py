@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -17,7 +16,7 @@ from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_AL
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-from ..compute.formula import DTYPES, ExpertFormula, expert_weights
+from ..compute.formula import DTYPES, ExpertFormula, ExpertWeights
 from ..compute.routing import Routes, round_robin
 from ..config import MXFP8MoEConfig, Recipe
 from ..ffn.branch import Branch
@@ -136,6 +135,7 @@ class MXFP8MOELayer(MOELayer):
 
     mxfp8_settings: LayerSettings
     mxfp8_experts: ExpertsAtConversion
+    mxfp8_weights: ExpertWeights
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # engine/metrics.py
@@ -162,7 +162,7 @@ class MXFP8MOELayer(MOELayer):
         """Raises an error, before any collective, if the experts cannot take the input or have changed."""
         settings = self.mxfp8_settings
         self.mxfp8_experts.check(settings.name, self.experts)
-        settings.check_input(x, attrgetter(settings.formula.up)(self.experts.deepspeed_experts[0]).dtype)
+        settings.check_input(x, self.mxfp8_weights.dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
                                "yet: pass the model to deepspeed.initialize, or call set_deepspeed_parallelism()")
@@ -213,7 +213,7 @@ class MXFP8MOELayer(MOELayer):
         settings = self.mxfp8_settings
         ffn = settings.ffn(self, x_TH, routes, self.exp_counts,
                            self._timed_exchange if self.wall_clock_breakdown else None)
-        weights = expert_weights(self.experts.deepspeed_experts, settings.formula)
+        weights = self.mxfp8_weights.current()
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:
             return ffn(x_TH, routes, weights, branch)

@@ -150,7 +150,9 @@ class ExpertAdapters(nn.Module):
 
 
 def _joined(factors: list[LowRank]) -> LowRank:
-    a_ERK, b_ENR = torch.cat([one.a_ERK for one in factors], 1), torch.cat([one.b_ENR for one in factors], 2)
+    a_ERK, b_ENR = factors[0]
+    if len(factors) > 1:
+        a_ERK, b_ENR = torch.cat([one.a_ERK for one in factors], 1), torch.cat([one.b_ENR for one in factors], 2)
     missing = -a_ERK.shape[1] % RANK_MULTIPLE
     if missing:
         a_ERK, b_ENR = F.pad(a_ERK, (0, 0, 0, missing)), F.pad(b_ENR, (0, missing))

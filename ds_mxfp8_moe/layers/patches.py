@@ -84,13 +84,14 @@ def _restoring(owner: Any, name: str) -> Callable[[], None]:
 
 
 def _calling(ours: Callable, plain: Callable) -> Callable:
+    method = inspect.ismethod(plain)  # stays one: torch's learning rate schedulers read `optimizer.step.__func__`
 
-    @functools.wraps(plain)
+    @functools.wraps(plain.__func__ if method else plain)
     def wrapped(*args, **kwargs):
-        return ours(plain, *args, **kwargs)
+        return ours(plain, *args[method:], **kwargs)
 
     setattr(wrapped, _WRAPPED_BY, (*getattr(plain, _WRAPPED_BY, ()), _name(ours)))
-    return wrapped
+    return wrapped.__get__(plain.__self__) if method else wrapped
 
 
 def _name(function: Callable) -> str:

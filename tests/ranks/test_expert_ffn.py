@@ -3,7 +3,6 @@
 
 import weakref
 from contextlib import nullcontext
-from itertools import chain
 
 import deepspeed.comm as dist
 import pytest
@@ -15,6 +14,7 @@ from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
+from ds_mxfp8_moe.engine import sums
 from ds_mxfp8_moe.ffn import expert_math
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import Pending
@@ -268,21 +268,25 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, name
 def test_compiled_autograd_breaks_its_graph_at_backward():
     from torch._dynamo import compiled_autograd
     x, g, routes, weights = alone("swiglu")
-    ffn = ExpertFFN(formula("swiglu"), recipe(), Local(), len(weights["up"]))
+    stacks = {role: torch.nn.Parameter(torch.stack(one).detach()) for role, one in weights.items()}
+    asked = []
+    ffn = ExpertFFN(formula("swiglu"), recipe(), Local(), len(weights["up"]),
+                    sum_of=lambda weight, node: asked.append(sums._runs(node)))
 
     def gradients(context):
         x_TH = x.clone().requires_grad_()
-        y = ffn(2 * x_TH, routes, weights)
+        y = ffn(2 * x_TH, routes, stacks)
         with context:
             y.backward(g)
-        grads = [x_TH.grad, *(w.grad for w in chain(*weights.values()))]
-        for w in chain(*weights.values()):
+        grads = [x_TH.grad, *(w.grad for w in stacks.values())]
+        for w in stacks.values():
             w.grad = None
         return grads
 
     plain = gradients(nullcontext())
     compiled = gradients(compiled_autograd._enable(torch.compile(backend="eager")))
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
+    assert asked == [True] * 6  # whether gradients could go to sums
 
 
 class Recorded(Pending):

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import re
+import weakref
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -14,6 +15,7 @@ import pytest
 import torch
 from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
 from slow import slow_except
+from test_engine import enabled
 from test_expert_ffn import FFN, HIDDEN, RECIPES, formula, problem
 from test_lora import adapted, build
 from test_pretrained import held_out_loss, loaded
@@ -159,7 +161,9 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
         torch.testing.assert_close(found, one, rtol=0, atol=0, equal_nan=True)
     before, now = frozen.bytes_held()
     assert before == 4 * 3 * 2 * 160 * 96 and 0 < now - before // 4 < 40
+    bytes_held = weakref.ref(frozen.operands()["up"].qdata)
     meta = model.to("meta")
+    assert bytes_held() is None  # so that their memory is free
     assert all(operand.device.type == "meta" for operand in meta[0].operands().values())
 
 
@@ -229,6 +233,15 @@ def test_which_layers_hold_mxfp8(ranks2, section, prepare, held, changes):
             no_effect = '"frozen_experts": "mxfp8" has no effect' in told
             assert no_effect == ("frozen_experts" in section and section["frozen_experts"] == "mxfp8"
                                  and converted > 0)
+
+
+def held_after_enable():
+    with enabled():
+        return held_in({"enabled": True}, prepare=lora_of_attention)[:2]
+
+
+def test_initialize_after_enable_quantises_once(ranks2):
+    assert ranks2.run(held_after_enable) == [(2, 2)] * 2
 
 
 def refused():

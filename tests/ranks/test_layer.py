@@ -229,6 +229,17 @@ def odd_use():
     again = step(twin, x)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
+    halves = {name: p / 2 for name, p in twin.named_parameters() if "experts" in name}
+    torch.manual_seed(6)
+    swapped = torch.func.functional_call(twin, halves, x)[0]
+    assert not torch.equal(swapped, twin(x)[0])
+    with torch.no_grad():
+        for name, half in halves.items():
+            path, _, leaf = name.rpartition(".")
+            twin.get_submodule(path)._parameters[leaf] = nn.Parameter(half)  # as other libraries shard them
+    torch.manual_seed(6)
+    assert torch.equal(swapped, twin(x)[0])
+
     a = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="moe has no second derivative"):
         torch.autograd.grad(model(a)[0].float().sum(), a, create_graph=True)

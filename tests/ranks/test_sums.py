@@ -64,8 +64,8 @@ def answers():
     """Notes for each gradient of an expert weight whether it went to a sum, and whether it began it."""
     noted, plain = [], sums.Sums.sum_of
 
-    def sum_of(self, optimizer, param):
-        answer = plain(self, optimizer, param)
+    def sum_of(self, optimizer, *args):
+        answer = plain(self, optimizer, *args)
         noted.append(answer and answer.begun)
         return answer
 
@@ -319,7 +319,7 @@ def step_by_step(recipe, name, device="cpu"):
             parts[weight] = flat[start:start + weight.numel()].view(weight.shape)
             start += weight.numel()
 
-        def sum_of(weight, call=call, parts=parts):
+        def sum_of(weight, node, call=call, parts=parts):
             odd = call == 5 and weight is weights.get("gate")
             return None if odd else Sum(parts[weight].detach(), call > 1, 0.5)
 

@@ -2,6 +2,7 @@
 """Functions of other libraries are replaced for a time, or once until the engine is destroyed."""
 
 import functools
+import inspect
 
 import pytest
 
@@ -56,6 +57,8 @@ def test_once_for_each_function_until_the_engine_is_destroyed():
         assert [wrap(engine, "step", ours, until=engine) for ours in (twice, negative)] == [_ == 0] * 2
         wrap(other, "step", functools.partial(lambda engine, plain: plain() + engine.step(), engine), until=engine)
     assert engine.step(4) == -8 and other.step() == 7 - 2
+    assert engine.step.__func__(engine, 4) == -8  # as torch's learning rate schedulers call it
+    assert inspect.signature(engine.step) == inspect.signature(Engine().step)
     wrapped = functools.wraps(engine.step)(lambda *args: engine.step(*args))
     assert not wrap(type("Holder", (), {"step": staticmethod(wrapped)}), "step", twice)  # by others in between
     engine.destroy()

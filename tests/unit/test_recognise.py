@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
-from ds_mxfp8_moe.compute.formula import expert_weights
+from ds_mxfp8_moe.compute.formula import ExpertWeights
 from ds_mxfp8_moe.layers import recognise as recognise_file
 from ds_mxfp8_moe.layers.recognise import recognise, register_expert
 
@@ -247,7 +247,7 @@ def test_registered_class(registry):
     experts = local_experts(Raw())
     formula = recognise(experts, H)
     assert (formula.kind, formula.packed, formula.ffn_size, formula.down_bias) == ("gated", "gate_up", FFN, "b2")
-    assert expert_weights(experts, formula)["up"][1] is experts[1].w13
+    assert ExpertWeights(experts, formula).current()["up"][1] is experts[1].w13
     assert "parameters of its own" in refused(type("Derived", (Raw,), {})())  # it holds for the exact class
 
 
