@@ -229,7 +229,7 @@ def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked
     ranks = ranks_of(group)
     node_size, obstacle = even_nodes(ranks, nodes)
     if not obstacle and asked.transport is None and len(set(nodes)) > MOST_NODES:
-        obstacle = (f"our model predicts that two hops are not faster between more than {MOST_NODES} nodes. "
+        obstacle = (f"by our estimate, two hops are not faster between more than {MOST_NODES} nodes. "
                     '"transport": "hierarchical" uses them all the same')
     if obstacle:
         return Verdict("collective", (Obstacle("hierarchical", obstacle), ))
