@@ -129,7 +129,7 @@ def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Trans
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {in_words(verdict)}. A layer can use "
                            '"transport": "collective" instead')
     if verdict.transport == "hierarchical":
-        return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
+        return Hierarchical(Hops.of(group, verdict.node_size, *verdict.wires), name)
     return Collective(group, name)
 
 

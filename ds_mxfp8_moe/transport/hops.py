@@ -53,12 +53,11 @@ class Hops:
             wire.check()
 
     @staticmethod
-    def of(group: Any, node_size: int, name: str, between: str = "host", inside: str = "host") -> "Hops":
+    def of(group: Any, node_size: int, between: str = "host", inside: str = "host") -> "Hops":
         """The group's hops. The first call by the same arguments makes them, and is collective.
 
         Args:
             node_size: divides the number of ranks. Equal on all of them.
-            name: of the layer, for errors.
             between, inside: the wire of each hop, "host", "peer_memory" or "nvshmem", which must be possible.
         """
         ranks, made, key = ranks_of(group), _OF_GROUP.setdefault(group, {}), (node_size, between, inside)

@@ -77,8 +77,8 @@ def signature(kind: str, *shape: Any) -> int:
 
 def _chunk(num_tokens: int, world_size: int, most_chunks: int) -> int:
     chunk = LEAST_CHUNK
-    # With small chunks, little is left to do when the last one has arrived. But with even routing and one choice a
-    # token, a chunk has chunk / world_size rows for a rank, and one with fewer than 4 leaves warps idle.
+    # With small chunks, little is left to do when the last one has arrived. Chunks with few rows for a rank leave
+    # warps idle, so chunks of fewer than 4 tokens for each rank grow at half as many.
     while chunk * (most_chunks if chunk >= 4 * world_size else most_chunks // 2) < num_tokens:
         chunk *= 2
     return chunk

@@ -175,7 +175,7 @@ class PeerMemory:
 
         if self.state is None:
             on_every_rank(self._set_up)
-        # NVSHMEM's allocation waits for all ranks and has no deadline: nothing in it may fail on one rank alone.
+        # NVSHMEM's allocation waits for all ranks, without a deadline: what may fail on one rank comes before it.
         staging = on_every_rank(lambda: self._provider.empty(header + 2 * half_bytes, self.device))
         peers = on_every_rank(share)
         self._staging, self.half_bytes = staging, half_bytes

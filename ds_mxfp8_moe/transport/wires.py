@@ -95,8 +95,7 @@ class HostWire(RowWire):
         self.count(x, send_splits)
         x = x if row_S is None else x.index_select(0, row_S)
         out = x.new_empty((sum(recv_splits), x.shape[1]))
-        all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self._group(), where,
-                   self.node_of)
+        all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self._group(), where, self.node_of)
         return out
 
     def _of_all(self, splits: tuple) -> tuple:

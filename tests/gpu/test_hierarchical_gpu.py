@@ -41,7 +41,7 @@ SECONDS = 240.0  # of a case: the first one compiles kernels
 
 
 def over_host(node_size: int) -> Hops:
-    return Hops.of(dist.get_world_group(), node_size, "moe")
+    return Hops.of(dist.get_world_group(), node_size)
 
 
 @cache
@@ -49,7 +49,7 @@ def over_peers(node_size: int) -> Hops:
     """Only the memory of a hop's ranks is mapped for it."""
     module, reason = try_load()
     assert module is not None, reason
-    hops = Hops.of(torch.distributed.new_group(), node_size, "moe", "peer_memory", "peer_memory")
+    hops = Hops.of(torch.distributed.new_group(), node_size, "peer_memory", "peer_memory")
     assert all(len(wire.ranks) == 1 or isinstance(wire, PeerWire) for wire in (hops.between, hops.inside))
     return hops
 
@@ -71,7 +71,7 @@ def group_over_nvshmem():
 @cache
 def over_nvshmem(node_size: int) -> Hops:
     """Four PEs on one GPU, over peer memory."""
-    hops = Hops.of(group_over_nvshmem(), node_size, "moe", "nvshmem", "peer_memory")
+    hops = Hops.of(group_over_nvshmem(), node_size, "nvshmem", "peer_memory")
     assert type(hops.between) is NVSHMEMWire
     return hops
 

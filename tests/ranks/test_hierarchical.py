@@ -22,7 +22,7 @@ TOKENS_OF_6 = (50, 300, 61, 37, 0, 20)
 
 
 def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
-    return Hierarchical(Hops.of(dist.get_world_group(), node_size, name), name)
+    return Hierarchical(Hops.of(dist.get_world_group(), node_size), name)
 
 
 # ---------------------------------------------------------------- bits
@@ -51,7 +51,7 @@ def test_two_plans_in_flight(ranks4):
 def freed() -> bool:
     """Whether the group's hops and their memory go with the group."""
     group = dist.new_group([0, 1, 2, 3])
-    hops = ref(Hops.of(group, 2, "moe"))
+    hops = ref(Hops.of(group, 2))
     dist.destroy_process_group(group)
     del group
     gc.collect()

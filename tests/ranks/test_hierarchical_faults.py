@@ -67,7 +67,7 @@ def exchange_twice(exchange: Hierarchical) -> None:
 def leaving_hops(group, kind: type[Leaving]) -> Hops:
     if kind is PeerLeaving:
         return peer_hops(group, 2, kind)
-    hops = Hops.of(group, 2, "block.3.moe")
+    hops = Hops.of(group, 2)
     return Hops.over(group, hops.node_of, 2, *(kind(group, wire.ranks, hops.node_of)
                                                for wire in (hops.between, hops.inside)))
 
@@ -169,7 +169,7 @@ def test_expert_ids_of_a_failed_exchange_index_nothing_that_is_not_there(ranks4,
 
 
 def confused_hops(how: str) -> tuple:
-    hops, sent = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), []
+    hops, sent = Hops.of(dist.new_group([0, 1, 2, 3]), 2), []
 
     def exchange(name: str) -> Hierarchical:
         sent.append(hops.between.sent_bytes)

@@ -168,7 +168,7 @@ def over_nvshmem(node_size: int) -> Hops:
     me = dist.get_rank()
     module, group = emulator.load(me, emulator.build_nvshmem), torch.distributed.new_group()
     KEPT_GROUPS.add(group)
-    host, peers = Hops.of(group, node_size, "moe"), hops_of_all_cases(node_size)
+    host, peers = Hops.of(group, node_size), hops_of_all_cases(node_size)
     with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):
         memory = PeerMemory(group, module, FIRST_EPOCH, emulator.Heap(module), host.between.ranks, host.node_of)
     return Hops.over(group, host.node_of, node_size, NVSHMEMWire(memory, 1 + me % 3), peers.inside)

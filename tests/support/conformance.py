@@ -14,7 +14,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_mxfp8_moe.compute.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
-from ds_mxfp8_moe.transport.local import most_rows
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.local import Local, most_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, MX32, MX128 = Wire(False), Wire(True), Wire(True, 128)
@@ -280,9 +281,16 @@ def poisoned():
 # ---------------------------------------------------------------- checks
 
 
+def _world(exchange: Transport) -> int:
+    """The number of ranks of the transport's group."""
+    if isinstance(exchange, Local):
+        return 1
+    return dist.get_world_size(exchange.hops.group) if isinstance(exchange, Hierarchical) else exchange.world_size
+
+
 def _here(exchange: Transport) -> tuple:
     """This rank in the transport's group, and the number of ranks."""
-    world = exchange.world_size
+    world = _world(exchange)
     return (dist.get_rank() % world if dist.is_initialized() else 0), world
 
 
@@ -295,7 +303,7 @@ def check(problem: Problem, exchange: Transport, node_size: int = 1, times: int 
     with poisoned():
         for _ in range(times):
             plan = exchange.plan(expert_TK, problem.local_experts)
-            same_plan(problem, exchange.world_size, want, plan)
+            same_plan(problem, _world(exchange), want, plan)
             x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)
             same_rows(problem, want, x_PH), same("weight", want["weight"], weight_P)
             y_TH, number_TK = exchange.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
