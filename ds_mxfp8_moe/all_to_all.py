@@ -273,8 +273,8 @@ class AllToAll:
             self._prepared[key] = args
         if send:
             memory.advance(name)
-        memory.open = None if receive else (self._handle, name)
         getattr(memory.extension, kind)(args, self.sms, memory.stream())
+        memory.open = None if receive else (self._handle, name)
 
     def _common(self, send: bool, receive: bool, indices: torch.Tensor, bound_m: torch.Tensor | None, kind: str,
                 *shape: Any) -> Any:

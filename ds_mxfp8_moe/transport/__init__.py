@@ -113,8 +113,8 @@ class Transport(ABC):
 
     name: str  # of the layer, for errors
     # The type of its plans, which are named tuples of tensors. Set it only if all that the transport does can be
-    # recorded and replayed (compute/executor.py). Its `plan` then never calls `meanwhile`: what that launches belongs
-    # to one call.
+    # recorded and replayed (compute/executor.py). Its `plan` then never calls `meanwhile`: a replay would repeat those
+    # launches with the first call's tensors.
     replayable_plan: type | None = None
 
     def _where(self, phase: str) -> str:

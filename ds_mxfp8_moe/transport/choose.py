@@ -129,7 +129,7 @@ def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Trans
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {in_words(verdict)}. A layer can use "
                            '"transport": "collective" instead')
     if verdict.transport == "hierarchical":
-        return Hierarchical(Hops.of(group, verdict.node_size, name, *verdict.wires), name)
+        return Hierarchical(Hops.of(group, verdict.node_size, *verdict.wires), name)
     return Collective(group, name)
 
 
@@ -229,7 +229,7 @@ def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked
     ranks = ranks_of(group)
     node_size, obstacle = even_nodes(ranks, nodes)
     if not obstacle and asked.transport is None and len(set(nodes)) > MOST_NODES:
-        obstacle = (f"our model predicts that two hops are not faster between more than {MOST_NODES} nodes. "
+        obstacle = (f"by our estimate, two hops are not faster between more than {MOST_NODES} nodes. "
                     '"transport": "hierarchical" uses them all the same')
     if obstacle:
         return Verdict("collective", (Obstacle("hierarchical", obstacle), ))

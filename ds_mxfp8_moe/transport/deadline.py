@@ -34,6 +34,7 @@ LOOK_SECONDS = 1.0  # how often a wait for the device looks whether a peer gave 
 QUIET_SECONDS = 60.0  # after which a wait for the device says what it waits for
 SAME_CALLS = ("All ranks of the group must make the same calls in the same order, with rows of the same width and "
               "dtype and as many choices a token")
+SILENT = "it hangs elsewhere, is late, or has died. Look at its log"
 DEADLINE = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
 
 IN_EVALUATION = ("The layer is in evaluation mode. In generate(), a rank whose texts are finished leaves the others "
@@ -46,8 +47,10 @@ _FINISHED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 class PeerFailure(RuntimeError):
-    """An exchange failed because of a peer. Its process group cannot be used again, unless the error says that ranks
-    are in different calls.
+    """An exchange failed because of a peer. Its process group cannot be used again.
+
+    One exception: if ranks are in different calls, and the counts of a plan over the transports `collective` or
+    `hierarchical` tell so, the group can go on.
 
     Attributes:
         missing: global ranks of the group that did not come to the exchange, as far as this rank could learn.
@@ -183,8 +186,9 @@ def tell_peers(error: Exception) -> None:
         _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
 
 
-def wait_for_device(event: Any, group: Any, where: str, seconds: float, node_of: dict | None = None) -> None:
-    """Waits on the host until `event` has passed, as a stream's synchronize would. `node_of`: as for `deadline_for`.
+def wait_for_device(done: Callable[[], bool], group: Any, where: str, seconds: float,
+                    node_of: dict | None = None) -> None:
+    """Waits on the host until `done()` is true, such as an event's `query`. `node_of`: as for `deadline_for`.
 
     A long wait prints a line once.
 
@@ -194,13 +198,15 @@ def wait_for_device(event: Any, group: Any, where: str, seconds: float, node_of:
     seconds = before_watchdog(seconds)
     start = time.monotonic()
     look, tell = start + LOOK_SECONDS, start + QUIET_SECONDS
-    while not event.query():
+    while not done():
         now = time.monotonic()
         time.sleep(0 if now < start + LOOK_SECONDS else 1e-3)
         if now > tell:
             tell = float("inf")
-            print(f"mxfp8_moe: rank {torch.distributed.get_rank()} has waited for {now - start:.0f} s in {where}, for "
-                  f"one of ranks {ranks_of(group)}. The deadline is at {seconds:.0f} s", flush=True)
+            me = torch.distributed.get_rank()
+            peers = [rank for rank in ranks_of(group) if rank != me]
+            print(f"mxfp8_moe: rank {me} has waited for {now - start:.0f} s in {where}, for one of ranks {peers}. The "
+                  f"deadline is at {seconds:.0f} s", flush=True)
         if now > look:
             if now > start + seconds or _ask(lambda store: _a_peer_gave_up(store, group)):
                 raise peer_failure(group, where, start, seconds, node_of)
@@ -223,7 +229,7 @@ def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callabl
     copied = get_accelerator().Event()
     copied.record()
     meanwhile()
-    wait_for_device(copied, group, where, set_deadline(group, counts.device), node_of)
+    wait_for_device(copied.query, group, where, set_deadline(group, counts.device), node_of)
     return on_host.tolist()
 
 
@@ -269,7 +275,7 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     at_deadline = any(" until the deadline, for" in note for note in waits.values())
     if at_deadline:
         lines = [f"{named(me)} waited for {peers} in {where} until the deadline, for {waited}:"]
-        silent, last = "it hangs elsewhere, is late, or has died. Look at its log", [DEADLINE]
+        silent, last = SILENT, [DEADLINE]
     else:
         lines = [f"{named(me)} lost its connection to {peers} in {where}, after {waited}:"]
         since = f" after {_FINISHED[group]}, the last exchange with it" if group in _FINISHED else ""
@@ -292,7 +298,7 @@ def _call_of(note: str) -> str:
 
 def absence(rank: int) -> str:
     """Why a rank may not have come, with the error that it told its peers."""
-    return _ask(lambda store: _raised_by(store, rank)) or "it hangs elsewhere, is late, or has died. Look at its log"
+    return _ask(lambda store: _raised_by(store, rank)) or SILENT
 
 
 def _wait_key(group: Any, rank: int) -> str:

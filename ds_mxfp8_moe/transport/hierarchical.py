@@ -107,10 +107,6 @@ class Hierarchical(Transport):
     hops: Hops
     name: str = "an expert-parallel exchange"
 
-    @property
-    def world_size(self) -> int:
-        return self.hops.num_nodes * self.hops.node_size
-
     def _cross(self, wire: RowWire, x: torch.Tensor, by: Crossing, phase: str, compared: bool = True,
                row_S: torch.Tensor | None = None) -> torch.Tensor:
         """One hop, over the wire of that hop. `compared`, `row_S`: as in RowWire.exchange."""

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import deepspeed.comm as dist
 import torch
@@ -23,7 +23,7 @@ class Hops:
     Rank i of the group has the index i % G in node i // G.
 
     Attributes:
-        group: the process group.
+        group_ref: a weak reference to the process group.
         rank: this rank in the group.
         node_of: the node of each global rank.
         node_size: G.
@@ -31,12 +31,17 @@ class Hops:
         inside: to the ranks of this node.
     """
 
-    group: Any
+    group_ref: ref
     rank: int
     node_of: dict
     node_size: int
     between: RowWire
     inside: RowWire
+
+    @property
+    def group(self) -> Any:
+        """The process group. This object does not keep it alive."""
+        return self.group_ref()
 
     @property
     def num_nodes(self) -> int:
@@ -48,17 +53,14 @@ class Hops:
             wire.check()
 
     @staticmethod
-    def of(group: Any, node_size: int, name: str, between: str = "host", inside: str = "host") -> "Hops":
+    def of(group: Any, node_size: int, between: str = "host", inside: str = "host") -> "Hops":
         """The group's hops. The first call by the same arguments makes them, and is collective.
 
         Args:
             node_size: divides the number of ranks. Equal on all of them.
-            name: of the layer, for errors.
             between, inside: the wire of each hop, "host", "peer_memory" or "nvshmem", which must be possible.
         """
         ranks, made, key = ranks_of(group), _OF_GROUP.setdefault(group, {}), (node_size, between, inside)
-        if len(ranks) % node_size:
-            raise ValueError(f"{name}: node_size {node_size} does not divide the {len(ranks)} ranks of the group")
         if key not in made:
             node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
             node, index = divmod(ranks.index(torch.distributed.get_rank()), node_size)
@@ -72,7 +74,7 @@ class Hops:
         """Hops over these wires. If one of two PeerWires fails, the other one skips its exchanges."""
         if isinstance(between, PeerWire) and isinstance(inside, PeerWire):
             between.other, inside.other = inside, between
-        return Hops(group, dist.get_rank(group=group), node_of, node_size, between, inside)
+        return Hops(ref(group), dist.get_rank(group=group), node_of, node_size, between, inside)
 
 
 def wire_of(kind: str, group: Any, ranks: list, node_of: dict) -> RowWire:
@@ -91,5 +93,6 @@ def wire_of(kind: str, group: Any, ranks: list, node_of: dict) -> RowWire:
     return PeerWire(PeerMemory.of(group, extension.try_load()[0], ranks, node_of))
 
 
-# By node size and wires. Keyed weakly, so that an entry goes with its process group.
+# Of each process group, by node size and wires. Keyed weakly, so that an entry goes with its group: nothing in it may
+# keep the group alive.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()

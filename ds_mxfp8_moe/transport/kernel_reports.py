@@ -14,7 +14,6 @@ from deepspeed.accelerator import get_accelerator
 
 from .deadline import (
     DEADLINE,
-    LOOK_SECONDS,
     SAME_CALLS,
     PeerFailure,
     absence,
@@ -30,6 +29,7 @@ KINDS = ("", "counts", "places", "dispatch", "combine", "low_latency_dispatch", 
 HISTORY = 64  # how many exchanges are remembered by name
 MOST_DROPPING = 4096  # layers of a group with a capacity
 STEPS_BETWEEN_WARNINGS = 100  # about the choices that a layer dropped
+SPIN_SECONDS = 0.1  # how long the host waits for counts before Python handles Ctrl-C and looks for errors
 
 
 class Dropped:
@@ -114,8 +114,8 @@ class KernelReports:
 
     @property
     def kernel_seconds(self) -> float:
-        """The deadline of waits in kernels."""
-        return max(before_watchdog(self.seconds), 0.1)
+        """The deadline of waits in kernels. It comes before the host's, since kernels know whom they wait for."""
+        return max(before_watchdog(before_watchdog(self.seconds)), 0.1)
 
     @property
     def has_failed(self) -> bool:
@@ -140,15 +140,16 @@ class KernelReports:
     def wait_for_counts(self, where: str) -> None:
         """Waits on the host until the kernel has written the last `next_serial`."""
         self.host_waits += 1
-        start, left, counted = time.monotonic(), self.seconds, False
-        while not counted and left > 0 and not self.has_failed:  # Python handles Ctrl-C between two waits
-            counted = self._extension.wait_for_totals(self.counts.data_ptr(), self._serial, self.failure_address,
-                                                      min(left, LOOK_SECONDS))
-            left = start + self.seconds - time.monotonic()
-        if counted:
-            return
+        wait_for_device(self._counted, self._group(), f"'counts' of {where}", self.seconds)
         self.check()
-        raise peer_failure(self._group(), f"'counts' of {where}, on the host", start, self.seconds)
+
+    def _counted(self) -> bool:
+        """Whether the counts have come, or an exchange has failed. Waits for SPIN_SECONDS at most."""
+        if self._extension.wait_for_totals(self.counts.data_ptr(), self._serial, self.failure_address, SPIN_SECONDS):
+            return True
+        if self._on_gpu:
+            get_accelerator().current_stream().query()  # raises the error of a kernel after which no counts come
+        return self.has_failed
 
     def wait_and_check(self) -> None:
         """Called once in each step of the optimizer. Raises the errors of exchanges so far, and warns about dropped
@@ -162,7 +163,7 @@ class KernelReports:
             self.host_waits += 1
             done = get_accelerator().Event()
             done.record()
-            wait_for_device(done, self._group(), "the exchanges before an optimizer's step", self.seconds)
+            wait_for_device(done.query, self._group(), "the exchanges before an optimizer's step", self.seconds)
         self.check()
         self.dropped.warn()
 
@@ -180,12 +181,12 @@ class KernelReports:
                                self._node_of)
         place = f"exchange {epoch}, {where}" if self._node_of is None else where
         if CODES[code] == "overflow":
-            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. Nothing was "
-                              'computed from the rows that do not fit. Raise "capacity_factor", or leave it out, or '
-                              'write "on_overflow": "drop"')
+            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. The "
+                              'outputs of this layer and of later ones are not valid. Raise "capacity_factor", or '
+                              'leave it out, or write "on_overflow": "drop"')
         if CODES[code] == "mismatch":
             theirs = KINDS[detail & 255]
             why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
             raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
-        raise PeerFailure(f"{me} waited in {place} (phase {kind}) until the deadline, for {other}: "
+        raise PeerFailure(f"{me} waited in {place} until the deadline, for {other}: "
                           f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ), at_deadline=True)

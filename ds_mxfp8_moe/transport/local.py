@@ -80,10 +80,6 @@ class Local(Transport):
     name: str = "an expert-parallel exchange"
     replayable_plan = LocalPlan
 
-    @property
-    def world_size(self) -> int:
-        return 1
-
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> LocalPlan:
         E = num_local_experts

@@ -28,7 +28,6 @@ from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
-CHUNKS = 1024  # most chunks of a rank's tokens; kernels.h, MAX_CHUNKS
 LEAST_CHUNK = 16  # tokens
 ALIGNED = 128  # bytes to which the regions of a half are aligned
 
@@ -76,11 +75,11 @@ def signature(kind: str, *shape: Any) -> int:
     return zlib.crc32(repr(shape).encode()) << 8 & 0xFFFFFFFF | KINDS.index(kind)
 
 
-def _chunk(num_tokens: int, world_size: int) -> int:
+def _chunk(num_tokens: int, world_size: int, most_chunks: int) -> int:
     chunk = LEAST_CHUNK
     # With small chunks, little is left to do when the last one has arrived. Chunks with few rows for a rank leave
-    # warps idle.
-    while chunk * (CHUNKS if chunk >= 4 * world_size else CHUNKS // 2) < num_tokens:
+    # warps idle, so chunks of fewer than 4 tokens for each rank grow at half as many.
+    while chunk * (most_chunks if chunk >= 4 * world_size else most_chunks // 2) < num_tokens:
         chunk *= 2
     return chunk
 
@@ -171,12 +170,15 @@ class NVLink(Transport):
              rows: str = "") -> NVLinkPlan:
         memory, ext = self.memory, self.memory.extension
         memory.reports.check()
+        if self.capacity_factor is None and memory.capturing:
+            raise RuntimeError(f"{self.name}: a CUDA graph cannot capture the nvlink transport, since the host waits "
+                               'for the counts of rows. With "capacity_factor" it does not')
         expert_TK = expert_TK.contiguous()
         (T, K), W, E = expert_TK.shape, self.world_size, num_local_experts
         if K > ext.MAX_CHOICES:
             raise ValueError(f"{self.name}: {K} choices a token, and the nvlink transport takes "
                              f'{ext.MAX_CHOICES} at most: write "transport": "collective"')
-        chunk = _chunk(T, W)
+        chunk = _chunk(T, W, ext.MAX_CHUNKS)
         if not ext.fits(W, W * E, K, chunk):
             raise ValueError(f"{self.name}: {T} tokens of {K} choices among {W * E} experts are more than the nvlink "
                              'transport moves at once: take smaller micro-batches, or write "transport": "collective"')
@@ -285,6 +287,9 @@ class NVLink(Transport):
     def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                       weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
         memory, ext, device = self.memory, self.memory.extension, y_PH.device
+        if y_PH.dtype not in (dtype, torch.float32):
+            raise TypeError(f"{self.name}: combine got rows of {y_PH.dtype} for a result of {dtype}, expected rows of "
+                            f"{dtype} or torch.float32")
         y_PH = dense(y_PH)
         H = y_PH.shape[1]
         rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)

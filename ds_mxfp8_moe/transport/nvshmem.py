@@ -70,11 +70,6 @@ class NVSHMEMWire(PeerWire):
         pes = [ranks_of(memory.group).index(rank) for rank in memory.ranks]
         self._pe = pes + [0] * (memory.extension.MAX_RANKS - len(pes))
 
-    @property
-    def puts(self) -> int:
-        """As `puts_of` the wire's staging."""
-        return puts_of(self.memory)
-
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         if self.host is None:
@@ -98,12 +93,6 @@ def wire_over_nvshmem(group: Any, ranks: list, node_of: dict) -> NVSHMEMWire:
     """The wire of a hop. Collective in the group. `start` has returned None on all ranks."""
     module = extension.try_load()[0]
     return NVSHMEMWire(PeerMemory.of(group, module, ranks, node_of, Heap(module)))
-
-
-def puts_of(memory: PeerMemory) -> int:
-    """How often this GPU has put something into another PE's memory. The host waits for the GPU."""
-    at = memory.extension.PUTS_AT
-    return int(memory.state[at:at + 2].view(torch.int64))
 
 
 def memory_of(group: Any, where: str) -> PeerMemory:

@@ -166,11 +166,6 @@ class PeerMemory:
                                 f"{failed}")
             return result
 
-        def make() -> torch.Tensor:
-            if self.state is None:
-                self._set_up()
-            return self._provider.empty(header + 2 * half_bytes, self.device)
-
         def share() -> list[int]:
             peers = self._provider.addresses(staging, self.group, self.ranks, told[self.ranks[0]][2])
             # Every flag says that its rank has finished the exchange before this one.
@@ -178,7 +173,10 @@ class PeerMemory:
             get_accelerator().synchronize()
             return peers
 
-        staging = on_every_rank(make)
+        if self.state is None:
+            on_every_rank(self._set_up)
+        # NVSHMEM's allocation waits for all ranks, without a deadline: what may fail on one rank comes before it.
+        staging = on_every_rank(lambda: self._provider.empty(header + 2 * half_bytes, self.device))
         peers = on_every_rank(share)
         self._staging, self.half_bytes = staging, half_bytes
         timeout_ns = int(min(self.reports.kernel_seconds * 1e9, 2**63))  # kernels count in 64 bits
@@ -188,9 +186,14 @@ class PeerMemory:
             timeout_ns=timeout_ns)
         self.generation += 1
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph captures what is launched."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def reserve(self, needed: int, where: str) -> None:
         """Makes room for `needed` bytes in a half. All ranks pass the same number, since this may be collective."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.capturing:
             self.reports.captured = True
         if needed <= self.half_bytes:
             return
@@ -210,7 +213,7 @@ class PeerMemory:
             return 0
         # The raw handle, since torch.cuda.current_stream takes about 30 us of the host.
         raw, (last_raw, last) = torch._C._cuda_getCurrentRawStream(self.device.index), self._last
-        if raw != last_raw and not torch.cuda.is_current_stream_capturing():
+        if raw != last_raw and not self.capturing:
             current = torch.cuda.current_stream(self.device)
             if last is not None:
                 current.wait_stream(last)

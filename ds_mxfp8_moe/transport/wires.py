@@ -11,6 +11,7 @@ rows arrive.
 import itertools
 from abc import ABC, abstractmethod
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed
@@ -87,20 +88,20 @@ class HostWire(RowWire):
     """
 
     def __init__(self, group: Any, ranks: list, node_of: dict):
-        self.group, self.ranks, self.node_of = group, ranks, node_of
+        self._group, self.ranks, self.node_of = ref(group), ranks, node_of
 
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
                  compared: bool = True, row_S: torch.Tensor | None = None) -> torch.Tensor:
         self.count(x, send_splits)
         x = x if row_S is None else x.index_select(0, row_S)
         out = x.new_empty((sum(recv_splits), x.shape[1]))
-        all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self.group, where, self.node_of)
+        all_to_all(out, x, self._of_all(recv_splits), self._of_all(send_splits), self._group(), where, self.node_of)
         return out
 
     def _of_all(self, splits: tuple) -> tuple:
         """Rows of each rank of the group."""
         of_hop = dict(zip(self.ranks, splits, strict=True))
-        return tuple(of_hop.get(rank, 0) for rank in ranks_of(self.group))
+        return tuple(of_hop.get(rank, 0) for rank in ranks_of(self._group()))
 
 
 class PeerWire(RowWire):

@@ -124,7 +124,11 @@ def interleaved() -> list[str]:
         with pytest.raises(ValueError, match="AllToAll.dispatch"):
             act()
     call.dispatch(a2a, do_send=False)
-    return call.wrong_rows()
+    wrong = call.wrong_rows()
+    with mock.patch.object(a2a, "sms", "none"), pytest.raises(TypeError):  # the launch fails
+        call.dispatch(a2a, do_recv=False)
+    assert a2a.memory.open is None
+    return wrong
 
 
 @needs_nvcc

@@ -58,9 +58,9 @@ def run(case: Case, turns: int = 2, sms: int = 3, memory: PeerMemory | None = No
     a2a, call, wrong = cases.make(case, memory), Call(case, CPU), []
     a2a.sms = sms
     for turn in range(turns):
-        before = nvshmem.puts_of(memory)
+        before = emulator.puts(memory.extension)
         wrong += cases.check(call, a2a, turn)
-        if (puts := nvshmem.puts_of(memory) - before) != call.puts():
+        if (puts := emulator.puts(memory.extension) - before) != call.puts():
             wrong.append(f"{puts} puts, expected {call.puts()}")
     return wrong
 

@@ -2,6 +2,8 @@
 """The transport in two hops, over gloo: the table of exchanges, what crosses nodes against the routing, and whole
 layers."""
 
+import gc
+from weakref import ref
 
 import deepspeed.comm as dist
 import pytest
@@ -20,7 +22,7 @@ TOKENS_OF_6 = (50, 300, 61, 37, 0, 20)
 
 
 def two_hops(node_size: int, name: str = "moe") -> Hierarchical:
-    return Hierarchical(Hops.of(dist.get_world_group(), node_size, name), name)
+    return Hierarchical(Hops.of(dist.get_world_group(), node_size), name)
 
 
 # ---------------------------------------------------------------- bits
@@ -44,6 +46,20 @@ def in_flight(node_size: int) -> None:
 
 def test_two_plans_in_flight(ranks4):
     ranks4.run(in_flight, 2)
+
+
+def freed() -> bool:
+    """Whether the group's hops and their memory go with the group."""
+    group = dist.new_group([0, 1, 2, 3])
+    hops = ref(Hops.of(group, 2))
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return hops() is None
+
+
+def test_hops_go_with_their_group(ranks4):
+    assert ranks4.run(freed) == [True] * 4
 
 
 # ---------------------------------------------------------------- what crosses

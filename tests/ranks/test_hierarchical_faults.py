@@ -54,7 +54,7 @@ class PeerLeaving(Leaving, PeerWire):
     pass
 
 
-DEADLINES = {HostLeaving: DEADLINE, PeerLeaving: timedelta(seconds=4)}  # kernels wait for three quarters
+DEADLINES = {HostLeaving: DEADLINE, PeerLeaving: timedelta(seconds=4)}  # kernels wait for nine sixteenths
 
 
 def exchange_twice(exchange: Hierarchical) -> None:
@@ -67,7 +67,7 @@ def exchange_twice(exchange: Hierarchical) -> None:
 def leaving_hops(group, kind: type[Leaving]) -> Hops:
     if kind is PeerLeaving:
         return peer_hops(group, 2, kind)
-    hops = Hops.of(group, 2, "block.3.moe")
+    hops = Hops.of(group, 2)
     return Hops.over(group, hops.node_of, 2, *(kind(group, wire.ranks, hops.node_of)
                                                for wire in (hops.between, hops.inside)))
 
@@ -169,7 +169,7 @@ def test_expert_ids_of_a_failed_exchange_index_nothing_that_is_not_there(ranks4,
 
 
 def confused_hops(how: str) -> tuple:
-    hops, sent = Hops.of(dist.new_group([0, 1, 2, 3]), 2, "moe"), []
+    hops, sent = Hops.of(dist.new_group([0, 1, 2, 3]), 2), []
 
     def exchange(name: str) -> Hierarchical:
         sent.append(hops.between.sent_bytes)
@@ -184,12 +184,3 @@ def confused_hops(how: str) -> tuple:
 def test_ranks_in_different_calls_raise_everywhere_before_a_row_travels(ranks4, how):
     for rank, (missing, text) in enumerate(ranks4.run(confused_hops, how)):
         assert missing == ((0, 2, 3) if rank == 1 else (1, )) and "make the same calls in the same order" in text
-
-
-def ranks_left_over():
-    with pytest.raises(ValueError, match="moe: node_size 3 does not divide the 4 ranks of the group"):
-        Hops.of(dist.get_world_group(), 3, "moe")
-
-
-def test_nodes_of_unequal_size_are_refused(ranks4):
-    ranks4.run(ranks_left_over)

@@ -109,7 +109,7 @@ def two_groups() -> None:
         group = dist.new_group(list(range(first, first + 4)))
         if first <= dist.get_rank() < first + 4:
             mine = group
-    check(Problem(tokens=(5, 20, 13, 31)), Hierarchical(Hops.of(mine, 2, "moe"), "moe"), 2, times=3)
+    check(Problem(tokens=(5, 20, 13, 31)), Hierarchical(Hops.of(mine, 2), "moe"), 2, times=3)
 
 
 @pytest.mark.slow

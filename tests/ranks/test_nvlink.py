@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from unittest import mock
 
 import conformance
@@ -27,14 +28,14 @@ from rank_pool import KEPT_GROUPS, set_timeout
 from slow import slow_except
 from test_expert_ffn import RECIPES
 
-from ds_mxfp8_moe.transport import kernel_reports, peer_memory
+from ds_mxfp8_moe.transport import deadline, kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import LEAST_CHUNK, NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
-DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
+DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
 SPARE_SECONDS = 15  # for a busy machine
 
 REASON = emulator.obstacle()
@@ -107,14 +108,23 @@ def test_same_bits(request, ranks, name):
     request.getfixturevalue(f"ranks{ranks}").run(in_case, check, (PROBLEMS | OF_KERNELS)[name])
 
 
-def check_choices(exchange: NVLink) -> None:
+def refused_calls(exchange: NVLink) -> None:
+    memory = exchange.memory
     with pytest.raises(ValueError, match="block.3.moe: 33 choices a token, and the nvlink transport takes 32"):
         exchange.plan(torch.zeros((2, 33), dtype=torch.int64), 4)
+    with mock.patch.object(PeerMemory, "capturing", True), \
+         pytest.raises(RuntimeError, match="block.3.moe: a CUDA graph cannot capture .* With \"capacity_factor\""):
+        exchange.plan(torch.zeros((2, 1), dtype=torch.int64), 4)
+    plan = exchange.plan(torch.zeros((2, 1), dtype=torch.int64), 4)
+    with pytest.raises(TypeError, match="rows of torch.bfloat16 for a result of torch.float16, expected rows of"):
+        exchange.combine(plan, torch.zeros((plan.num_rows, 32), dtype=torch.bfloat16), PLAIN, torch.float16)
     check(Problem(tokens=(3, 2), top_k=32), exchange)
+    assert not memory.reports.captured
 
 
-def test_more_choices_than_lanes(ranks2):
-    ranks2.run(in_case, check_choices)
+def test_calls_that_it_cannot_make(ranks2):
+    """Every rank refuses the call before the exchange, and can go on. 32 choices, one a lane, are possible."""
+    ranks2.run(in_case, refused_calls)
 
 
 def check_tokens(exchange: NVLink) -> None:
@@ -175,8 +185,8 @@ def most_chunks(exchange: NVLink) -> None:
 
 
 def test_chunks_grow_with_the_tokens():
-    assert [_chunk(tokens, 2) for tokens in (0, 1, 16384, 16385, 131072)] == [16, 16, 16, 32, 128]
-    assert [_chunk(tokens, 8) for tokens in (8192, 8193, 32768, 131072)] == [16, 32, 32, 128]
+    assert [_chunk(tokens, 2, 1024) for tokens in (0, 1, 16384, 16385, 131072)] == [16, 16, 16, 32, 128]
+    assert [_chunk(tokens, 8, 1024) for tokens in (8192, 8193, 32768, 131072)] == [16, 32, 32, 128]
 
 
 @pytest.mark.slow
@@ -218,6 +228,32 @@ class Refusing(emulator.Shared):
         if dist.get_rank() == 1:
             raise MemoryError("none is left")
         return emulator.Shared.empty(size, device)
+
+
+class Unloadable:
+    """The extension, whose kernels rank 1 cannot load."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+    def load(self):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no kernel image")
+
+
+def unloadable() -> int:
+    """How often this rank asks for memory, which over NVSHMEM would wait for rank 1."""
+    group, provider = torch.distributed.new_group(), mock.Mock()
+    with pytest.raises(peer_memory.NoStaging, match="rank 1: RuntimeError: no kernel image"):
+        PeerMemory(group, Unloadable(emulator.load(dist.get_rank())), provider=provider)
+    return provider.empty.call_count
+
+
+def test_kernels_that_one_rank_cannot_load_raise_on_every_rank_before_memory_is_allocated(ranks2):
+    assert ranks2.run(unloadable) == [0, 0]
 
 
 class Unreachable(emulator.Shared):
@@ -285,7 +321,7 @@ def failing(phase: str) -> tuple | None:
 @pytest.mark.parametrize("phase", slow_except(["counts", "dispatch", "combine"], "dispatch"))
 def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
     seconds = DEADLINE.total_seconds()
-    cases.named_in_time(ranks3.run(failing, phase), phase, 0.7 * seconds, seconds + SPARE_SECONDS)
+    cases.named_in_time(ranks3.run(failing, phase), phase, 0.55 * seconds, seconds + SPARE_SECONDS)
 
 
 def gone_on() -> None:
@@ -387,6 +423,32 @@ def interrupted() -> float:
 
 def test_the_host_s_wait_can_be_interrupted(ranks2):
     assert max(ranks2.run(interrupted)) < 30
+
+
+def uncounted(error: Exception | None) -> tuple:
+    """The host waits for counts that do not come, since no kernel is launched. With `error`, an earlier one failed."""
+    memory, out = new_memory(), io.StringIO()
+    memory.reports.seconds = 1.5
+    memory.reports.next_serial()
+    stream = SimpleNamespace(query=mock.Mock(side_effect=error))
+    with redirect_stdout(out), mock.patch.object(deadline, "QUIET_SECONDS", 0.2), \
+         mock.patch.object(memory.reports, "_on_gpu", error is not None), \
+         mock.patch.object(kernel_reports, "get_accelerator", lambda: SimpleNamespace(current_stream=lambda: stream)):
+        with pytest.raises(RuntimeError) as caught:
+            memory.reports.wait_for_counts(NAME)
+    return type(caught.value), str(caught.value), out.getvalue()
+
+
+def test_an_error_of_an_earlier_kernel_ends_the_host_s_wait(ranks2):
+    error = torch.AcceleratorError("device-side assert triggered")
+    assert ranks2.run(uncounted, error) == [(torch.AcceleratorError, str(error), "")] * 2
+
+
+def test_the_host_says_what_it_waits_for(ranks2):
+    for rank, (kind, text, said) in enumerate(ranks2.run(uncounted, None)):
+        assert kind is PeerFailure and "in 'counts' of block.3.moe" in text and "All ranks came" in text
+        assert said == (f"mxfp8_moe: rank {rank} has waited for 0 s in 'counts' of block.3.moe, for one of ranks "
+                        f"[{1 - rank}]. The deadline is at 1 s\n")
 
 
 def overflowing() -> str:

@@ -63,7 +63,7 @@ def messages_sent(problem: Problem) -> dict:
 
 def steps(problem: Problem, exchange, told) -> None:
     """A plan, a dispatch, a combine and a dispatch without weights, after each of which `told` gets its name."""
-    expert_TK, x_TH, weight_TK = problem.inputs(exchange.world_size)[dist.get_rank()]
+    expert_TK, x_TH, weight_TK = problem.inputs(dist.get_world_size())[dist.get_rank()]
     plan = exchange.plan(expert_TK, problem.local_experts)
     told("plan")
     x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)

@@ -17,7 +17,7 @@ from ds_mxfp8_moe.transport.deadline import PeerFailure
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 POISON = 77
-DEADLINE = timedelta(seconds=4)  # kernels wait for three quarters of it
+DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
 
 
 @dataclass(frozen=True)

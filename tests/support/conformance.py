@@ -14,7 +14,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_mxfp8_moe.compute.mx import MXTensor, quantize
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
-from ds_mxfp8_moe.transport.local import most_rows
+from ds_mxfp8_moe.transport.hierarchical import Hierarchical
+from ds_mxfp8_moe.transport.local import Local, most_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, MX32, MX128 = Wire(False), Wire(True), Wire(True, 128)
@@ -29,7 +30,7 @@ class Problem:
     Attributes:
         y_dtype: of the experts' answers. None: `dtype`.
         not_finite: some values are NaN, infinite, subnormal or the largest.
-        every_value: the experts of each rank answer every number of 16 bits.
+        every_value: the experts of each rank answer every number of 16 bits: of BF16 where they answer in FP32.
     """
 
     tokens: tuple = TOKENS
@@ -93,7 +94,8 @@ class Problem:
         y = y.to(self.y_dtype or self.dtype)
         padding = torch.tensor([row is None for row in rows], dtype=torch.bool)
         if self.every_value:
-            values = torch.arange(-2**15, 2**15, dtype=torch.int16).view(y.dtype)
+            numbers = torch.arange(-2**15, 2**15, dtype=torch.int16)
+            values = numbers.view(BF16 if y.dtype == FP32 else y.dtype).to(y.dtype)
             count = int((~padding).sum()) * self.hidden
             assert count >= len(values)
             y[~padding] = values.repeat(-(-count // len(values)))[:count].view(-1, self.hidden)
@@ -105,7 +107,7 @@ PROBLEMS = {
     "random": Problem(),
     "mxfp8": Problem(wire=MX32, top_k=3),
     "floor": Problem(wire=FLOOR32, hidden=64, dtype=FP16),
-    "floor, blocks of 128": Problem(wire=FLOOR128, hidden=544, dtype=FP32, y_dtype=BF16),
+    "floor, blocks of 128": Problem(wire=FLOOR128, hidden=544, dtype=FP32),
     "skewed": Problem(routing="skewed", wire=MX128, top_k=3, hidden=160),
     "dropped": Problem(routing="dropped", wire=MX32, top_k=5, hidden=512),
     "dropped, plain": Problem(routing="dropped", top_k=4, hidden=1056),
@@ -146,7 +148,7 @@ OF_KERNELS = {
        Problem(tokens=(24, ) * 8, routing="one after the other", top_k=1, hidden=hidden, dtype=dtype, y_dtype=y_dtype,
                every_value=True)
        for y_dtype, dtype, hidden in ((BF16, BF16, 3840), (BF16, BF16, 3872), (FP16, FP16, 3840), (FP16, FP16, 3872),
-                                      (BF16, FP16, 3872), (FP16, BF16, 3840))}}
+                                      (FP32, FP16, 3872), (FP32, BF16, 3840))}}
 
 
 def without_an_empty_rank(problem: Problem) -> Problem:
@@ -279,9 +281,16 @@ def poisoned():
 # ---------------------------------------------------------------- checks
 
 
+def _world(exchange: Transport) -> int:
+    """The number of ranks of the transport's group."""
+    if isinstance(exchange, Local):
+        return 1
+    return dist.get_world_size(exchange.hops.group) if isinstance(exchange, Hierarchical) else exchange.world_size
+
+
 def _here(exchange: Transport) -> tuple:
     """This rank in the transport's group, and the number of ranks."""
-    world = exchange.world_size
+    world = _world(exchange)
     return (dist.get_rank() % world if dist.is_initialized() else 0), world
 
 
@@ -294,7 +303,7 @@ def check(problem: Problem, exchange: Transport, node_size: int = 1, times: int 
     with poisoned():
         for _ in range(times):
             plan = exchange.plan(expert_TK, problem.local_experts)
-            same_plan(problem, exchange.world_size, want, plan)
+            same_plan(problem, _world(exchange), want, plan)
             x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)
             same_rows(problem, want, x_PH), same("weight", want["weight"], weight_P)
             y_TH, number_TK = exchange.combine(plan, y_PH, problem.wire, problem.dtype, number_P)

@@ -137,7 +137,7 @@ def named_in_time(results: list, phase: str, least: float, most: float) -> None:
             continue
         missing, text, seconds, epoch = told
         assert missing == (LATE, ), text
-        for part in (f"rank {rank} ", f"rank {LATE}", f"exchange {epoch},", f"'{phase}' of {NAME} (phase {phase})"):
+        for part in (f"rank {rank} ", f"rank {LATE}", f"exchange {epoch},", f"'{phase}' of {NAME} until the deadline"):
             assert part in text, text
         assert least < seconds < most
 

@@ -17,7 +17,7 @@ FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 
 def peer_hops(group: Any, node_size: int, kind: type[PeerWire] = PeerWire) -> Hops:
     """The group's hops, each over peer memory on one or two multiprocessors. Collective."""
-    host, module = Hops.of(group, node_size, "moe"), emulator.load(dist.get_rank())
+    host, module = Hops.of(group, node_size), emulator.load(dist.get_rank())
 
     def wire(ranks: list, sms: int) -> RowWire:
         if len(ranks) == 1:

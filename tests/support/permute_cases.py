@@ -100,7 +100,7 @@ class Hop(RowWire):
 def two_hops(rank: int, peers: Peers, node_size: int) -> Hierarchical:
     first = rank - rank % node_size
     between, inside = range(rank % node_size, peers.size, node_size), range(first, first + node_size)
-    return Hierarchical(Hops(None, rank, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
+    return Hierarchical(Hops(lambda: None, rank, {}, node_size, Hop(rank, between, peers), Hop(rank, inside, peers)))
 
 
 @dataclass(frozen=True)

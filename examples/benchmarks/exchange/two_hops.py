@@ -37,7 +37,7 @@ def transports(node_size: int) -> dict[str, Transport]:
     """Over peer memory. Without GPUs over gloo."""
     wire = "peer_memory" if world.on_gpu() else "host"
     return {FLAT: world.transport("nvlink" if world.on_gpu() else "collective"),
-            TWO_HOPS: Hierarchical(Hops.of(world.group(), node_size, "the benchmark", wire, wire))}
+            TWO_HOPS: Hierarchical(Hops.of(world.group(), node_size, wire, wire))}
 
 
 def summed(batch: Batch, wire: Wire, node_size: int) -> torch.Tensor:

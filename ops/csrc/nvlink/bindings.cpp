@@ -2,7 +2,7 @@
 // The kernels' arguments and launches for Python: one class for each struct of kernels.h.
 #include "fields.h"
 #include "kernels.h"
-#include "low_latency_fields.h"
+#include "shared_fields.h"
 #include <atomic>
 #include <chrono>
 #include <cuda_runtime_api.h>
@@ -14,9 +14,9 @@ using namespace nvlink;
 
 namespace {
 
-void check(int error, const char *what) {
+void check(int error, const char *what, const char *doing = "launching") {
   if (error)
-    throw std::runtime_error(std::string("launching the NVLink transport's kernel '") + what +
+    throw std::runtime_error(std::string(doing) + " the NVLink transport's kernel '" + what +
                              "' failed: " + cudaGetErrorString(cudaError_t(error)));
 }
 
@@ -43,9 +43,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("OUTBOXES") = false; // whether LowLatency::outbox_at is used
   m.attr("HALVES_AT") = Staging::HALVES;
 
-  expose<Group>(m, "Group",
-        {FIELD(Group, peer), FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
-         FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)});
+  expose_shared(m);
   expose<Count>(m, "Count",
         {FIELD(Count, expert_TK), FIELD(Count, first_CB), FIELD(Count, T), FIELD(Count, K), FIELD(Count, experts),
          FIELD(Count, local_experts), FIELD(Count, world), FIELD(Count, chunk), FIELD(Count, chunks),
@@ -76,12 +74,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose<Combine>(m, "Combine",
         {FIELD(Combine, rows), FIELD(Combine, y_PH), FIELD(Combine, weight_P), FIELD(Combine, out_TH),
          FIELD(Combine, out_weight_TK), FIELD(Combine, dtype), FIELD(Combine, out_dtype)});
-  expose_low_latency(m);
-  expose<RowExchange>(m, "RowExchange",
-        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, rows), FIELD(RowExchange, out),
-         FIELD(RowExchange, other_state),
-         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, row),
-         FIELD(RowExchange, region), FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
 
   m.def("count", [](const Count &a, Address stream) { check(launch(a, stream), "count"); });
   m.def("totals", [](const Totals &a, Address stream) { check(launch(a, stream), "totals"); });
@@ -99,11 +91,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("fits", &fits);
   m.def("load", [] {
-    check(load_route(), "route");
-    check(load_dispatch(), "dispatch");
-    check(load_combine(), "combine");
-    check(load_low_latency(), "low_latency");
-    check(load_row_exchange(), "row_exchange");
+    check(load_route(), "route", "loading");
+    check(load_dispatch(), "dispatch", "loading");
+    check(load_combine(), "combine", "loading");
+    check(load_low_latency(), "low_latency", "loading");
+    check(load_row_exchange(), "row_exchange", "loading");
   });
   m.def("wait_for_totals", &wait_for_totals, py::call_guard<py::gil_scoped_release>());
 }

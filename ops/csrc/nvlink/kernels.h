@@ -143,7 +143,7 @@ struct Combine {
   Rows rows;
   Address y_PH = 0, weight_P = 0;
   Address out_TH = 0, out_weight_TK = 0;
-  int dtype = 0;     // of y_PH
+  int dtype = 0;     // of y_PH: out_dtype, or FP32
   int out_dtype = 0; // of out_TH, and of rows that travel unquantised
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // NVSHMEM's start, its symmetric heap and the launch, for Python.
-#include "../nvlink/low_latency_fields.h"
+#include "../nvlink/shared_fields.h"
 #include "kernels.h"
 #include <cuda_runtime_api.h>
 #include <nvshmem.h>
@@ -46,20 +46,11 @@ void start(int rank, int world, const std::string &bytes) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("MAX_RANKS") = MAX_RANKS;
   m.attr("MAX_CHUNKS") = MAX_CHUNKS;
-  m.attr("STATE_WORDS") = SHMEM_STATE_WORDS;
+  m.attr("STATE_WORDS") = STATE_WORDS;
   m.attr("OUTBOXES") = true; // whether LowLatency::outbox_at is used
   m.attr("HALVES_AT") = ShmemStaging::HALVES;
-  m.attr("PUTS_AT") = offsetof(ShmemState, puts) / 4;
 
-  expose<Group>(m, "Group",
-        {FIELD(Group, peer), FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
-         FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)});
-  expose<RowExchange>(m, "RowExchange",
-        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, rows), FIELD(RowExchange, out),
-         FIELD(RowExchange, other_state),
-         FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at), FIELD(RowExchange, row),
-         FIELD(RowExchange, region), FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
-  expose_low_latency(m);
+  expose_shared(m);
   expose<ShmemExchange>(m, "ShmemExchange", {FIELD(ShmemExchange, rows), FIELD(ShmemExchange, pe)});
 
   m.def("unique_id", &unique_id);

@@ -37,8 +37,6 @@ public:
     __threadfence_system(); // the network may read all that was written before the barrier
     nvshmemx_putmem_signal_nbi_warp(at<char>(half(), to), at<char>(half(), from), bytes, flag(g.rank, chunk), call(),
                                     NVSHMEM_SIGNAL_SET, pe(w));
-    if (threadIdx.x % 32 == 0)
-      count_put();
   }
 
   // The same for all threads of a block.
@@ -46,8 +44,6 @@ public:
     __threadfence_system();
     nvshmemx_putmem_signal_nbi_block(at<char>(half(), to), at<char>(half(), from), bytes, flag(g.rank, chunk), call(),
                                      NVSHMEM_SIGNAL_SET, pe(w));
-    if (threadIdx.x == 0)
-      count_put();
   }
 
   // One thread calls it. Announces a chunk in the own staging.
@@ -103,9 +99,6 @@ private:
   __device__ uint64_t *ack(int w) const { return at<uint64_t>(own(), ShmemStaging::ACKS) + w; }
   __device__ uint64_t *flag(int w, int chunk) const {
     return at<uint64_t>(own(), ShmemStaging::FLAGS) + ((epoch & 1) * MAX_PES + w) * MAX_CHUNKS + chunk;
-  }
-  __device__ void count_put() const {
-    atomicAdd(reinterpret_cast<unsigned long long *>(&at<ShmemState>(g.state)->puts), 1ull);
   }
   __device__ bool await_ack(int w) const {
     return w == g.rank ? !failed()

@@ -23,12 +23,6 @@ struct ShmemStaging {
   static constexpr int64_t HALVES = FLAGS + 2 * 8ll * MAX_PES * MAX_CHUNKS;
 };
 
-struct ShmemState {
-  State exchanges;
-  uint64_t puts; // how many times this device has put rows into another PE's memory
-};
-constexpr int SHMEM_STATE_WORDS = sizeof(ShmemState) / 4;
-
 struct ShmemExchange {
   RowExchange rows;
   int pe[MAX_RANKS] = {}; // the PE of each rank of the hop

@@ -102,6 +102,11 @@ class Heap:
         return [staging.data_ptr()]
 
 
+def puts(module: ModuleType) -> int:
+    """How often this rank has put something into another rank's heap."""
+    return ctypes.CDLL(module.__file__).emulator_puts()
+
+
 def write_sources(folder: Path, csrc: Path) -> None:
     """Writes the sources in `csrc` to `folder` as the emulator needs them, and the emulator itself."""
     for path in csrc.iterdir():

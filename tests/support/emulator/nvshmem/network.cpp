@@ -4,6 +4,7 @@
 // latest moment that NVSHMEM allows.
 #include "nvshmem.h"
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -86,6 +87,7 @@ struct Heap {
 
 std::map<const char *, Heap> heaps; // by this process's own address
 std::mutex mutex;
+std::atomic<uint64_t> number_of_puts = 0;
 
 // The address in PE `pe`'s memory that corresponds to one in this process's. Ends the launch if there is none.
 void *mapped(const void *address, int pe, emulator::Site site) {
@@ -102,6 +104,7 @@ void *mapped(const void *address, int pe, emulator::Site site) {
 
 void nvshmem_emulated_send(void *to, const void *from, size_t bytes, uint64_t *signal, uint64_t value, int operation,
                            int pe, emulator::Site site) {
+  number_of_puts += operation != NVSHMEM_SIGNAL_ADD;
   network().send({static_cast<char *>(mapped(to, pe, site)), static_cast<const char *>(from), bytes,
                   static_cast<uint64_t *>(mapped(signal, pe, site)), value, operation == NVSHMEM_SIGNAL_ADD});
 }
@@ -114,3 +117,6 @@ extern "C" __attribute__((visibility("default"))) void emulator_heap(char *own, 
 }
 
 extern "C" __attribute__((visibility("default"))) void emulator_drain() { network().drain(); }
+
+// How often this process has put something into another PE's memory.
+extern "C" __attribute__((visibility("default"))) uint64_t emulator_puts() { return number_of_puts; }

@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python classes for the structs of the low-latency exchange, which two extensions have.
+// Python classes for the structs that two extensions have: of exchanges of rows, and of the low-latency exchange.
 #pragma once
 #include "fields.h"
 #include "kernels.h"
 
 namespace nvlink {
 
-inline void expose_low_latency(py::module_ &m) {
+inline void expose_shared(py::module_ &m) {
+  expose<Group>(m, "Group",
+        {FIELD(Group, peer), FIELD(Group, state), FIELD(Group, failure), FIELD(Group, rank), FIELD(Group, world),
+         FIELD(Group, half_bytes), FIELD(Group, timeout_ns), FIELD(Group, signature)});
+  expose<RowExchange>(m, "RowExchange",
+        {FIELD(RowExchange, group), FIELD(RowExchange, x), FIELD(RowExchange, rows), FIELD(RowExchange, out),
+         FIELD(RowExchange, other_state), FIELD(RowExchange, send_at), FIELD(RowExchange, recv_at),
+         FIELD(RowExchange, row), FIELD(RowExchange, region), FIELD(RowExchange, chunk), FIELD(RowExchange, chunks)});
   expose<LowLatency>(m, "LowLatency",
         {FIELD(LowLatency, group), FIELD(LowLatency, index_TK), FIELD(LowLatency, bound), FIELD(LowLatency, routes),
          FIELD(LowLatency, message), FIELD(LowLatency, lands_at), FIELD(LowLatency, outbox_at),
