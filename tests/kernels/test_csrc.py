@@ -82,7 +82,8 @@ def test_no_read_through_the_read_only_cache(build, name):
         assert not re.findall(r"ld\.global[.\w]*\.nc\b|ldu\.", text), path.name
 
 
-NO_NVSHMEM = NVSHMEMBuilder(capabilities=BOTH)._obstacle()
+HOPPER = BOTH[0]
+NO_NVSHMEM = NVSHMEMBuilder(capabilities=(HOPPER, ))._obstacle()
 
 
 @pytest.mark.skipif(NO_NVSHMEM is not None, reason=str(NO_NVSHMEM))
@@ -97,16 +98,14 @@ def test_the_kernels_over_nvshmem_compile_link_and_import_without_a_gpu(tmp_path
     monkeypatch.setattr(builder, "_run", record)
     monkeypatch.setattr(NVSHMEMBuilder, "compute_capability_args",
                         lambda self: [*NVLinkBuilder.compute_capability_args(self), "-Xptxas=-v"])
-    module = NVSHMEMBuilder(capabilities=BOTH).jit_load()
+    module = NVSHMEMBuilder(capabilities=(HOPPER, )).jit_load()  # the same kernels as above, over other puts
     assert not module.started() and module.ShmemExchange(rows=module.RowExchange(chunks=3), pe=[0] * module.MAX_RANKS)
     assert module.LowLatencyDispatch(common=module.LowLatency(outbox_at=1 << 40))
     # 5 kinds of rows in a dispatch. 3 dtypes of rows and 2 of outputs in a combine.
     for source, kernels in (("row_exchange.cu", {"row_exchange": 1}),
                             ("low_latency.cu", {"low_latency_dispatch": 5, "low_latency_combine": 6})):
         text = said[source]
-        for architecture in ("sm_90a", "sm_100a"):
-            for name, number in kernels.items():
-                entries = re.findall(rf"Compiling entry function '\w*\d{name}\w*' for '{architecture}'", text)
-                assert len(entries) == number, text
+        for name, number in kernels.items():
+            assert len(re.findall(rf"Compiling entry function '\w*\d{name}\w*' for 'sm_90a'", text)) == number, text
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
         assert spills and max(int(number) for pair in spills for number in pair) <= SPILL_BYTES, text
