@@ -57,7 +57,7 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     if not on:
         return None
     if optimizer.cpu_offload:
-        return "ZeRO-Offload is on, and batches are for gradients on the device"
+        return "ZeRO-Offload is on, whose gradients leave the device one by one"
     optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     if isinstance(optimizer, BatchedGradients):
         optimizer.mxfp8_batching = _Batching(

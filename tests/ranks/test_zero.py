@@ -307,7 +307,7 @@ def reason(layout):
 
 @pytest.mark.parametrize("layout, obstacle", [
     (Layout(dtype="bf16"), None), (Layout(zero=1, dtype="bf16", config=FP32_SUMS), None),
-    (Layout(zero=2, dtype="bf16", config={**ADAM, **OFFLOAD}), "with offload")],
+    (Layout(zero=2, dtype="bf16", config={**ADAM, **OFFLOAD}), "ZeRO-Offload is on")],
     ids=["zero0", "BF16_Optimizer", "offload"])
 def test_other_optimizers_keep_their_own_way(ranks2, layout, obstacle):
     found = ranks2.run(reason, layout)

@@ -14,6 +14,7 @@ A case hands the pool a top-level function; every rank runs it and its return va
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing as mp
@@ -24,6 +25,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -79,6 +81,32 @@ def reset_hugging_face() -> None:
 KEPT_GROUPS: set = set()  # that a case made for those after it
 
 
+ENGINES: WeakSet = WeakSet()
+
+
+def note_engines() -> None:
+    """Keeps ENGINES, for `destroy_engines`."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    plain = DeepSpeedEngine.__init__
+
+    @functools.wraps(plain)
+    def noting(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        ENGINES.add(self)
+
+    DeepSpeedEngine.__init__ = noting
+
+
+def destroy_engines() -> None:
+    """Ends the engines of the case before. From ZeRO-1 on, DeepSpeed's hooks hold an engine and its process groups
+    until that, since garbage collection does not see what autograd holds."""
+    for engine in list(ENGINES):
+        engine.destroy()
+        for module in [*engine.module.modules()]:
+            vars(module).clear()  # by which ZeRO-3 holds all the rest
+    ENGINES.clear()
+
+
 def destroy_groups() -> None:
     """Ends the process groups of the case before, but for those that DeepSpeed keeps for the whole process. A gloo
     group is three threads, one of which wakes a hundred times a second: after twenty cases, more work than the cases.
@@ -115,6 +143,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
 
     from ds_mxfp8_moe.layers.recorders import named_recorders
     modules = 0
+    note_engines()
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
     nvtx.enable_nvtx = False  # DeepSpeed's names for a profiler
     torch.nn.Parameter.__repr__ = object.__repr__  # ZeRO-3 formats parameters for lines that it does not print
@@ -142,6 +171,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         try:
             reset_deepspeed_groups()
             reset_hugging_face()
+            destroy_engines()
             if accelerator == "cpu":
                 destroy_groups()
                 set_timeout(c10d.default_pg_timeout)  # some cases shorten it
