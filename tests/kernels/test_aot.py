@@ -132,19 +132,19 @@ def hopper_gemms():
     for rows in (wide, narrow):
         gemm.grouped_mm_mxfp8(mx(rows, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), BF16)
     gemm.grouped_mm_mxfp8(mx(wide, H, block=128), mx(E, F, H, block=128, tiled=True), ends(), torch.float32)
-    for dtype in (BF16, F32):
-        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), dtype)
-        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), mx(P, H), ends(), dtype)
-        rows = mx(P, F, block=128), mx(P, H, block=128, block_major=True)
-        wgrad.grouped_mm_wgrad_bf16(*rows, ends(), dtype)
-        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), dtype)
-    for factor in (None, 0.5):
-        goal = wgrad.Goal(torch.empty(3 * E, F // 2, H, dtype=BF16), 2 * E, True, factor)
-        how = dict(splits=2, goal=goal)
-        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16), ends(), BF16, **how)
-        wgrad.grouped_mm_wgrad_bf16(torch.empty(P, F, dtype=BF16), mx(P, H), ends(), BF16, **how)
-        wgrad.grouped_mm_wgrad_bf16(*rows, ends(), BF16, **how)
-        module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows(*rows, ends(), BF16, **how)
+    bf16, mxfp8_rows = wgrad.grouped_mm_wgrad_bf16, module("grouped_wgrad_rows_hopper").grouped_mm_wgrad_mxfp8_rows
+    plain = torch.empty(P, F, dtype=BF16), torch.empty(P, H, dtype=BF16)
+    rows = mx(P, F, block=128), mx(P, H, block=128, block_major=True)
+
+    def added(factor):
+        return dict(splits=2, goal=wgrad.Goal(torch.empty(3 * E, F // 2, H, dtype=BF16), 2 * E, True, factor))
+
+    for wgrad_gemm, operands in ((bf16, plain), (bf16, (plain[0], mx(P, H))), (bf16, rows), (mxfp8_rows, rows)):
+        wgrad_gemm(*operands, ends(), BF16)
+        wgrad_gemm(*operands, ends(), BF16, **added(0.5))
+    for wgrad_gemm, operands in ((bf16, plain), (mxfp8_rows, rows)):
+        wgrad_gemm(*operands, ends(), F32)
+        wgrad_gemm(*operands, ends(), BF16, **added(None))
 
 
 def hopper_bf16_gemms():

@@ -100,10 +100,10 @@ def note_engines() -> None:
 def destroy_engines() -> None:
     """Ends the engines of the case before. From ZeRO-1 on, DeepSpeed's hooks hold an engine and its process groups
     until that, since garbage collection does not see what autograd holds."""
-    for engine in list(ENGINES):
+    for engine in ENGINES:
         engine.destroy()
-        for module in [*engine.module.modules()]:
-            vars(module).clear()  # by which ZeRO-3 holds all the rest
+    for module in {module for engine in ENGINES for module in engine.module.modules()}:
+        vars(module).clear()  # by which ZeRO-3 holds all the rest
     ENGINES.clear()
 
 

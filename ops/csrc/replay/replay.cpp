@@ -8,7 +8,7 @@
 //   free       drops the tensor of a slot
 // Nothing here knows what a kernel computes.
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty_strided.h>
 #include <cuda.h>
 #include <dlfcn.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
