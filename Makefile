@@ -59,10 +59,11 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  $(RUN) -m pip install -q 'setuptools>=77' wheel
 	  $(INSTALL) -c $(VENV)/constraints.txt -e '.[test]'
 	fi
-	$(COMPILE)
+	$(COMPILE) &
 	# The extension of DeepSpeed's CPU ranks, now and by one process: a build cut short in a run would leave a lock
 	# behind that all later runs wait for.
 	DS_ACCELERATOR=cpu $(RUN) -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
+	wait
 	touch $@
 
 # Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks. The last files
