@@ -24,6 +24,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
@@ -100,9 +101,12 @@ def note_engines() -> None:
 def destroy_engines() -> None:
     """Ends the engines of the case before. From ZeRO-1 on, DeepSpeed's hooks hold an engine and its process groups
     until that, since garbage collection does not see what autograd holds."""
+    modules = set()
     for engine in ENGINES:
-        engine.destroy()
-    for module in {module for engine in ENGINES for module in engine.module.modules()}:
+        with suppress(AttributeError):  # the case took its engine apart
+            engine.destroy()
+            modules.update(engine.module.modules())
+    for module in modules:
         vars(module).clear()  # by which ZeRO-3 holds all the rest
     ENGINES.clear()
 
