@@ -207,8 +207,7 @@ def by_transformers(directory, section):
 def test_adapters_added_by_transformers(ranks2, tmp_path, section, difference):
     losses = ranks2.run(by_transformers, tmp_path, section)
     for name in ("ours", "theirs"):
-        net = model()
-        net.load_adapter(tmp_path / name)
+        net = peft.PeftModel.from_pretrained(model(), tmp_path / name)  # transformers 5.17 itself loads no experts'
         assert losses == pytest.approx([held_out_loss(net)] * 2, abs=difference)
     assert abs(held_out_loss(model()) - held_out_loss(net)) > 1e-3
 
