@@ -103,8 +103,11 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
 @Launched
 @triton.jit
 def _places_kernel(numbers, table_ptr, FAR: tl.constexpr):
-    """Writes the distances that `_tables` gives as numbers. By such a table, one launch of the cast reads matrices
-    that lie anywhere in memory. They come as arguments, so that nothing is copied from the host."""
+    """Writes a table of distances, with which one launch of the cast reads matrices that lie anywhere in memory.
+
+    `numbers`: one for each distance, as `_tables` makes them. As arguments of the launch, they need no copy from the
+    host.
+    """
     for i in tl.static_range(len(numbers)):
         tl.store(table_ptr + i, (numbers[i] - FAR) >> 1)
 

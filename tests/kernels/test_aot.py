@@ -61,7 +61,7 @@ def blackwell_gemms():
 def casts():
     cast = module("quantize")
     for block in (32, 128):
-        for dtype in (BF16, ) if block == 32 else (BF16, F32):
+        for dtype in (BF16, F32):
             x = torch.empty(P, H, dtype=dtype)
             cast.quantize_rows(x, block, "rceil", True)
             cast.quantize_rows_and_columns(x, block, "floor")
@@ -83,7 +83,7 @@ def activations():
     ffn = module("activation")
     pre, t, weight = torch.empty(P, 2 * F, dtype=BF16), torch.empty(P, F, dtype=BF16), torch.empty(P)
     bias = torch.empty(E, 2 * F, dtype=BF16)
-    for block, activation in ((32, "gelu"), (128, "silu"), (32, "swiglu_oai")):
+    for block, activation in ((32, "gelu"), (128, "silu"), (32, "swiglu_oai"), (128, "swiglu_oai")):
         _, kept = ffn.activate(pre, weight, activation, "gate_up", block, keep=True, bias_EG=bias, ends_E=ends())
         ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, plain=True)
         ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, columns=True)

@@ -24,7 +24,6 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
@@ -101,12 +100,10 @@ def note_engines() -> None:
 def destroy_engines() -> None:
     """Ends the engines of the case before. From ZeRO-1 on, DeepSpeed's hooks hold an engine and its process groups
     until that, since garbage collection does not see what autograd holds."""
-    modules = set()
-    for engine in ENGINES:
-        with suppress(AttributeError):  # the case took its engine apart
-            engine.destroy()
-            modules.update(engine.module.modules())
-    for module in modules:
+    engines = [engine for engine in ENGINES if vars(engine.module)]  # else the case has taken its model apart
+    for engine in engines:
+        engine.destroy()
+    for module in {module for engine in engines for module in engine.module.modules()}:
         vars(module).clear()  # by which ZeRO-3 holds all the rest
     ENGINES.clear()
 
