@@ -264,7 +264,7 @@ def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> It
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine, in ZeRO-1 and with the experts over all ranks. One rank: with and without
+    """What was asked for, by engine, with the experts over all ranks. One rank: with and without
     DeepSpeed's check for overflow."""
     ranks = world.size()
     alone = ranks == 1
@@ -279,7 +279,8 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
         if not layers:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
-        found += [tuple(Case(name, layers, 1, ranks, ranks, math.ceil(args.steps / count), routing, count, checked)
+        of = name, layers, args.zero, ranks, ranks
+        found += [tuple(Case(*of, math.ceil(args.steps / count), routing, count, checked)
                         for count in sorted(set(args.accumulation or counts)) for routing in routings)
                   for checked in checks]
     return found
@@ -390,6 +391,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", choices=(*ROUTINGS, *models.UNEVEN), metavar="ROUTING",
                         help=f"some of {', '.join((*ROUTINGS, *models.UNEVEN))} (default: the first two; on one rank "
                         "the first)")
+    parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="stage (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540,
