@@ -23,9 +23,9 @@ FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence",
-              "training.frozen_quality", "training.replay_cost", "training.export", "exchange.moe_layer",
-              "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency", "exchange.two_hops",
-              "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
+              "training.frozen_quality", "training.replay_cost", "training.export", "training.from_files",
+              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+              "exchange.two_hops", "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 
 

@@ -230,3 +230,17 @@ def test_export(ranks2, tmp_path):
     plain, bf16, fp8 = ranks2.run(_export, tmp_path / "x.json")[0]
     assert plain["bytes"] == bf16["bytes"] == 3 * 8 * 128 * 128 * 2
     assert fp8["bytes"] == 3 * 8 * (128 * 128 + 4) and fp8["gb_per_s"] > 0
+
+
+def _from_files(out):
+    return run_script("training.from_files", out, *BRIEF, "--folders", out.parent)
+
+
+def test_from_files(ranks1, tmp_path):
+    """From FP8, bf16 and MXFP4. The files are gone afterwards."""
+    rows = ranks1.run(_from_files, tmp_path / "x.json")[0]
+    assert [row["case"]["files"] for row in rows] == ["FP8", "bf16", "MXFP4"]
+    for row in rows:
+        assert row["load_s"] > 0 and row["tokens_per_s"] > 0 and row["trained"] > 0
+        assert 0.5 < row["file_gb"] * 1e9 / (row["parameters"] * (2 if row["case"]["files"] == "bf16" else 1)) < 1.5
+    assert {path.name for path in tmp_path.iterdir()} == {"x.json", "x.png"}

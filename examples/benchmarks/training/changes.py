@@ -39,7 +39,8 @@ def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:
         model.forward = partial(_forward, model, of)
 
 
-def _forward(model: nn.Module, loss_of: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+def _forward(model: nn.Module, loss_of: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_of_peft) -> Any:
+    """PEFT's arguments are those that its caller leaves out."""
     from transformers.modeling_outputs import CausalLMOutput
     hidden_BTH = model.model(input_ids=input_ids).last_hidden_state
     target_BT = F.pad(labels, (0, 1), value=-100)[:, 1:]

@@ -135,7 +135,13 @@ def model_of(case: Case) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device()):
         model = AutoModelForCausalLM.from_config(case.config(), dtype=world.BF16,
-                                                 **changes.choose_attention(case.attention)).train()
+                                                 **changes.choose_attention(case.attention))
+    return prepared(model, case)
+
+
+def prepared(model: nn.Module, case: Case) -> nn.Module:
+    """The model with all that its case changes of it, and adapters."""
+    model.train()
     if case.liger:
         from transformers.integrations.liger import apply_liger_kernel
         apply_liger_kernel(model, LIGER | {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)})
@@ -163,6 +169,19 @@ def flops_per_token(model: nn.Module, case: Case) -> float:
     return weights + 12 * sum(contexts) * config.num_attention_heads * head
 
 
+def engine_config(case: Case, contender: str, micro_batches: int) -> dict:
+    """DeepSpeed's config."""
+    adamw = {"lr": LEARNING_RATES[case.training], **changes.OPTIMIZERS[case.optimizer]}
+    config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
+                    "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+                    "optimizer": {"type": "AdamW", "params": adamw}}
+    if contender != PLAIN:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
+    if contender in SECTIONS:
+        config["mxfp8_moe"] = {**models.OURS, **SECTIONS[contender]}
+    return config
+
+
 class Training:
     """Steps of one contender's engine, as a user writes them, over batches that are the same for every contender.
 
@@ -171,9 +190,12 @@ class Training:
         about: what the rows say of the model.
     """
 
-    def __init__(self, case: Case, contender: str, micro_batches: int):
-        """`micro_batches`: of a step, in place of the case's."""
-        model = model_of(case)
+    def __init__(self, case: Case, contender: str, micro_batches: int, model: nn.Module | None = None):
+        """Arguments:
+            micro_batches: of a step, in place of the case's.
+            model: in place of `model_of`.
+        """
+        model = model_of(case) if model is None else model
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self.about = {"parameters": sum(p.numel() for p in model.parameters()), "trained": sum(trained.values()),
                       "trained_outside_layers": sum(n for name, n in trained.items() if ".layers." not in name),
@@ -182,17 +204,9 @@ class Training:
         self.batches = [torch.randint(model.config.vocab_size, (case.sequences, case.sequence),
                                       generator=torch.Generator().manual_seed(1000 * i + world.rank())).to(device())
                         for i in range(BATCHES)]
-        adamw = {"lr": LEARNING_RATES[case.training], **changes.OPTIMIZERS[case.optimizer]}
-        config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
-                        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-                        "optimizer": {"type": "AdamW", "params": adamw}}
-        if contender != PLAIN:
-            config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
-        if contender in SECTIONS:
-            config["mxfp8_moe"] = {**models.OURS, **SECTIONS[contender]}
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
         with models.named_recorders():  # as in models.engine_of
-            self.engine = initialize(model=model, config=config)[0]
+            self.engine = initialize(model=model, config=engine_config(case, contender, micro_batches))[0]
 
     def micro_batch(self, i: int) -> torch.Tensor:
         batch = self.batches[i % BATCHES]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large models on one GPU, from a checkpoint's files: `from_pretrained`, LoRA on attention and experts, and training.
+
+The files have random weights in a model's real shapes, one file for each layer, with the names of published
+checkpoints. Layers of the same form have the same values, so that files of 100 GB are written in a minute or two. In
+FP8 and MXFP4, only routed experts are quantised; FP8's scales are powers of two. The files go to the first of
+`--folders` that has room, with links in one folder, and are deleted as soon as the model is loaded.
+
+The load's seconds are those of `from_pretrained`, whose files the system may still hold in its cache. Its host memory
+is what this process' anonymous memory (RssAnon) grew by at most, sampled every 50 ms: pages of the files, which are
+mapped, are not in it. "Resident" (VmRSS) has these too. Without a GPU, the model is in both. A tiny model is loaded
+before the first case, so that modules and kernels are there.
+
+The peak of the GPU's memory is over the load, the engine's start and the steps. Training is that of whole_model.py,
+with Liger where it has kernels for the model, and else with the loss in chunks.
+
+    python examples/benchmarks/training/from_files.py --models GLM-4.5-Air --folders /dev/shm /tmp
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import ds_mxfp8_moe
+from lib import run, show, trainings, world
+from lib.show import Measure, bar
+from lib.world import BF16, on_gpu
+from training import changes
+from training.random_files import IN_BF16, IN_FP8, IN_MXFP4, checkpoint
+from training.whole_model import DEFAULT, LORA, MODELS, Case, Training, engine_config, measure, prepared, without_liger
+
+CASES = {"tiny": {"tiny": (IN_FP8, IN_BF16), "tiny-gpt-oss": (IN_MXFP4, )}, "short": {"Qwen3-30B-A3B": (IN_BF16, )}}
+CASES["full"] = {**CASES["short"], "gpt-oss-120b": (IN_MXFP4, ), "GLM-4.5-Air": (IN_FP8, )}
+NAMES = list(dict.fromkeys(name for models in CASES.values() for name in models))
+SAMPLES_S = 0.05
+STATUS, GIB = Path("/proc/self/status"), 2**30
+
+
+def in_memory() -> dict[str, int]:
+    """Bytes of this process."""
+    return {key: 1024 * int(kb) for key, kb in re.findall(r"(RssAnon|VmRSS):\s+(\d+) kB", STATUS.read_text())}
+
+
+@contextmanager
+def growth() -> Iterator[dict[str, float]]:
+    """GiB by which `in_memory` grew inside the context at most, once it has ended."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or growth would hide in what was freed before
+    before, most, over = in_memory(), {}, threading.Event()
+
+    def sample() -> None:
+        last = False
+        while not last:
+            last = over.wait(SAMPLES_S)
+            most.update({key: max(most.get(key, 0.0), (now - before[key]) / GIB) for key, now in in_memory().items()})
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
+
+
+def peak_gib() -> float:
+    """Of the GPU's memory, since this was last called."""
+    get_accelerator().synchronize()
+    peak = get_accelerator().max_memory_allocated() / GIB if on_gpu() else 0.0
+    get_accelerator().reset_peak_memory_stats()
+    return peak
+
+
+def load(case: Case, folder: Path) -> torch.nn.Module:
+    attention = {key: value for key, value in MODELS[case.model].items() if key == "attn_implementation"}
+    return ds_mxfp8_moe.from_pretrained(folder, engine_config(case, DEFAULT, 1), dtype=BF16, **attention)
+
+
+class FromFiles(Training):
+    """`loaded`: what the row says of the files and of the load."""
+
+    def __init__(self, case: Case, files: str, folders: list[Path]):
+        with checkpoint(case.config(), files, folders) as (folder, self.loaded):
+            world.say(f"{self.loaded['file_gb']:.1f} GB of files written in {self.loaded['write_s']:.0f} s")
+            get_accelerator().empty_cache()
+            peak_gib()
+            with growth() as host:
+                begin = time.perf_counter()
+                model = load(case, folder)
+                get_accelerator().synchronize()
+                self.loaded["load_s"] = time.perf_counter() - begin
+        self.loaded |= {"host_gib": host.get("RssAnon"), "resident_gib": host.get("VmRSS"), "load_gib": peak_gib()}
+        world.say(f"loaded in {self.loaded['load_s']:.0f} s")
+        super().__init__(case, DEFAULT, 1, prepared(model, case))
+        self.loaded["start_gib"] = peak_gib()
+
+
+def measured(case: Case, budget_s: float, training: FromFiles, before: int) -> dict:
+    told = measure(case, budget_s, training, 0)
+    peaks = [training.loaded["load_gib"], training.loaded["start_gib"], told.pop("peak_bytes", 0) / GIB]
+    return {**told, **training.loaded, "steps_gib": peaks[-1], **({"peak_gib": max(peaks)} if on_gpu() else {})}
+
+
+def warm_up(folders: list[Path]) -> None:
+    tiny = case_of("tiny", 1)
+    with checkpoint(tiny.config(), IN_FP8, folders) as (folder, _):
+        load(tiny, folder)
+
+
+class One(NamedTuple):
+    case: Case
+    files: str
+
+    def __str__(self) -> str:
+        return f"{self.case.model} from {self.files}"
+
+    @property
+    def row(self) -> dict:
+        return {"case": {**self.case.described(), "files": self.files}, "contender": DEFAULT}
+
+
+def case_of(model: str, layers: int | None) -> Case:
+    tiny, liger = model.startswith("tiny"), not without_liger(MODELS[model]["model_type"])
+    layers = min(layers or sys.maxsize, MODELS[model]["num_hidden_layers"])
+    return Case(model, LORA, 1, 1, 1, layers, 1, sequence=128 if tiny else 4096, checkpointing=True, liger=liger,
+                loss=None if liger else changes.IN_CHUNKS)
+
+
+def fill(args: argparse.Namespace, rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
+    """Adds what the rows lack, or what failed before."""
+    asked = [One(case_of(model, args.layers), files) for model, kinds in CASES[args.cases].items()
+             if model in args.models for files in kinds]
+    lacking = [one for one in asked if not rows.get(trainings.key(one.row), {}).get("correct")]
+    if lacking and on_gpu():
+        world.everywhere(lambda: warm_up(args.folders) or {})
+    for one in world.in_time(lacking, seconds):
+        told, = trainings.found(partial(FromFiles, one.case, one.files, args.folders),
+                                [partial(measured, one.case, args.budget)])
+        rows[trainings.key(one.row)] = row = {**one.row, "commit": commit, **told}
+        world.say(f"{one}: {json.dumps({key: value for key, value in row.items() if key != 'case'})}")
+        yield
+
+
+def plot(result: dict, pyplot) -> None:
+    rates = {f"{row['case']['model']}, {row['case']['files']}": {"all": row["tokens_per_s"]} for row in result["rows"]
+             if "tokens_per_s" in row}
+    show.stacked(pyplot, {"LoRA on one GPU": rates}, "tokens per second")
+
+
+SMALL = {"better": show.SMALLER, "form": "{:.2f}"}
+SHOWN = show.Shown(
+    "from_files",
+    [Measure("tokens per second", (DEFAULT, ), figure="tokens_per_s", form="{:.0f}"),
+     Measure("peak memory of the GPU, GiB", (DEFAULT, ), figure="peak_gib", **SMALL,
+             bars=(bar(125, model="GLM-4.5-Air"), bar(132, model="gpt-oss-120b"))),
+     Measure("host memory of the load beside mapped files, GiB", (DEFAULT, ), figure="host_gib", **SMALL,
+             bars=(bar(2, model="Qwen3-30B-A3B"), )),
+     Measure("load, s", (DEFAULT, ), figure="load_s", **SMALL)],
+    [("files, GB", "file_gb", "{:.3g}"), ("largest, GB", "largest_file_gb", "{:.3g}"), ("load, s", "load_s", "{:.1f}"),
+     ("host, GiB", "host_gib", "{:.2f}"), ("resident, GiB", "resident_gib", "{:.2f}"),
+     ("peak, GiB", "peak_gib", "{:.2f}"), ("of the load", "load_gib", "{:.2f}"),
+     ("of the start", "start_gib", "{:.2f}"), ("of steps", "steps_gib", "{:.2f}"), ("tokens/s", "tokens_per_s", "{}"),
+     ("step, ms", "median_ms", "{:.1f}")],
+    plot, wide=False)
+
+
+def main() -> None:
+    parser = run.timed_parser(__doc__, budget=15)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="NAME",
+                        help=f"some of {', '.join(NAMES)}, as far as --cases has them (default: all)")
+    parser.add_argument("--layers", type=run.one_or_more, help="at most (default: all)")
+    parser.add_argument("--folders", nargs="+", type=Path, default=[Path(tempfile.gettempdir())], metavar="FOLDER",
+                        help="for the files: each goes to the first with room (default: the temporary one)")
+    args = run.parse(parser)
+    trainings.complete(SHOWN, args, partial(fill, args))
+
+
+if __name__ == "__main__":
+    main()
