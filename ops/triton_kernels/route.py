@@ -72,13 +72,12 @@ def _route_kernel(
     top = tl.zeros([BLOCK, CHOICES], tl.float32)
     at = t[:, None] * K + choice[None, :]
     kept = (t < T)[:, None] & (choice < K)[None, :]
-    if chosen_ptr is not None:
-        chosen = tl.load(chosen_ptr + at, mask=kept, other=0).to(tl.int32)
     for k in tl.static_range(K):
         here = choice[None, :] == k
         best = tl.argmax(rank, 1)
         if chosen_ptr is not None:
-            given = tl.sum(tl.where(here, chosen, 0), 1)
+            # One by one: a tile of them would lay out the sums in another way, with other bits than without them.
+            given = tl.load(chosen_ptr + t * K + k, mask=t < T, other=0).to(tl.int32)
             best = tl.where(given < 0, best, given)
         taken = lane[None, :] == best[:, None]
         expert = tl.where(here, best[:, None], expert)

@@ -252,6 +252,11 @@ def test_hopper_multiplies_natively(launches):
         assert multiplications and all(m.endswith(f"f32.{operands}") for m in multiplications)
 
 
+def test_replayed_routes_are_summed_like_chosen_ones(launches):
+    routes = [launch.sums for launch in launches if launch.kernel.endswith("route._route_kernel")]
+    assert routes and all(routes) and routes[::2] == routes[1::2]
+
+
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. A few numbers a row, and a table of pointers, are left
     out."""
