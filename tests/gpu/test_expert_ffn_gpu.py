@@ -155,6 +155,8 @@ def test_replayed_steps_give_the_same_bits_in_the_same_memory(one_rank, recipe_n
     recording._PROGRAMS.clear()
     direct, direct_peak = steps(RECIPES[recipe_name], name, stacked, executor=False)
     assert not recording._PROGRAMS
+    experts = problem(1, name, dtype=torch.bfloat16, bias=name != "linear")[0]
+    joined_bytes = sum(e[role].nbytes for e in experts for role in ("gate_bias", "up_bias") if role in e)
     for whole in (True, False):
         recording._PROGRAMS.clear()
         replayed, peak = steps(RECIPES[recipe_name], name, stacked, whole)
@@ -162,4 +164,5 @@ def test_replayed_steps_give_the_same_bits_in_the_same_memory(one_rank, recipe_n
         assert all(programs) and len(programs) == (2 if whole else 1 if name == "linear" else 4)
         for a, b in zip(direct, replayed, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
-        assert peak <= direct_peak
+        # What runs between exchanges takes the joined biases of gate and up from its start.
+        assert peak <= direct_peak + (0 if whole else joined_bytes)

@@ -24,7 +24,8 @@ HEAD = ("benchmark", "machine", "versions", "commit", "command", "date", "rows")
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
+        # A copy before the installed one, on PYTHONPATH, has no metadata.
+        return getattr(sys.modules.get(package), "__version__", None) or version(package)
     except PackageNotFoundError:
         return None
 
