@@ -258,7 +258,8 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
     for _ in range(max(2, math.ceil(WARM_UP / case.micro_batches)) - 1):
         training.step()
     one_ms, = training.steps_ms(1)
-    step = timing.spread_ms(training.steps_ms(max(LEAST, min(MOST, int(budget_s * 1e3 / one_ms)))))
+    with timing.clock() as clock:
+        step = timing.spread_ms(training.steps_ms(max(LEAST, min(MOST, int(budget_s * 1e3 / one_ms)))))
     peak = accelerator.max_memory_allocated() - before + (models.staging_bytes(layers[0]) if layers else 0)
     losses = world.gathered(torch.stack(training.losses[:COMPARED])).mean(0).tolist()
     rates = {quantile: 1e3 * case.tokens * case.micro_batches / ms for quantile, ms in step.items()}
@@ -269,11 +270,32 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
     return {**step, "tokens_per_s": round(rates["median_ms"]), "tokens_per_s_p10": round(rates["p90_ms"]),
             "tokens_per_s_p90": round(rates["p10_ms"]), "tflops": round(tflops, 4),
             **({"utilisation": round(tflops / most_tflops, 4)} if most_tflops else {}),
-            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item())} if on_gpu() else {}),
+            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), **clock,
+                "starved": round(starved(training), 3)} if on_gpu() else {}),
             **training.about, "tokens_per_expert": tokens_per_expert,
             **(models.experts_in(engine, tokens_per_expert) if layers else {}),
             "losses": [round(loss, 5) for loss in losses], "gradient_norm": round(norm, 6),
             "correct": all(map(math.isfinite, losses))}
+
+
+def starved(training: Training) -> float:
+    """Of the moments at which the host begins a decoder layer, forward or backward, the share at which the device has
+    nothing left to do. Runs a step."""
+    idle, stream = [], torch.cuda.current_stream()
+
+    def begins(*_) -> None:
+        idle.append(stream.query())
+
+    def ends(_layer, _inputs, output) -> None:
+        (output[0] if isinstance(output, tuple) else output).register_hook(begins)
+
+    layers = [module for module in training.engine.module.modules() if type(module).__name__.endswith("DecoderLayer")]
+    hooks = [add(call) for layer in layers for add, call in ((layer.register_forward_pre_hook, begins),
+                                                             (layer.register_forward_hook, ends))]
+    training.step()
+    for hook in hooks:
+        hook.remove()
+    return sum(idle) / len(idle)
 
 
 def profile(case: Case, step_ms: float, training: Training, before: int) -> dict:
