@@ -89,6 +89,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
 
+    @torch.compiler.disable  # layers differ too much to share what is compiled
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Takes [B, S, H] and returns what AutoEPMoELayer does: [B, S, H] or [T, H], with the router's logits if the
         model asks for them. Collective over the expert-parallel group.
@@ -122,7 +123,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
 
     def _shared_experts(self, x_TH: torch.Tensor, hidden_states: torch.Tensor) -> Branch | None:
         """What the shared experts and their gate return, as a branch. None if `_finalize_output` calls them."""
-        if self.shared_experts is None or torch.compiler.is_compiling():  # it is traced only outside ExpertFFN
+        if self.shared_experts is None:
             return None
         # With ZeRO-3, a recomputation (non-reentrant) must end inside the shared experts. If it went on, DeepSpeed
         # would release their parameters, which the backward that called for it is about to read.

@@ -141,6 +141,7 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
 
+    @torch.compiler.disable  # layers differ too much to share what is compiled
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
 

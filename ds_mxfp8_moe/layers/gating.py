@@ -16,7 +16,6 @@ from .patches import lent
 from .routes import Turn
 
 
-@torch.compiler.disable
 def gate_in_turn(turn: Turn, call: Callable, *args) -> Any:
     """call(*args), inside which a classic layer's gate makes this turn."""
     chooser = _Chooser(turn)

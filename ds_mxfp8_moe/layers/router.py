@@ -58,7 +58,6 @@ def why_no_turns(router: nn.Module) -> str | None:
     return None if _rule_of(router) else f"its router is a {type(router).__name__}, whose rule is unknown"
 
 
-@torch.compiler.disable
 def _route_in_turn(router: nn.Module, x_TH: torch.Tensor, bias_E: torch.Tensor | None,
                    turn: Turn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with lent(router, "forward", partial(_rule_of(router), turn)):  # hooks see the call
@@ -98,7 +97,7 @@ def _live_choice(router: TokenChoiceTopKRouter, turn: Turn, score_TE: torch.Tens
 
 
 def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
-    if not has_kernels(x_TH.device) or x_TH.shape[0] == 0 or torch.compiler.is_compiling():
+    if not has_kernels(x_TH.device) or x_TH.shape[0] == 0:
         return False
     from ..ops.triton_kernels.route import MOST_EXPERTS  # Triton exists on Linux alone
     return type(router) is TokenChoiceTopKRouter and _has_no_hooks(router) and router.num_expert_groups is None and (

@@ -297,17 +297,24 @@ def test_ranks_may_bring_different_numbers_of_tokens(ranks2):
 
 
 def compiled(around_the_layers: bool):
-    """Losses of an engine and of a compiled one. `around_the_layers`: DeepSpeed compiles what lies between them."""
+    """Losses of an engine and of a compiled one, and how many graphs were compiled.
+
+    around_the_layers: DeepSpeed compiles what lies between the MoE layers.
+    """
     changes = {"compile": {"autoep_non_moe": True}} if around_the_layers else {}
-    engines = [engine(MXFP8, 1, 2, model_changes={"num_hidden_layers": 1}, **changes) for _ in range(2)]
+    shape = {"num_hidden_layers": 3, "use_cache": False}
+    engines = [engine(MXFP8, 1, 2, model_changes=shape, **changes) for _ in range(2)]
     engines[1].compile(backend="eager")
-    return [train_engine(built, range(3)) for built in engines]
+    torch._dynamo.utils.counters.clear()
+    losses = [train_engine(built, range(3)) for built in engines]
+    return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("around_the_layers", slow_except([False, True], True))
 def test_compiled_engines_train_alike(ranks2, around_the_layers):
-    for plain, traced in ranks2.run(compiled, around_the_layers):
+    for (plain, traced), graphs in ranks2.run(compiled, around_the_layers):
         assert traced == plain
+        assert graphs == 2 or not around_the_layers  # before and after an MoE layer, for all of them
 
 
 def generated(section):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What whole_model.py can change of its script: attention, loss and optimizer.
+"""What whole_model.py can change of its script: attention, loss, optimizer and compilation.
 
 guides/fast_training.md says which to choose. None is the script as it is: what transformers chooses for the model,
-Liger's loss with Liger, torch's fused AdamW.
+Liger's loss with Liger, torch's fused AdamW, nothing compiled.
 """
 
 from functools import partial
@@ -19,6 +19,7 @@ OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused
               "DeepSpeed's AdamW": {}}
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
+BETWEEN = "between the MoE layers"  # what is compiled: DeepSpeed's compile.autoep_non_moe
 CHUNK = 1024  # tokens of which the last two hold logits
 CHUNK_MEM_CONST = 16  # Liger's loss holds the logits of about 16 times as many tokens as by default
 

@@ -4,7 +4,7 @@ time goes, of plain transformers, AutoEP and ours in every recipe.
 
 Real configurations with random weights: whole_model.yaml has them, the cases, and what others publish. Full finetuning
 and LoRA by PEFT on attention and experts, with Liger's norms, rope and loss and without, in ZeRO-1 with fused AdamW.
-A case may change attention, loss and optimizer (changes.py).
+A case may change attention, loss, optimizer and compilation (changes.py).
 
 A rank holds its share of the experts of N ranks ("one rank of"), and everything else whole. So each expert gets as
 many tokens as with N ranks, and the optimizer has more to do, since it does not share the other parameters. One rank
@@ -102,6 +102,7 @@ class Case:
     attention: str | None = None
     loss: str | None = None
     optimizer: str | None = None
+    compiled: str | None = None
 
     def __str__(self) -> str:
         return show.described(self.described(), ("model", "training", "sequences", "micro_batches", "checkpointing",
@@ -179,6 +180,8 @@ def engine_config(case: Case, contender: str, micro_batches: int) -> dict:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
     if contender in SECTIONS:
         config["mxfp8_moe"] = {**models.OURS, **SECTIONS[contender]}
+    if case.compiled:
+        config["compile"] = {"autoep_non_moe": True}
     return config
 
 
@@ -207,6 +210,8 @@ class Training:
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
         with models.named_recorders():  # as in models.engine_of
             self.engine = initialize(model=model, config=engine_config(case, contender, micro_batches))[0]
+        if case.compiled:
+            self.engine.compile()
 
     def micro_batch(self, i: int) -> torch.Tensor:
         batch = self.batches[i % BATCHES]

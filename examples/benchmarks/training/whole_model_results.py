@@ -21,7 +21,7 @@ FULL, LORA = "full", "LoRA"
 PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
 BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
 NOT_KEPT = "ours, default, weights not kept"
-CHANGES = ("attention", "loss", "optimizer")  # keys of a case that the guide to fast training changes
+CHANGES = ("attention", "loss", "optimizer", "compiled")  # keys of a case that the guide to fast training changes
 # What a result file says for a value of whole_model.yaml.
 CHECKPOINTING = {False: None, True: "checkpointing", "half": "checkpointing of every other layer"}
 IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
@@ -207,6 +207,7 @@ def lead_text(result: dict | None) -> str:
 
 # What a line is called, its contender, and how its case differs from the first one of "short".
 FASTEST = LIGER | {"loss": changes.LARGE_CHUNKS}
+COMPILED = {"compiled": changes.BETWEEN}
 LARGER = FASTEST | {"sequences": 2, "micro_batches": 4}
 STEPS = (("transformers with DeepSpeed", PLAIN, {}), ("AutoEP, by `expert_parallel`", AUTOEP, {}),
          ("this package, by `mxfp8_moe`", DEFAULT, {}), ("Liger's norms, RoPE and loss", DEFAULT, LIGER),
@@ -216,6 +217,8 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
            *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
              for kind in (*changes.SDPA, "flex_attention")),
            *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
+           ("compiled between the MoE layers", DEFAULT, FASTEST | COMPILED),
+           ("the same, without Liger's norms and RoPE", DEFAULT, COMPILED | {"loss": changes.IN_CHUNKS}),
            ("quantised weights not kept", NOT_KEPT, FASTEST), ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
             LARGER | {"checkpointing": "half"}),
