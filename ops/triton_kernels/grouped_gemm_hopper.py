@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import multiprocessors
 from ..mx_format import MXParts
 from .format import tile_of
-from .gluon_names import async_load, async_store
+from .gluon_names import async_load, async_store, barrier
 from .launch import Launched
 from .library import cdiv, next_power_of_2
 
@@ -190,6 +190,7 @@ def _accumulate(warpgroup: gl.constexpr, step, k_blocks, a_smem, b_smem, s_smem,
                                   layout)
     step += 1
     for _ in range(1, k_blocks):
+        barrier()  # the compiler sets this one itself until Triton 3.7: from 3.8 on, a step would begin without it
         acc0, acc1 = _accumulate_step(warpgroup, acc0, acc1, step, a_smem, b_smem, s_smem, full, empty, STAGES, TWO,
                                       layout)
         step += 1

@@ -25,7 +25,7 @@ from .convert_rows_hopper import (
     tiles_in_block,
     wait_for_rows,
 )
-from .gluon_names import async_load
+from .gluon_names import async_load, barrier
 from .grouped_gemm_hopper import add_products, barriers, descriptor, start_product
 from .grouped_wgrad_hopper import Goal, bring, empty_gradient, expert_and_tile, landings, out_descriptor, write
 from .launch import Launched
@@ -86,6 +86,7 @@ def _accumulate(warpgroup: gl.constexpr, step, steps, g_smem, a_smem, full, empt
     acc1 = gl.zeros([64, 128], gl.float32, layout)
     for _ in range(steps):
         stage = step % STAGES
+        barrier()  # as in grouped_gemm_hopper.py
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         g = g_smem.index(stage * 2 + warpgroup)
         product = start_product(g, a_smem.index(stage), layout)
