@@ -6,8 +6,9 @@ each weight, and a scale for each tile of 128x128. On Hopper, and with `"scale_b
 the bytes that training multiplies with. Where they are not, one line says by how much they differ.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -73,10 +74,10 @@ def checked(engine: Any, weights: str) -> Published:
 def stream(model: Published, weights: str, bucket_bytes: int = 2**30,
            rank_0_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The iterator of `export_weights`."""
-    remaining = _pairs(model, weights, bucket_bytes, rank_0_only)
+    remaining = _parts(model, weights, bucket_bytes, rank_0_only)
     try:
-        while (pair := next(remaining, None)) is not None:  # `yield from` would close it too early
-            yield pair
+        for pairs in remaining:  # `yield from remaining` would close it too early
+            yield from pairs
     except Exception as error:
         tell_peers(error)
         raise
@@ -122,8 +123,9 @@ class _Merging(Gather):
             return weight
 
 
-def _pairs(model: Published, weights: str, bucket_bytes: int,
-           rank_0_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _parts(model: Published, weights: str, bucket_bytes: int,
+           rank_0_only: bool) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    """The pairs of `export_weights`, in parts. Only the step from one part to the next is collective."""
     gather = _Merging(keep=not rank_0_only or dist.get_rank() == 0, on_host=False, to_all=not rank_0_only,
                       where="export_weights", adapted=model.adapted)
     rounding = Rounding()
@@ -135,7 +137,8 @@ def _pairs(model: Published, weights: str, bucket_bytes: int,
         for first in range(0, stack.layer.num_local_experts, step):
             yield from experts.bucket(slice(first, first + step))
         del experts  # in ZeRO-3, copies
-    yield from model.rest(gather)
+    for pair in model.rest(gather):
+        yield pair,
     if rounding.changed:
         trained = {"frozen weights" if isinstance(next(iter(stack.weights.values())), MXTensor) else
                    f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"
@@ -159,10 +162,10 @@ class _Experts:
         width = 1 if fp8 else max(casts.sample(w).element_size() for w in self.local.values())
         self.bytes_of_one = self.layer.ep_size * width * sum(N * K for N, K in stack.shapes.values())
 
-    def bucket(self, part: slice) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of a part of each rank's experts. Collective. Nothing where they are not kept."""
-        roles, sent = list(self.local), []
-        for role in roles:
+    def bucket(self, part: slice) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+        """The (name, tensor) of a part of each rank's experts, rank by rank. Collective. Nothing where not kept."""
+        sent = []
+        for role in self.local:
             w_LNK = self._merged(role, part)
             if self.fp8:
                 tiles = self._cast(w_LNK)
@@ -170,12 +173,13 @@ class _Experts:
             else:
                 sent.append(_plain(w_LNK))
         for rank, received in enumerate(self._exchanged(sent)):
-            count, tensors = len(received[0]), {role: self._named(received) for role in roles}
-            for i in range(count):
-                expert = rank * self.layer.num_local_experts + part.start + i
-                for role in roles:
-                    for ending, tensor in tensors[role].items():
-                        yield self.stack.names[role][expert] + ending, tensor[i]
+            first = rank * self.layer.num_local_experts + part.start
+            columns = []
+            for role in self.local:
+                names = self.stack.names[role][first:first + len(received[0])]
+                for ending, tensor in self._named(received):
+                    columns.append(zip([name + ending for name in names], tensor.unbind(), strict=True))
+            yield chain.from_iterable(zip(*columns, strict=True))  # no Python between one pair and the next
 
     def compare(self, rounding: Rounding) -> None:
         """Adds what this rank's first expert differs by from what training multiplies with, if it may differ."""
@@ -192,12 +196,12 @@ class _Experts:
                 trained = casts.dequantize(mx, torch.float32)[:, order.argsort()]
             rounding.add(trained.float() + self._delta(role, one), self._cast(self._merged(role, one)))
 
-    def _named(self, received: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Ending of the name -> tensor, of one weight of several experts."""
+    def _named(self, received: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """(ending of the name, tensor) of one weight of several experts. Takes it out of `received`."""
         if not self.fp8:
-            return {"": received.pop(0)}
+            return [("", received.pop(0))]
         weight, factors = to_block_fp8(MXTensor(received.pop(0), received.pop(0), TILE, tiled=True))
-        return {"": weight, "_scale_inv": factors}
+        return [("", weight), ("_scale_inv", factors)]
 
     def _cast(self, w_LNK: casts.Stack) -> MXTensor:
         if isinstance(w_LNK, MXTensor):

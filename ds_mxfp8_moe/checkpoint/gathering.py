@@ -106,7 +106,8 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig, want
         RuntimeError: AutoEP does not find the layers in a new model.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
-    state = dict(tensors(model, expert_parallel, skeleton or skeleton_of(model), Gather(keep), wanted))
+    skeleton = skeleton or skeleton_of(model)
+    state = dict(tensors(model, specs_of(model, skeleton, expert_parallel), skeleton, Gather(keep), wanted))
     return state if keep else None
 
 
@@ -217,10 +218,10 @@ def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
     return {name: specs[name] for name in names}
 
 
-def tensors(model: torch.nn.Module, expert_parallel: AutoEPConfig, skeleton: torch.nn.Module, gather: Gather,
+def tensors(model: torch.nn.Module, specs: dict[str, MoELayerSpec], skeleton: torch.nn.Module, gather: Gather,
             wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
-    Nothing where not `gather.keep`. For the arguments and errors, see `whole_state_dict`.
+    Nothing where not `gather.keep`. `specs`: of `specs_of`. For the other arguments, see `whole_state_dict`.
     """
     _, prefix = base_of(model)
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
@@ -228,7 +229,7 @@ def tensors(model: torch.nn.Module, expert_parallel: AutoEPConfig, skeleton: tor
     if dequantised and gather.on_host:
         print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
                         "saved in the model's dtype, with the values that they compute with")
-    for name, spec in specs_of(model, skeleton, expert_parallel).items():
+    for name, spec in specs.items():
         start = f"{name}."
         own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
         source = skeleton.get_submodule(name[len(prefix) + 1:] if prefix else name)

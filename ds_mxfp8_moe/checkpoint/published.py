@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -31,6 +32,7 @@ from .gathering import (
     classic_layers,
     classic_tensors,
     skeleton_of,
+    specs_of,
     tensors,
 )
 
@@ -73,6 +75,7 @@ class Names:
 
     Attributes:
         skeleton: the model as transformers builds it. None: it is no transformers model.
+        specs: AutoEP's description of each of its layers in the skeleton.
         others: name in the skeleton -> published name, for all tensors but `experts`.
         tied: names in the skeleton of weights that checkpoints hold under another name.
         stacked: published names of tensors that hold the experts of a whole layer.
@@ -80,6 +83,7 @@ class Names:
     """
 
     skeleton: torch.nn.Module | None = None
+    specs: dict[str, MoELayerSpec] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
     stacked: list[str] = field(default_factory=list)
@@ -110,7 +114,7 @@ class Published:
         """(published name, tensor) of all but `stacks`, one by one. Collective. Nothing where not `gather.keep`.
         """
         of_stacks = {name for stack in self.stacks for name in stack.own_names}
-        for name, tensor in _tensors(self.engine, self.names.skeleton, gather, of_stacks):
+        for name, tensor in _tensors(self.engine.module, self.names.skeleton, self.names.specs, gather, of_stacks):
             if name not in self.names.tied:
                 yield self.names.others.get(name, name), tensor
 
@@ -171,18 +175,17 @@ def _recipe(layer) -> Recipe | None:
     return settings.recipe if quantizes else None
 
 
-def _tensors(engine: DeepSpeedEngine, skeleton: torch.nn.Module | None, gather: Gather,
-             without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: torch.nn.Module, skeleton: torch.nn.Module | None, specs: dict[str, MoELayerSpec],
+             gather: Gather, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the skeleton, tensor) of all but adapters, which are merged, and `without`.
 
     `without`: names in the engine's model.
     """
-    model = engine.module
     if skeleton is None:
         yield from classic_tensors(model, gather, lambda name, value: name not in without)
         return
     _, prefix = base_of(model)
-    for name, tensor in tensors(model, engine._config.expert_parallel_config, skeleton, gather,
+    for name, tensor in tensors(model, specs, skeleton, gather,
                                 lambda name, value: name not in without and merged_name(name, model, prefix)):
         yield merged_name(name, model, prefix), tensor
 
@@ -217,9 +220,10 @@ def _names(engine: DeepSpeedEngine) -> Names:
     from transformers.core_model_loading import revert_weight_conversion
 
     skeleton = skeleton_of(engine.module)
+    specs = specs_of(engine.module, skeleton, engine._config.expert_parallel_config)
     marks = _Marks(keep=True, on_host=False, model=engine.module)
     own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
-    for name, mark in _tensors(engine, skeleton, marks):
+    for name, mark in _tensors(engine.module, skeleton, specs, marks):
         if id(mark) in name_of:
             tied.add(name)
             mark = torch.empty_like(mark)
@@ -241,7 +245,7 @@ def _names(engine: DeepSpeedEngine) -> Names:
         raise RuntimeError(f"published checkpoints of {skeleton.config.model_type} hold {lost[0]} in a form that this "
                            "function does not know. ds_mxfp8_moe.save_pretrained(engine, directory) writes the model "
                            "without quantisation")
-    return Names(skeleton=skeleton, others=others, tied=tied,
+    return Names(skeleton=skeleton, specs=specs, others=others, tied=tied,
                  stacked=[others[name] for name, mark in marked.items() if not mark.is_meta and name in others],
                  experts={layer: {role: [of_role[i] for i in range(len(of_role))] for role, of_role in roles.items()}
                           for layer, roles in experts.items() if one_by_one})

@@ -115,7 +115,7 @@ def to_block_fp8(tiles: MXTensor, factor_dtype: torch.dtype = torch.float32) -> 
     if factor_dtype != torch.float32:
         raise TypeError(f"scales of {factor_dtype} were asked for; supported are torch.float32 and "
                         "torch.float8_e8m0fnu")
-    return tiles.qdata, _power_of_two(tiles.scale_bytes.int())
+    return tiles.qdata, tiles.scale.float()
 
 
 def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: Rounding | None = None,
