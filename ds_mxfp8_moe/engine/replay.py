@@ -10,8 +10,9 @@ experts that were chosen, so the router has gradients.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import deepspeed.comm as dist
@@ -23,7 +24,6 @@ from deepspeed.pipe import PipelineModule
 
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
-from ..layers.found import converted_layers
 from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
@@ -49,8 +49,8 @@ def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
     Raises:
         RuntimeError: the routes of this model cannot be recorded. The text says why.
     """
-    layers, state = _prepared(engine, "record_routes")
-    with _watched(engine, layers, state):
+    layers, around, state = _prepared(engine, "record_routes")
+    with _watched(around, state):
         state.recorded = recorded = RecordedRoutes([layer.mxfp8_routes for layer in layers])
         try:
             yield recorded
@@ -84,9 +84,9 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
         RuntimeError: before the forwards, on every rank, if the routes of this model cannot be replayed on any rank.
             There are more forwards than routes, or fewer.
     """
-    layers, state = _prepared(engine, "replay_routes")
-    given = _checked(layers, routes)
-    with _watched(engine, layers, state):
+    layers, around, state = _prepared(engine, "replay_routes")
+    with _watched(around, state):
+        given = _checked(layers, routes)  # last: the host waits for the device, which then waits for the host
         state.replayed = iter(given)
         try:
             yield
@@ -128,14 +128,18 @@ def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tenso
 
 
 @tell_peers_on_error
-def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
-    """The layers and the state of a model. Raises RuntimeError if its routes cannot be recorded or replayed.
+def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.Module], ModelRoutes]:
+    """The layers of a model, the modules that contain all of them, and the model's state. Raises RuntimeError if its
+    routes cannot be recorded or replayed.
 
     Before a replay and for pipelines, this is collective, and raises on every rank if it does on any.
     """
     model = model_of(engine)
-    layers, state = converted_layers(model), routes_of(model, make=True)
-    failure = _refusal(model, layers)
+    state, modules = routes_of(model, make=True), dict(model.named_modules())
+    of_moe = {path: module for path, module in modules.items() if isinstance(module, (MOELayer, AutoEPMoELayer))}
+    layers = {path: layer for path, layer in of_moe.items()
+              if isinstance(layer, (MXFP8MOELayer, MXFP8AutoEPMoELayer))}
+    failure = _refusal(of_moe, layers)
     if (state.recorded if name == "record_routes" else state.replayed) is not None:
         failure = "this model is inside another `with` of it already"
     if name == "replay_routes" or isinstance(model, PipelineModule):  # whose stages have different layers
@@ -144,26 +148,24 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, ModelRoutes]:
         raise RuntimeError(f"{name}: {failure}")
     if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
         state.forget()
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(layers.values()):
         layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, _top_k(layer), state)
-    return layers, state
+    return [*layers.values()], _around(modules, layers), state
 
 
-def _refusal(model: torch.nn.Module, layers: list) -> str | None:
+def _refusal(of_moe: dict, layers: dict) -> str | None:
     """Why routes of this model can be neither recorded nor replayed. None: they can."""
     if gone := missing("router replay"):
         return f"not supported: {gone}"
     if not layers:
         return ('the model has no layers that ds_mxfp8_moe converted. Enable "mxfp8_moe" in its config, and read the '
                 "start-up lines about the layers. Each stage of a pipeline needs such a layer")
-    reasons = ((path, _obstacle(module)) for path, module in model.named_modules())
+    reasons = ((path, _obstacle(module)) for path, module in of_moe.items())
     return next((f"not supported for {path}: {reason}" for path, reason in reasons if reason), None)
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
-    """Why routes of this module can be neither recorded nor replayed. None: they can, or it is no MoE layer."""
-    if not isinstance(module, (MOELayer, AutoEPMoELayer)):
-        return None
+    """Why routes of this MoE layer can be neither recorded nor replayed. None: they can."""
     if not isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)):
         return "it runs DeepSpeed's own path: the start-up lines say why"
     if module.mxfp8_settings.config.force_load_balance:
@@ -180,11 +182,10 @@ def _num_experts(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
 
 
 @contextmanager
-def _watched(engine: torch.nn.Module, layers: list, state: ModelRoutes) -> Iterator[None]:
+def _watched(around: list[torch.nn.Module], state: ModelRoutes) -> Iterator[None]:
     """Inside the context, the state knows where forwards of the model begin."""
     state.cut()
-    model = model_of(engine)
-    hooks = [module.register_forward_pre_hook(state.begin) for module in _around(model, layers)]
+    hooks = [module.register_forward_pre_hook(state.begin) for module in around]
     try:
         yield
     finally:
@@ -193,15 +194,14 @@ def _watched(engine: torch.nn.Module, layers: list, state: ModelRoutes) -> Itera
         state.cut()
 
 
-def _around(model: torch.nn.Module, layers: list) -> list[torch.nn.Module]:
-    """The modules that contain all layers. A user may call any of them. A single layer counts, too."""
-    paths = [name.split(".") for name, module in model.named_modules() if module in layers]
+def _around(modules: dict[str, torch.nn.Module], paths: Iterable[str]) -> list[torch.nn.Module]:
+    """The modules that contain all those at `paths`. A user may call any of them. A single layer counts, too."""
     names = [""]
-    for parts in zip(*paths, strict=False):
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
         if len(set(parts)) > 1:
             break
         names.append(f"{names[-1]}.{parts[0]}".strip("."))
-    return [model.get_submodule(name) for name in names]
+    return [modules[name] for name in names]
 
 
 def _checked(layers: list, routes: Any) -> list[Given]:
@@ -223,28 +223,40 @@ def _checked(layers: list, routes: Any) -> list[Given]:
 
 
 def _given(layers: list, routes: Any) -> Given:
-    """The routes of one forward. Raises ValueError if they are wrong. The host reads them once."""
+    """The routes of one forward. Raises ValueError if they are wrong. The host reads them once, as its last step."""
     routes = torch.as_tensor(routes)
     top_k_L, num_experts_L = ([*map(count, layers)] for count in (_top_k, _num_experts))
     L, K = len(layers), max(top_k_L)
     if routes.dim() < 3 or routes.shape[-2:] != (L, K) or routes.dtype.is_floating_point or routes.dtype == torch.bool:
         raise ValueError(f"the routes are {routes.dtype} of shape {tuple(routes.shape)}; expected integers of shape "
                          f"[..., {L}, {K}]: {L} MoE layers, dense layers not counted, and {K} choices of a token")
-    id_TLK = routes.reshape(-1, L, K).to(torch.int64)
-    top_k_L1, num_experts_L1 = (torch.tensor(one, device=id_TLK.device)[:, None] for one in (top_k_L, num_experts_L))
-    right_TLK = torch.where(torch.arange(K, device=id_TLK.device) < top_k_L1,
-                            (id_TLK >= 0) & (id_TLK < num_experts_L1), id_TLK == -1)
-    ascending_TLK = id_TLK.sort(dim=2)[0]
-    twice_TLK = (ascending_TLK[..., 1:] == ascending_TLK[..., :-1]) & (ascending_TLK[..., 1:] >= 0)
-    live_TL = (id_TLK == -1).all(2)
-    wrong_TL = ~(right_TLK.all(2) | live_TL) | twice_TLK.any(2)
-    wrong, live = torch.stack([wrong_TL.any(), live_TL.any()]).tolist()
-    if wrong:
-        t, index = wrong_TL.nonzero()[0].tolist()
+    id_TLK = routes.reshape(-1, L, K)
+    if id_TLK.dtype != torch.int16:  # as recorded
+        id_TLK = id_TLK.to(torch.int64)
+    # Layers in a row that are alike together: their numbers in a tensor would have to get to the device first.
+    alike = [(*rule, len([*run])) for rule, run in groupby(zip(top_k_L, num_experts_L, strict=True))]
+    found = [_found(part_TLK, k, num_experts) for part_TLK, (k, num_experts, _) in zip(
+        id_TLK.split([run[-1] for run in alike], dim=1), alike, strict=True)]
+    flags = torch.stack([found_TL.all() for pair in found for found_TL in pair])
+    device = torch.device(get_accelerator().current_device_name())
+    chosen_LTK = id_TLK.transpose(0, 1).to(device, torch.int16, copy=True, memory_format=torch.contiguous_format)
+    flags = flags.tolist()
+    if not all(flags[0::2]):
+        t, index = (~torch.cat([right_TL for right_TL, _ in found], dim=1)).nonzero()[0].tolist()
         k, num_experts = top_k_L[index], num_experts_L[index]
         rest = f", and -1 in the other {K - k}" if k < K else ""
         raise ValueError(f"token {t} has experts {id_TLK[t, index].tolist()} in {layers[index].mxfp8_settings.name}; "
                          f"expected {k} different ones of 0 to {num_experts - 1}{rest}, or -1 in all {K} for a token "
                          "that chooses by itself")
-    device = torch.device(get_accelerator().current_device_name())
-    return Given(id_TLK.transpose(0, 1).to(device, torch.int16).contiguous(), not live)
+    return Given(chosen_LTK, complete=all(flags[1::2]))
+
+
+def _found(id_TLK: torch.Tensor, k: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token: whether its ids are right, for layers with k choices, and whether they choose (or are wrong)."""
+    ascending_TLK = id_TLK[..., :k].sort(dim=2)[0]
+    chosen_TL = ascending_TLK[..., 0] >= 0
+    different_TL = (ascending_TLK[..., 1:] > ascending_TLK[..., :-1]).all(2)
+    right_TL = chosen_TL & different_TL & (ascending_TLK[..., -1] < num_experts) | (ascending_TLK == -1).all(2)
+    if k < id_TLK.shape[2]:
+        right_TL &= (id_TLK[..., k:] == -1).all(2)
+    return right_TL, chosen_TL
