@@ -55,31 +55,32 @@ class Sums:
         if key is None or optimizer.param_dict[key[2]] is not param or key in self.mixed:
             return None
         i, place, divisor = key[0], optimizer._place(*key), optimizer.mxfp8_batching.divisor
+        grad = param.grad
         # Kernels multiply by 1 / divisor, which is exact for powers of two. A hook sees the gradient of one pass. One
         # hook is DeepSpeed's.
-        if (not place.alone or optimizer._deepspeed_keeps_sum(i) or each and math.frexp(divisor)[0] != 0.5
+        if (not place.alone or each and math.frexp(divisor)[0] != 0.5
                 or param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > 1
                 or optimizer._coalesce_grad_reduction or not getattr(param, "ds_grad_is_ready", True)
                 or not _runs(node)):
             return None
         number = torch._C._current_graph_task_id()
-        # Without `param.grad`, the gradient that began the sum is on its way to it, or was dropped.
-        if key in self.given and (each or self.given[key] == number or param.grad is None):
+        # Without `grad`, the gradient that began the sum is on its way to it, or was dropped.
+        if key in self.given and (each or self.given[key] == number or grad is None):
             return None
         exists = optimizer.all_grad_tensors.get(i) is not None
-        if param.grad is not None and (each or not exists or not self._in_place(optimizer, param, key)):
+        if grad is not None and (each or not exists or not self._in_place(optimizer, param, key)):
             return None
         if not exists:
             if not each and optimizer.is_gradient_accumulation_boundary():
                 return None  # nothing will be added to a sum that would begin with all activations beside it
             self.made.add(i)
-        out = _part(optimizer, place, i).view(param.shape)
+        out = _part(optimizer, place, i).view(param.shape) if grad is None else grad
         fresh = i in optimizer.mxfp8_batching.fresh
         if out.dtype != param.dtype or fresh and optimizer.overlap_comm and i not in self.made:
             return None
         self.given[key] = number
         if not each:
-            return Sum(out, param.grad is not None)
+            return Sum(out, grad is not None)
         if fresh:
             return Sum(out)
         optimizer._mark_reduced([key])  # autograd gets no gradient, with which it would be marked
@@ -132,7 +133,8 @@ class Sums:
         self.made.clear()
 
     def _in_place(self, optimizer: Any, param: torch.nn.Parameter, key: tuple) -> bool:
-        return param.grad.data_ptr() == _part(optimizer, optimizer._place(*key), key[0]).data_ptr()
+        flat, start = optimizer._sum(key[0]).flat_partition, optimizer._place(*key).own[1]
+        return param.grad.data_ptr() == flat.data_ptr() + start * flat.element_size()
 
 
 def _part(optimizer: Any, place: Any, i: int) -> torch.Tensor:
