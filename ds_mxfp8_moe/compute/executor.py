@@ -25,6 +25,12 @@ def unknown_launcher() -> str | None:
     return None if launcher.KNOWN else launcher.UNKNOWN
 
 
+@cache
+def _recording() -> ModuleType:
+    from ..ops.triton_kernels import recording  # Triton exists on Linux alone
+    return recording
+
+
 def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict], inputs: list,
              stacks: Sequence[Sequence[torch.Tensor]] = (), within_stacks: bool = True) -> dict:
     """function(inputs). The first call is recorded, later ones are replayed.
@@ -40,12 +46,12 @@ def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict],
         within_stacks: a kernel finds each weight by its distance from the first weight of its stack. If false, by its
             distance from the first weight of all stacks.
     """
-    from ..ops.triton_kernels import recording  # Triton exists on Linux alone
     tensors, kinds = taken_apart(inputs)
     inputs.clear()
     key = (*key, kinds, tuple(map(len, stacks)), executor.signature([*tensors, *(stack[0] for stack in stacks)]))
     weights = [weight for stack in stacks for weight in stack]
-    between = tuple(map(executor.distances, stacks)) if within_stacks else executor.distances(weights)
+    between = (tuple(executor.distances(stack) for stack in stacks if len(stack) > 1) if within_stacks
+               else executor.distances(weights))
     tensors += weights
 
     def of_tensors(tensors: list) -> tuple:
@@ -60,7 +66,7 @@ def replayed(executor: ModuleType, key: tuple, function: Callable[[list], dict],
     device = tensors[0].get_device()  # -1: the CPU
     elsewhere = device >= 0 and device != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        values, (made_kinds, names, others) = recording.replayed(executor, key, between, of_tensors, tensors)
+        values, (made_kinds, names, others) = _recording().replayed(executor, key, between, of_tensors, tensors)
     if any(made_kinds) or None in made_kinds:
         values = put_together(values, made_kinds)
     return dict(zip(names, values, strict=True), **others)

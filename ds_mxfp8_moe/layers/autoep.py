@@ -53,9 +53,12 @@ class MXFP8GroupedExperts(GroupedExperts):
         return super().requires_grad_(requires_grad)
 
     def __getattr__(self, name: str) -> Any:
-        if name in WEIGHTS and frozen_of(self) is not None:
-            raise AttributeError(f"{name} of these experts {REFUSED}")
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in WEIGHTS and frozen_of(self) is not None:
+                raise AttributeError(f"{name} of these experts {REFUSED}") from None
+            raise
 
 
 class MXFP8ExtendedGroupedExperts(MXFP8GroupedExperts, ExtendedGroupedExperts):
@@ -103,13 +106,15 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         weight_TK, expert_TK, counts_E = route(self.router, x_TH, self.expert_bias, turn)
         if turn is not None:
             turn.note(expert_TK)
-        routes = Routes(expert_TK=expert_TK.long(), weight_TK=weight_TK.float(), num_experts=self.num_experts)
+        # To what they are already, tensors are not cast: on the host a call of torch takes longer than the question.
+        routes = Routes(expert_TK=expert_TK if expert_TK.dtype == torch.int64 else expert_TK.long(),
+                        weight_TK=weight_TK if weight_TK.dtype == torch.float32 else weight_TK.float(),
+                        num_experts=self.num_experts)
         if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)
             counts_E = routes.counts_E()
         if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
-            with torch.no_grad():
-                self.tokens_per_expert.add_(counts_E)
+            self.tokens_per_expert.add_(counts_E)  # integers have no gradients
         ffn = settings.ffn(self, x_TH, routes, counts_E)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)

@@ -94,8 +94,8 @@ class LayerSettings:
         if x.shape[-1] != self.formula.hidden_size:
             raise ValueError(f"{self.name}: the input has shape {tuple(x.shape)}; expected a last axis of "
                              f"{self.formula.hidden_size}, the layer's hidden size")
-        autocast = torch.is_autocast_enabled(x.device.type)
-        fits = autocast or x.dtype in DTYPES and (weights_cast or x.dtype == experts_dtype)
+        fits = x.dtype in DTYPES and (weights_cast or x.dtype == experts_dtype) or torch.is_autocast_enabled(
+            x.device.type)
         if not fits or experts_dtype not in DTYPES:
             raise TypeError(f"{self.name}: the input is {x.dtype} and the experts are {experts_dtype}; cast one of "
                             "them, or enable autocast. Experts must be bfloat16, float16 or float32")

@@ -7,7 +7,8 @@ It is recorded and replayed together with the linear layer's GEMMs (ops/triton_k
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 
 import torch
 from deepspeed.moe.ep_count import count_tokens_per_expert
@@ -48,7 +49,8 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
 def as_gate_takes(router: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     """The tokens in the dtype of the router's linear layer. Under autocast, which casts by itself, as they are."""
     # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
-    return x_TH if torch.is_autocast_enabled(x_TH.device.type) else x_TH.to(router.gate.weight.dtype)
+    dtype = router.gate.weight.dtype
+    return x_TH if x_TH.dtype == dtype or torch.is_autocast_enabled(x_TH.device.type) else x_TH.to(dtype)
 
 
 def why_no_turns(router: nn.Module) -> str | None:
@@ -96,12 +98,17 @@ def _live_choice(router: TokenChoiceTopKRouter, turn: Turn, score_TE: torch.Tens
     return live_TK if turn.chosen_TK is None else torch.where(turn.chosen_TK < 0, live_TK, turn.chosen_TK.long())
 
 
+@cache
+def _kernels() -> ModuleType:
+    from ..ops.triton_kernels import route  # Triton exists on Linux alone
+    return route
+
+
 def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
     if not has_kernels(x_TH.device) or x_TH.shape[0] == 0:
         return False
-    from ..ops.triton_kernels.route import MOST_EXPERTS  # Triton exists on Linux alone
     return type(router) is TokenChoiceTopKRouter and _has_no_hooks(router) and router.num_expert_groups is None and (
-        router.score_func in ("softmax", "sigmoid") and router.top_k <= router.num_experts <= MOST_EXPERTS)
+        router.score_func in ("softmax", "sigmoid") and router.top_k <= router.num_experts <= _kernels().MOST_EXPERTS)
 
 
 def _is_plain(gate: nn.Module, x_TH: torch.Tensor) -> bool:
@@ -135,11 +142,9 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, source, weight_EH, bias_E, correction_E, chosen_TK, top_k, *how):
-        from ..ops.triton_kernels import route as kernels
-
         def forward(source, weight_EH, bias_E, correction_E, chosen_TK):
             logits_TE = (source if weight_EH is None else nn.functional.linear(source, weight_EH)).contiguous()
-            return [logits_TE, *kernels.route(logits_TE, top_k, *how, bias_E, correction_E, chosen_TK)]
+            return [logits_TE, *_kernels().route(logits_TE, top_k, *how, bias_E, correction_E, chosen_TK)]
 
         logits_TE, weight_TK, expert_TK, count_E = _replayed(forward, ("forward", top_k, *how),
                                                              (source, weight_EH, bias_E, correction_E, chosen_TK))
@@ -150,16 +155,20 @@ class _Route(torch.autograd.Function):
         return weight_TK, expert_TK, count_E, logits_TE
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dweight_TK, _expert, _count, dlogits_TE):
-        from ..ops.triton_kernels import route as kernels
+    def backward(ctx, *grads):
+        # What refuses a second derivative takes the host as long as a replay. Only create_graph=True asks for one.
+        backward = once_differentiable(_Route._backward) if torch.is_grad_enabled() else _Route._backward
+        return backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx, dweight_TK, _expert, _count, dlogits_TE):
         how, needs = ctx.how, ctx.needs_input_grad[:2]
 
         def backward(logits_TE, expert_TK, dweight_TK, more_TE, x_TH=None, weight_EH=None):
             if dweight_TK is None:
                 dlogits_TE = more_TE
             else:
-                dlogits_TE = kernels.route_backward(logits_TE, expert_TK, dweight_TK.contiguous(), *how)
+                dlogits_TE = _kernels().route_backward(logits_TE, expert_TK, dweight_TK.contiguous(), *how)
                 dlogits_TE = dlogits_TE if more_TE is None else dlogits_TE + more_TE
             if weight_EH is None:
                 return [dlogits_TE, None]
