@@ -183,10 +183,12 @@ def _flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None])
     layout, tensors = [], []
     for role in ROLES:
         value = weights.get(role)
-        if value is not None:
-            stacked = isinstance(value, torch.Tensor)
-            layout.append((role, 0 if stacked else len(value)))
-            tensors += [value] if stacked else list(value)
+        if isinstance(value, torch.Tensor):
+            layout.append((role, 0))
+            tensors.append(value)
+        elif value is not None:
+            layout.append((role, len(value)))
+            tensors += value
     return tuple(layout), tensors
 
 
@@ -272,9 +274,8 @@ def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[st
     weights = _unflattened(layout, tensors[count:])
     kept = None
     if ffn.kept is not None and recipe.quantize_gemm and frozen is None:
-        matrices = [weight for role, value in weights.items() if not role.endswith("_bias")
-                    for weight in ([value] if isinstance(value, torch.Tensor) else value)]
-        kept = ffn.kept.of(matrices, transposed)
+        matrices = sum(size or 1 for role, size in layout if not role.endswith("_bias"))  # which come before biases
+        kept = ffn.kept.of(tensors[count:count + matrices], transposed)
     return ExpertMath(ffn.formula, recipe, None, weights, dtype, kept, adapters, executor_for(device), frozen)
 
 

@@ -151,7 +151,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         self.mxfp8_settings.check_input(x, dtype_of(experts), weights_cast=True)
 
     def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
-        logits_TE = self.router.gate(as_gate_takes(self.router, x_TH)).float()
+        logits_TE = self.router.gate(as_gate_takes(self.router.gate, x_TH)).float()
         scores_TE = logits_TE.sigmoid() if self.router.score_func == "sigmoid" else logits_TE.softmax(dim=1)
         routes = round_robin(routes, scores_TE)
         weight_TK = routes.weight_TK

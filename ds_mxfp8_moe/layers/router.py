@@ -29,12 +29,12 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
     The kernels choose the same experts, in descending order of their scores. The weights are the same up to rounding
     in float32. A turn chooses in place of the router. The weights follow from the tokens by the router's rule.
     """
-    x_TH = as_gate_takes(router, x_TH)
+    gate = router.gate
+    x_TH = as_gate_takes(gate, x_TH)
     if not _runs_kernels(router, x_TH):
         if turn is None:
             return router(x_TH, bias_E)
         return _route_in_turn(router, x_TH, bias_E, turn)
-    gate = router.gate
     plain = _is_plain(gate, x_TH)
     source, weight_EH = (x_TH, gate.weight) if plain else (gate(x_TH), None)
     weight_TK, expert_TK, count_E, logits_TE = _Route.apply(
@@ -46,10 +46,10 @@ def route(router: TokenChoiceTopKRouter, x_TH: torch.Tensor, bias_E: torch.Tenso
     return weight_TK, expert_TK, count_E
 
 
-def as_gate_takes(router: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
+def as_gate_takes(gate: nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     """The tokens in the dtype of the router's linear layer. Under autocast, which casts by itself, as they are."""
     # transformers 5.24 keeps gates in float32 beside hidden states in bf16.
-    dtype = router.gate.weight.dtype
+    dtype = gate.weight.dtype
     return x_TH if x_TH.dtype == dtype or torch.is_autocast_enabled(x_TH.device.type) else x_TH.to(dtype)
 
 
@@ -123,8 +123,9 @@ def _has_no_hooks(module: nn.Module, but: str = "") -> bool:
     `but`: the name of a forward hook to ignore.
     """
     return "forward" not in vars(module) and not (
-        module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks) and all(
-            getattr(hook, "__name__", "") == but for hook in module._forward_hooks.values())
+        module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks) and (
+            not module._forward_hooks or all(getattr(hook, "__name__", "") == but
+                                             for hook in module._forward_hooks.values()))
 
 
 def _replayed(function: Callable, key: tuple, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
