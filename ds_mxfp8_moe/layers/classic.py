@@ -113,7 +113,7 @@ class MoE(deepspeed_layer.MoE):
                 used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As in DeepSpeed. A residual MoE's dense branch is launched before the host waits for other ranks' counts."""
         inner = self.deepspeed_moe
-        # torch.compile traces the branch only outside ExpertFFN. The timers of the MoE layer do not count the branch.
+        # torch.compile traces the branch only outside the inner layer. Timers of the layer do not count the branch.
         plain = torch.compiler.is_compiling() or inner.wall_clock_breakdown
         if plain or not self.use_residual or not isinstance(inner, MXFP8MOELayer):
             return super().forward(hidden_states, used_token)

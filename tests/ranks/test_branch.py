@@ -178,3 +178,14 @@ def trained_in_stage_3():
 
 def test_zero_3_keeps_deepspeeds_order(ranks2):
     assert ranks2.run(trained_in_stage_3) == [2, 2]
+
+
+def compiled_model():
+    built, layer, x, _ = layer_and_input("qwen2_moe", 2)
+    ds_mxfp8_moe.convert(built, MXFP8)
+    plain = layer(x)
+    return torch.equal(torch.compile(layer, backend="eager")(x), plain)
+
+
+def test_compiled_layers_have_the_same_bits(ranks2):
+    assert ranks2.run(compiled_model) == [True, True]

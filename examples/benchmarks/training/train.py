@@ -264,8 +264,8 @@ def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> It
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine, with the experts over all ranks. One rank: with and without
-    DeepSpeed's check for overflow."""
+    """What was asked for, by engine, with the experts over all ranks. One rank: with and without DeepSpeed's check for
+    overflow."""
     ranks = world.size()
     alone = ranks == 1
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES

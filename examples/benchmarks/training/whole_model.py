@@ -194,7 +194,7 @@ class Training:
     """
 
     def __init__(self, case: Case, contender: str, micro_batches: int, model: nn.Module | None = None):
-        """Arguments:
+        """Args:
             micro_batches: of a step, in place of the case's.
             model: in place of `model_of`.
         """
@@ -275,8 +275,9 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
     return {**step, "tokens_per_s": round(rates["median_ms"]), "tokens_per_s_p10": round(rates["p90_ms"]),
             "tokens_per_s_p90": round(rates["p10_ms"]), "tflops": round(tflops, 4),
             **({"utilisation": round(tflops / most_tflops, 4)} if most_tflops else {}),
-            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), **clock,
-                "starved": round(starved(training), 3)} if on_gpu() else {}),
+            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), **clock} if on_gpu() else {}),
+            # Hooks of compiled layers would be compiled with them.
+            **({"starved": round(starved(training), 3)} if on_gpu() and not case.compiled else {}),
             **training.about, "tokens_per_expert": tokens_per_expert,
             **(models.experts_in(engine, tokens_per_expert) if layers else {}),
             "losses": [round(loss, 5) for loss in losses], "gradient_norm": round(norm, 6),
