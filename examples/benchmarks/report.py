@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lib import results_file, show
-from training import convergence, convergence_results, memory, train, whole_model, whole_model_results
+from training import convergence, convergence_results, from_files, memory, train, whole_model, whole_model_results
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -165,13 +165,14 @@ def texts() -> dict[Path, str]:
     whole_models = pages.get(whole_model, [])
     latest = next((result for _, result in of_one_rank(whole_models)), None)
     text = replaced(README.read_text(), "measured", measured_table(pages))
-    text = replaced(text, "lead", whole_model_results.lead_text(latest))
+    loaded = [row for _, result in pages.get(from_files, []) for row in result["rows"]]
+    text = replaced(text, "lead", whole_model_results.lead_text(latest, loaded))
+    runs = [*(latest["rows"] if latest else ()), *loaded]
     steps = compact(whole_model_results.steps_text(latest))
     return written | {README: replaced(text, "gain", gain_text(pages[train], whole_models)),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence])),
                       FAST: replaced(FAST.read_text(), "steps", steps),
-                      MEMORY: replaced(MEMORY.read_text(), "memory",
-                                       compact(memory.memory_text(latest["rows"] if latest else ())))}
+                      MEMORY: replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many GPUs a training needs: bytes a parameter, and what a run of whole_model.py held beside them."""
+"""How many GPUs a training needs: bytes a parameter, and what runs of whole_model.py and from_files.py held
+beside them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -51,24 +52,32 @@ def gpus_needed(model: str, training: str, rest: float, gib: float) -> int | Non
     return next(fitting, None)
 
 
-def memory_text(rows: Iterable[dict]) -> str:
-    """The table of the guide to memory, from runs of all layers on one rank. Rows with Liger stand for their case."""
-    measured = [row for row in rows if "peak_bytes" in row]
+def runs_of(rows: Iterable[dict]) -> list[dict]:
+    """The rows of whole models that the guide shows: those with Liger of whole_model.py, and all of from_files.py."""
+    rows = [row for row in rows if row["contender"] == DEFAULT and ("peak_bytes" in row or "peak_gib" in row)
+            and row["case"]["layers"] == MODELS[row["case"]["model"]]["num_hidden_layers"]]
+    return [row for row in rows if "files" in row["case"] or row["case"]["liger"] and not row["case"].get("loss")]
+
+
+def peak_of(row: dict) -> float:
+    """Bytes."""
+    return row["peak_bytes"] if "peak_bytes" in row else row["peak_gib"] * 2**30
+
+
+def memory_text(rows: Collection[dict]) -> str:
+    """The table of the guide to memory, from runs of all layers on one rank."""
     lines = []
-    for row in measured:
+    for row in runs_of(rows):
         case = row["case"]
         model, training, share = case["model"], case["training"], case["one_rank_of"]
-        whole = case["layers"] == MODELS[model]["num_hidden_layers"]
-        if row["contender"] != DEFAULT or case["liger"] is None or not whole or case.get("loss"):
-            continue
-        rest = row["peak_bytes"] - state_bytes(model, training, share, 1)
-        theirs = [other["peak_bytes"] for other in measured
-                  if other["case"] == case and other["contender"] in (PLAIN, AUTOEP)]
+        rest = peak_of(row) - state_bytes(model, training, share, 1)
+        theirs = [other["peak_bytes"] for other in rows if other["case"] == case and "peak_bytes" in other
+                  and other["contender"] in (PLAIN, AUTOEP)]
         how = ", ".join(filter(None, (f"{case['sequences']} x {case['sequence']} tokens", case["checkpointing"])))
         needed = [gpus_needed(model, training, rest, gib) for gib in GPUS.values()]
-        lines.append([model, training, how, f"one of {share}", show.GIB(min(theirs)) if theirs else None,
-                      show.GIB(row["peak_bytes"]), show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed),
-                      f"{row['tokens_per_s']}"])
+        lines.append([model, f"{training}, from files in {case['files']}" if "files" in case else training, how,
+                      f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(peak_of(row)),
+                      show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
     if not lines:
         return "No result file has these figures yet: `python examples/benchmarks/training/whole_model.py`."
     return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "peak, DeepSpeed's way, GiB",

@@ -3,6 +3,7 @@
 
 import math
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -192,15 +193,18 @@ def gained(result: dict) -> dict[str, dict[str, dict]]:
     return found
 
 
-def lead_text(result: dict | None) -> str:
-    """The README's first sentence. `result`: None without a result file."""
+def lead_text(result: dict | None, from_files: Iterable[dict] = ()) -> str:
+    """The README's first sentences. `result`: None without a result file. `from_files`: rows of from_files.py."""
     told = []
     for case, rows in (gained(result) if result else {}).items():
         (over, base), (_, ours) = rows.items()
         told.append(f"{case}: **{base['median_ms'] / ours['median_ms']:.2f} times the tokens per second** of "
                     f"{over} in {ours['peak_bytes'] / base['peak_bytes']:.0%} of its memory")
     gain = f", faster and in less memory ({'; '.join(told)})" if told else ""
-    return textwrap.fill(f"Trains Mixture-of-Experts models with DeepSpeed in MXFP8{gain}.", 119)
+    large = [f"{row['case']['model']}, {row['parameters'] / 1e9:.0f} billion parameters, in {row['peak_gib']:.0f} GiB"
+             for row in from_files if row["parameters"] > 1e11]
+    fits = f" LoRA of models that one GPU cannot hold in bf16 runs on it: {'; '.join(large)}." if large else ""
+    return textwrap.fill(f"Trains Mixture-of-Experts models with DeepSpeed in MXFP8{gain}.{fits}", 119)
 
 
 # ---- the guide to fast training -----------------------------------------------------------------------------------
