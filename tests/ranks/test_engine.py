@@ -241,6 +241,7 @@ def test_deepspeeds_error_ends_with_the_section_that_nothing_reads(ranks2):
     assert "nothing read it" not in "".join(ranks2.run(unread_at_an_error, ds_mxfp8_moe.initialize))
 
 
+@pytest.mark.slow
 def test_a_process_that_makes_no_engine_says_so_at_its_exit():
     """Of two processes, the one that ends without an error."""
     program = """

@@ -162,6 +162,7 @@ def said() -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_rows_for_the_import_name_what_the_package_imports_at_its_start(said):
     """Else a release without a name ends the import in a traceback."""
     imported = set(re.search("^imported (.+)", said, re.MULTILINE)[1].split())
@@ -172,6 +173,7 @@ def test_rows_for_the_import_name_what_the_package_imports_at_its_start(said):
     assert imported - promised <= listed
 
 
+@pytest.mark.slow
 def test_without_the_names_of_the_import_the_package_is_plain_deepspeed(said):
     assert "loss True" in said and "told True" in said, said
     lines = set(re.findall("mxfp8_moe: WARNING: .*", said))
