@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..ops.device import capability, runs_triton
+from ..ops.mx_format import MXParts
 from . import casts
 from .casts import Stack
 from .mx import TILE, MXTensor
@@ -167,7 +168,7 @@ def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits
     if not rescaled and (kernel is None or a_PK.shape[0] == 0):
         return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype)
     goal = goal_of(sums) if sums and a_PK.shape[0] else None
-    out = kernel(_parts(g), _parts(a_PK), ends_E, out_dtype, sms=sms, splits=splits, goal=goal)
+    out = kernel(parts_of(g), parts_of(a_PK), ends_E, out_dtype, sms=sms, splits=splits, goal=goal)
     return out if goal is None else None
 
 
@@ -233,7 +234,8 @@ def _both_mxfp8(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.block_size == b.block_size or b.tiled and capability(a.device) != HOPPER
 
 
-def _parts(x: torch.Tensor):
+def parts_of(x: torch.Tensor) -> torch.Tensor | MXParts:
+    """What kernels take."""
     return x.parts if isinstance(x, MXTensor) else x
 
 

@@ -52,8 +52,8 @@ from ..transport.local import Local
 OPERATIONS = {
     casts: ("quantize", "quantize_columns", "quantize_both", "rescale_columns", "dequantize", "quantize_weights",
             "transpose_tiles"),
-    expert_math: ("activate", "activate_backward", "add_weighted_bias", "group_sums", "grouped_mm",
-                  "grouped_mm_weights", "grouped_mm_wgrad", "grouped_mm_wgrad_rows"),
+    expert_math: ("activate", "activate_backward", "add_low_rank", "add_weighted_bias", "group_sums", "grouped_mm",
+                  "grouped_mm_weights", "grouped_mm_wgrad_rows", "low_rank_rows", "low_rank_wgrad"),
     Collective: ("dispatch", "combine"),
     Local: ("plan", "dispatch", "combine"),
 }
@@ -340,10 +340,12 @@ def _compare_router(kind: Kind, device: torch.device) -> None:
 
 
 def _run_twice(name: str, operation: Callable, *args, **kwargs) -> Any:
+    on_gpu = _on_gpu(_tensors((args, kwargs)))
+    on_host = _mapped((args, kwargs), _on_host) if on_gpu else None  # before an operation that changes its arguments
     found = operation(*args, **kwargs)
-    if _on_gpu(_tensors((args, kwargs))):
+    if on_gpu:
         get_accelerator().synchronize()  # an error of the kernel belongs to this operation
-        args, kwargs = _mapped((args, kwargs), _on_host)
+        args, kwargs = on_host
         _compare(name, _tensors(found), _tensors(operation(*args, **kwargs)))
     return found
 
@@ -364,7 +366,10 @@ def _compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor],
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
-    return x.with_parts(x.qdata.cpu(), x.scale_bytes.cpu()) if isinstance(x, MXTensor) else x.detach().cpu()
+    """A copy."""
+    if isinstance(x, MXTensor):
+        return x.with_parts(_on_host(x.qdata), _on_host(x.scale_bytes))
+    return x.detach().to("cpu", copy=True)
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:

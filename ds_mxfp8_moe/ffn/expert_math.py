@@ -23,12 +23,11 @@ from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import (
     grouped_mm,
     grouped_mm_weights,
-    grouped_mm_wgrad,
     grouped_mm_wgrad_rows,
-    plain,
     rescales_rows,
     wgrad_cost,
 )
+from ..compute.low_rank import add_low_rank, low_rank_rows, low_rank_wgrad
 from ..compute.mx import MXTensor
 from ..compute.sums import Sum
 from ..config import Recipe
@@ -337,8 +336,8 @@ class ExpertMath:
         """y + (x A^T) B^T, in place, with the adapter of the GEMM of this name, if it has one."""
         if name not in self.adapters:
             return y_PN
-        a_ERK, b_ENR = self.adapters[name]
-        return y_PN.add_(self._low_rank_mm(self._low_rank_mm(plain(x_PK), a_ERK), b_ENR))
+        (a_ERK, b_ENR), ends_E = self.adapters[name], self.plan.group_ends_E
+        return add_low_rank(y_PN, low_rank_rows(x_PK, a_ERK, ends_E), b_ENR.transpose(1, 2), ends_E)
 
     def _adapter_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor, name: str,
                           grads: dict) -> torch.Tensor | None:
@@ -350,23 +349,18 @@ class ExpertMath:
         """
         if name not in self.adapters:
             return None
-        a_ERK, b_ENR = self.adapters[name]
-        g_PN, x_PK = plain(g_PN), plain(x_PK)
-        low_PR = self._low_rank_mm(g_PN, b_ENR.transpose(1, 2))
-        ends_E, x_low_PR = self.plan.group_ends_E, self._low_rank_mm(x_PK, a_ERK)
-        grads[name, "a_ERK"] = grouped_mm_wgrad(low_PR, x_PK, ends_E, a_ERK.dtype, aligned=False)
-        grads[name, "b_ENR"] = grouped_mm_wgrad(g_PN, x_low_PR, ends_E, b_ENR.dtype, aligned=False)
+        (a_ERK, b_ENR), ends_E = self.adapters[name], self.plan.group_ends_E
+        b_ERN = b_ENR.transpose(1, 2)
+        low_PR = low_rank_rows(g_PN, b_ERN, ends_E)
+        grads[name, "a_ERK"] = low_rank_wgrad(low_PR, x_PK, a_ERK, ends_E)
+        grads[name, "b_ENR"] = low_rank_wgrad(low_rank_rows(x_PK, a_ERK, ends_E), g_PN, b_ERN, ends_E).transpose(1, 2)
         return low_PR
 
     def _adapted_dgrad(self, dx_PK: torch.Tensor, low_PR: torch.Tensor | None, name: str) -> torch.Tensor:
         """dx + (g B) A, in place, if there is an adapter, of which `_adapter_backward` returned g B."""
         if low_PR is None:
             return dx_PK
-        return dx_PK.add_(self._low_rank_mm(low_PR, self.adapters[name].a_ERK.transpose(1, 2)))
-
-    def _low_rank_mm(self, x_PK: torch.Tensor, w_ENK: torch.Tensor) -> torch.Tensor:
-        # The kernels' tiles are 128 wide. torch._grouped_mm also takes ranks as small as 8.
-        return grouped_mm(x_PK, w_ENK, self.plan.group_ends_E, self.dtype, aligned=False)
+        return add_low_rank(dx_PK, low_PR, self.adapters[name].a_ERK, self.plan.group_ends_E)
 
     def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
         """<g, b2> of each row, and the gradient of b2."""

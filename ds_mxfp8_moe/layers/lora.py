@@ -146,7 +146,8 @@ class ExpertAdapters(nn.Module):
             a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
         if gemm == "up" and self._in_turn:
             b_ENR = gate_then_up(b_ENR, dim=1)
-        return LowRank(a_ERK, b_ENR * wrapper.scaling[adapter])
+        scaling = wrapper.scaling[adapter]  # PEFT's default is 1
+        return LowRank(a_ERK, b_ENR if scaling == 1 else b_ENR * scaling)
 
 
 def _joined(factors: list[LowRank]) -> LowRank:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..mx_format import MXParts
-from .format import from_e4m3, power_of_two, quantized_rows
+from .format import expert_of, from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
 from .library import cdiv, next_power_of_2
 from .quantize import Tile
@@ -94,14 +94,6 @@ def _up_slope(value, up, ACT: tl.constexpr):
     if ACT == "swiglu_oai":
         value = tl.where(tl.abs(up) > 7.0, 0.0, value)
     return value
-
-
-@triton.jit
-def _expert_of(row, ends_ptr, E, E_PAD: tl.constexpr):
-    """The group that holds `row`: the number of groups that end at or before it. The last one for rows past all."""
-    e = tl.arange(0, E_PAD)
-    ends = tl.load(ends_ptr + e, e < E, other=0x7FFFFFFF)
-    return tl.minimum(tl.sum((ends <= row).to(tl.int32), 0), E - 1).to(tl.int64)
 
 
 # A tile has the rows `row + r` and the columns `first + c` of a half. A half is gate or up: WIDTH columns of a matrix
@@ -183,7 +175,7 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
     r, c = tl.arange(0, R), tl.arange(0, C)
     expert = None
     if bias_ptr is not None:
-        expert = _expert_of(row, ends_ptr, E, E_PAD)
+        expert = expert_of(row, ends_ptr, E, E_PAD)
     x = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, GATE_AT, F)
     if UP_AT is not None:
         up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
@@ -240,7 +232,7 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
         r = loaded_row(R, LANES, WARPS)
     expert = None
     if bias_ptr is not None:
-        expert = _expert_of(row, ends_ptr, E, E_PAD)
+        expert = expert_of(row, ends_ptr, E, E_PAD)
     t = _load(t_ptr, None, None, row, first, r, c, F, 0, F)
     if pre_scale_ptr is not None:
         x = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B)
@@ -319,7 +311,7 @@ def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, w
     second = first + c >= F  # the half of a column in memory
     expert = None
     if bias_ptr is not None:
-        expert = _expert_of(row, ends_ptr, E, E_PAD)
+        expert = expert_of(row, ends_ptr, E, E_PAD)
     t = _load_both(t_ptr, None, None, None, row, first, r, c, P, F, 0, F, B)
     value, slope = _value_and_slope(
         _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, GATE_AT, F, B), ACT)
@@ -387,7 +379,7 @@ def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: 
     row, first = tl.program_id(0) // tiles * R, tl.program_id(0) % tiles * C
     r, c = tl.arange(0, R), tl.arange(0, C)
     y = _load(y_ptr, None, None, row, first, r, c, N, 0, N)
-    expert = _expert_of(row, ends_ptr, E, E_PAD)
+    expert = expert_of(row, ends_ptr, E, E_PAD)
     bias = tl.load(bias_ptr + (expert * N + first) + c, c < N - first, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + row + r)
     _store(y + bias[None, :] * weight[:, None], out_ptr, row, first, r, c, N, 0, N)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8's arithmetic inside kernels, and the order of a GEMM's tiles.
+"""MXFP8's arithmetic inside kernels, the order of a GEMM's tiles, and the expert of a row.
 
 The oracle of the arithmetic is ds_mxfp8_moe/compute/mx.py: the bits are the same for every input.
 
@@ -88,3 +88,11 @@ def tile_of(index, row_tiles, column_tiles, STRIP: tl.constexpr):
     rows = tl.minimum(row_tiles - first, STRIP)
     within = index % (STRIP * column_tiles)
     return first + within % rows, within // rows
+
+
+@triton.jit
+def expert_of(row, ends_ptr, E, E_PAD: tl.constexpr):
+    """The group that holds `row`: the number of groups that end at or before it. The last one for rows past all."""
+    e = tl.arange(0, E_PAD)
+    ends = tl.load(ends_ptr + e, e < E, other=0x7FFFFFFF)
+    return tl.minimum(tl.sum((ends <= row).to(tl.int32), 0), E - 1).to(tl.int64)

@@ -79,6 +79,18 @@ def casts():
         module("transpose_tiles").transpose_tiles(mx(E, rows, H, block=128, tiled=True))
 
 
+def adapters():
+    low_rank = module("low_rank")
+    for R, block, rank_first in ((8, 32, True), (8, 128, False), (64, 0, True), (256, 128, False)):
+        x = mx(P, H, block=block, block_major=True) if block else torch.empty(P, H, dtype=BF16)
+        low, y = torch.empty(P, R, dtype=BF16), torch.empty(P, H, dtype=BF16)
+        factor = torch.empty(E, R, H, dtype=BF16)
+        factor = factor if rank_first else factor.view(E, H, R).transpose(1, 2)
+        low_rank.low_rank_rows(x, factor, ends())
+        low_rank.add_low_rank(y, low, factor, ends())
+        low_rank.low_rank_wgrad(low, x, factor, ends())
+
+
 def activations():
     ffn = module("activation")
     pre, t, weight = torch.empty(P, 2 * F, dtype=BF16), torch.empty(P, F, dtype=BF16), torch.empty(P)
@@ -161,6 +173,7 @@ def hopper_bf16_gemms():
 
 CASES = {
     "activations": (activations, BOTH),
+    "adapters": (adapters, BOTH),
     "blackwell_gemms": (blackwell_gemms, BOTH),
     "casts": (casts, BOTH),
     "exchanges": (exchanges, BOTH),
@@ -260,7 +273,7 @@ def test_replayed_routes_are_summed_like_chosen_ones(launches):
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. A few numbers a row, and a table of pointers, are left
     out."""
-    rooms = r"\.(quantize|transpose_tiles|activation|permute|unpermute|local)\."
+    rooms = r"\.(quantize|transpose_tiles|activation|low_rank|permute|unpermute|local)\."
     moving = [launch for launch in launches if re.search(rooms, launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_places_kernel", "_count_kernel",
                                               "_scan_kernel", "_place_kernel"))]

@@ -33,6 +33,22 @@ def _round_as_gpus_do() -> None:
     interpreter._convert_float = convert
 
 
+def _multiply_bfloat16() -> None:
+    """Triton's interpreter (3.6 to 3.9) holds bfloat16 in integers, and multiplies those."""
+    from triton import language
+    from triton.runtime import interpreter
+    builder = interpreter.InterpreterBuilder
+    plain = builder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != language.bfloat16:
+            return x
+        values = interpreter._convert_float(x.data, language.bfloat16, language.float32, None).view("float32")
+        return interpreter.TensorHandle(values, language.float32)
+
+    builder.create_dot = lambda self, a, b, *rest: plain(self, widened(a), widened(b), *rest)
+
+
 def _patch_language_once() -> None:
     """Triton (3.6 to 3.9) replaces its language's functions anew at every call of a function, and computes whether
     integers overflow without looking at the answer (`debug` is off): half of the interpreter's time. Loops whose
@@ -81,6 +97,7 @@ def _start() -> None:
     _round_as_gpus_do()
     _compare_to_booleans()
     _widen_arguments()
+    _multiply_bfloat16()
     _patch_language_once()
 
 
