@@ -53,7 +53,8 @@ OPERATIONS = {
     casts: ("quantize", "quantize_columns", "quantize_both", "rescale_columns", "dequantize", "quantize_weights",
             "transpose_tiles"),
     expert_math: ("activate", "activate_backward", "add_low_rank", "add_weighted_bias", "group_sums", "grouped_mm",
-                  "grouped_mm_weights", "grouped_mm_wgrad_rows", "low_rank_rows", "low_rank_wgrad"),
+                  "grouped_mm_weights", "grouped_mm_wgrad_rows", "low_rank_rows", "low_rank_wgrad",
+                  "weighted_bias_backward"),
     Collective: ("dispatch", "combine"),
     Local: ("plan", "dispatch", "combine"),
 }

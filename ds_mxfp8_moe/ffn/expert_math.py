@@ -17,13 +17,21 @@ from typing import NamedTuple
 import torch
 
 from ..compute import casts
-from ..compute.activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
+from ..compute.activation import (
+    activate,
+    activate_backward,
+    add_weighted_bias,
+    bias_rows,
+    group_sums,
+    weighted_bias_backward,
+)
 from ..compute.executor import replayed
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import (
     grouped_mm,
     grouped_mm_weights,
     grouped_mm_wgrad_rows,
+    plain,
     rescales_rows,
     wgrad_cost,
 )
@@ -286,7 +294,9 @@ class ExpertMath:
         given.clear()
         rows, grads = Rows(*rows), {}
         if self.down_bias_EH is not None:
-            dweight_of_bias_P, grads["down_bias"] = self._down_bias_gradients(g_PH, rows.weight_P)
+            dweight_of_bias_P = weighted_bias_backward(g_PH, self.down_bias_EH, self.plan.group_ends_E)
+            if "down_bias" in needed:
+                grads["down_bias"] = self.group_sums(plain(g_PH), rows.weight_P).to(self.dtypes["down_bias"])
         low_PR = self._adapter_backward(g_PH, rows.h_PF, "down", grads)
         g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
         t_PF = self._adapted_dgrad(self.gemm(g_PH, "down", transposed=True), low_PR, "down")
@@ -297,13 +307,14 @@ class ExpertMath:
 
         wants_ups = not needed.isdisjoint(self.up_roles)
         columns = wants_ups and self.reads_columns(t_PF)
-        wants_plain = not self.recipe.quantize_gemm or self.up_bias_EG is not None or "up" in self.adapters or (
+        wants_biases = not needed.isdisjoint(f"{role}_bias" for role in self.up_roles)
+        wants_plain = not self.recipe.quantize_gemm or wants_biases or "up" in self.adapters or (
             wants_ups and not self.wgrad_quantized)
         dpre = activate_backward(t_PF, rows.pre_PG, rows.weight_P, plain=wants_plain, rows=self.recipe.quantize_gemm,
                                  columns=columns, **self.activation())
         del t_PF
         dweight_P = dpre.dweight_P if self.down_bias_EH is None else dpre.dweight_P + dweight_of_bias_P
-        if self.up_bias_EG is not None:
+        if wants_biases:
             grads |= self._up_bias_gradients(dpre.plain)
         low_PR = self._adapter_backward(dpre.plain, rows.x_PH, "up", grads)
         g_rows = dpre.rows if self.recipe.quantize_gemm else dpre.plain
@@ -361,12 +372,6 @@ class ExpertMath:
         if low_PR is None:
             return dx_PK
         return add_low_rank(dx_PK, low_PR, self.adapters[name].a_ERK, self.plan.group_ends_E)
-
-    def _down_bias_gradients(self, g_PH: torch.Tensor, weight_P: torch.Tensor) -> tuple:
-        """<g, b2> of each row, and the gradient of b2."""
-        g_PH = in_float32(g_PH) if isinstance(g_PH, MXTensor) else g_PH
-        bias_grad = self.group_sums(g_PH, weight_P).to(self.dtypes["down_bias"])
-        return (g_PH.float() * self.bias_rows(self.down_bias_EH)).sum(-1), bias_grad
 
     def _up_bias_gradients(self, dpre_PG: torch.Tensor) -> dict[str, torch.Tensor]:
         sums = self.group_sums(dpre_PG).chunk(len(self.up_roles), dim=1)

@@ -69,8 +69,7 @@ def _low_rank_rows_kernel(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, fact
         at, inside = _places_in_factor(first, r, w, R, W, RANK_FIRST)
         factor = tl.load(factor_ptr + expert * (R * W) + at, inside, other=0.0)
         low = tl.dot(x, tl.trans(factor), low)
-    beyond = row >= tl.load(ends_ptr + E - 1)
-    low = tl.where(beyond, 0.0, low).to(tl.bfloat16)
+    low = tl.where(row >= tl.load(ends_ptr + E - 1), 0.0, low).to(low_ptr.dtype.element_ty)
     tl.store(low_ptr + row.to(tl.int64) * R + (p[:, None] * R + r[None, :]), low, (r < R)[None, :])
 
 
@@ -126,8 +125,9 @@ def _of_factor(factor_ERW: torch.Tensor) -> tuple[int, bool, int]:
     return R, factor_ERW.is_contiguous(), max(16, next_power_of_2(R))
 
 
-def low_rank_rows(x_PW: torch.Tensor | MXParts, factor_ERW: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """x factor[e]^T of the rows of each expert e: [P, R] bf16, zeros at and past ends_E[-1].
+def low_rank_rows(x_PW: torch.Tensor | MXParts, factor_ERW: torch.Tensor, ends_E: torch.Tensor,
+                  dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """x factor[e]^T of the rows of each expert e: [P, R] bf16 or fp32, zeros at and past ends_E[-1].
 
     Args:
         x_PW: bf16 or MXFP8. P and all groups are multiples of 128.
@@ -136,7 +136,7 @@ def low_rank_rows(x_PW: torch.Tensor | MXParts, factor_ERW: torch.Tensor, ends_E
     rows, W, B = _of_rows(x_PW)
     R, rank_first, BR = _of_factor(factor_ERW)
     P, E = rows[0].shape[0], ends_E.shape[0]
-    low_PR = factor_ERW.new_empty(P, R)
+    low_PR = factor_ERW.new_empty(P, R, dtype=dtype)
     if P:
         _low_rank_rows_kernel[(P // 64, )](*rows, factor_ERW, ends_E, low_PR, E, W, R, B, rank_first,
                                            next_power_of_2(E), 64, 128, BR, num_warps=4)

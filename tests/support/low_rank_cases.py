@@ -4,6 +4,7 @@
 import torch
 
 from ds_mxfp8_moe.compute import low_rank as plain
+from ds_mxfp8_moe.compute.activation import weighted_bias_backward
 from ds_mxfp8_moe.compute.mx import MXTensor, dequantize, quantize, sqnr_db
 
 BF16 = torch.bfloat16
@@ -48,6 +49,13 @@ def run_case(device: str, block: int, W: int, R: int, rank_first: bool, ends: tu
             decibel = sqnr_db(wanted[finite], found[finite].double())
             assert decibel > 48, f"{name}: {decibel:.1f} dB"
     assert torch.equal(got[1][ends[-1]:].cpu(), y[ends[-1]:])
+
+    bias = torch.randn(E, W).to(BF16)
+    products = kernels.low_rank_rows(x_there, bias.to(device).unsqueeze(1), ends_there, torch.float32).squeeze(1).cpu()
+    wanted = weighted_bias_backward(x, bias, ends_E)[:ends[-1]]
+    finite = wanted.isfinite()
+    assert torch.equal(products[:ends[-1]].isfinite(), finite) and not products[ends[-1]:].any()
+    assert sqnr_db(wanted[finite], products[:ends[-1]][finite]) > 80
 
 
 def run_no_rows(device: str) -> None:
