@@ -9,6 +9,7 @@ memory.
 
 import argparse
 import importlib
+import math
 import re
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def spread(result: dict) -> str:
     if not shares:
         return ""
     return (f"p10 to p90 of a time: {shares[len(shares) // 2]:.1%} of the median in the middle row, "
-            f"{shares[int(0.9 * (len(shares) - 1))]:.1%} in nine of ten, at most {shares[-1]:.1%}.")
+            f"{shares[math.ceil(0.9 * len(shares)) - 1]:.1%} in nine of ten, at most {shares[-1]:.1%}.")
 
 
 def page(module, found: Found) -> str:

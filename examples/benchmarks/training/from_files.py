@@ -174,9 +174,9 @@ SHOWN = show.Shown(
      Measure("load, s", (DEFAULT, ), figure="load_s", **SMALL)],
     [("files, GB", "file_gb", "{:.3g}"), ("largest, GB", "largest_file_gb", "{:.3g}"), ("load, s", "load_s", "{:.1f}"),
      ("host, GiB", "host_gib", "{:.2f}"), ("resident, GiB", "resident_gib", "{:.2f}"),
-     ("peak, GiB", "peak_gib", "{:.2f}"), ("of the load", "load_gib", "{:.2f}"),
-     ("of the start", "start_gib", "{:.2f}"), ("of steps", "steps_gib", "{:.2f}"), ("tokens/s", "tokens_per_s", "{}"),
-     ("step, ms", "median_ms", "{:.1f}")],
+     ("peak, GiB", "peak_gib", "{:.2f}"), ("peak of the load", "load_gib", "{:.2f}"),
+     ("peak of the start", "start_gib", "{:.2f}"), ("peak of steps", "steps_gib", "{:.2f}"),
+     ("tokens/s", "tokens_per_s", "{}"), ("step, ms", "median_ms", "{:.1f}")],
     plot, wide=False)
 
 
