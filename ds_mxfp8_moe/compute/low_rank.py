@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The products of LoRA adapters (`LowRank`) with rows sorted by expert, and which kernel computes them.
 
-Kernels (ops/triton_kernels/low_rank.py) take factors in bf16 of a rank up to 256. All else goes to torch._grouped_mm,
+Kernels (ops/triton_kernels/low_rank.py) take factors in bf16 of a rank up to 128. All else goes to torch._grouped_mm,
 which rounds the product once more before it is added.
 
 P: rows, W: their width, R: the rank, E: experts. P and all groups are multiples of 128 rows. `factor_ERW` is one of

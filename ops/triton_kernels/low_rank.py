@@ -22,7 +22,7 @@ from .format import expert_of, from_e4m3, power_of_two
 from .launch import Launched
 from .library import cdiv, next_power_of_2
 
-MOST_RANKS = 256
+MOST_RANKS = 128  # more would not fit into the shared memory of every GPU
 
 
 @triton.jit
