@@ -23,6 +23,7 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 CPU = torch.device("cpu")
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 REASON = emulator.obstacle()
+pytestmark = pytest.mark.slow  # it builds an emulator of its own
 needs_nvcc = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
 
 AT_BOUNDS = {
@@ -79,7 +80,6 @@ def test_four_ranks(ranks4, name):
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quantize", "one rank", "ranks without tokens"])
 def test_twelve_ranks(ranks12, name):
     """More than a peer memory's exchange takes, and more than a block has warps."""

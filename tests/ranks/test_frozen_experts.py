@@ -126,8 +126,9 @@ def test_a_call_gives_the_bits_of_kept_weights(recipe, routing, tokens):
         assert torch.equal(held, kept)
 
 
+@pytest.mark.slow  # it builds the executor
 @pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(), reason=str(replay.ReplayBuilder()._obstacle()))
-@pytest.mark.parametrize("recipe", ["hp-128", pytest.param("mxfp8-32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["hp-128", "mxfp8-32"])
 def test_replayed_calls_read_frozen_weights(monkeypatch, recipe):
     """Plain torch ops stand for the kernels here."""
     monkeypatch.setattr(grouped_gemm, "emulated", lambda device, dtype: True)  # which asks an op that has no tensors
