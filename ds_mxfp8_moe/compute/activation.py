@@ -13,8 +13,7 @@ import torch
 
 from ..ops.device import runs_triton
 from .formula import ACTIVATIONS, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, up_value
-from .grouped_gemm import parts_of, plain
-from .mx import MXTensor, quantize
+from .mx import MXTensor, parts_of, quantize
 
 
 def _silu_slope(x):
@@ -143,9 +142,8 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     """
     if runs_triton(t_PF):
         from ..ops.triton_kernels import activation as kernels
-        kept = kept.parts if isinstance(kept, MXTensor) else kept
         dweight_P, dpre, *forms = kernels.activate_backward(
-            t_PF, kept, weight_P, activation, layout, block_size, scaling_mode, plain=plain, rows=rows,
+            t_PF, parts_of(kept), weight_P, activation, layout, block_size, scaling_mode, plain=plain, rows=rows,
             columns=columns, bias_EG=bias_EG, ends_E=ends_E)
         return Gradients(dweight_P, dpre, *(MXTensor.of(form, t_PF.dtype) if form else None for form in forms))
     if isinstance(kept, MXTensor):
@@ -187,11 +185,3 @@ def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch
         from ..ops.triton_kernels import activation as kernels
         return kernels.add_weighted_bias(y_PN, bias_EN, weight_P, ends_E)
     return y_PN.float() + bias_rows(bias_EN, ends_E, y_PN.shape[0]) * weight_P.unsqueeze(1)
-
-
-def weighted_bias_backward(g_PN: torch.Tensor, bias_EN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """The gradient of the weights in `add_weighted_bias`: <g, bias> of each row, [P] float32. g is plain or MXFP8."""
-    if runs_triton(g_PN) and g_PN.dtype == bias_EN.dtype == torch.bfloat16:
-        from ..ops.triton_kernels.low_rank import low_rank_rows
-        return low_rank_rows(parts_of(g_PN), bias_EN.unsqueeze(1), ends_E, torch.float32).squeeze(1)
-    return (plain(g_PN).float() * bias_rows(bias_EN, ends_E, g_PN.shape[0])).sum(-1)

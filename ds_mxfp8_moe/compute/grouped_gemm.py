@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..ops.device import capability, runs_triton
-from ..ops.mx_format import MXParts
 from . import casts
 from .casts import Stack
-from .mx import TILE, MXTensor
+from .mx import TILE, MXTensor, parts_of
 from .sums import Sum, goal_of
 
 HOPPER = (9, 0)
@@ -232,11 +231,6 @@ def _both_mxfp8(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not isinstance(a, MXTensor) or not isinstance(b, MXTensor) or not multiplies_mxfp8(a.device, a.block_size):
         return False
     return a.block_size == b.block_size or b.tiled and capability(a.device) != HOPPER
-
-
-def parts_of(x: torch.Tensor) -> torch.Tensor | MXParts:
-    """What kernels take."""
-    return x.parts if isinstance(x, MXTensor) else x
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of LoRA adapters (`LowRank`) with rows sorted by expert, and which kernel computes them.
+"""Products of rows sorted by expert with factors of a low rank, and which kernel computes them: those of LoRA adapters
+(`LowRank`), and of rank 1 those with an expert's bias.
 
 Kernels (ops/triton_kernels/low_rank.py) take factors in bf16 of a rank up to 128. All else goes to torch._grouped_mm,
 which rounds the product once more before it is added.
@@ -13,7 +14,9 @@ from types import ModuleType
 import torch
 
 from ..ops.device import runs_triton
-from .grouped_gemm import grouped_mm, grouped_mm_wgrad, parts_of, plain
+from .activation import bias_rows
+from .grouped_gemm import grouped_mm, grouped_mm_wgrad, plain
+from .mx import parts_of
 
 
 def low_rank_rows(x_PW: torch.Tensor, factor_ERW: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -43,6 +46,17 @@ def low_rank_wgrad(low_PR: torch.Tensor, x_PW: torch.Tensor, factor_ERW: torch.T
     if factor_ERW.is_contiguous():
         return grouped_mm_wgrad(low_PR, plain(x_PW), ends_E, factor_ERW.dtype, aligned=False)
     return grouped_mm_wgrad(plain(x_PW), low_PR, ends_E, factor_ERW.dtype, aligned=False).transpose(1, 2)
+
+
+def weighted_bias_backward(g_PN: torch.Tensor, bias_EN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weights in `activation.add_weighted_bias`: <g, bias> of each row, [P] float32.
+
+    `g_PN`: plain or MXFP8.
+    """
+    factor_E1N = bias_EN.unsqueeze(1)
+    if (kernels := _kernels(g_PN, factor_E1N)) is not None:
+        return kernels.low_rank_rows(parts_of(g_PN), factor_E1N, ends_E, torch.float32).squeeze(1)
+    return (plain(g_PN).float() * bias_rows(bias_EN, ends_E, g_PN.shape[0])).sum(-1)
 
 
 def _kernels(x_PW: torch.Tensor, factor_ERW: torch.Tensor) -> ModuleType | None:

@@ -332,6 +332,11 @@ def transpose_rescale(mx: MXTensor, block_size: int | None = None, scaling_mode:
     return MXTensor(out.qdata, out.scale, out.block_size, mx.orig_dtype)
 
 
+def parts_of(x: torch.Tensor) -> torch.Tensor | MXParts:
+    """What kernels take of a tensor that is plain or an MXTensor."""
+    return x.parts if isinstance(x, MXTensor) else x
+
+
 def sqnr_db(reference: torch.Tensor, actual: torch.Tensor) -> float:
     """Signal to quantisation noise ratio of `actual` against `reference`, in dB. inf if they are equal."""
     reference, actual = reference.detach().float(), actual.detach().float()

@@ -240,7 +240,7 @@ def _given(layers: list, routes: Any) -> Given:
     flags = torch.stack([found_TL.all() for pair in found for found_TL in pair])
     device = torch.device(get_accelerator().current_device_name())
     chosen_LTK = id_TLK.transpose(0, 1).to(device, torch.int16, copy=True, memory_format=torch.contiguous_format)
-    flags = flags.tolist()
+    flags = flags.tolist()  # here the host waits for the device
     if not all(flags[0::2]):
         t, index = (~torch.cat([right_TL for right_TL, _ in found], dim=1)).nonzero()[0].tolist()
         k, num_experts = top_k_L[index], num_experts_L[index]

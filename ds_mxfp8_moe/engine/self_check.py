@@ -341,13 +341,12 @@ def _compare_router(kind: Kind, device: torch.device) -> None:
 
 
 def _run_twice(name: str, operation: Callable, *args, **kwargs) -> Any:
-    on_gpu = _on_gpu(_tensors((args, kwargs)))
-    on_host = _mapped((args, kwargs), _on_host) if on_gpu else None  # before an operation that changes its arguments
+    if not _on_gpu(_tensors((args, kwargs))):
+        return operation(*args, **kwargs)
+    host_args, host_kwargs = _mapped((args, kwargs), _on_host)  # before the operation, which may change its arguments
     found = operation(*args, **kwargs)
-    if on_gpu:
-        get_accelerator().synchronize()  # an error of the kernel belongs to this operation
-        args, kwargs = on_host
-        _compare(name, _tensors(found), _tensors(operation(*args, **kwargs)))
+    get_accelerator().synchronize()  # an error of the kernel belongs to this operation
+    _compare(name, _tensors(found), _tensors(operation(*host_args, **host_kwargs)))
     return found
 
 

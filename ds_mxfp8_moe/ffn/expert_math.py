@@ -17,14 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..compute import casts
-from ..compute.activation import (
-    activate,
-    activate_backward,
-    add_weighted_bias,
-    bias_rows,
-    group_sums,
-    weighted_bias_backward,
-)
+from ..compute.activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
 from ..compute.executor import replayed
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import (
@@ -35,7 +28,7 @@ from ..compute.grouped_gemm import (
     rescales_rows,
     wgrad_cost,
 )
-from ..compute.low_rank import add_low_rank, low_rank_rows, low_rank_wgrad
+from ..compute.low_rank import add_low_rank, low_rank_rows, low_rank_wgrad, weighted_bias_backward
 from ..compute.mx import MXTensor
 from ..compute.sums import Sum
 from ..config import Recipe

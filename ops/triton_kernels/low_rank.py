@@ -41,17 +41,19 @@ def _loaded_rows(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, row, first, p
 
 
 @triton.jit
-def _places_in_factor(first, r, w, R: tl.constexpr, W: tl.constexpr, RANK_FIRST: tl.constexpr):
-    """The offsets [R, W] of a factor's values within its expert, and which of them are there."""
+def _factor_at(ptr, expert, first, r, w, R: tl.constexpr, W: tl.constexpr, RANK_FIRST: tl.constexpr):
+    """The addresses [R, W] of the values of an expert's factor, and which of them are there."""
+    ptr += expert.to(tl.int64) * (R * W)
     inside = (r < R)[:, None] & (w < W - first)[None, :]
     if RANK_FIRST:
-        return r[:, None] * W + (first + w)[None, :], inside
-    return r[:, None] + (first + w)[None, :] * R, inside
+        return ptr + (r[:, None] * W + (first + w)[None, :]), inside
+    return ptr + (r[:, None] + (first + w)[None, :] * R), inside
 
 
 @triton.jit
-def _loaded_low(low_ptr, row, p, r, R: tl.constexpr):
-    return tl.load(low_ptr + row.to(tl.int64) * R + (p[:, None] * R + r[None, :]), (r < R)[None, :], other=0.0)
+def _low_at(ptr, row, p, r, R: tl.constexpr):
+    """The same of low's rows from `row` on."""
+    return ptr + row.to(tl.int64) * R + (p[:, None] * R + r[None, :]), (r < R)[None, :]
 
 
 @Launched
@@ -66,11 +68,11 @@ def _low_rank_rows_kernel(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, fact
     low = tl.zeros([BP, BR], tl.float32)
     for first in range(0, W, BW):
         x = _loaded_rows(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, row, first, p, w, W, B)
-        at, inside = _places_in_factor(first, r, w, R, W, RANK_FIRST)
-        factor = tl.load(factor_ptr + expert * (R * W) + at, inside, other=0.0)
-        low = tl.dot(x, tl.trans(factor), low)
-    low = tl.where(row >= tl.load(ends_ptr + E - 1), 0.0, low).to(low_ptr.dtype.element_ty)
-    tl.store(low_ptr + row.to(tl.int64) * R + (p[:, None] * R + r[None, :]), low, (r < R)[None, :])
+        at, inside = _factor_at(factor_ptr, expert, first, r, w, R, W, RANK_FIRST)
+        low = tl.dot(x, tl.trans(tl.load(at, inside, other=0.0)), low)
+    at, inside = _low_at(low_ptr, row, p, r, R)
+    low = tl.where(row >= tl.load(ends_ptr + E - 1), 0.0, low)
+    tl.store(at, low.to(low_ptr.dtype.element_ty), inside)
 
 
 @Launched
@@ -86,9 +88,10 @@ def _add_low_rank_kernel(y_ptr, low_ptr, factor_ptr, ends_ptr, E, W: tl.constexp
         p, w, r = tl.arange(0, BP), tl.arange(0, BW), tl.arange(0, BR)
         places = y_ptr + (row.to(tl.int64) * W + first) + (p[:, None] * W + w[None, :])
         y = tl.load(places, (w < W - first)[None, :], other=0.0)  # while the other two are on their way
-        at, inside = _places_in_factor(first, r, w, R, W, RANK_FIRST)
-        factor = tl.load(factor_ptr + expert * (R * W) + at, inside, other=0.0)
-        y = y.to(tl.float32) + tl.dot(_loaded_low(low_ptr, row, p, r, R), factor)
+        at, inside = _factor_at(factor_ptr, expert, first, r, w, R, W, RANK_FIRST)
+        factor = tl.load(at, inside, other=0.0)
+        at, inside = _low_at(low_ptr, row, p, r, R)
+        y = y.to(tl.float32) + tl.dot(tl.load(at, inside, other=0.0), factor)
         tl.store(places, y.to(tl.bfloat16), (w < W - first)[None, :])
 
 
@@ -106,9 +109,10 @@ def _low_rank_wgrad_kernel(low_ptr, x_ptr, scale_ptr, scale_stride_p, scale_stri
     for i in range((end - begin) // BP):
         row = tl.multiple_of(begin + i * BP, BP)
         x = _loaded_rows(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, row, first, p, w, W, B)
-        grad = tl.dot(tl.trans(_loaded_low(low_ptr, row, p, r, R)), x, grad)
-    at, inside = _places_in_factor(first, r, w, R, W, RANK_FIRST)
-    tl.store(grad_ptr + expert.to(tl.int64) * (R * W) + at, grad.to(tl.bfloat16), inside)
+        at, inside = _low_at(low_ptr, row, p, r, R)
+        grad = tl.dot(tl.trans(tl.load(at, inside, other=0.0)), x, grad)
+    at, inside = _factor_at(grad_ptr, expert, first, r, w, R, W, RANK_FIRST)
+    tl.store(at, grad.to(tl.bfloat16), inside)
 
 
 def _of_rows(x_PW: torch.Tensor | MXParts) -> tuple:

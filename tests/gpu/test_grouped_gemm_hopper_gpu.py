@@ -9,7 +9,7 @@ import torch
 from reference_moe import tiled_rows
 
 from ds_mxfp8_moe.compute.grouped_gemm import grouped_mm_wgrad_rows
-from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles
+from ds_mxfp8_moe.compute.mx import MXTensor, parts_of, quantize, quantize_tiles
 from ds_mxfp8_moe.compute.sums import Sum, goal_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
@@ -48,11 +48,6 @@ def data(*shape, signs=True, seed=0):
 
 def exact(x: MXTensor):
     return x.dequantize(F32).double()
-
-
-def as_parts(x: torch.Tensor):
-    """What a kernel takes that takes plain tensors too."""
-    return x.parts if isinstance(x, MXTensor) else x
 
 
 def k_major(x: MXTensor):
@@ -145,7 +140,7 @@ def test_wgrad_dequantises(K, N, block_size, sizes):
     for operands in ((g_mx, a_mx), (g, a_mx), (g_mx, a)):
         exact_ones = [x.dequantize(BF16) if isinstance(x, MXTensor) else x for x in operands]
         for dtype in (BF16, F32):
-            out, expected = (wgrad_bf16(*map(as_parts, pair), ends, dtype) for pair in (operands, exact_ones))
+            out, expected = (wgrad_bf16(*map(parts_of, pair), ends, dtype) for pair in (operands, exact_ones))
             assert torch.equal(out.nan_to_num(1e30), expected.nan_to_num(1e30))
 
 

@@ -4,8 +4,7 @@
 import torch
 
 from ds_mxfp8_moe.compute import low_rank as plain
-from ds_mxfp8_moe.compute.activation import weighted_bias_backward
-from ds_mxfp8_moe.compute.mx import MXTensor, dequantize, quantize, sqnr_db
+from ds_mxfp8_moe.compute.mx import dequantize, parts_of, quantize, sqnr_db
 
 BF16 = torch.bfloat16
 ENDS = 128, 128, 384, 384  # the second and the last expert have no rows, and a tile lies beyond all groups
@@ -24,14 +23,14 @@ def run_case(device: str, block: int, W: int, R: int, rank_first: bool, ends: tu
     low[5] = 0
     factor = torch.randn(E, R, W).to(BF16) if rank_first else torch.randn(E, W, R).to(BF16).transpose(1, 2)
     ends_E = torch.tensor(ends, dtype=torch.int32)
-    there = [one.parts if isinstance(one, MXTensor) else one for one in (
-        x.with_parts(x.qdata.to(device), x.scale_bytes.to(device).t().contiguous().t()) if block else x.to(device),
-        y.to(device), low.to(device), factor.to(device), ends_E.to(device))]
-    x_there, y_there, low_there, factor_there, ends_there = there
+    x_there = parts_of(
+        x.with_parts(x.qdata.to(device), x.scale_bytes.to(device).t().contiguous().t()) if block else x.to(device))
+    low_there, factor_there, ends_there = (one.to(device) for one in (low, factor, ends_E))
 
-    got = kernels.low_rank_rows(x_there, factor_there, ends_there), y_there.clone(), kernels.low_rank_wgrad(
-        low_there, x_there, factor_there, ends_there)
-    kernels.add_low_rank(got[1], low_there, factor_there, ends_there)
+    added = y.to(device, copy=True)
+    kernels.add_low_rank(added, low_there, factor_there, ends_there)
+    got = (kernels.low_rank_rows(x_there, factor_there, ends_there), added,
+           kernels.low_rank_wgrad(low_there, x_there, factor_there, ends_there))
     assert got[2].stride() == factor.stride()
     exact = (dequantize(x, torch.float32) if block else x).double()
     expected = [torch.zeros(P, R).double(), y.double(), torch.zeros(E, R, W).double()]
@@ -48,11 +47,11 @@ def run_case(device: str, block: int, W: int, R: int, rank_first: bool, ends: tu
             assert torch.equal(found.isfinite(), finite), name
             decibel = sqnr_db(wanted[finite], found[finite].double())
             assert decibel > 48, f"{name}: {decibel:.1f} dB"
-    assert torch.equal(got[1][ends[-1]:].cpu(), y[ends[-1]:])
+    assert torch.equal(added[ends[-1]:].cpu(), y[ends[-1]:])
 
     bias = torch.randn(E, W).to(BF16)
     products = kernels.low_rank_rows(x_there, bias.to(device).unsqueeze(1), ends_there, torch.float32).squeeze(1).cpu()
-    wanted = weighted_bias_backward(x, bias, ends_E)[:ends[-1]]
+    wanted = plain.weighted_bias_backward(x, bias, ends_E)[:ends[-1]]
     finite = wanted.isfinite()
     assert torch.equal(products[:ends[-1]].isfinite(), finite) and not products[ends[-1]:].any()
     assert sqnr_db(wanted[finite], products[:ends[-1]][finite]) > 80
