@@ -52,6 +52,7 @@ FEATURES = {
     "steps": "errors of exchanges that the host did not wait for come one step late; experts are not balanced, "
              "\"metrics\" has no effect, no line names the first NaN, and only \"keep_quantized_weights\": true keeps "
              "weights",
+    "sparing the host": "the host waits for the device at the end of each micro-batch",
     "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
     "metrics": "\"metrics\" has no effect",
     "saving": "saved models hold one rank's experts: use checkpoints",
@@ -234,6 +235,9 @@ NAMES = tuple(Row(*row) for row in (
     ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
     ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
+    ("sparing the host", _ENGINE, "backward .tput_timer"),
+    ("sparing the host", "deepspeed.utils.timer:ThroughputTimer", ".config"),
+    ("sparing the host", "deepspeed.utils.config:DeepSpeedThroughputTimerConfig", ".synchronized"),
     ("keep_quantized_weights", _ENGINE,
      "_take_model_step destroy gradient_accumulation_steps load_checkpoint offload_states "
      "zero_optimization_partition_weights .zenflow"),
@@ -358,9 +362,11 @@ def absent(row: Row) -> str | None:
 
 
 def _instances_have(kind: type, name: str) -> bool:
-    """Whether a method of a class, or of one that it inherits from, sets the attribute; or it is a dataclass's field.
+    """Whether a method of a class, or of one that it inherits from, sets the attribute; or it is a field of a dataclass
+    or of a pydantic model.
     """
-    if hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", ()):
+    if hasattr(kind, name) or any(name in getattr(kind, fields, ())
+                                  for fields in ("__dataclass_fields__", "model_fields")):
         return True
     pattern = re.compile(rf"\bself\.{name}\b|register_(?:buffer|parameter)\(\s*[\"']{name}[\"']")
     return any(pattern.search(_source(base)) for base in kind.__mro__[:-1])

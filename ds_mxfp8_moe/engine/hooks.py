@@ -47,6 +47,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     """
     if config.enabled or converted_layers(engine.module):
         hook_steps(engine)
+        spare_the_host(engine)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)
@@ -80,6 +81,26 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
         return result
 
     wrap(engine, "_take_model_step", step, until=engine)
+
+
+def spare_the_host(engine: DeepSpeedEngine) -> None:
+    """Lets the host be ahead of the device, which has to wait for it otherwise. A second call changes nothing.
+
+    DeepSpeed's throughput timer makes the host wait for the device at the end of each micro-batch. It reads the host's
+    clock instead, unless the config says "synchronized" under "timers". And engine.backward runs in the thread that
+    calls it, where autograd would start its own for the device: Python and its data change cores twice then.
+    """
+    if say_if_missing("sparing the host"):
+        return
+    timer = engine.tput_timer.config
+    if "synchronized" not in timer.model_fields_set:
+        timer.synchronized = False
+
+    def backward(plain, *args, **kwargs):
+        with torch.autograd.set_multithreading_enabled(False):
+            return plain(*args, **kwargs)
+
+    wrap(engine, "backward", backward, until=engine)
 
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from autoep_models import autoep_layers, ds_config, gathered, model
 from autoep_models import train_engine as train
 from deepspeed import initialize as imported_before
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -335,6 +336,23 @@ def settled_before_steps(front):
 def test_exchanges_are_settled_before_the_optimizer_uses_their_results(ranks2, front):
     """With capacity_factor the host does not wait for them: an overflow would else train on what was dropped."""
     assert ranks2.run(settled_before_steps, front) == [[0, 1]] * 2
+
+
+def waits_and_threads(section, timers) -> tuple[int, set[bool]]:
+    """How often DeepSpeed's timer waits for the device in a step after the first two, which it does not time; and
+    whether nodes of backward may run in other threads."""
+    engine, threads = made_by("initialize", section, timers=timers), set()
+    engine.module.lm_head.weight.register_hook(lambda grad: threads.add(torch._C._is_multithreading_enabled()))
+    train(engine, range(2))
+    with mock.patch.object(type(get_accelerator()), "synchronize") as waits:
+        train(engine, [2])
+    return waits.call_count, threads
+
+
+@pytest.mark.parametrize("section, timers, waits, threads", [
+    (MXFP8, {}, 0, False), (MXFP8, {"throughput": {"synchronized": True}}, 2, False), (None, {}, 2, True)])
+def test_the_host_neither_waits_for_the_device_nor_changes_threads(ranks2, section, timers, waits, threads):
+    assert ranks2.run(waits_and_threads, section, timers) == [(waits, {threads})] * 2
 
 
 def left_after_destroy(front, stage) -> tuple[list[str], list[str]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What whole_model.py can change of its script: attention, loss, optimizer and compilation.
+"""What whole_model.py can change of its script: attention, loss, optimizer, compilation and DeepSpeed's timer.
 
 guides/fast_training.md says which to choose. None is the script as it is: what transformers chooses for the model,
-Liger's loss with Liger, torch's fused AdamW, nothing compiled.
+Liger's loss with Liger, torch's fused AdamW, nothing compiled, a timer that reads the host's clock.
 """
 
 from functools import partial
@@ -14,12 +14,13 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-SDPA = {"sdpa, flash": "flash", "sdpa, cuDNN": "cudnn"}  # which of torch's backends
+SDPA = {"sdpa, flash": "flash"}  # which of torch's backends; by itself it takes cuDNN's
 OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused": {"torch_adam": True},
               "DeepSpeed's AdamW": {}}
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
 BETWEEN = "between the MoE layers"  # what is compiled: DeepSpeed's compile.autoep_non_moe
+WAITS = "waits for the device"  # twice in each micro-batch, as DeepSpeed's throughput timer does by default
 CHUNK = 1024  # tokens of which the last two hold logits
 CHUNK_MEM_CONST = 16  # Liger's loss holds the logits of about 16 times as many tokens as by default
 

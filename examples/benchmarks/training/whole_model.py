@@ -4,7 +4,7 @@ time goes, of plain transformers, AutoEP and ours in every recipe.
 
 Real configurations with random weights: whole_model.yaml has them, the cases, and what others publish. Full finetuning
 and LoRA by PEFT on attention and experts, with Liger's norms, rope and loss and without, in ZeRO-1 with fused AdamW.
-A case may change attention, loss, optimizer and compilation (changes.py).
+A case may change attention, loss, optimizer, compilation and DeepSpeed's timer (changes.py).
 
 A rank holds its share of the experts of N ranks ("one rank of"), and everything else whole. So each expert gets as
 many tokens as with N ranks, and the optimizer has more to do, since it does not share the other parameters. One rank
@@ -103,6 +103,7 @@ class Case:
     loss: str | None = None
     optimizer: str | None = None
     compiled: str | None = None
+    timer: str | None = None
 
     def __str__(self) -> str:
         return show.described(self.described(), ("model", "training", "sequences", "micro_batches", "checkpointing",
@@ -175,6 +176,8 @@ def engine_config(case: Case, contender: str, micro_batches: int) -> dict:
     adamw = {"lr": LEARNING_RATES[case.training], **changes.OPTIMIZERS[case.optimizer]}
     config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
                     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+                    # As ours does by itself, so that contenders differ in their layers alone.
+                    "timers": {"throughput": {"synchronized": case.timer == changes.WAITS}},
                     "optimizer": {"type": "AdamW", "params": adamw}}
     if contender != PLAIN:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}

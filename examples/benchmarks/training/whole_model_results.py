@@ -22,7 +22,7 @@ FULL, LORA = "full", "LoRA"
 PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
 BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
 NOT_KEPT = "ours, default, weights not kept"
-CHANGES = ("attention", "loss", "optimizer", "compiled")  # keys of a case that the guide to fast training changes
+CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")  # keys of a case that the guide to fast training changes
 # What a result file says for a value of whole_model.yaml.
 CHECKPOINTING = {False: None, True: "checkpointing", "half": "checkpointing of every other layer"}
 IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
@@ -221,8 +221,8 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
            *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
              for kind in (*changes.SDPA, "flex_attention")),
            *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
-           ("compiled between the MoE layers", DEFAULT, FASTEST | COMPILED),
-           ("the same, without Liger's norms and RoPE", DEFAULT, COMPILED | {"loss": changes.IN_CHUNKS}),
+           ("compiled between the MoE layers, without Liger", DEFAULT, COMPILED | {"loss": changes.IN_CHUNKS}),
+           ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
            ("quantised weights not kept", NOT_KEPT, FASTEST), ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
             LARGER | {"checkpointing": "half"}),
