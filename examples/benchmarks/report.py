@@ -122,7 +122,7 @@ def gain_text(found: Found, whole_models: Found) -> str:
     path, result = shown_in_readme(found, several, train.SHOWN)
     values = [several.form.format(one.value) for one in several.values(result)]
     return "\n".join([f"![tokens per second](examples/benchmarks/results/{GAIN.name})", "",
-                      "[Whole models](examples/benchmarks/results/whole_model.md) with Liger's kernels, then",
+                      "[Whole models](examples/benchmarks/results/whole_model.md) with Liger's kernels in both, then",
                       "[GPT-MoEs](examples/benchmarks/results/train.md) with even routing and one micro-batch a step.",
                       f"Over classic layers on several GPUs, the gain was {values[0]} to {values[-1]} on "
                       f"{result['date'][:10]}.", *files])
