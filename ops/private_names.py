@@ -362,8 +362,8 @@ def absent(row: Row) -> str | None:
 
 
 def _instances_have(kind: type, name: str) -> bool:
-    """Whether a method of a class, or of one that it inherits from, sets the attribute; or it is a field, of a dataclass
-    or a pydantic model.
+    """Whether a method of a class, or of one that it inherits from, sets the attribute. Fields count, of dataclasses
+    and of pydantic models.
     """
     if hasattr(kind, name) or any(name in getattr(kind, fields, ())
                                   for fields in ("__dataclass_fields__", "model_fields")):
