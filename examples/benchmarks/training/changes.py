@@ -5,7 +5,7 @@ guides/fast_training.md says which to choose. None is the script as it is: what 
 Liger's loss with Liger, torch's fused AdamW, nothing compiled, a timer that reads the host's clock.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,10 +35,18 @@ def choose_attention(attention: str | None) -> dict[str, str]:
 def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:
     """`micro_batches`: of a step."""
     if loss == LARGE_CHUNKS:
+        _keep_ligers_loss_as_it_is()
         model.forward = partial(model.forward, chunk_mem_const=CHUNK_MEM_CONST)
     elif loss in (IN_CHUNKS, TILED):
         of = partial(tiled, micro_batches) if loss == TILED else in_chunks
         model.forward = partial(_forward, model, of)
+
+
+@cache
+def _keep_ligers_loss_as_it_is() -> None:
+    """Where the rest is compiled, torch 2.11 cannot compile its kernels."""
+    from liger_kernel.transformers.model import loss_utils
+    loss_utils.fixed_fused_linear_cross_entropy = torch.compiler.disable(loss_utils.fixed_fused_linear_cross_entropy)
 
 
 def _forward(model: nn.Module, loss_of: Any, input_ids: torch.Tensor, labels: torch.Tensor, **_of_peft) -> Any:

@@ -60,6 +60,7 @@ from training.whole_model_results import (
     DEFAULT,
     FULL,
     KEPT,
+    LIGER_TOLD,
     LORA,
     MODELS,
     MXFP8,
@@ -76,6 +77,7 @@ LEARNING_RATES = {FULL: 1e-5, LORA: 1e-4}
 ADAPTERS = {"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"],
             "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 LIGER = {"rope": True, "rms_norm": True, "fused_linear_cross_entropy": True, "cross_entropy": False, "swiglu": False}
+LOSS_ALONE = LIGER | {"rope": False, "rms_norm": False}
 # Micro-batches at least, in two steps at least: the first one decides which weights are kept, the second one compiles
 # for them. One more step says how many steps are timed.
 WARM_UP = 4
@@ -98,7 +100,7 @@ class Case:
     ranks: int
     sequence: int = 4096
     checkpointing: bool | str = False
-    liger: bool = False
+    liger: bool | str = False
     attention: str | None = None
     loss: str | None = None
     optimizer: str | None = None
@@ -112,7 +114,7 @@ class Case:
     def described(self) -> dict:
         """The case in a result file. What is off is None, so that titles leave it out."""
         return {**asdict(self), "checkpointing": CHECKPOINTING[self.checkpointing],
-                "liger": "Liger" if self.liger else None}
+                "liger": LIGER_TOLD[self.liger]}
 
     @property
     def tokens(self) -> int:
@@ -146,7 +148,8 @@ def prepared(model: nn.Module, case: Case) -> nn.Module:
     model.train()
     if case.liger:
         from transformers.integrations.liger import apply_liger_kernel
-        apply_liger_kernel(model, LIGER | {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)})
+        kernels = LOSS_ALONE if case.liger == "loss" else LIGER
+        apply_liger_kernel(model, kernels | {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)})
     changes.change_loss(model, case.loss, case.micro_batches)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -288,8 +291,8 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
 
 
 def starved(training: Training) -> float:
-    """Of the moments at which the host begins a decoder layer, forward or backward, the share at which the device has
-    nothing left to do. Runs a step."""
+    """Of the moments at which the host begins a module of a decoder layer, forward or backward, the share at which the
+    device has nothing left to do. Runs a step."""
     idle, stream = [], torch.cuda.current_stream()
 
     def begins(*_) -> None:
@@ -298,9 +301,10 @@ def starved(training: Training) -> float:
     def ends(_layer, _inputs, output) -> None:
         (output[0] if isinstance(output, tuple) else output).register_hook(begins)
 
-    layers = [module for module in training.engine.module.modules() if type(module).__name__.endswith("DecoderLayer")]
-    hooks = [add(call) for layer in layers for add, call in ((layer.register_forward_pre_hook, begins),
-                                                             (layer.register_forward_hook, ends))]
+    parts = [part for layer in training.engine.module.modules() if type(layer).__name__.endswith("DecoderLayer")
+             for part in layer.children()]
+    hooks = [add(call) for part in parts for add, call in ((part.register_forward_pre_hook, begins),
+                                                           (part.register_forward_hook, ends))]
     training.step()
     for hook in hooks:
         hook.remove()
@@ -399,8 +403,8 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         keys |= {"layers": layers, "ranks": world.size()}
         asked = [how == "with" for how in ("without", "with") if how in args.liger]
         found += [Run(Case(**keys | {"liger": liger}), name) for liger in line.get("liger", asked)
-                  if liger in asked and not (liger and why[line["model"]]) for name in names]
-    return sorted(found, key=lambda one: one.case.liger)
+                  if bool(liger) in asked and not (liger and why[line["model"]]) for name in names]
+    return sorted(found, key=lambda one: [*LIGER_TOLD].index(one.case.liger))
 
 
 # ---- command line -------------------------------------------------------------------------------------------------

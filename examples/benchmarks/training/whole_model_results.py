@@ -25,6 +25,7 @@ NOT_KEPT = "ours, default, weights not kept"
 # Keys of a case that the guide to fast training changes.
 CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")
 # What a result file says for a value of whole_model.yaml.
+LIGER_TOLD = {False: None, "loss": "Liger's loss", True: "Liger"}
 CHECKPOINTING = {False: None, True: "checkpointing", "half": "checkpointing of every other layer"}
 IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
 
@@ -213,7 +214,7 @@ def lead_text(result: dict | None, from_files: Iterable[dict] = ()) -> str:
 # ---- the guide to fast training -----------------------------------------------------------------------------------
 
 # What a line is called, its contender, and how its case differs from the first one of "short".
-COMPILED = {"compiled": changes.BETWEEN}
+LOSS_ALONE, COMPILED = {"liger": "Liger's loss"}, {"compiled": changes.BETWEEN}
 LARGER = FASTEST | {"sequences": 2, "micro_batches": 4}
 STEPS = (("transformers with DeepSpeed", PLAIN, {}), ("AutoEP, by `expert_parallel`", AUTOEP, {}),
          ("this package, by `mxfp8_moe`", DEFAULT, {}), ("Liger's norms, RoPE and loss", DEFAULT, LIGER),
@@ -223,7 +224,9 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
            *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
              for kind in (*changes.SDPA, "flex_attention")),
            *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
-           ("compiled between the MoE layers, without Liger", DEFAULT, COMPILED | {"loss": changes.IN_CHUNKS}),
+           ("Liger's loss without its norms and RoPE", DEFAULT, FASTEST | LOSS_ALONE),
+           ("the same, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
+           ("the same, loss in chunks", DEFAULT, COMPILED | {"loss": changes.IN_CHUNKS}),
            ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
            ("quantised weights not kept", NOT_KEPT, FASTEST), ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
@@ -277,7 +280,7 @@ SHOWN = show.Shown(
      ("with its exchange (model)", "tokens_per_s_exchange", "{}"), ("TFLOP/s", "tflops", "{:.4g}"),
      ("utilisation", "utilisation", "{:.1%}"), ("peak, GiB", "peak_bytes", show.GIB),
      ("step, ms", "median_ms", "{:.1f}"), ("clock, MHz", "clock_mhz", "{}"), ("power, W", "power_w", "{}"),
-     ("layers that found the device idle", "starved", "{:.0%}"),
+     ("modules that found the device idle", "starved", "{:.0%}"),
      *((f"{told}, ms", f"{name}_ms", "{:.1f}") for name, told in PARTS.items()), ("loss off", "loss_off", "{:.2%}"),
      ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")],
     plot, wide=False, ratios=((AUTOEP, DEFAULT), (PLAIN, DEFAULT)), prepare=prepare, sentences=published,
