@@ -179,9 +179,7 @@ def engine_config(case: Case, contender: str, micro_batches: int) -> dict:
     adamw = {"lr": LEARNING_RATES[case.training], **changes.OPTIMIZERS[case.optimizer]}
     config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
                     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-                    # As ours does by itself, so that contenders differ in their layers alone.
-                    "timers": {"throughput": {"synchronized": case.timer == changes.WAITS}},
-                    "optimizer": {"type": "AdamW", "params": adamw}}
+                    "optimizer": {"type": "AdamW", "params": adamw}, **models.timer(case.timer == changes.WAITS)}
     if contender != PLAIN:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
     if contender in SECTIONS:
