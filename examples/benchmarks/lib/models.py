@@ -137,8 +137,8 @@ class Classic(nn.Module):
 
 
 def timer(waits: bool = False) -> dict:
-    """The config's "timers". By default the host does not wait for the device at the end of each micro-batch: ours sees
-    to that by itself, and contenders differ in their layers alone."""
+    """The config's "timers". By default no host waits for the device at the end of each micro-batch: ours sees to that
+    by itself, and contenders differ in their layers alone."""
     return {"timers": {"throughput": {"synchronized": waits}}}
 
 
