@@ -70,7 +70,8 @@ def cpu_tests(end: str) -> dict:
     name, pins = ENDS[end]
     run(["make", "setup", f"VENV={name}", *pins])
     python = str(ROOT / name / "bin" / "python")
-    found = tested(python, ["-n", "2", "--dist", "loadfile", "-m", "not slow"])
+    found = tested(python, ["-n", "2", "--dist", "loadfile", "-m", "not slow"],
+                   TORCH_EXTENSIONS_DIR=str(ROOT / name / "torch_extensions"))
     return {"case": {"what": "CPU tests", "versions": versions(python)}, **found}
 
 
