@@ -215,6 +215,7 @@ def lead_text(result: dict | None, from_files: Iterable[dict] = ()) -> str:
 
 # What a line is called, its contender, and how its case differs from the first one of "short".
 LOSS_ALONE, COMPILED = {"liger": "Liger's loss"}, {"compiled": changes.BETWEEN}
+WITHOUT_LIGER = COMPILED | {"loss": changes.IN_CHUNKS}
 LARGER = FASTEST | {"sequences": 2, "micro_batches": 4}
 STEPS = (("transformers with DeepSpeed", PLAIN, {}), ("AutoEP, by `expert_parallel`", AUTOEP, {}),
          ("this package, by `mxfp8_moe`", DEFAULT, {}), ("Liger's norms, RoPE and loss", DEFAULT, LIGER),
@@ -226,7 +227,8 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
            *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
            ("Liger's loss without its norms and RoPE", DEFAULT, FASTEST | LOSS_ALONE),
            ("the same, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
-           ("the same, loss in chunks", DEFAULT, COMPILED | {"loss": changes.IN_CHUNKS}),
+           ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
+           ('the same, `"recipe": "mxfp8"`', MXFP8, WITHOUT_LIGER),
            ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
            ("quantised weights not kept", NOT_KEPT, FASTEST), ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
