@@ -84,11 +84,11 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
 
 
 def spare_the_host(engine: DeepSpeedEngine) -> None:
-    """Lets the host be ahead of the device, which has to wait for it otherwise. A second call changes nothing.
+    """Keeps the host ahead of the device, which runs dry otherwise. A second call changes nothing.
 
     DeepSpeed's throughput timer makes the host wait for the device at the end of each micro-batch. It reads the host's
-    clock instead, unless the config says "synchronized" under "timers". And engine.backward runs in the thread that
-    calls it, where autograd would start its own for the device: Python and its data change cores twice then.
+    clock instead, unless the config says "synchronized" under "timers". And backward runs in the thread that calls
+    engine.backward, where autograd would hand it to a thread of its own and wait for that.
     """
     if say_if_missing("sparing the host"):
         return
