@@ -76,8 +76,9 @@ CONTENDERS, REFERENCES = (PLAIN, AUTOEP, *SECTIONS), (PLAIN, AUTOEP, BF16)
 LEARNING_RATES = {FULL: 1e-5, LORA: 1e-4}
 ADAPTERS = {"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"],
             "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-LIGER = {"rope": True, "rms_norm": True, "fused_linear_cross_entropy": True, "cross_entropy": False, "swiglu": False}
-LOSS_ALONE = LIGER | {"rope": False, "rms_norm": False}
+# The kernels of Liger beside its loss, by the case's "liger".
+LIGER = {of: {"rope": of is True, "rms_norm": of is True, "cross_entropy": False, "swiglu": False}
+         for of in ("loss", True)}
 # Micro-batches at least, in two steps at least: the first one decides which weights are kept, the second one compiles
 # for them. One more step says how many steps are timed.
 WARM_UP = 4
@@ -148,8 +149,8 @@ def prepared(model: nn.Module, case: Case) -> nn.Module:
     model.train()
     if case.liger:
         from transformers.integrations.liger import apply_liger_kernel
-        kernels = LOSS_ALONE if case.liger == "loss" else LIGER
-        apply_liger_kernel(model, kernels | {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)})
+        loss = {"fused_linear_cross_entropy": case.loss in (None, changes.LARGE_CHUNKS)}
+        apply_liger_kernel(model, LIGER[case.liger] | loss)
     changes.change_loss(model, case.loss, case.micro_batches)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
