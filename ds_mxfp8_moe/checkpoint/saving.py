@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -40,21 +40,11 @@ from .gathering import (
     whole_state_dict,
 )
 
-MARK = "_mxfp8_spread"  # on an engine, its model and the model's parts, if they hold one rank's experts: a Spread
+# On an engine, its model and the model's parts, if they hold one rank's experts: DeepSpeed's section "expert_parallel".
+# On a part it is None.
+MARK = "_mxfp8_spread"
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")
-
-
-class Spread(NamedTuple):
-    """What a MARK says.
-
-    Attributes:
-        expert_parallel: DeepSpeed's section of that name.
-        whole: whether this is the whole model, and not a part of it.
-    """
-
-    expert_parallel: Any
-    whole: bool
 
 
 def save_whole_models(engine: DeepSpeedEngine) -> None:
@@ -70,7 +60,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if MARK in vars(engine) or not (autoep or classic) or say_if_missing("saving"):
         return
     section = engine._config.expert_parallel_config
-    vars(engine)[MARK] = Spread(section, whole=True)
+    vars(engine)[MARK] = section
     wrap(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     by_libraries = not say_if_missing("saving by Trainer and Accelerate")
     accelerate, transformers, peft = map(sys.modules.get, ("accelerate", "transformers", "peft"))
@@ -80,7 +70,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if transformers and by_libraries:
         wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
     if autoep or needs_peers(engine.module):
-        vars(engine.module)[MARK] = Spread(section, whole=True)
+        vars(engine.module)[MARK] = section
     if not autoep or not by_libraries:
         return
     # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
@@ -91,7 +81,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if transformers:
         for name, module in engine.module.named_modules():
             if name and isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
-                vars(module)[MARK] = Spread(section, whole=False)
+                vars(module)[MARK] = None
     if is_peft(engine.module):
         wrap(peft.PeftModel, "save_pretrained", _save_adapters)
     if peft:
@@ -160,11 +150,11 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
         raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
                            f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
     if state is None:
-        expert_parallel, whole = vars(model)[MARK]
-        if not whole or needs_peers(model):
+        section = vars(model)[MARK]
+        if section is None or needs_peers(model):
             raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
                                f"so it cannot save itself. {USE_INSTEAD}")
-        given.arguments["state_dict"] = whole_state_dict(model, expert_parallel, keep=True)
+        given.arguments["state_dict"] = whole_state_dict(model, section, keep=True)
     return plain(*given.args, **given.kwargs)
 
 
