@@ -7,7 +7,6 @@ from .builder import NvccBuilder, loading
 class NVLinkBuilder(NvccBuilder):
     """The op `ds_mxfp8_moe_nvlink`."""
 
-    BUILD_VAR = "DS_BUILD_MXFP8_MOE_NVLINK"
     NAME = "ds_mxfp8_moe_nvlink"
     FOLDER = "nvlink"
 

@@ -13,7 +13,6 @@ OLDEST = (3, 4)
 class NVSHMEMBuilder(NvccBuilder):
     """The op `ds_mxfp8_moe_nvshmem`."""
 
-    BUILD_VAR = "DS_BUILD_MXFP8_MOE_NVSHMEM"
     NAME = "ds_mxfp8_moe_nvshmem"
     FOLDER = "nvshmem"
     HEADERS = (CSRC / "nvlink", )

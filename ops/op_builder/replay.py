@@ -13,7 +13,6 @@ LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 class ReplayBuilder(NvccBuilder):
     """The op `ds_mxfp8_moe_replay`."""
 
-    BUILD_VAR = "DS_BUILD_MXFP8_MOE_REPLAY"
     NAME = "ds_mxfp8_moe_replay"
     FOLDER = "replay"
 
