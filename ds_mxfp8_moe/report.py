@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.config
 
     _heading("ds_mxfp8_moe: what this machine would use and why")
-    for name, text in device_lines():
-        _line(name, text)
     device_type, _ = current_device()
+    for text in devices(device_type):
+        _line("device", text)
     for block_size in BLOCK_SIZES:
         text = "operands are dequantised exactly, then multiplied by torch._grouped_mm in bf16"
         if device_type == "cuda" and multiplies_mxfp8(torch.device(device_type), block_size):
@@ -106,36 +106,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if problem else 0
 
 
-def device_lines() -> list[tuple[str, str]]:
-    """The accelerator that DeepSpeed uses here, as (name, text): each kind of GPU and its count."""
-    device_type, _ = current_device()
-    accelerator = get_accelerator()
+def devices(device_type: str) -> list[str]:
+    """The accelerator that DeepSpeed uses here: each kind of GPU and its count."""
     if device_type == "cuda":
-        indices = range(accelerator.device_count())
+        indices = range(get_accelerator().device_count())
         kinds = Counter((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices)
-        return [("device", f"{count} x {name}, sm_{major}{minor}") for (name, (major, minor)), count in kinds.items()]
-    return [("device", f"{device_type}, {platform.machine()}, {os.cpu_count()} cores")]
+        return [f"{count} x {name}, sm_{major}{minor}" for (name, (major, minor)), count in kinds.items()]
+    return [f"{device_type}, {platform.machine()}, {os.cpu_count()} cores"]
 
 
 def transports() -> list[TransportStatus]:
-    """The transports in order of preference inside a host, and whether this machine can use them."""
-    return [_nvlink(), _collective(), _hierarchical()]
+    """The transports in order of preference inside a host, and whether this machine can use them.
 
-
-def _hierarchical() -> TransportStatus:
-    """Whether the hosts have the same number of ranks is checked when training starts."""
-    backend = get_accelerator().communication_backend_name()
-    text = ("between hosts with the same number of ranks, at least two; wire host: "
-            f"{backend} through deepspeed.comm")
-    if get_accelerator().device_name() == "cuda":
-        text += f"; wire nvshmem: {_extension(NVSHMEMBuilder())[1]}"
-    return TransportStatus("hierarchical", True, text)
-
-
-def _collective() -> TransportStatus:
+    What needs several hosts or ranks is checked when training starts.
+    """
     backend = get_accelerator().communication_backend_name()
     version = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-    return TransportStatus("collective", True, f"{backend}{version} through deepspeed.comm")
+    hops = f"between hosts with the same number of ranks, at least two; wire host: {backend} through deepspeed.comm"
+    if get_accelerator().device_name() == "cuda":
+        hops += f"; wire nvshmem: {_extension(NVSHMEMBuilder())[1]}"
+    return [_nvlink(), TransportStatus("collective", True, f"{backend}{version} through deepspeed.comm"),
+            TransportStatus("hierarchical", True, hops)]
 
 
 def launches() -> str:
@@ -174,7 +165,6 @@ def _extension(builder: NvccBuilder) -> tuple[bool, str]:
 
 
 def _nvlink() -> TransportStatus:
-    """Looks at this host alone. Whether the ranks of a layer share a host is checked when training starts."""
     against = []
     if get_accelerator().device_name() != "cuda":
         against.append("no CUDA device")

@@ -149,7 +149,8 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.M
     if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
         state.forget()
     for index, layer in enumerate(layers.values()):
-        layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, _top_k(layer), state)
+        top_k = layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
+        layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, top_k, state)
     return [*layers.values()], _around(modules, layers), state
 
 
@@ -171,14 +172,6 @@ def _obstacle(module: torch.nn.Module) -> str | None:
     if module.mxfp8_settings.config.force_load_balance:
         return '"force_load_balance" chooses the experts'
     return why_no_turns(module.router) if isinstance(module, MXFP8AutoEPMoELayer) else None
-
-
-def _top_k(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
-    return layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
-
-
-def _num_experts(layer: MXFP8MOELayer | MXFP8AutoEPMoELayer) -> int:
-    return layer.num_experts if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.wg.out_features
 
 
 @contextmanager
@@ -225,7 +218,8 @@ def _checked(layers: list, routes: Any) -> list[Given]:
 def _given(layers: list, routes: Any) -> Given:
     """The routes of one forward. Raises ValueError if they are wrong. The host reads them once, as its last step."""
     routes = torch.as_tensor(routes)
-    top_k_L, num_experts_L = ([*map(count, layers)] for count in (_top_k, _num_experts))
+    top_k_L = [layer.mxfp8_routes.top_k for layer in layers]
+    num_experts_L = [layer.num_local_experts * layer.ep_size for layer in layers]
     L, K = len(layers), max(top_k_L)
     if routes.dim() < 3 or routes.shape[-2:] != (L, K) or routes.dtype.is_floating_point or routes.dtype == torch.bool:
         raise ValueError(f"the routes are {routes.dtype} of shape {tuple(routes.shape)}; expected integers of shape "
