@@ -197,7 +197,6 @@ NAMES = tuple(Row(*row) for row in (
      ".ep_group_name .ep_rank .ep_size .num_local_experts"),
     ("frozen_experts", "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", ".sources"),
     ("frozen_experts", "deepspeed.moe.ep_repack",
-     "repack_expert_requires_grad_flags(experts_source, spec, ep_rank, ep_size) "
      "repack_expert_source_params(experts_source, spec, ep_rank, ep_size) "
      "repack_expert_weights(experts_source, spec, ep_rank, ep_size)"),
     ("frozen_experts", "deepspeed.utils.groups", "_get_expert_broadcast_src_rank _get_expert_data_parallel_group"),

@@ -40,8 +40,8 @@ from .gathering import (
     whole_state_dict,
 )
 
-# On an engine, its model and the model's parts, if they hold one rank's experts: DeepSpeed's section "expert_parallel".
-# On a part it is None.
+# On an engine, its model and the model's parts, if they hold one rank's experts. It is DeepSpeed's section
+# "expert_parallel", and None on a part.
 MARK = "_mxfp8_spread"
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")

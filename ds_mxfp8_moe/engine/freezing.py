@@ -25,16 +25,7 @@ from deepspeed.utils import groups
 from ..compute.formula import ExpertFormula, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
-from ..layers.frozen_experts import (
-    WEIGHTS,
-    experts_of,
-    free_sources,
-    hold,
-    is_frozen,
-    sources_of,
-    wants_mxfp8,
-    without_weights,
-)
+from ..layers.frozen_experts import WEIGHTS, experts_of, free, hold, sources_of, wants_mxfp8, without_weights
 from ..layers.held_experts import HeldExperts, holds_experts
 from ..layers.patches import patched
 from ..transport.deadline import failure_in_world
@@ -86,52 +77,56 @@ class _Start:
         block = autoep.model.get_submodule(spec.moe_module_name)
         name = next(name for name, module in self.model.named_modules() if module is block)
         source = getattr(block, spec.experts_name)
-        if isinstance(source, HeldExperts):
-            return self._take(plain, autoep, spec, *args, source=source, name=f"{name}.{spec.experts_name}", **kwargs)
-        weights = sources_of(source, spec)
-        held = self.config.selects(name) and is_frozen(source, spec) and self.shared.keys().isdisjoint(weights)
-        if not held:
+        weights, in_8_bits = sources_of(source, spec), isinstance(source, HeldExperts)
+        if not in_8_bits and (not self.config.selects(name) or any(p.requires_grad for p in weights)
+                              or not self.shared.keys().isdisjoint(weights)):
             return plain(autoep, spec, *args, **kwargs)
-        dtype = self._dtype(weights[0])
+        dtype = weights[0].dtype  # to which DeepSpeed casts the weights
+        if self.engine.fp16_enabled():
+            dtype = torch.float16
+        elif self.engine.bfloat16_enabled():
+            dtype = torch.bfloat16
         with without_weights(dtype):
             layer, sources = plain(autoep, spec, *args, **kwargs)
         origins = [sources.sources.pop(id(getattr(layer.experts, key)), None) for key in WEIGHTS]
-        try:
-            formula = autoep_formula(layer, {})
-        except NotRecognised:  # DeepSpeed's own path needs parameters
-            stacks = map(torch.stack, zip(*experts_of(source, spec, layer, weights[0].device), strict=True))
-            for key, origin, stack in zip(WEIGHTS, origins, stacks, strict=True):
-                parameter = torch.nn.Parameter(stack, requires_grad=False)
-                vars(parameter).update(vars(getattr(layer.experts, key)))
-                setattr(layer.experts, key, parameter)
-                if origin is not None:  # a client optimizer needs them
-                    sources.sources[id(parameter)] = origin
-            return layer, sources
-        hold(layer, self._quantized(name, layer, formula, source, spec, dtype))
-        free_sources(source, spec)
+        device = weights[0].device if self.engine.dont_change_device else self.device
+        name = f"{name}.{spec.experts_name}"
+        if in_8_bits:
+            frozen = self._taken(name, layer, source, dtype, device)
+        else:
+            try:
+                formula = autoep_formula(layer, {})
+            except NotRecognised:  # DeepSpeed's own path needs parameters
+                stacks = map(torch.stack, zip(*experts_of(source, spec, layer, weights[0].device), strict=True))
+                for key, origin, stack in zip(WEIGHTS, origins, stacks, strict=True):
+                    parameter = torch.nn.Parameter(stack, requires_grad=False)
+                    vars(parameter).update(vars(getattr(layer.experts, key)))
+                    setattr(layer.experts, key, parameter)
+                    if origin is not None:  # a client optimizer needs them
+                        sources.sources[id(parameter)] = origin
+                return layer, sources
+            frozen = self._quantized(name, layer, formula, source, spec, dtype, device)
+        hold(layer, frozen)
+        for parameter in weights:
+            if not hasattr(parameter, "ds_id"):  # ZeRO-3 frees its partitions by itself
+                free(parameter)
         self.layers.append(layer)
         return layer, sources
 
-    def _take(self, plain, autoep, spec, *args, source: HeldExperts, name: str, **kwargs) -> tuple:
-        """The same for experts that are in 8 bits already."""
-        dtype = self._dtype(source.down_proj)
-        with without_weights(dtype):
-            layer, sources = plain(autoep, spec, *args, **kwargs)
-        frozen, count = None, layer.num_local_experts
-        device = source.down_proj.device if self.engine.dont_change_device else self.device
+    def _taken(self, name: str, layer: AutoEPMoELayer, source: HeldExperts, dtype: torch.dtype,
+               device: torch.device) -> FrozenWeights | None:
+        """Experts that are in 8 bits already. None if this rank has failed, in this layer or before."""
         try:
             if self.failure is None:
-                frozen = source.take(name, layer.ep_rank * count, count, dtype, device)
+                count = layer.num_local_experts
+                return source.take(name, layer.ep_rank * count, count, dtype, device)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
-        hold(layer, frozen)
-        self.layers.append(layer)
-        return layer, sources
+        return None
 
     def _quantized(self, name: str, layer: AutoEPMoELayer, formula: ExpertFormula, source: torch.nn.Module,
-                   spec: MoELayerSpec, dtype: torch.dtype) -> FrozenWeights | None:
+                   spec: MoELayerSpec, dtype: torch.dtype, device: torch.device) -> FrozenWeights | None:
         """None if this rank has failed, in this layer or before."""
-        device = sources_of(source, spec)[0].device if self.engine.dont_change_device else self.device
         frozen, done = None, 0
         try:
             if self.failure is None:
@@ -141,8 +136,8 @@ class _Start:
                     frozen.put(done, *weights, self.config.scaling_mode)
                 done += 1
         except Exception as error:
-            self.failure = (f"{name}.{spec.experts_name}, with {done} of {layer.num_local_experts} experts done: "
-                            f"{type(error).__name__}: {error}")
+            self.failure = (f"{name}, with {done} of {layer.num_local_experts} experts done: {type(error).__name__}: "
+                            f"{error}")
         return None if self.failure else frozen
 
     def end(self) -> None:
@@ -156,9 +151,3 @@ class _Start:
             if dist.get_world_size(group=group) > 1:
                 for buffer in layer.experts.frozen.buffers():
                     dist.broadcast(buffer, groups._get_expert_broadcast_src_rank(layer.ep_group_name), group=group)
-
-    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """The dtype to which DeepSpeed would cast the weight."""
-        if self.engine.fp16_enabled():
-            return torch.float16
-        return torch.bfloat16 if self.engine.bfloat16_enabled() else weight.dtype

@@ -59,15 +59,12 @@ def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
 
 
 def hold(layer: AutoEPMoELayer, frozen: FrozenWeights) -> None:
-    """Takes the parameters of a layer's experts away, and gives it `frozen` instead.
-
-    Their memory is freed even if an optimizer holds the parameters.
-    """
+    """Frees the parameters of a layer's experts, and gives it `frozen` instead."""
     experts = layer.experts
     for name in WEIGHTS:
         parameter = getattr(experts, name)
         delattr(experts, name)
-        _free(parameter)
+        free(parameter)
     experts.frozen = frozen
 
 
@@ -94,11 +91,6 @@ def without_weights(dtype: torch.dtype) -> Iterator[None]:
 
     with patched(auto_ep_layer, "repack_expert_weights", repack), patched(auto_ep_layer, "GroupedExperts", experts):
         yield
-
-
-def is_frozen(source: nn.Module, spec: MoELayerSpec) -> bool:
-    """Whether no weight of a block's experts is trained, before AutoEP replaces the block."""
-    return not any(ep_repack.repack_expert_requires_grad_flags(source, spec, 0, 1))
 
 
 def experts_of(source: nn.Module, spec: MoELayerSpec, layer: AutoEPMoELayer,
@@ -136,15 +128,6 @@ def sources_of(source: nn.Module, spec: MoELayerSpec) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for of_weight in of_weights for p in of_weight))
 
 
-def free_sources(source: nn.Module, spec: MoELayerSpec) -> None:
-    """Frees the weights of a block that AutoEP has replaced, even if an optimizer holds the parameters.
-
-    ZeRO-3 frees its partitions by itself.
-    """
-    for parameter in sources_of(source, spec):
-        if not hasattr(parameter, "ds_id"):
-            _free(parameter)
-
-
-def _free(parameter: nn.Parameter) -> None:
+def free(parameter: nn.Parameter) -> None:
+    """Frees the memory of a parameter, even if an optimizer holds it."""
     parameter.data = parameter.data.new_empty(0)
