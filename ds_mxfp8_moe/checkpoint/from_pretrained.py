@@ -7,7 +7,7 @@ stacks of them.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from torch import nn
 
 from ..compute.block_fp8 import Rounding
+from ..compute.mx import MXTensor
 from ..config import ConfigError, parse
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.held_experts import STACKS, HeldExperts, holds_experts, read_before, say_rounding
@@ -29,8 +30,6 @@ from ..layers.patches import lent, patched
 from ..layers.presets import added_preset
 from ..ops.private_names import missing
 from ..transport.deadline import failure_in_world
-from .expert_tensors import ExpertSources, ExpertTensors
-from .shards import Shards
 
 
 def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.PathLike, model_class: Any = None,
@@ -122,6 +121,9 @@ class _Loader:
         """transformers' loading of a model that it has built, without the experts; then these."""
         from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
+        from .expert_tensors import ExpertSources, ExpertTensors  # safetensors comes with transformers
+        from .shards import Shards
+
         if holds_experts(model):  # an adapter
             return plain(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if state_dict is not None or not checkpoint_files or not checkpoint_files[0].endswith(".safetensors"):
@@ -142,11 +144,11 @@ class _Loader:
         for spec, experts in zip(specs, held, strict=True):
             tensors = ExpertTensors(shards, sources, spec, experts.is_transposed, load_config.dtype, device,
                                     self.scaling_mode, self.rounding)
-            first, weights = self._read(spec, tensors, load_config.dtype, device)
+            first, weights = self._read(spec, tensors.tiles, load_config.dtype, device)
             experts.weights_of = partial(read_before, weights, first)
         return result
 
-    def _read(self, spec: MoELayerSpec, tensors: ExpertTensors, dtype: torch.dtype,
+    def _read(self, spec: MoELayerSpec, tiles_of: Callable[[str, int], MXTensor], dtype: torch.dtype,
               device: torch.device) -> tuple[int, FrozenWeights]:
         """The first of this rank's experts of a block, and the weights of all of them."""
         count = spec.num_experts // self.ep_size
@@ -155,7 +157,7 @@ class _Loader:
             weights = FrozenWeights(count, spec.hidden_size, spec.ffn_hidden_size, dtype, device)
             for at in range(first, first + count):
                 for gemm, stack in zip(("up", "down"), STACKS, strict=True):
-                    weights.put_tiles(gemm, at - first, tensors.tiles(stack, at))
+                    weights.put_tiles(gemm, at - first, tiles_of(stack, at))
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise RuntimeError(f"out of memory at expert {at} of {spec.moe_module_name}.{spec.experts_name}: "
                                f"{error}") from error

@@ -84,7 +84,7 @@ def test_report_on_this_machine(capsys):
 def test_runs_as_a_module_without_optional_packages_and_without_distributed():
     code = (
         "import sys, runpy\n"
-        "sys.modules['transformers'] = sys.modules['mpi4py'] = None\n"
+        "sys.modules['transformers'] = sys.modules['safetensors'] = sys.modules['mpi4py'] = None\n"
         "sys.argv = ['ds_mxfp8_report']\n"
         "try: runpy.run_module('ds_mxfp8_moe.report', run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
