@@ -26,7 +26,8 @@ class Shards:
                 with safe_open(file, framework="pt") as opened:
                     self.file_of.update(dict.fromkeys(opened.keys(), file))
             except (SafetensorError, OSError) as error:
-                raise RuntimeError(f"the checkpoint file {file} ({_size(file)}) cannot be read: {error}. It was "
+                size = f"{os.path.getsize(file)} bytes" if os.path.isfile(file) else "missing"
+                raise RuntimeError(f"the checkpoint file {file} ({size}) cannot be read: {error}. It was "
                                    "probably cut short while it was copied: copy it again") from error
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
@@ -59,7 +60,3 @@ class Shards:
                     opened[file] = stack.enter_context(safe_open(file, framework="pt"))
                 found[name] = opened[file].get_slice(name)
             yield found
-
-
-def _size(file: str) -> str:
-    return f"{os.path.getsize(file)} bytes" if os.path.isfile(file) else "missing"

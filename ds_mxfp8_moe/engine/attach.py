@@ -52,7 +52,9 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
         if on_gpu and not say_if_missing("advice on speed"):
             hint_at_speed(engine, config)
-        choose_transports(engine.module)
+        for layer in converted_layers(engine.module):  # collective over the layers' groups
+            if layer.ep_size > 1:
+                layer.mxfp8_settings.choose_transport(layer.ep_group)
         build_executor(engine.module)
         save_whole_models(engine)
         if not say_if_missing("loading"):
@@ -189,13 +191,6 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
                               "sizes, hooks, adapters or devices that only some ranks have, or leave the layer out "
                               "with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
-
-
-def choose_transports(model: torch.nn.Module) -> None:
-    """Chooses the transport of every converted layer now. Collective over the layers' groups."""
-    for module in converted_layers(model):
-        if module.ep_size > 1:
-            module.mxfp8_settings.choose_transport(module.ep_group)
 
 
 def build_executor(model: torch.nn.Module) -> None:

@@ -112,10 +112,10 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
             continue
         if holds_mxfp8 and not classic and _can_hold_mxfp8(module):
             hold_quantized(module, recipe.scaling_mode)
-        fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, module.num_local_experts,
-                                              torch.device(current_device()[0]))
-        if not classic and frozen_of(module.experts) is not None:
-            fewest_tokens = 0  # there are no other weights to compute with
+        frozen = not classic and frozen_of(module.experts) is not None
+        # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
+        fewest_tokens = 0 if frozen else min_tokens_per_expert(
+            config.min_tokens_per_expert, formula, recipe, module.num_local_experts, torch.device(current_device()[0]))
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
         if classic:
@@ -129,7 +129,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
             module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
             module.mxfp8_settings = settings
         instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
-        held = ", frozen experts in MXFP8" if not classic and frozen_of(module.experts) is not None else ""
+        held = ", frozen experts in MXFP8" if frozen else ""
         detail = f"{_placement(module)}, {_describe(settings)}{held}{_trained(module)}{instead}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)

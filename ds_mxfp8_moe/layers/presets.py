@@ -246,10 +246,10 @@ def announcement(model: nn.Module) -> str | None:
 
 def why_no_layers(engine: nn.Module) -> str | None:
     """Why an engine with the section "expert_parallel" has no MoE layers. None: it has no such section."""
-    config = getattr(getattr(engine, "_config", None), "expert_parallel_config", None)
+    config = engine._config.expert_parallel_config
     if config is None or not config.enabled:
         return None
-    model_type = model_type_of(getattr(engine, "module", None)) or "this model"
+    model_type = model_type_of(engine.module) or "this model"
     reason = UNSUPPORTED.get(model_type, "DeepSpeed's AutoEP finds no MoE layers in it")
     advice = "" if model_type in UNSUPPORTED else (
         '. If it has MoE layers, name a preset that resembles them by "preset_model" in "expert_parallel" '
