@@ -9,7 +9,7 @@ steps nothing is computed and nothing is timed.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -55,14 +55,6 @@ def figures_of(sums: Sequence[float], largest: Sequence[float], ep_size: int) ->
     return found
 
 
-class _Layer(NamedTuple):
-    """What rank 0 has to know of a layer of any rank."""
-
-    name: str
-    num_experts: int
-    ep_size: int
-
-
 class Metrics:
     """Asks the layers of an engine for samples, and writes their figures. Every rank has one.
 
@@ -74,7 +66,8 @@ class Metrics:
     def __init__(self, engine: DeepSpeedEngine, layers: Sequence[Any], every: int):
         self.engine, self.every = engine, every
         self.layers = {layer.mxfp8_settings.name: layer for layer in layers}
-        self.of_all_ranks: list[_Layer] | None = None
+        # The layers of any rank: name, experts and ep_size.
+        self.of_all_ranks: list[tuple[str, int, int]] | None = None
         self._ask()
 
     def _ask(self) -> None:
@@ -90,7 +83,7 @@ class Metrics:
 
     def _write(self) -> None:
         if self.of_all_ranks is None:
-            mine = [_Layer(name, layer.num_local_experts * layer.ep_size, layer.ep_size)
+            mine = [(name, layer.num_local_experts * layer.ep_size, layer.ep_size)
                     for name, layer in self.layers.items()]
             answers = answers_of_all(dist.get_world_group(), mine, "the first of the metrics' steps")
             self.of_all_ranks = list(dict.fromkeys(layer for of_rank in answers for layer in of_rank))
@@ -110,16 +103,11 @@ class Metrics:
         with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
             dist.all_reduce(sums)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if dist.get_rank() == 0:
-            self._tell([len(of_layer) for of_layer in samples], sums.cpu(), largest.cpu())  # the host waits here
-
-    def _tell(self, sizes: list[int], sums: torch.Tensor, largest: torch.Tensor) -> None:
-        """`sizes`: of the samples of the L layers. What else is given lies behind each other in the layers' order."""
-        L = len(sizes)
-        *parts, times = sums.split([*sizes, 3 * L])
+        if dist.get_rank() > 0:
+            return
+        *parts, times_L3 = sums.cpu().split([*map(len, samples), times_L3.numel()])  # the host waits here
+        of_layers = zip(self.of_all_ranks, parts, times_L3.view(-1, 3), largest.cpu().view(2, -1).T, strict=True)
         self.engine.monitor.write_events([
-            (f"{PREFIX}/{layer.name}/{name}", value, self.engine.global_samples)
-            for layer, part, of_times, most in zip(self.of_all_ranks, parts, times.view(L, 3), largest.view(2, L).T,
-                                                   strict=True)
-            for name, value in figures_of([*part.tolist(), *of_times.tolist()], most.tolist(),
-                                          layer.ep_size).items()])
+            (f"{PREFIX}/{layer}/{name}", value, self.engine.global_samples)
+            for (layer, _, ep_size), part, times, most in of_layers
+            for name, value in figures_of([*part.tolist(), *times.tolist()], most.tolist(), ep_size).items()])

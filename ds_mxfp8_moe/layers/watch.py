@@ -8,11 +8,11 @@ import torch
 from ..compute import casts
 from ..compute.routing import Routes
 from ..config import Recipe
+from ..ops.mx_format import E4M3_MAX
 from ..transport import Transport
 from ..transport.timed import Timed
 
 SAMPLED = 1024  # tokens of a rank
-LARGEST = 448.0  # in e4m3
 
 
 @torch.compiler.disable
@@ -50,7 +50,7 @@ def _of_cast(x_SH: torch.Tensor, recipe: Recipe) -> list[torch.Tensor]:
     quantized = casts.quantize(x_SH, recipe.block_size, recipe.scaling_mode)
     padded = torch.nn.functional.pad(x_SH, (0, -x_SH.shape[1] % recipe.block_size))
     amax_SB = padded.view(len(x_SH), -1, recipe.block_size).abs().amax(2)
-    held_SB = LARGEST * torch.exp2(quantized.scale_bytes.float() - 127)
+    held_SB = E4M3_MAX * torch.exp2(quantized.scale_bytes.float() - 127)
     noise_SH = x_SH - quantized.dequantize(torch.float32)
     return [amax_SB.new_full((), amax_SB.numel()), (amax_SB == 0).sum(), (amax_SB > held_SB).sum(),
             x_SH.square().sum(), noise_SH.square().sum()]
