@@ -21,48 +21,44 @@ from .shards import Shards
 
 # How the names of a quantised weight's parts end, in place of the weight's own name.
 PARTS = ("_scale_inv", "_blocks", "_scales")
+# By the name of a stacked parameter of experts in the model, and by part (PARTS, and "" for the weight itself): the
+# names of its tensors. A tensor has all experts, or it is that of a single expert, whose number is {} in the name. Two
+# names are those of gate and up.
+Sources = dict[str, dict[str, list[str]]]
 
 
-class ExpertSources:
-    """Which tensors of a checkpoint are the weights of a model's experts.
+def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: list,
+                   base_prefix: str) -> tuple[set[str], Sources]:
+    """Which tensors of a checkpoint are the weights of a model's experts: the names of all of them, and by parameter.
 
-    Attributes:
-        tensors: the names of all of them.
-        of: by the name of a stacked parameter of experts in the model, and by part (PARTS, and "" for the weight
-            itself): the names of its tensors. A tensor has all experts, or it is that of a single expert, whose number
-            is {} in the name. Two names are those of gate and up.
+    Args:
+        names: of the checkpoint's tensors.
+        parameters: the names of the stacked parameters of experts in the model.
+        mapping: transformers' WeightRenamings and WeightConverters of this model.
+        base_prefix: the model's base_model_prefix.
+
+    Raises:
+        RuntimeError: a converter does more than to stack experts and to put gate above up.
     """
+    from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[str], mapping: list, base_prefix: str):
-        """Arguments:
-            names: of the checkpoint's tensors.
-            parameters: the names of the stacked parameters of experts in the model.
-            mapping: transformers' WeightRenamings and WeightConverters of this model.
-            base_prefix: the model's base_model_prefix.
-
-        Raises:
-            RuntimeError: a converter does more than to stack experts and to put gate above up.
-        """
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-
-        renamings = [one for one in mapping if not isinstance(one, WeightConverter)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        known = dict.fromkeys(parameters, True)
-        self.tensors: set[str] = set()
-        places: dict[tuple[str, str], dict[int, str]] = {}
-        for name in names:
-            renamed, _ = rename_source_key(name, renamings, [])
-            part = next((end for end in PARTS if renamed.endswith(end)), "")
-            parameter, pattern = rename_source_key(renamed.removesuffix(part), [], converters, base_prefix, known)
-            if parameter not in known:
-                continue
-            self.tensors.add(name)
-            place = 0 if pattern is None else _place(pattern, converters, parameter)
-            form = name if pattern is None else re.sub(r"(.*\.)\d+(\..*)", r"\1{}\2", name)
-            places.setdefault((parameter, part), {})[place] = form
-        self.of: dict[str, dict[str, list[str]]] = {}
-        for (parameter, part), forms in places.items():
-            self.of.setdefault(parameter, {})[part] = [forms[place] for place in sorted(forms)]
+    renamings = [one for one in mapping if not isinstance(one, WeightConverter)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    known = dict.fromkeys(parameters, True)
+    found: set[str] = set()
+    sources: dict[str, dict[str, dict[int, str]]] = {}
+    for name in names:
+        renamed, _ = rename_source_key(name, renamings, [])
+        part = next((end for end in PARTS if renamed.endswith(end)), "")
+        parameter, pattern = rename_source_key(renamed.removesuffix(part), [], converters, base_prefix, known)
+        if parameter not in known:
+            continue
+        found.add(name)
+        place = 0 if pattern is None else _place(pattern, converters, parameter)
+        form = name if pattern is None else re.sub(r"(.*\.)\d+(\..*)", r"\1{}\2", name)
+        sources.setdefault(parameter, {}).setdefault(part, {})[place] = form
+    return found, {parameter: {part: [forms[place] for place in sorted(forms)] for part, forms in parts.items()}
+                   for parameter, parts in sources.items()}
 
 
 def _place(pattern: str, converters: list, parameter: str) -> int:
@@ -81,7 +77,7 @@ def _place(pattern: str, converters: list, parameter: str) -> int:
 class ExpertTensors:
     """The experts of one block in a checkpoint, as tiles of MXFP8 on a device."""
 
-    def __init__(self, shards: Shards, sources: ExpertSources, spec: MoELayerSpec, transposed: bool,
+    def __init__(self, shards: Shards, sources: Sources, spec: MoELayerSpec, transposed: bool,
                  dtype: torch.dtype, device: torch.device, scaling_mode: str, rounding: Rounding):
         """Arguments:
             transposed: the model's stacked parameters are [E, in, out].
@@ -93,7 +89,7 @@ class ExpertTensors:
         self._to = {"device": device, "dtype": dtype}
         self._scaling_mode, self._rounding = scaling_mode, rounding
         self._name = f"{spec.moe_module_name}.{spec.experts_name}"
-        self._forms = {stack: sources.of.get(f"{self._name}.{stack}", {}) for stack in STACKS}
+        self._forms = {stack: sources.get(f"{self._name}.{stack}", {}) for stack in STACKS}
         self._shapes = {"gate_up_proj": (2 * spec.ffn_hidden_size, spec.hidden_size),
                         "down_proj": (spec.hidden_size, spec.ffn_hidden_size)}
 

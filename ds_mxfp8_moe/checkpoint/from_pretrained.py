@@ -121,7 +121,7 @@ class _Loader:
         """transformers' loading of a model that it has built, without the experts; then these."""
         from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
-        from .expert_tensors import ExpertSources, ExpertTensors  # safetensors comes with transformers
+        from .expert_tensors import ExpertTensors, expert_sources  # safetensors comes with transformers
         from .shards import Shards
 
         if holds_experts(model):  # an adapter
@@ -136,10 +136,10 @@ class _Loader:
                               "from_pretrained")
         shards = Shards(checkpoint_files)
         names = [f"{spec.moe_module_name}.{spec.experts_name}.{stack}" for spec in specs for stack in STACKS]
-        sources = ExpertSources(list(shards.file_of), names, load_config.weight_mapping or [],
-                                model.base_model_prefix)
+        read_here, sources = expert_sources(list(shards.file_of), names, load_config.weight_mapping or [],
+                                            model.base_model_prefix)
         held = [_hold(model.get_submodule(spec.moe_module_name), spec, load_config.dtype, device) for spec in specs]
-        with shards.slices(name for name in shards.file_of if name not in sources.tensors) as others:
+        with shards.slices(name for name in shards.file_of if name not in read_here) as others:
             result = plain(model, others, None, load_config, *args, **kwargs)
         for spec, experts in zip(specs, held, strict=True):
             tensors = ExpertTensors(shards, sources, spec, experts.is_transposed, load_config.dtype, device,
