@@ -86,12 +86,9 @@ class Gather:
         return tensor.to("cpu", copy=True) if self.on_host else tensor
 
 
-def everything(name: str, value: torch.Tensor) -> bool:
-    return True
-
-
-def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig, wanted: Wanted = everything,
-                     skeleton: torch.nn.Module | None = None, keep: bool | None = None) -> dict | None:
+def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
+                     wanted: Wanted = lambda name, value: True, skeleton: torch.nn.Module | None = None,
+                     keep: bool | None = None) -> dict | None:
     """The state dict of a model that AutoEP trains, with all experts, under Hugging Face's names, in host memory.
 
     Collective, unless `needs_peers` is false.
@@ -219,7 +216,7 @@ def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
 
 
 def tensors(model: torch.nn.Module, specs: dict[str, MoELayerSpec], skeleton: torch.nn.Module, gather: Gather,
-            wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
+            wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
     Nothing where not `gather.keep`. `specs`: of `specs_of`. For the other arguments, see `whole_state_dict`.
     """
@@ -232,7 +229,7 @@ def tensors(model: torch.nn.Module, specs: dict[str, MoELayerSpec], skeleton: to
     for name, spec in specs.items():
         start = f"{name}."
         own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
-        source = skeleton.get_submodule(name[len(prefix) + 1:] if prefix else name)
+        source = skeleton.get_submodule(name.removeprefix(f"{prefix}."))
         for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, gather,
                                           name in dequantised):
             yield start + key, tensor
@@ -307,8 +304,7 @@ def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
 
 
-def classic_tensors(model: torch.nn.Module, gather: Gather,
-                    wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
+def classic_tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective. Nothing where not
     `gather.keep`."""
     layers = classic_layers(model)

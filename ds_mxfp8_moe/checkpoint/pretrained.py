@@ -11,7 +11,7 @@ from ..compute.mx import TILE
 from ..layers.lora import saves_adapters
 from ..transport.deadline import PeerFailure, deadline_for, tell_peers_on_error
 from .exporting import checked, stream
-from .gathering import base_of, check_complete, engine_of, everything, skeleton_of, whole_state_dict
+from .gathering import base_of, check_complete, engine_of, skeleton_of, whole_state_dict
 from .published import Published
 from .writing import Shards, size_in_bytes
 
@@ -65,7 +65,7 @@ def _write_unquantized(engine, directory, **kwargs) -> str | None:
     else:
         saver = skeleton_of(model)
         vars(saver.config).pop("quantization_config", None)  # of the files that the model was loaded from
-        state = whole_state_dict(model, expert_parallel, everything, saver)
+        state = whole_state_dict(model, expert_parallel, skeleton=saver)
     if dist.get_rank() > 0:
         return None
     try:
