@@ -22,7 +22,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe import ep_repack
 from torch import nn
 
-from ..config import MXFP8MoEConfig, current_device, resolve
+from ..config import MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from .lora import has_adapters
 from .patches import patched
@@ -53,7 +53,7 @@ def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
 
     Without the key, they are where the model has adapters by PEFT: its users save the adapters, and memory decides.
     """
-    if not resolve(config, *current_device()).quantize_gemm or config.frozen_experts == "keep":
+    if config.recipe == "bf16" or config.frozen_experts == "keep":
         return False
     return config.frozen_experts == "mxfp8" or has_adapters(model)
 
