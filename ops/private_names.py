@@ -157,7 +157,10 @@ NAMES = tuple(Row(*row) for row in (
     ("phimoe", "transformers.models.phimoe.modeling_phimoe", "sparsemixer(scores, jitter_eps, training, top_k, ...)"),
     ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeTopKRouter", ".router_jitter_noise"),
     ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeSparseMoeBlock", ".input_jitter_noise"),
-    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"),
+    ("recorders", f"{_PRESETS}.base",
+     "_install_instance_transformers_output_recorders(model, registry_entries, output_capturing, "
+     "remove_output_capture_hooks)"),
+    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY maybe_install_capturing_hooks"),
 
     ("LoRA on experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...)"),

@@ -9,14 +9,18 @@ it installs a model's hooks, and then puts it back. It reads and writes entries 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+
+from deepspeed.module_inject.auto_ep_presets import base
+from torch import nn
 
 from .patches import lent
 
 
 @contextmanager
 def named_recorders() -> Iterator[None]:
-    """Inside the context, transformers' registry also takes the names of classes.
+    """Inside the context, transformers' registry also takes the names of classes, if DeepSpeed needs that.
 
     Models, as transformers itself gives, are treated as before.
     """
@@ -24,12 +28,32 @@ def named_recorders() -> Iterator[None]:
     module = sys.modules.get("transformers.utils.output_capturing")
     registry = getattr(module, "_CAN_RECORD_REGISTRY", None)
     plain = type(registry)
-    if not isinstance(registry, dict) or plain is dict:
+    if not isinstance(registry, dict) or plain is dict or _deepspeed_restores(plain()):
         yield
         return
+    # The registry itself, since modules of transformers hold it under names of their own.
+    with lent(registry, "__class__", _taking_names(plain)):
+        yield
+
+
+def _deepspeed_restores(registry: dict) -> bool:
+    """Whether DeepSpeed puts an entry of this empty registry back after it has changed it."""
+    model = nn.Module()
+    name = str(model.__class__)
+    before, changed = {"router_logits": "before"}, {"router_logits": "changed"}
+    dict.__setitem__(registry, name, before)
+    transformers = SimpleNamespace(_CAN_RECORD_REGISTRY=registry, maybe_install_capturing_hooks=lambda model: None)
+    try:
+        base._install_instance_transformers_output_recorders(model, {name: changed}, transformers, lambda model: 0)
+    except Exception:  # whatever the two libraries disagree about
+        return False
+    return dict(registry) == {name: before}
+
+
+def _taking_names(plain: type) -> type:
+    """A subclass of transformers' registry. A string is the name of a class, as in a plain dict."""
 
     class Registry(plain):
-        """A string is the name of a class, as in a plain dict."""
 
         def get(self, key: Any, *default: Any) -> Any:
             return dict.get(self, key, *default) if isinstance(key, str) else super().get(key, *default)
@@ -40,6 +64,4 @@ def named_recorders() -> Iterator[None]:
             else:
                 super().__setitem__(key, value)
 
-    # The registry itself, since modules of transformers hold it under names of their own.
-    with lent(registry, "__class__", Registry):
-        yield
+    return Registry

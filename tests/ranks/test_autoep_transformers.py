@@ -79,6 +79,29 @@ def test_without_transformers_there_is_nothing_to_do(monkeypatch, registry):
         assert not takes_names(registry) and "transformers.utils.output_capturing" not in sys.modules
 
 
+def by_models(model, entries, transformers, remove_hooks):
+    registry = transformers._CAN_RECORD_REGISTRY
+    before = registry.get(model)
+    registry.update(entries)
+    registry[model] = before
+
+
+def without_restoring(model, entries, transformers, remove_hooks):
+    transformers._CAN_RECORD_REGISTRY.update(entries)
+
+
+@pytest.mark.parametrize("install_recorders, needed", [(by_models, False), (without_restoring, True)])
+def test_it_is_not_applied_once_deepspeed_does_it_itself(monkeypatch, registry, install_recorders, needed):
+    monkeypatch.setattr(base, "_install_instance_transformers_output_recorders", install_recorders)
+    with named_recorders():
+        assert takes_names(registry) == needed
+
+
+def test_names_can_be_read_whatever_the_release_of_transformers():
+    with named_recorders():
+        assert output_capturing._CAN_RECORD_REGISTRY.get("nobody", 1) == 1
+
+
 def recorded(net) -> list[torch.Tensor]:
     with torch.no_grad():
         out = net.eval()(input_ids=batch(0, rank=0), output_router_logits=True, output_hidden_states=True)
