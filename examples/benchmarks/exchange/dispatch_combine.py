@@ -7,6 +7,7 @@ timed apart. GB/s are link-real: bytes that leave or reach the busiest rank, ove
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/dispatch_combine.py    # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -224,9 +225,9 @@ def measure(case: Case, budget_s: float, transports: dict | None = None) -> list
         budget_s / 4)
 
 
-def measured_rows(cases: list[Case], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
-    for case in world.in_time(cases, seconds):
-        yield measure(case, budget_s)
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    for case in world.in_time(cases(args.cases), args.seconds):
+        yield measure(case, args.budget)
         get_accelerator().empty_cache()
 
 
@@ -272,9 +273,7 @@ SHOWN = show.Shown("dispatch_combine", MEASURES, [show.MS, ("GB/s", "gb_per_s", 
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=0.15, seconds=85))
-    run.main(SHOWN, args, lambda: measured_rows(cases(args.cases), args.budget, args.seconds - world.ENDING_S),
-             ranks=True)
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.15, seconds=85)), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ that they give over the collective transport.
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/ep_pipeline.py   # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -189,11 +190,11 @@ def contenders(case: Case, transport: Any) -> dict[str, Contender]:
     return found
 
 
-def measured_rows(shapes: tuple, rows: int, budget_s: float,
-                  seconds: float = float("inf")) -> Iterator[list[dict]]:
-    for dim, hidden in world.in_time(shapes, seconds):
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    rows = TINY_ROWS if args.cases == "tiny" else ROWS
+    for dim, hidden in world.in_time(SHAPES[args.cases], args.seconds):
         case = Case(rows, dim, hidden, EXPERTS)
-        yield timing.rows(case.described(), contenders(case, world.transport()), budget_s)
+        yield timing.rows(case.described(), contenders(case, world.transport()), args.budget)
         del case
         get_accelerator().empty_cache()
 
@@ -223,10 +224,7 @@ SHOWN = show.Shown("ep_pipeline", MEASURES, [show.MS], plot, ratios=PAIRS,
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=1.0, seconds=95))
-    rows = TINY_ROWS if args.cases == "tiny" else ROWS
-    run.main(SHOWN, args, lambda: measured_rows(SHAPES[args.cases], rows, args.budget, args.seconds - world.ENDING_S),
-             ranks=True)
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=1.0, seconds=95)), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

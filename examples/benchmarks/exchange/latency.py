@@ -9,6 +9,7 @@ and of pplx-kernels' padded layout.
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/latency.py   # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,9 +56,6 @@ class Size(NamedTuple):
             max_num_tokens=self.tokens, num_experts=self.experts, experts_per_token=self.top_k, rank=world.rank(),
             world_size=world.size(), dp_size=1, hidden_dim=self.hidden, hidden_dim_bytes=self.hidden,
             hidden_dim_scale_bytes=self.scale_bytes, group=world.group())
-
-    def case(self, launch: str) -> dict:
-        return {"launch": launch, **self._asdict()}
 
 
 class Batch:
@@ -113,9 +111,6 @@ class Ours:
     def combine(self, _=None) -> None:
         self.exchange.combine(self.out_TH, self.indices, self.batch.weight_TK, self.y, self.bound)
 
-    def stages(self) -> dict[str, Callable]:
-        return {"dispatch": self.dispatch, "combine": self.combine}
-
     def check(self, stages: dict[str, Callable]) -> dict:
         for out in (self.counts_E, self.rows.view(torch.uint8), self.scales, self.out_TH):
             out.fill_(77)
@@ -159,9 +154,6 @@ class Nccl:
     def combine(self, _=None) -> None:
         dist.all_to_all_single(self.back, self.y, self.sent, self.arriving)
 
-    def stages(self) -> dict[str, Callable]:
-        return {"dispatch": self.dispatch, "combine": self.combine}
-
     def check(self, stages: dict[str, Callable]) -> dict:
         """Every row holds the number of the rank that it came from."""
         timing.run(stages)
@@ -171,24 +163,17 @@ class Nccl:
 
 
 class Graphed:
-    """Each stage captured in a CUDA graph of its own, when it is first called."""
+    """A call that is captured in a CUDA graph when it is first made."""
 
-    def __init__(self, way: Ours | Nccl):
-        self.way = way
-        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    def __init__(self, call: Callable[[], None]):
+        self.call, self.graph = call, None
 
-    def stages(self) -> dict[str, Callable]:
-        return {name: partial(self._replay, name, call) for name, call in self.way.stages().items()}
-
-    def _replay(self, name: str, call: Callable, _=None) -> None:
-        if name not in self.graphs:
-            self.graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[name], capture_error_mode="thread_local"):
-                call()
-        self.graphs[name].replay()
-
-    def check(self, stages: dict[str, Callable]) -> dict:
-        return self.way.check(stages)
+    def __call__(self, _=None) -> None:
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.call()
+        self.graph.replay()
 
 
 def available() -> bool:
@@ -201,25 +186,28 @@ def measure(size: Size, budget_s: float) -> list[dict]:
     ways: dict = {NCCL_EXACT: Nccl(batch, padded=False), NCCL_PADDED: Nccl(batch, padded=True)}
     if available():
         ways |= {A2A_E4M3: Ours(batch, quantizes=False), A2A_BF16: Ours(batch, quantizes=True)}
-    launches = {"eager": ways}
-    if on_gpu():
-        launches["graph"] = {name: Graphed(way) for name, way in ways.items()}
     rows = []
-    for launch, these in launches.items():
-        stages = {name: way.stages() for name, way in these.items()}
-        contenders = {name: Contender(stages[name], partial(way.check, stages[name])) for name, way in these.items()}
-        rows += timing.rows(size.case(launch), contenders, budget_s, **HOW)
+    for launch in ("eager", "graph") if on_gpu() else ("eager", ):
+        contenders = {}
+        for name, way in ways.items():
+            stages = {"dispatch": way.dispatch, "combine": way.combine}
+            if launch == "graph":
+                stages = {operation: Graphed(call) for operation, call in stages.items()}
+            contenders[name] = Contender(stages, partial(way.check, stages))
+        rows += timing.rows({"launch": launch, **size._asdict()}, contenders, budget_s, **HOW)
     return rows
 
 
-def measured_rows(sizes: list[Size], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    configs = TINY_CONFIGS if args.cases == "tiny" else CONFIGS
+    sizes = [Size(*config, count) for config in configs for count in TOKENS[args.cases]]
     if available():
         for size in reversed(sizes):  # the staging cannot grow once a graph holds it
             size.exchange()
     else:
         world.say("AllToAll is left out: it needs the nvlink transport")
-    for size in world.in_time(sizes, seconds):
-        yield measure(size, budget_s)
+    for size in world.in_time(sizes, args.seconds):
+        yield measure(size, args.budget)
 
 
 # ---- how results are shown ------------------------------------------------------------------------------------------
@@ -254,10 +242,7 @@ SHOWN = show.Shown("latency", MEASURES, [("us", "us", "{:.1f}")], plot, contende
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=0.1, seconds=85))
-    configs = TINY_CONFIGS if args.cases == "tiny" else CONFIGS
-    sizes = [Size(*config, count) for config in configs for count in TOKENS[args.cases]]
-    run.main(SHOWN, args, lambda: measured_rows(sizes, args.budget, args.seconds - world.ENDING_S), ranks=True)
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.1, seconds=85)), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Also peak memory beyond the weights, and how often the host waits for the device
     torchrun --nproc-per-node 8 examples/benchmarks/exchange/moe_layer.py   # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -153,11 +154,12 @@ def wanted(case: Case) -> list[Wanted]:
                            DROPLESS), Wanted(CLASSIC, partial(build, case, True, drop=True))]
 
 
-def measured_rows(case: Case, budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    case = TINY if args.cases == "tiny" else Case()
     x, g = (world.randn(1, case.tokens, case.dim) for _ in range(2))
     ways: dict = {}
     contenders = {}
-    for one in world.in_time(wanted(case), BUILDING * seconds):
+    for one in world.in_time(wanted(case), BUILDING * args.seconds):
 
         def make(one=one):
             ways[one.name] = Way(one.build(), x, g)
@@ -172,10 +174,10 @@ def measured_rows(case: Case, budget_s: float, seconds: float = float("inf")) ->
             contenders[one.name] = Contender(ways[one.name].stages, lambda one=one: check(
                 ways[one.name], ways.get(one.reference), ways.get(one.twin), one.least_db))
     world.say("all are built")
-    rows = timing.rows(asdict(case), contenders, budget_s, warm=True)
+    rows = timing.rows(asdict(case), contenders, args.budget, warm=True)
     yield rows
     sound = dict.fromkeys(row["contender"] for row in rows if "failure" not in row)
-    for name in world.in_time(sound, seconds):
+    for name in world.in_time(sound, args.seconds):
         found = world.everywhere(lambda way=ways[name]: memory(way) | waits(way))
         for row in (row for row in rows if row["contender"] == name):
             row.update(found, correct=row["correct"] and found["correct"])
@@ -226,9 +228,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=0.6, seconds=85))
-    case = TINY if args.cases == "tiny" else Case()
-    run.main(SHOWN, args, lambda: measured_rows(case, args.budget, args.seconds - world.ENDING_S), ranks=True)
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.6, seconds=85)), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

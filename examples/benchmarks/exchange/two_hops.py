@@ -11,7 +11,9 @@ nothing about links or networks.
     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 torchrun --nproc-per-node 4 examples/benchmarks/exchange/two_hops.py
 """
 
+import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -83,22 +85,22 @@ def two_hop_bytes(hops: Hops, calls: dict) -> dict[str, int]:
     return dict(zip(calls, most, strict=True))
 
 
-def measure(case: Case, node_size: int, budget_s: float, made: dict[str, Transport] | None = None) -> list[dict]:
-    """The rows of one case, on each of its ranks. `made`: the transports. Default: those of this machine."""
-    batch, made = Batch(case), made or transports(node_size)
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    node_size = world.size() // 2
+    case = Case(256, 256, 2, 8, "random") if args.cases == "tiny" else Case(4096, 7168, 8, 256, "random")
+    batch, made = Batch(case), transports(node_size)
     plans = {name: transport.plan(batch.expert_TK, batch.local) for name, transport in made.items()}
-    rows = []
-    for dtype, wire in batch.wires.items():
+    for dtype in world.in_time(batch.wires, args.seconds):
+        wire = batch.wires[dtype]
         calls = {name: stages(batch, transport, plans[name], wire) for name, transport in made.items()}
         found = timing.rows(
             {"nodes": f"{world.size() // node_size} x {node_size}", "dtype": dtype, **asdict(case)},
             {name: Contender(calls[name], partial(check, batch, calls[name], wire, size), {
                 "transport": world.name_of(made[name])}) for name, size in ((FLAT, 1), (TWO_HOPS, node_size))},
-            budget_s)
+            args.budget)
         sent = {FLAT: flat_bytes(batch, wire), TWO_HOPS: two_hop_bytes(made[TWO_HOPS].hops, calls[TWO_HOPS])}
-        rows += [{**row, "bytes": sent[row["contender"]][row["case"]["operation"]]} for row in found
-                 if row["case"]["operation"] != TOTAL]
-    return rows
+        yield [{**row, "bytes": sent[row["contender"]][row["case"]["operation"]]} for row in found
+               if row["case"]["operation"] != TOTAL]
 
 
 # ---- how results are shown ------------------------------------------------------------------------------------------
@@ -118,10 +120,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=1.0))
-    case = Case(256, 256, 2, 8, "random") if args.cases == "tiny" else Case(4096, 7168, 8, 256, "random")
-    run.main(SHOWN, args, lambda: (measure(one, world.size() // 2, args.budget)
-                                   for one in world.in_time([case], args.seconds - world.ENDING_S)), ranks=True)
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=1.0)), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

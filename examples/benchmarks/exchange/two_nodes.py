@@ -18,7 +18,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from ds_mxfp8_moe.transport.choose import choose
 from exchange import dispatch_combine
 from lib import results_file, run, show, world
 from lib.show import Measure
+from lib.timing import wall_ms
 from lib.world import BF16, device
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,17 +71,14 @@ def rail(node_size: int, nbytes: int) -> dict:
     to, source = (me + node_size) % size, (me - node_size) % size
     sent = torch.full((nbytes, ), me, dtype=torch.uint8, device=device())
     received = torch.empty_like(sent)
-    seconds = []
-    for _ in range(REPEATS + 1):
-        world.barrier()
-        get_accelerator().synchronize()
-        begin = time.perf_counter()
-        both = dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source)
-        for work in dist.batch_isend_irecv(list(both)):
+
+    def both() -> None:
+        works = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source)]
+        for work in dist.batch_isend_irecv(works):
             work.wait()
-        get_accelerator().synchronize()
-        seconds.append(time.perf_counter() - begin)
-    ms = 1000 * statistics.median(world.largest(torch.tensor(seconds[1:], dtype=torch.float64)).tolist())
+
+    both()
+    ms = statistics.median(wall_ms(both) for _ in range(REPEATS))
     return {"median_ms": ms, "gb_per_s": nbytes / ms / 1e6, "correct": bool((received == source).all())}
 
 

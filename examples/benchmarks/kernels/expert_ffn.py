@@ -8,6 +8,7 @@ and at its peak.
     python examples/benchmarks/kernels/expert_ffn.py [--cases short]     # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import run, show, timing
 from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
-from lib.world import ENDING_S, device, on_gpu
+from lib.world import device, on_gpu
 
 BF16 = torch.bfloat16
 STEP = "forward and backward"
@@ -236,10 +237,10 @@ def measure(shape: Shape, case: Case, budget_s: float, min_tokens_per_expert: in
     return rows
 
 
-def measured_rows(cases: list[Case], budget_s: float, min_tokens_per_expert: int | None,
-                  seconds: float = float("inf")) -> Iterator[list[dict]]:
-    for shape, case in shapes.with_buffers(cases, Shape, seconds):
-        yield measure(shape, case, budget_s, min_tokens_per_expert)
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    torch.manual_seed(0)
+    for shape, case in shapes.with_buffers(shapes.that_fit(args.cases, bytes_needed), Shape, args.seconds):
+        yield measure(shape, case, args.budget, args.min_tokens_per_expert)
         del shape
 
 
@@ -307,11 +308,7 @@ def main() -> None:
     parser.add_argument("--min-tokens-per-expert", type=int,
                         help="below it, the layer runs the bf16 recipe (default: what was measured for its shape and "
                         "recipe; 0: never)")
-    args = run.parse(parser)
-    torch.manual_seed(0)
-    cases = shapes.that_fit(args.cases, bytes_needed)
-    run.main(SHOWN, args, lambda: measured_rows(cases, args.budget, args.min_tokens_per_expert,
-                                                args.seconds - ENDING_S))
+    run.main(SHOWN, run.parse(parser), measured_rows)
 
 
 if __name__ == "__main__":

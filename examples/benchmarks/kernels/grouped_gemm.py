@@ -8,11 +8,11 @@ they take. Where a group is no whole number of tiles, ours run on padded rows an
     python examples/benchmarks/kernels/grouped_gemm.py [--cases short]     # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing
 from lib.show import Measure, bar
 from lib.timing import poisoned
-from lib.world import ENDING_S, device, on_gpu
+from lib.world import device, on_gpu
 
 BF16 = torch.bfloat16
 OPERATIONS = ("forward", "dgrad", "wgrad")
@@ -177,9 +177,11 @@ def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
     return rows
 
 
-def measured_rows(cases: list[Case], budget_s: float, seconds: float = float("inf")) -> Iterator[list[dict]]:
-    for shape, case in shapes.with_buffers(cases, Shape, seconds):
-        yield measure(shape, case, budget_s)
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    torch.manual_seed(0)
+    yield timing.rate_rows(args.cases == "tiny")
+    for shape, case in shapes.with_buffers(shapes.that_fit(args.cases, bytes_needed), Shape, args.seconds):
+        yield measure(shape, case, args.budget)
         del shape
 
 
@@ -240,11 +242,7 @@ SHOWN = show.Shown("grouped_gemm", MEASURES, [("TFLOP/s", "tflops", "{:.0f}")], 
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=0.1))
-    torch.manual_seed(0)
-    cases = shapes.that_fit(args.cases, bytes_needed)
-    run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
-                                        measured_rows(cases, args.budget, args.seconds - ENDING_S)))
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.1)), measured_rows)
 
 
 if __name__ == "__main__":

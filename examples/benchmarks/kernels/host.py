@@ -12,6 +12,7 @@ All times are taken before the first profiled pass: a profiler may slow down the
     python examples/benchmarks/kernels/host.py [--cases short]     # run, store, show
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -182,15 +183,12 @@ def host_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
 
 def in_a_row_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
     """Milliseconds of a pass of many in a row: begun on an idle device, and until it is idle again."""
-    samples = []
-    for _ in range(ROUNDS):
-        get_accelerator().synchronize()
-        begin = time.perf_counter()
+
+    def passes() -> None:
         for _ in range(PASSES):
             step(layer, tokens)
-        get_accelerator().synchronize()
-        samples.append((time.perf_counter() - begin) * 1e3 / PASSES)
-    return timing.spread_ms(samples)
+
+    return timing.spread_ms([timing.wall_ms(passes) / PASSES for _ in range(ROUNDS)])
 
 
 def timed(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
@@ -220,13 +218,13 @@ def built(one: Wanted, tokens: Tokens, measure: Callable[[Layer, Tokens, Wanted]
             models.free(layer.engine)
 
 
-def measured_rows(cases: tuple[Case, ...], seconds: float) -> Iterator[list[dict]]:
-    every = [one for case in cases for one in wanted(case)]
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    every = [one for case in CASES[args.cases] for one in wanted(case)]
     rows: dict[str, dict] = {}
     for measure in (timed, profiled) if on_gpu() else (timed, ):
         sound = [one for one in every if measure is timed or "median_ms" in rows.get(str(one), ())]
         tokens, of_case = None, None
-        for one in world.in_time(sound, seconds):
+        for one in world.in_time(sound, args.seconds):
             if one.case != of_case:
                 tokens, of_case = Tokens(one.case), one.case
             found = world.everywhere(partial(built, one, tokens, measure))
@@ -287,13 +285,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    parser = run.parser(__doc__)
-    parser.add_argument("--cases", choices=CASES, default="full" if on_gpu() else "tiny",
-                        help="default: full, and without a GPU tiny, which takes seconds there")
-    parser.add_argument("--seconds", type=float, default=540,
-                        help="for the whole run with its start (default: %(default)s): what does not fit is left out")
-    args = run.parse(parser)
-    run.main(SHOWN, args, lambda: measured_rows(CASES[args.cases], args.seconds - world.ENDING_S), alone=True)
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, None, seconds=540)), measured_rows, alone=True)
 
 
 if __name__ == "__main__":

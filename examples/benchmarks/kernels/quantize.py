@@ -4,10 +4,10 @@
     python examples/benchmarks/kernels/quantize.py              # run, store, show
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -210,13 +210,15 @@ def name_of(case: dict) -> str:
     return f"{case['kernel']}, {case['shape']}, {case['dtype']}, blocks of {case['block_size']}"
 
 
-def measured_rows(made: dict[str, Callable[[], Iterator[Kernel]]], budget_s: float,
-                  seconds: float) -> Iterator[list[dict]]:
-    for name in world.in_time(made, seconds):
+def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
+    torch.manual_seed(0)
+    yield timing.rate_rows(args.cases == "tiny")
+    made = families(args.cases)
+    for name in world.in_time(made, args.seconds):
         for kernel in made[name]():
             world.say(name_of(kernel.case))
             contender = Contender({"cast": kernel.call}, partial(check, kernel))
-            yield timing.rows(kernel.case, {"ours": contender}, budget_s)
+            yield timing.rows(kernel.case, {"ours": contender}, args.budget)
 
 
 # ---- how results are shown ------------------------------------------------------------------------------------------
@@ -261,11 +263,7 @@ SHOWN = show.Shown("quantize", MEASURES, [("MiB moved", "mib", "{:.0f}"), show.M
 
 
 def main() -> None:
-    args = run.parse(run.timed_parser(__doc__, budget=0.1))
-    torch.manual_seed(0)
-    made = families(args.cases)
-    run.main(SHOWN, args, lambda: chain([timing.rate_rows(args.cases == "tiny")],
-                                        measured_rows(made, args.budget, args.seconds - world.ENDING_S)))
+    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.1)), measured_rows)
 
 
 if __name__ == "__main__":

@@ -16,28 +16,30 @@ def one_or_more(text: str) -> int:
     return int(text)
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """The arguments of every benchmark."""
+def parser(doc: str, seconds: float | None = None) -> argparse.ArgumentParser:
+    """The arguments of every benchmark. `seconds`: the default of those that leave out what does not fit."""
     out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("--out", type=Path, help="the result file (default on GPUs: under examples/benchmarks/results)")
     out.add_argument("--commit", help="the commit measured, where the repository is not at hand")
     out.add_argument("--show", type=Path, metavar="FILE", help="show a result file and run nothing")
     out.add_argument("--check", action="store_true", help="exit with 1 if a bar is not reached")
     out.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's, which sets LOCAL_RANK too
+    if seconds is not None:
+        out.add_argument("--seconds", type=float, default=seconds, help="for the whole run with its start (default: "
+                         "%(default)s): what does not fit is left out")
     return out
 
 
-def timed_parser(doc: str, budget: float, seconds: float = float("inf"),
+def timed_parser(doc: str, budget: float | None, seconds: float = float("inf"),
                  more_cases: tuple[str, ...] = ()) -> argparse.ArgumentParser:
-    """The arguments of benchmarks that time contenders case by case."""
-    out = parser(doc)
+    """The arguments of benchmarks that time contenders case by case. `budget`: None where it has no effect."""
+    out = parser(doc, seconds)
     out.add_argument("--cases", choices=("tiny", "short", "full", *more_cases),
                      default="full" if world.on_gpu() else "tiny",
                      help="default: full, and without a GPU tiny, which takes seconds there")
-    out.add_argument("--budget", type=float, default=budget, metavar="S",
-                     help="seconds for each contender of a case (default: %(default)s)")
-    out.add_argument("--seconds", type=float, default=seconds,
-                     help="for the whole run with its start (default: %(default)s): what does not fit is left out")
+    if budget is not None:
+        out.add_argument("--budget", type=float, default=budget, metavar="S",
+                         help="seconds for each contender of a case (default: %(default)s)")
     return out
 
 
@@ -55,9 +57,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -
     return args
 
 
-def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[], Iterable[list[dict]]],
+def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[argparse.Namespace], Iterable[list[dict]]],
          ranks: bool = False, alone: bool = False) -> None:
-    """Runs a benchmark by taking its rows, batch by batch; or shows `--show FILE`. Ends this process.
+    """Runs a benchmark by taking the rows of its arguments, batch by batch; or shows `--show FILE`. Ends this process.
 
     The file is written after every batch, should the run be cut short. The exit status is 1 if any row is wrong, or
     if `--check` finds a bar that is not reached.
@@ -74,7 +76,7 @@ def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[], Iter
     path = args.out or results_file.RESULTS / f"{shown.benchmark}{f'_{world.size()}ranks' if ranks else ''}.json"
     commit = args.commit or results_file.commit()
     taken: list[dict] = []
-    for rows in batches():
+    for rows in batches(args):
         taken += rows
         if world.rank() == 0:
             results_file.write(shown.benchmark, taken, path, commit)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ TOTAL = "total"
 FLUSHED_BYTES = 256 << 20  # several times any L2
 CLOCK_HZ = 2e9  # at most, of the cycles that _sleep counts
 LONGEST_SLEEP_S = 0.02
+LEAST = 5  # runs of a contender that are timed
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # not profiled()'s own, which is of the device
 SLOW_S = 1.0  # a check that takes longer is announced: it compiles, and is no hang
 
@@ -83,8 +84,8 @@ def _operations(stages: Collection[str]) -> list[str]:
     return [*stages, TOTAL] if len(stages) > 1 else list(stages)
 
 
-def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeats: int = 30, least: int = 5,
-             cold: bool = True, warm: bool = False) -> dict[str, dict[str, dict]]:
+def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeats: int = 30, cold: bool = True,
+             warm: bool = False) -> dict[str, dict[str, dict]]:
     """Times contenders that have each run once already. They run in turn, to and fro: heat and clocks meet all alike.
 
     Before each timed run L2 is flushed, and the device is kept busy until the host is ahead. What is timed is the
@@ -92,7 +93,7 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
 
     Args:
         contenders: the stages of each.
-        budget_s: seconds for each contender. If `repeats` runs take longer, there are fewer, but `least`.
+        budget_s: seconds for each contender. If `repeats` runs take longer, there are fewer, but LEAST.
         cold: flushes L2.
         warm: each timed run follows an untimed one of the same contender. The host then finds its code in its caches,
             as in a training, where every layer but the first follows another one.
@@ -104,10 +105,9 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
     first = {name: _first(stages) for name, stages in contenders.items()}
     issued = world.largest(torch.tensor([s for s, _ in first.values()])).tolist()
     issued_s = dict(zip(first, issued, strict=True))
-    count = max(least, min(repeats, int(budget_s / _mean_s(first.values()) / (1 + warm))))
-    if world.on_gpu():
-        flushed = torch.ones(FLUSHED_BYTES // 4 if cold else 1, device=device())
-        token = torch.zeros(1, device=device())
+    count = max(LEAST, min(repeats, int(budget_s / _mean_s(first.values()) / (1 + warm))))
+    flushed = torch.ones(FLUSHED_BYTES // 4 if cold and world.on_gpu() else 1, device=device())
+    token = torch.zeros(1, device=device())
     samples: dict = {name: [] for name in contenders}
     turn = list(contenders.items())
     for _ in range(count):
@@ -116,10 +116,7 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
         for name, stages in turn:
             if warm:
                 run(stages)
-            if world.on_gpu():
-                running.append((name, _sample_on_device(stages, 1.5 * issued_s[name] + 1e-4, flushed, token)))
-            else:
-                running.append((name, _sample_on_host(stages)))
+            running.append((name, _sample(stages, 1.5 * issued_s[name] + 1e-4, flushed, token)))
         get_accelerator().synchronize()
         for name, read in running:
             samples[name].append(read())
@@ -143,37 +140,48 @@ def _mean_s(firsts: Collection[tuple[float, float]]) -> float:
     return world.largest(torch.tensor([sum(total_s for _, total_s in firsts) / len(firsts)])).item()
 
 
-def _sample_on_host(stages: dict[str, Callable]) -> Callable[[], list]:
-    world.barrier()
-    at = [time.perf_counter()]
-    run(stages, lambda: at.append(time.perf_counter()))
-    times = [(b - a) * 1e3 for a, b in zip(at, at[1:], strict=False)]
-    return lambda: [*times, sum(times), sum(times)]
-
-
-def _sample_on_device(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
-                      token: torch.Tensor) -> Callable[[], list]:
+def _sample(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
+            token: torch.Tensor) -> Callable[[], list]:
     """Issues one run behind `busy_s` seconds of waiting. The ranks' devices then meet and begin together.
 
     Returns:
         A function that reads milliseconds: of each stage, of all, and of the host.
     """
-    events = [torch.cuda.Event(enable_timing=True)]
     flushed.sum()  # reads: what stays in L2 need not be written back
-    torch.cuda._sleep(int(CLOCK_HZ * min(busy_s, LONGEST_SLEEP_S)))
+    if world.on_gpu():
+        torch.cuda._sleep(int(CLOCK_HZ * min(busy_s, LONGEST_SLEEP_S)))
     if dist.is_initialized():
         dist.all_reduce(token)
-    events[0].record()
-
-    def mark():
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-
+    marks = [moment()]
     begin = time.perf_counter()
-    run(stages, mark)
+    run(stages, lambda: marks.append(moment()))
     host_ms = (time.perf_counter() - begin) * 1e3
-    return lambda: [*(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)),
-                    events[0].elapsed_time(events[-1]), host_ms]
+    return lambda: [*apart_ms(marks), *apart_ms([marks[0], marks[-1]]), host_ms]
+
+
+def moment() -> Any:
+    """On the device, behind what was issued before; without a GPU on the host."""
+    if not world.on_gpu():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def apart_ms(moments: Sequence[Any]) -> list[float]:
+    """How far each of them is from the next one. The device must have come to the last."""
+    return [a.elapsed_time(b) if world.on_gpu() else (b - a) * 1e3
+            for a, b in zip(moments, moments[1:], strict=False)]
+
+
+def wall_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of a call, from a synchronised device to a synchronised device, on the slowest rank."""
+    world.barrier()
+    get_accelerator().synchronize()
+    begin = time.perf_counter()
+    call()
+    get_accelerator().synchronize()
+    return world.largest(torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64)).item()
 
 
 def _quantiles(operations: list[str], samples: torch.Tensor) -> dict[str, dict]:

@@ -74,7 +74,7 @@ def complete(shown: show.Shown, args: argparse.Namespace,
     box = [stored(path, shown.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
     dist.broadcast_object_list(box)
     rows, commit = {key(row): row for row in box[0]}, box[1]
-    for _ in fill(rows, args.seconds - world.ENDING_S, commit):
+    for _ in fill(rows, args.seconds, commit):
         if world.rank() == 0:
             results_file.write(shown.benchmark, list(rows.values()), path, commit)
     if not rows:

@@ -108,11 +108,11 @@ def say(line: str) -> None:
 
 
 def in_time(items: Collection, seconds: float) -> Iterator:
-    """Announces and yields items while the next one, if it takes as long as the last one, ends before this process
-    is `seconds` old."""
-    left = seconds
+    """Announces and yields items while the next one, if it takes as long as the last one, ends ENDING_S before this
+    process is `seconds` old."""
+    left = seconds - ENDING_S
     for i, item in enumerate(items):
-        before, left = left, seconds - largest(torch.tensor([time.time() - STARTED])).item()
+        before, left = left, seconds - ENDING_S - largest(torch.tensor([time.time() - STARTED])).item()
         if left < (before - left if i else 0):
             say(f"no time for {len(items) - i} of {len(items)}, beginning with {item}")
             return

@@ -324,11 +324,9 @@ def failure_of(row: dict) -> str | None:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = run.parser(__doc__)
+    parser = run.parser(__doc__, seconds=540)
     parser.add_argument("--tokens", type=Path, default=Path(tempfile.gettempdir()) / "convergence",
                         help="folder of the encoded texts (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=540,
-                        help="for this piece with its start (default: %(default)s): what does not fit is left out")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["50M", "300M"])
     parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="default: the study's")
     parser.add_argument("--seeds", type=run.one_or_more, default=SEEDS, help="of each recipe (default: %(default)s)")
@@ -387,7 +385,7 @@ def main() -> None:
     path = args.out or results_file.RESULTS / "convergence.json"
     rows, commit = known(path, args), args.commit or results_file.commit()
     runs = plan(args)
-    for one in world.in_time([one for one in runs if one not in rows], args.seconds - world.ENDING_S):
+    for one in world.in_time([one for one in runs if one not in rows], args.seconds):
         row = world.everywhere(partial(train_run, one, args))
         if "curves" not in row:
             world.leave(f"{one}: {row['failure']}")

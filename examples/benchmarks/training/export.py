@@ -11,15 +11,13 @@ of experts that each rank gets.
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,6 +25,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import quantize_tiles
 from lib import models, run, show, world
 from lib.show import Measure
+from lib.timing import wall_ms
 
 PLAIN, BF16, FP8 = "plain gather, bf16", "ours, bf16", "ours, MXFP8"
 SIZE = models.SIZES["qwen3"] if world.on_gpu() else replace(models.SIZES["tiny"], ffn=128)
@@ -63,15 +62,6 @@ def correct(engine) -> bool:
         and torch.equal(cast[f"{name}_scale_inv"], mx.scale.float()) for name, mx in tiles.items())
 
 
-def timed_ms(call: Callable[[], int]) -> float:
-    world.barrier()
-    get_accelerator().synchronize()
-    begin = time.perf_counter()
-    call()
-    get_accelerator().synchronize()
-    return world.largest(torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64)).item()
-
-
 def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     """The rows of one case."""
     ranks = world.size()
@@ -83,7 +73,7 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARM_UPS + args.repeats):
         for name, call in calls.items():
-            times[name].append(timed_ms(call))
+            times[name].append(wall_ms(call))
     case = {"layers": args.layers, "ranks": ranks, "ep": ranks, "bucket": args.bucket}
     found = []
     for name, of_name in times.items():
@@ -109,7 +99,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=run.one_or_more, default=10, help="of each contender (default: %(default)s)")
     parser.add_argument("--bucket", type=run.one_or_more, default=2**30, help="bytes (default: %(default)s)")
     args = run.parse(parser)
-    run.main(SHOWN, args, lambda: rows(args), ranks=True, alone=True)
+    run.main(SHOWN, args, rows, ranks=True, alone=True)
 
 
 if __name__ == "__main__":

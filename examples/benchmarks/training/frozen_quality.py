@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=run.one_or_more, default=200)
     parser.add_argument("--seeds", type=run.one_or_more, default=8)
     args = run.parse(parser)
-    run.main(SHOWN, args, lambda: rows(args), alone=True)
+    run.main(SHOWN, args, rows, alone=True)
 
 
 if __name__ == "__main__":

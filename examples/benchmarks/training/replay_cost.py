@@ -11,20 +11,17 @@ device before and after a block of steps, not inside. A cost is the median diffe
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-
-import torch
-from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe import record_routes, replay_routes
 from lib import run, show, world
 from lib.show import Measure, bar
+from lib.timing import wall_ms
 from training.whole_model import DEFAULT, FULL, Case, Training
 
 LIVE, RECORDED, REPLAYED = "live routing", "recorded", "replayed"
@@ -37,18 +34,16 @@ CASES = {"Qwen3-30B-A3B": Case("Qwen3-30B-A3B", FULL, 8, 2, 1, 8, 1),
 
 def block_ms(training: Training, contender: str, routes: list) -> float:
     """Of STEPS steps, on the slowest rank. The last recording goes into `routes`, which replays take."""
-    world.barrier()
-    get_accelerator().synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        with {LIVE: nullcontext, RECORDED: record_routes}.get(
-                contender, lambda engine: replay_routes(engine, routes[-1:]))(training.engine) as recorded:
-            training.step()
-    get_accelerator().synchronize()
-    elapsed_ms = 1e3 * (time.perf_counter() - begin)
-    if contender == RECORDED:
-        routes.append(recorded[0])
-    return world.largest(torch.tensor([elapsed_ms], dtype=torch.float64)).item()
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            with {LIVE: nullcontext, RECORDED: record_routes}.get(
+                    contender, lambda engine: replay_routes(engine, routes[-1:]))(training.engine) as recorded:
+                training.step()
+        if contender == RECORDED:
+            routes.append(recorded[0])
+
+    return wall_ms(steps)
 
 
 def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
@@ -84,7 +79,7 @@ def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--rounds", type=run.one_or_more, default=9, help="blocks of each (default: %(default)s)")
     args = run.parse(parser)
-    run.main(SHOWN, args, lambda: rows(args), alone=True)
+    run.main(SHOWN, args, rows, alone=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from exchange.moe_layer import RECIPES
 from lib import models, results_file, run, show, timing, world
 from lib.show import Measure, bar
-from lib.timing import spread_ms
+from lib.timing import apart_ms, moment, spread_ms
 from lib.trainings import complete, found, key, settle
 from lib.world import device, on_gpu
 
@@ -145,26 +144,16 @@ class Training:
     def timed(self) -> list[float]:
         """ms of forward, backward, optimizer, each over all micro-batches, of the whole step, and of the step on the
         host; from a moment at which all ranks have met."""
-        times: list = []
-
-        def ms(begin, end) -> float:
-            return begin.elapsed_time(end) if on_gpu() else (end - begin) * 1e3
-
-        def mark() -> None:
-            times.append(torch.cuda.Event(enable_timing=True) if on_gpu() else time.perf_counter())
-            if on_gpu():
-                times[-1].record()
-
-        dist.barrier()
+        world.barrier()
         get_accelerator().synchronize()
-        mark()
+        marks = [moment()]
         begin = time.perf_counter()
-        self.step(mark)
+        self.step(lambda: marks.append(moment()))
         host_ms = (time.perf_counter() - begin) * 1e3
         get_accelerator().synchronize()
         self.noted()
-        parts = [ms(*pair) for pair in zip(times, times[1:], strict=False)]
-        return [*(sum(parts[i::len(PHASES)]) for i in range(len(PHASES))), ms(times[0], times[-1]), host_ms]
+        parts = apart_ms(marks)
+        return [*(sum(parts[i::len(PHASES)]) for i in range(len(PHASES))), *apart_ms([marks[0], marks[-1]]), host_ms]
 
     def mean_losses(self) -> list[float]:
         """Of all steps so far, over all ranks."""
@@ -381,7 +370,7 @@ SHOWN = show.Shown("train", MEASURES, [
 
 
 def parse_args() -> argparse.Namespace:
-    parser = run.parser(__doc__)
+    parser = run.parser(__doc__, seconds=540)
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as many as fit")
@@ -394,8 +383,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="stage (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=540,
-                        help="for the whole run with its start (default: %(default)s): what does not fit is left out")
     return run.parse(parser)
 
 

@@ -233,21 +233,12 @@ class Training:
         """The time of each of these steps in a row, on the slowest rank."""
         world.barrier()
         get_accelerator().synchronize()
-        marks = [_moment()]
+        marks = [timing.moment()]
         for _ in range(steps):
             self.step()
-            marks.append(_moment())
+            marks.append(timing.moment())
         get_accelerator().synchronize()
-        times = [a.elapsed_time(b) if on_gpu() else (b - a) * 1e3 for a, b in zip(marks, marks[1:], strict=False)]
-        return world.largest(torch.tensor(times, dtype=torch.float64)).tolist()
-
-
-def _moment() -> Any:
-    if not on_gpu():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        return world.largest(torch.tensor(timing.apart_ms(marks), dtype=torch.float64)).tolist()
 
 
 def measure(case: Case, budget_s: float, training: Training, before: int) -> dict:
