@@ -101,12 +101,11 @@ def origin_of(one: show.Value, prepared: dict) -> str:
 
 def gains(found: Found, whole_models: Found) -> dict[tuple[Path, str], dict]:
     """What the README's plot shows, by the file and its origin."""
-    shown = {}
-    for path, result in of_one_rank(whole_models):
-        gpus = result["machine"].replace("NVIDIA ", "")
-        shown[path, show.origin(result)] = {
-            f"{case}, {gpus}": {name: row["tokens_per_s"] for name, row in rows.items()}
-            for case, rows in whole_model_results.gained(result).items()}
+    path, result = of_one_rank(whole_models)
+    gpus = result["machine"].replace("NVIDIA ", "")
+    shown = {(path, show.origin(result)): {
+        f"{case}, {gpus}": {name: row["tokens_per_s"] for name, row in rows.items()}
+        for case, rows in whole_model_results.gained(result).items()}}
     for over, ours in train.GAINS:
         measure = next(one for one in train.MEASURES if (one.over, one.contenders) == (over, (ours, )))
         path, result = shown_in_readme(found, measure, train.SHOWN)
@@ -135,9 +134,9 @@ def answer_text(found: Found) -> str:
                    f"[{path.name}](../benchmarks/results/{path.name}).")
 
 
-def of_one_rank(found: Found) -> Found:
-    """The latest file of one rank, or nothing."""
-    return [(path, result) for path, result in found if "_1ranks" in path.stem][:1]
+def of_one_rank(found: Found) -> tuple[Path, dict]:
+    """The latest file of one rank."""
+    return next(file for file in found if "_1ranks" in file[0].stem)
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -163,14 +162,13 @@ def texts() -> dict[Path, str]:
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
                for module, found in pages.items()}
-    whole_models = pages.get(whole_model, [])
-    latest = next((result for _, result in of_one_rank(whole_models)), None)
+    _, latest = of_one_rank(pages[whole_model])
     text = replaced(README.read_text(), "measured", measured_table(pages))
-    loaded = [row for _, result in pages.get(from_files, []) for row in result["rows"]]
+    loaded = [row for _, result in pages[from_files] for row in result["rows"]]
     text = replaced(text, "lead", whole_model_results.lead_text(latest, loaded))
-    runs = [*(latest["rows"] if latest else ()), *loaded]
+    runs = [*latest["rows"], *loaded]
     steps = compact(whole_model_results.steps_text(latest))
-    return written | {README: replaced(text, "gain", gain_text(pages[train], whole_models)),
+    return written | {README: replaced(text, "gain", gain_text(pages[train], pages[whole_model])),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence])),
                       FAST: replaced(FAST.read_text(), "steps", steps),
                       MEMORY: replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))}

@@ -60,12 +60,12 @@ def found(build: Callable[[], Any], calls: Iterable[Callable[[Any, int], dict]])
 
 
 def complete(shown: show.Shown, args: argparse.Namespace,
-             fill: Callable[[dict[tuple, dict], float, str | None], Iterator[None]]) -> None:
+             fill: Callable[[argparse.Namespace, dict[tuple, dict], str | None], Iterator[None]]) -> None:
     """Adds to the result file what it lacks, as far as time allows; or shows `--show FILE`. Ends this process.
 
     Args:
-        fill: takes the rows by `key`, to which it adds, the seconds of this run, and the commit. It yields whenever
-            the rows are to be written.
+        fill: takes the arguments, the rows by `key`, to which it adds, and the commit. It yields whenever the rows
+            are to be written.
     """
     if args.show:
         sys.exit(show.show(shown, args.show, args.check) or None)
@@ -74,7 +74,7 @@ def complete(shown: show.Shown, args: argparse.Namespace,
     box = [stored(path, shown.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
     dist.broadcast_object_list(box)
     rows, commit = {key(row): row for row in box[0]}, box[1]
-    for _ in fill(rows, args.seconds, commit):
+    for _ in fill(args, rows, commit):
         if world.rank() == 0:
             results_file.write(shown.benchmark, list(rows.values()), path, commit)
     if not rows:

@@ -47,9 +47,8 @@ def gather(engine) -> int:
     return total
 
 
-def export(engine, weights: str, bucket_bytes: int) -> int:
-    return sum(tensor.nbytes for name, tensor in ds_mxfp8_moe.export_weights(engine, weights, bucket_bytes)
-               if ".experts." in name)
+def export(engine, weights: str) -> int:
+    return sum(tensor.nbytes for name, tensor in ds_mxfp8_moe.export_weights(engine, weights) if ".experts." in name)
 
 
 def correct(engine) -> bool:
@@ -67,14 +66,14 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     ranks = world.size()
     engine = models.engine_of(SIZE, args.layers, ranks, 1, classic=False, section={}, optimizer=SGD,
                               zero_allow_untested_optimizer=True)
-    calls = {PLAIN: lambda: gather(engine), BF16: lambda: export(engine, "bf16", args.bucket),
-             FP8: lambda: export(engine, "fp8", args.bucket)}
+    calls = {PLAIN: lambda: gather(engine), BF16: lambda: export(engine, "bf16"),
+             FP8: lambda: export(engine, "fp8")}
     right, sizes = correct(engine), {name: call() for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARM_UPS + args.repeats):
         for name, call in calls.items():
             times[name].append(wall_ms(call))
-    case = {"layers": args.layers, "ranks": ranks, "ep": ranks, "bucket": args.bucket}
+    case = {"layers": args.layers, "ranks": ranks, "ep": ranks}
     found = []
     for name, of_name in times.items():
         ms = median(of_name[WARM_UPS:])
@@ -97,7 +96,6 @@ def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--layers", type=run.one_or_more, default=8 if world.on_gpu() else 2)
     parser.add_argument("--repeats", type=run.one_or_more, default=10, help="of each contender (default: %(default)s)")
-    parser.add_argument("--bucket", type=run.one_or_more, default=2**30, help="bytes (default: %(default)s)")
     args = run.parse(parser)
     run.main(SHOWN, args, rows, ranks=True, alone=True)
 

@@ -118,7 +118,7 @@ def measured(case: Case, budget_s: float, training: FromFiles, before: int) -> d
 
 
 def warm_up(folders: list[Path]) -> None:
-    tiny = case_of("tiny", 1)
+    tiny = case_of("tiny")
     with checkpoint(tiny.config(), IN_FP8, folders) as (folder, _):
         load(tiny, folder)
 
@@ -135,21 +135,20 @@ class One(NamedTuple):
         return {"case": {**self.case.described(), "files": self.files}, "contender": DEFAULT}
 
 
-def case_of(model: str, layers: int | None) -> Case:
+def case_of(model: str) -> Case:
     tiny, liger = model.startswith("tiny"), not without_liger(MODELS[model]["model_type"])
-    layers = min(layers or sys.maxsize, MODELS[model]["num_hidden_layers"])
-    return Case(model, LORA, 1, 1, 1, layers, 1, sequence=128 if tiny else 4096, checkpointing=True, liger=liger,
-                loss=None if liger else changes.IN_CHUNKS)
+    return Case(model, LORA, 1, 1, 1, MODELS[model]["num_hidden_layers"], 1, sequence=128 if tiny else 4096,
+                checkpointing=True, liger=liger, loss=None if liger else changes.IN_CHUNKS)
 
 
-def fill(args: argparse.Namespace, rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
+def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
     """Adds what the rows lack, or what failed before."""
-    asked = [One(case_of(model, args.layers), files) for model, kinds in CASES[args.cases].items()
+    asked = [One(case_of(model), files) for model, kinds in CASES[args.cases].items()
              if model in args.models for files in kinds]
     lacking = [one for one in asked if not rows.get(trainings.key(one.row), {}).get("correct")]
     if lacking and on_gpu():
         world.everywhere(lambda: warm_up(args.folders) or {})
-    for one in world.in_time(lacking, seconds):
+    for one in world.in_time(lacking, args.seconds):
         told, = trainings.found(partial(FromFiles, one.case, one.files, args.folders),
                                 [partial(measured, one.case, args.budget)])
         rows[trainings.key(one.row)] = row = {**one.row, "commit": commit, **told}
@@ -184,11 +183,9 @@ def main() -> None:
     parser = run.timed_parser(__doc__, budget=15)
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="NAME",
                         help=f"some of {', '.join(NAMES)}, as far as --cases has them (default: all)")
-    parser.add_argument("--layers", type=run.one_or_more, help="at most (default: all)")
     parser.add_argument("--folders", nargs="+", type=Path, default=[Path(tempfile.gettempdir())], metavar="FOLDER",
                         help="for the files: each goes to the first with room (default: the temporary one)")
-    args = run.parse(parser)
-    trainings.complete(SHOWN, args, partial(fill, args))
+    trainings.complete(SHOWN, run.parse(parser), fill)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,6 @@ def memory_text(rows: Collection[dict]) -> str:
         lines.append([model, f"{training}, from files in {case['files']}" if "files" in case else training, how,
                       f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(peak_of(row)),
                       show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
-    if not lines:
-        return "No result file has these figures yet: `python examples/benchmarks/training/whole_model.py`."
     return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "peak, DeepSpeed's way, GiB",
                                  "peak, ours, GiB", "of it beside states, GiB", *(f"GPUs of {name}" for name in GPUS),
                                  "tokens/s of a GPU"])

@@ -23,7 +23,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -222,28 +222,21 @@ class Run(NamedTuple):
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
-def wanted(engines: list[tuple[Case, ...]], contenders: Iterable[str], rows: dict[tuple, dict]) -> list[Run]:
-    """What the rows lack. An engine runs all its cases again if one is lacking."""
-    every = [Run(cases, name) for cases in engines for name in contenders]
-    return [run for run in every if any(run.key(case) not in rows for case in run.cases)]
-
-
-def fill(runs: list[Run], rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
-    """Fills `rows`, and yields whenever they are to be written."""
-    for one in world.in_time(runs, seconds):
+def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
+    """Adds the times that the rows lack, and yields whenever they are to be written. Then, on one GPU, what the device
+    does in a step. An engine runs all its cases again if one is lacking."""
+    runs = [Run(cases, name) for cases in cases_of(args) for name in args.contenders]
+    lacking = [one for one in runs if any(one.key(case) not in rows for case in one.cases)]
+    for one in world.in_time(lacking, args.seconds):
         for case, told in one.rows(measure):
             rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **told}
             if "failure" in told:
                 world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {told['failure']}")
             settle(rows.values(), REFERENCES)
             yield
-
-
-def fill_kernels(runs: list[Run], rows: dict[tuple, dict], seconds: float) -> Iterator[None]:
-    """Adds what the device does in a step to those rows that have times but not that, and yields as `fill` does."""
     lacking = [one for one in runs if any("median_ms" in (row := rows.get(one.key(case), {}))
                                           and "kernels_ms" not in row for case in one.cases)]
-    for one in world.in_time(lacking, seconds):
+    for one in world.in_time(lacking if world.size() == 1 and on_gpu() else [], args.seconds):
         for case, told in one.rows(profile):
             if "failure" in told:
                 world.say(f"{one}, profiled: {told['failure']}")
@@ -264,7 +257,7 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
     routings = args.routings or (ROUTINGS[:1] if alone else ROUTINGS)
     for name in args.sizes or (sizes if on_gpu() else ("tiny", )):
         size = models.SIZES[name]
-        layers = min(size.most_layers(ranks, memory), args.layers or size.layers)
+        layers = size.most_layers(ranks, memory)
         if not layers:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
@@ -373,7 +366,6 @@ def parse_args() -> argparse.Namespace:
     parser = run.parser(__doc__, seconds=540)
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as many as fit")
     parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N",
                         help="micro-batches of a step, one case after the other in one engine (default: 1 4; on one "
                         "rank 1); losses compare between contenders that have run the same cases before")
@@ -386,18 +378,8 @@ def parse_args() -> argparse.Namespace:
     return run.parse(parser)
 
 
-def filled(args: argparse.Namespace, rows: dict[tuple, dict], seconds: float, commit: str | None) -> Iterator[None]:
-    """What the result file lacks: times first, then, on one GPU, what the device does."""
-    engines = cases_of(args)
-    yield from fill(wanted(engines, args.contenders, rows), rows, seconds, commit)
-    if world.size() == 1 and on_gpu():
-        every = [Run(cases, name) for cases in engines for name in args.contenders]
-        yield from fill_kernels(every, rows, seconds)
-
-
 def main() -> None:
-    args = parse_args()
-    complete(SHOWN, args, partial(filled, args))
+    complete(SHOWN, parse_args(), fill)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -347,17 +347,17 @@ class Run(NamedTuple):
         return told
 
 
-def fill(runs: Collection[Run], args: argparse.Namespace, rows: dict[tuple, dict], seconds: float,
-         commit: str | None) -> Iterator[None]:
+def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
     """Adds the times that the rows lack, and yields whenever they are to be written. Then, on one rank, the parts of
     a step."""
-    for one in world.in_time([one for one in runs if one.key not in rows], seconds):
+    runs = runs_of(args)
+    for one in world.in_time([one for one in runs if one.key not in rows], args.seconds):
         told = one.told(one.case.micro_batches, partial(measure, one.case, args.budget))
         rows[one.key] = {"case": one.case.described(), "contender": one.contender, "commit": commit, **told}
         trainings.settle(rows.values(), REFERENCES, CHANGES)
         yield
     lacking = [one for one in runs if "median_ms" in (row := rows.get(one.key, {})) and "busy_ms" not in row]
-    for one in world.in_time(lacking if world.size() == 1 and not args.no_parts else [], seconds):
+    for one in world.in_time(lacking if world.size() == 1 and not args.no_parts else [], args.seconds):
         row = rows[one.key]
         told = one.told(min(2, one.case.micro_batches), partial(profile, one.case, row["median_ms"]))
         if "failure" not in told:
@@ -414,13 +414,8 @@ def parse_args() -> argparse.Namespace:
     return run.parse(parser)
 
 
-def filled(args: argparse.Namespace, *rows_and_time) -> Iterator[None]:
-    return fill(runs_of(args), args, *rows_and_time)
-
-
 def main() -> None:
-    args = parse_args()
-    trainings.complete(SHOWN, args, partial(filled, args))
+    trainings.complete(SHOWN, parse_args(), fill)
 
 
 if __name__ == "__main__":

@@ -197,10 +197,10 @@ def gained(result: dict) -> dict[str, dict[str, dict]]:
     return found
 
 
-def lead_text(result: dict | None, from_files: Iterable[dict] = ()) -> str:
-    """The README's first sentences. `result`: None without a result file. `from_files`: rows of from_files.py."""
+def lead_text(result: dict, from_files: Iterable[dict]) -> str:
+    """The README's first sentences. `from_files`: rows of from_files.py."""
     told = []
-    for case, rows in (gained(result) if result else {}).items():
+    for case, rows in gained(result).items():
         (over, base), (_, ours) = rows.items()
         told.append(f"{case}: **{base['median_ms'] / ours['median_ms']:.2f} times the tokens per second** of "
                     f"{over} in {ours['peak_bytes'] / base['peak_bytes']:.0%} of its memory")
@@ -251,12 +251,9 @@ def step_lines(result: dict, steps: tuple, over: dict | None = None) -> list[lis
     return lines
 
 
-def steps_text(result: dict | None) -> str:
-    """The tables of the guide to fast training. `result`: None without a result file."""
-    lines = step_lines(result, STEPS) if result else []
-    if not lines:
-        return ("No result file has these figures yet. On a GPU, this measures them, after `--cases short`:\n"
-                "`python examples/benchmarks/training/whole_model.py --cases guide`.")
+def steps_text(result: dict) -> str:
+    """The tables of the guide to fast training."""
+    lines = step_lines(result, STEPS)
     parts = [f"Each line adds to those above. On {show.origin(result)}:",
              show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
     if "note" in result:
