@@ -127,13 +127,6 @@ def gain_text(found: Found, whole_models: Found) -> str:
                       f"{result['date'][:10]}.", *files])
 
 
-def answer_text(found: Found) -> str:
-    """The answer of the study to its question."""
-    path, result = found[0]
-    return compact(f"{convergence_results.answer(convergence.SHOWN.prepared(result))}\n\nFrom "
-                   f"[{path.name}](../benchmarks/results/{path.name}).")
-
-
 def of_one_rank(found: Found) -> tuple[Path, dict]:
     """The latest file of one rank."""
     return next(file for file in found if "_1ranks" in file[0].stem)
@@ -168,8 +161,11 @@ def texts() -> dict[Path, str]:
     text = replaced(text, "lead", whole_model_results.lead_text(latest, loaded))
     runs = [*latest["rows"], *loaded]
     steps = compact(whole_model_results.steps_text(latest))
+    path, study = pages[convergence][0]
+    answer = compact(f"{convergence_results.answer(convergence.SHOWN.prepared(study))}\n\nFrom "
+                     f"[{path.name}](../benchmarks/results/{path.name}).")
     return written | {README: replaced(text, "gain", gain_text(pages[train], pages[whole_model])),
-                      QUALITY: replaced(QUALITY.read_text(), "answer", answer_text(pages[convergence])),
+                      QUALITY: replaced(QUALITY.read_text(), "answer", answer),
                       FAST: replaced(FAST.read_text(), "steps", steps),
                       MEMORY: replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))}
 

@@ -180,7 +180,7 @@ def measure(shape: Shape, case: Case, budget_s: float) -> list[dict]:
 def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     torch.manual_seed(0)
     yield timing.rate_rows(args.cases == "tiny")
-    for shape, case in shapes.with_buffers(shapes.that_fit(args.cases, bytes_needed), Shape, args.seconds):
+    for shape, case in shapes.with_buffers(shapes.cases(args.cases, bytes_needed), Shape, args.seconds):
         yield measure(shape, case, args.budget)
         del shape
 
@@ -213,7 +213,7 @@ def prepare(result: dict) -> list[dict]:
 
 def is_large(*operations: str) -> Callable[[dict], bool]:
     return lambda case: (case["operation"] in operations and case["tokens_per_expert"] == 16384
-                         and shapes.is_seed(case))
+                         and (case["dim"], case["hidden"]) in shapes.SEED_SHAPES)
 
 
 MEASURES = [

@@ -87,19 +87,13 @@ def padded_rows(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
-def cases(which: str) -> list[Case]:
-    """Those of "tiny", "short" or "full", shape by shape, so that a shape's buffers are made once."""
+def cases(which: str, bytes_of: Callable[[Case], float]) -> list[Case]:
+    """Those of "tiny", "short" or "full" that need at most BYTES_AT_MOST, shape by shape: a shape's buffers are made
+    once."""
     chosen = {"tiny": TINY, "short": SHORT, "full": [*product(SHAPES, EXPERTS, TOKENS, SPLITS)]}[which]
     order = list(dict.fromkeys(shape for shape, *_ in chosen))
-    return [Case(*shape, *rest) for shape, *rest in sorted(chosen, key=lambda one: order.index(one[0]))]
-
-
-# ---- choosing and running cases -------------------------------------------------------------------------------------
-
-
-def that_fit(which: str, bytes_of: Callable[[Case], float]) -> list[Case]:
-    """The cases of "tiny", "short" or "full" that need at most BYTES_AT_MOST."""
-    return [case for case in cases(which) if bytes_of(case) <= BYTES_AT_MOST]
+    found = [Case(*shape, *rest) for shape, *rest in sorted(chosen, key=lambda one: order.index(one[0]))]
+    return [case for case in found if bytes_of(case) <= BYTES_AT_MOST]
 
 
 def with_buffers(some: list[Case], make: Callable[[list[Case]], Any], seconds: float) -> Iterator[tuple[Any, Case]]:
@@ -124,17 +118,13 @@ def filled(counts: tuple[int, ...]) -> list[int]:
     return sorted((e for e, count in enumerate(counts) if count), key=lambda e: -counts[e])
 
 
-def some_rows(counts: tuple[int, ...], begins: tuple[int, ...], most: int = 64) -> torch.Tensor:
+def some_rows(counts: tuple[int, ...], begins: tuple[int, ...]) -> torch.Tensor:
     """Rows that are compared: some of the largest, the smallest and the last group, the first and last of each."""
     groups = filled(counts)
-    parts = [begins[e] + torch.linspace(0, counts[e] - 1, min(most, counts[e]), dtype=torch.float64).round().long()
+    parts = [begins[e] + torch.linspace(0, counts[e] - 1, min(64, counts[e]), dtype=torch.float64).round().long()
              for e in sorted({groups[0], groups[-1], max(groups)})]
     return torch.cat(parts).to(world.device())
 
 
 def plotted(case: dict) -> bool:
     return case.get("split") == "even" and case["experts"] == 8  # the device's rates have no split
-
-
-def is_seed(case: dict) -> bool:
-    return (case["dim"], case["hidden"]) in SEED_SHAPES

@@ -37,15 +37,9 @@ class Value(NamedTuple):
     case: dict
 
 
-class Bar(NamedTuple):
+def bar(value: float, **where: Any) -> tuple[float, dict]:
     """What the worst case must reach, of those with the values of `where`."""
-
-    value: float
-    where: dict
-
-
-def bar(value: float, **where: Any) -> Bar:
-    return Bar(value, where)
+    return value, where
 
 
 class Measure(NamedTuple):
@@ -71,7 +65,7 @@ class Measure(NamedTuple):
     better: str = LARGER
     form: str = "{:.2f}x"
     main: bool = False
-    bars: tuple[Bar, ...] = ()
+    bars: tuple[tuple[float, dict], ...] = ()
 
     def values(self, result: dict) -> list[Value]:
         """From the worst to the best."""

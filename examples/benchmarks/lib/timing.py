@@ -105,7 +105,8 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
     first = {name: _first(stages) for name, stages in contenders.items()}
     issued = world.largest(torch.tensor([s for s, _ in first.values()])).tolist()
     issued_s = dict(zip(first, issued, strict=True))
-    count = max(LEAST, min(repeats, int(budget_s / _mean_s(first.values()) / (1 + warm))))
+    mean_s = world.largest(torch.tensor([sum(s for _, s in first.values()) / len(first)])).item()
+    count = max(LEAST, min(repeats, int(budget_s / mean_s / (1 + warm))))
     flushed = torch.ones(FLUSHED_BYTES // 4 if cold and world.on_gpu() else 1, device=device())
     token = torch.zeros(1, device=device())
     samples: dict = {name: [] for name in contenders}
@@ -120,8 +121,13 @@ def times_ms(contenders: dict[str, dict[str, Callable]], budget_s: float, repeat
         get_accelerator().synchronize()
         for name, read in running:
             samples[name].append(read())
-    return {name: _quantiles(_operations(stages), world.largest(torch.tensor(samples[name], dtype=torch.float64)))
-            for name, stages in contenders.items()}
+    found = {}
+    for name, stages in contenders.items():
+        *parts, host = world.largest(torch.tensor(samples[name], dtype=torch.float64)).T
+        of_all = {"host_ms": spread_ms(host)["median_ms"], "repeats": count}
+        found[name] = {operation: spread_ms(ms) | of_all
+                       for operation, ms in zip(_operations(stages), parts, strict=False)}
+    return found
 
 
 def _first(stages: dict[str, Callable]) -> tuple[float, float]:
@@ -133,11 +139,6 @@ def _first(stages: dict[str, Callable]) -> tuple[float, float]:
     issued = time.perf_counter() - begin
     get_accelerator().synchronize()
     return issued, time.perf_counter() - begin
-
-
-def _mean_s(firsts: Collection[tuple[float, float]]) -> float:
-    """The mean of whole runs that `_first` timed, on the slowest rank."""
-    return world.largest(torch.tensor([sum(total_s for _, total_s in firsts) / len(firsts)])).item()
 
 
 def _sample(stages: dict[str, Callable], busy_s: float, flushed: torch.Tensor,
@@ -182,12 +183,6 @@ def wall_ms(call: Callable[[], object]) -> float:
     call()
     get_accelerator().synchronize()
     return world.largest(torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64)).item()
-
-
-def _quantiles(operations: list[str], samples: torch.Tensor) -> dict[str, dict]:
-    """`samples`: [samples, stages + their sum + host]."""
-    of_all = {"host_ms": spread_ms(samples[:, -1])["median_ms"], "repeats": len(samples)}
-    return {name: spread_ms(samples[:, i]) | of_all for i, name in enumerate(operations)}
 
 
 def spread_ms(samples: Sequence[float] | torch.Tensor) -> dict[str, float]:

@@ -40,11 +40,6 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 def start(alone: bool = False, timeout: timedelta = TIMEOUT) -> None:
     """Sets up this rank's device, process group and random numbers from the launcher's environment.
 
@@ -53,8 +48,9 @@ def start(alone: bool = False, timeout: timedelta = TIMEOUT) -> None:
         timeout: of the process group.
     """
     if alone and "LOCAL_RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(free_port()))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                              MASTER_PORT=str(free.getsockname()[1]))
     if "LOCAL_RANK" not in os.environ:
         sys.exit(f"this runs on ranks that a launcher starts: torchrun --nproc-per-node 2 {shlex.join(sys.argv)}")
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])

@@ -155,10 +155,6 @@ def store_tokens(source: str, folder: Path, model: str | None = None) -> None:
     (folder / "tokens.json").write_text(json.dumps(about))
 
 
-def stored(folder: Path, name: str, seq_len: int) -> data.Windows:
-    return data.Windows(np.load(folder / f"{name}.npy", mmap_mode="r"), seq_len)
-
-
 # ---- one run ------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +249,8 @@ def train_run(one: Run, args: argparse.Namespace) -> dict:
     section = section_of(one, args)
     engine, seq_len, settings = build(one, args)
     case = case_of(one, engine, seq_len, args)
-    windows, heldout = (stored(args.tokens, name, seq_len) for name in ("training", "heldout"))
+    windows, heldout = (data.Windows(np.load(args.tokens / f"{name}.npy", mmap_mode="r"), seq_len)
+                        for name in ("training", "heldout"))
     if one.recipe == NUDGED:
         nudge(engine)
     layers = train.moe_layers(engine)

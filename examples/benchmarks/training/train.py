@@ -155,10 +155,6 @@ class Training:
         parts = apart_ms(marks)
         return [*(sum(parts[i::len(PHASES)]) for i in range(len(PHASES))), *apart_ms([marks[0], marks[-1]]), host_ms]
 
-    def mean_losses(self) -> list[float]:
-        """Of all steps so far, over all ranks."""
-        return world.gathered(torch.stack(self.losses)).mean(0).tolist()
-
 
 def measure(training: Training, case: Case, before: int) -> dict:
     """Trains case.steps steps after those of WARM_UP. Times are the slowest rank's
@@ -173,7 +169,7 @@ def measure(training: Training, case: Case, before: int) -> dict:
     *phases, step, host = (spread_ms(column) for column in samples.T)
     staging = models.staging_bytes(models.moe_layers(engine)[0])
     peak = accelerator.max_memory_allocated() - before + staging if on_gpu() else 0
-    losses = training.mean_losses()[first:]
+    losses = world.gathered(torch.stack(training.losses[first:])).mean(0).tolist()
     return {**step, **{f"{name}_ms": phase["median_ms"] for name, phase in zip(PHASES, phases, strict=True)},
             "host_ms": host["median_ms"], "parameters": len(list(engine.module.parameters())),
             "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
