@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.mx import MXTensor
-from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
 from lib import run, show, timing, world
 from lib.show import Measure, bar
@@ -165,8 +164,7 @@ class Batch:
         self.end = int(plan.group_ends_E[-1])
         chosen_TW = torch.nn.functional.one_hot(self.expert_TK // self.local, world.size()).sum(1)
         self.rows_WW = {"today": world.gathered(chosen_TW.sum(0)), "ours": world.gathered((chosen_TW > 0).sum(0))}
-        recipe = resolve(MXFP8MoEConfig(enabled=True), *current_device())
-        self.wires = {"bf16": Wire(False), "mxfp8": Wire(True, recipe.block_size, recipe.scaling_mode)}
+        self.wires = wires()
 
     def bytes_on_links(self, wire: Wire, whose: str) -> int:
         """Off-rank, of the rank that sends or receives the most."""
@@ -177,15 +175,19 @@ class Batch:
     def right_rows(self, x_PH: torch.Tensor, wire: Wire) -> bool:
         if x_PH.shape != self.y_PH.shape or isinstance(x_PH, MXTensor) != wire.mxfp8:
             return False
-        if not wire.mxfp8:
-            return torch.equal(x_PH[:self.end], self.y_PH[:self.end])
-        wanted = casts.quantize(self.y_PH, wire.block_size, wire.scaling_mode)
-        return torch.equal(_bytes(x_PH)[:self.end], _bytes(wanted)[:self.end]) and torch.equal(
-            x_PH.scale_bytes[:self.end], wanted.scale_bytes[:self.end])
+        wanted = casts.quantize(self.y_PH, wire.block_size, wire.scaling_mode) if wire.mxfp8 else self.y_PH
+        return same_bits(x_PH[:self.end], wanted[:self.end])
 
 
-def _bytes(x: MXTensor) -> torch.Tensor:
-    return x.qdata.view(torch.uint8)
+def wires() -> dict[str, Wire]:
+    recipe = world.recipe()
+    return {"bf16": Wire(False), "mxfp8": Wire(True, recipe.block_size, recipe.scaling_mode)}
+
+
+def same_bits(x: torch.Tensor | MXTensor, y: torch.Tensor | MXTensor) -> bool:
+    """Of two tensors of one type."""
+    pairs = [(x.qdata, y.qdata), (x.scale_bytes, y.scale_bytes)] if isinstance(x, MXTensor) else [(x, y)]
+    return all(torch.equal(*(part.contiguous().view(torch.uint8) for part in pair)) for pair in pairs)
 
 
 def stages(batch: Batch, transport: Any, plan: Any, wire: Wire) -> dict[str, Callable]:
@@ -194,7 +196,7 @@ def stages(batch: Batch, transport: Any, plan: Any, wire: Wire) -> dict[str, Cal
 
 
 def check(batch: Batch, calls: dict[str, Callable], wire: Wire, collective: Callable | None) -> dict:
-    """Runs them on poisoned memory. `collective`: combine to the same bits as it does."""
+    """Runs them on poisoned memory. `collective`: a combine whose bits are right."""
     with poisoned():
         x_PH = calls["dispatch"]()
         y_TH = calls["combine"](None)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.grouped_gemm import wgrad_cost
-from ds_mxfp8_moe.config import WIRE_KEYS, MXFP8MoEConfig, Recipe, current_device, resolve
+from ds_mxfp8_moe.config import WIRE_KEYS, Recipe
 from ds_mxfp8_moe.ffn.expert_math import ExpertMath
 from ds_mxfp8_moe.transport import Wire
 from exchange.dispatch_combine import Today
@@ -33,7 +33,7 @@ from kernels.shapes import SEED_SHAPES
 from lib import run, show, timing, world
 from lib.show import Measure, bar
 from lib.timing import TOTAL, Contender, poisoned
-from lib.world import BF16, device
+from lib.world import BF16, device, recipe
 
 NCCL_BF16, NCCL_MXFP8_GEMM, OURS_BF16 = "NCCL bf16", "NCCL bf16, MXFP8 GEMM", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
@@ -42,10 +42,6 @@ SHAPES = {"tiny": ((256, 128), ), "short": SEED_SHAPES[:1], "full": SEED_SHAPES}
 ALL_BF16, ALL_MXFP8 = (dict.fromkeys(WIRE_KEYS, dtype) for dtype in ("bf16", "mxfp8"))
 OURS = {OURS_BF16: {"recipe": "bf16"}, HP: {"recipe": "mxfp8_wgrad_with_hp"}, MXFP8: {"recipe": "mxfp8", **ALL_MXFP8}}
 LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 38, 22  # against the pipeline over NCCL in bf16
-
-
-def recipe(**keys) -> Recipe:
-    return resolve(MXFP8MoEConfig(enabled=True, **keys), *current_device())
 
 
 class Case:

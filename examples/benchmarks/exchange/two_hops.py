@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from exchange.dispatch_combine import Batch, Case, stages
+from exchange.dispatch_combine import Batch, Case, check, stages
 from exchange.two_nodes import as_sent
 from lib import run, show, timing, world
 from lib.show import SMALLER, Measure, bar
-from lib.timing import TOTAL, Contender, poisoned
+from lib.timing import TOTAL, Contender
 from lib.world import BF16
 
 FLAT, TWO_HOPS = "flat", "two hops"
@@ -42,7 +42,7 @@ def transports(node_size: int) -> dict[str, Transport]:
             TWO_HOPS: Hierarchical(Hops.of(world.group(), node_size, wire, wire))}
 
 
-def summed(batch: Batch, wire: Wire, node_size: int) -> torch.Tensor:
+def summed(batch: Batch, wire: Wire, node_size: int, _=None) -> torch.Tensor:
     """What combine has to give, bit for bit. Each choice brings the token back: in float32 the sum of a node is exact.
 
     `node_size`: 1 for the flat exchange, whose ranks each round for themselves.
@@ -53,14 +53,6 @@ def summed(batch: Batch, wire: Wire, node_size: int) -> torch.Tensor:
         choices_T1 = (node_TK == node).sum(1, keepdim=True)
         total_TH += as_sent(choices_T1 * batch.x_TH.float(), wire)
     return total_TH.to(BF16)
-
-
-def check(batch: Batch, calls: dict, wire: Wire, node_size: int) -> dict:
-    """Runs them on poisoned memory."""
-    with poisoned():
-        x_PH = calls["dispatch"]()
-        y_TH = calls["combine"](None)
-    return {"correct": batch.right_rows(x_PH, wire) and torch.equal(y_TH, summed(batch, wire, node_size))}
 
 
 def flat_bytes(batch: Batch, wire: Wire) -> dict[str, int]:
@@ -95,7 +87,8 @@ def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
         calls = {name: stages(batch, transport, plans[name], wire) for name, transport in made.items()}
         found = timing.rows(
             {"nodes": f"{world.size() // node_size} x {node_size}", "dtype": dtype, **asdict(case)},
-            {name: Contender(calls[name], partial(check, batch, calls[name], wire, size), {
+            {name: Contender(calls[name], partial(
+                check, batch, calls[name], wire, partial(summed, batch, wire, size)), {
                 "transport": world.name_of(made[name])}) for name, size in ((FLAT, 1), (TWO_HOPS, node_size))},
             args.budget)
         sent = {FLAT: flat_bytes(batch, wire), TWO_HOPS: two_hop_bytes(made[TWO_HOPS].hops, calls[TWO_HOPS])}

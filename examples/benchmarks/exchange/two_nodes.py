@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.compute import casts
-from ds_mxfp8_moe.compute.mx import MXTensor
-from ds_mxfp8_moe.config import MXFP8MoEConfig, current_device, resolve
+from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import Transport, Wire
 from ds_mxfp8_moe.transport.choose import choose
 from exchange import dispatch_combine
@@ -97,11 +95,6 @@ def choices(routing: str, tokens: int, node_size: int) -> torch.Tensor:
         routing, expert_TK)
 
 
-def bits(x: Any) -> list[torch.Tensor]:
-    parts = [x.qdata, x.scale_bytes] if isinstance(x, MXTensor) else [x]
-    return [part.contiguous().view(torch.uint8) for part in parts]
-
-
 def as_sent(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     """float32 rows as they arrive."""
     if wire.mxfp8:
@@ -138,8 +131,7 @@ def right_bits(transports: dict[str, Transport], routing: str, wire: Wire, node_
     weight_TK = torch.rand(tokens, TOP_K, device=device())
     plans = {name: transport.plan(expert_TK, LOCAL_EXPERTS) for name, transport in transports.items()}
     rows = {name: transports[name].dispatch(plan, x_TH, wire, weight_TK) for name, plan in plans.items()}
-    same = all(torch.equal(a, b) for one, other in zip(rows[FLAT], rows[TWO_HOPS], strict=True)
-               for a, b in zip(bits(one), bits(other), strict=True))
+    same = all(map(dispatch_combine.same_bits, rows[FLAT], rows[TWO_HOPS]))
 
     plan, x_PH = plans[TWO_HOPS], rows[TWO_HOPS][0]
     sizes_E = plan.group_ends_E.long().diff(prepend=torch.zeros(1, dtype=torch.long, device=device()))
@@ -147,7 +139,7 @@ def right_bits(transports: dict[str, Transport], routing: str, wire: Wire, node_
     expert_P = torch.arange(first, first + LOCAL_EXPERTS, device=device()).repeat_interleave(sizes_E)
     y_PH = expert_output(x_PH.dequantize() if wire.mxfp8 else x_PH, expert_P)
     y_TH, _ = transports[TWO_HOPS].combine(plan, y_PH, wire, BF16)
-    summed_right = torch.equal(*(bits(y)[0] for y in (y_TH, summed(x_TH, expert_TK, wire, node_size))))
+    summed_right = dispatch_combine.same_bits(y_TH, summed(x_TH, expert_TK, wire, node_size))
     return {"correct": same and summed_right, **({} if same and summed_right else {
         "failure": f"{routing}, {wire}: " + ("combine" if same else "dispatch") + " has other bits"})}
 
@@ -163,10 +155,8 @@ def rows(node_size: int, cases: str) -> Iterator[dict]:
                   for name, more in keys.items()}
     if world.name_of(transports[TWO_HOPS]) != TWO_HOPS:
         sys.exit('there are no two hops here: the line "transport ..." above says why')
-    recipe = resolve(MXFP8MoEConfig(enabled=True), *current_device())
-    wires = (Wire(False), Wire(True, recipe.block_size, recipe.scaling_mode))
     found = [world.everywhere(lambda routing=routing, wire=wire: right_bits(transports, routing, wire, node_size))
-             for routing in ROUTINGS for wire in wires]
+             for routing in ROUTINGS for wire in dispatch_combine.wires().values()]
     wrong = [one for one in found if not one["correct"]]
     yield {"case": {"operation": "bits", **about}, "contender": TWO_HOPS, "checked": len(found) - len(wrong),
            "correct": not wrong, **({"failure": wrong[0].get("failure", "on another rank")} if wrong else {})}

@@ -11,7 +11,7 @@ and at its peak.
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,6 @@ from ds_mxfp8_moe.compute import casts, crossover
 from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.compute.routing import Routes
-from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import Plan, Transport, Wire
 from kernels import shapes
@@ -34,9 +33,8 @@ from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import run, show, timing
 from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
-from lib.world import device, on_gpu
+from lib.world import BF16, device, on_gpu, recipe
 
-BF16 = torch.bfloat16
 STEP = "forward and backward"
 PLAIN, BF16_RECIPE, HP, MXFP8 = "plain torch", "bf16", "mxfp8_wgrad_with_hp", "mxfp8"
 KEPT_IN_BF16 = "mxfp8_wgrad_with_hp, pre-activation bf16"
@@ -51,26 +49,18 @@ UNTIMED = (KEPT_IN_BF16, )  # its memory is what it is for
 LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 38, 18
 
 
-@dataclass(frozen=True)
 class InPlace(Transport):
-    """The transport of one rank whose tokens stand expert-sorted and padded already: dispatch quantises, no more.
+    """The transport of one rank whose tokens stand expert-sorted and padded already: dispatch quantises, no more."""
 
-    Attributes:
-        plan_of_all: what `plan` returns whatever the routing; see `InPlace.of`.
-    """
-
-    plan_of_all: Plan
-
-    @staticmethod
-    def of(counts: tuple[int, ...]) -> "InPlace":
+    def __init__(self, counts: tuple[int, ...]):
         """For groups with these numbers of tokens, each padded to whole tiles with zero rows of weight 0."""
         group_ends = ends(padded(counts))
         rows = torch.arange(group_ends[-1], device=device())
-        return InPlace(Plan(
+        self.plan_of_all = Plan(
             num_tokens=len(rows), top_k=1, tokens_per_expert=sum(counts) / len(counts), send_splits=(len(rows), ),
             recv_splits=(len(rows), ), send_token_S=rows, sent_slot_WT=rows.view(1, -1),
             group_ends_E=torch.tensor(group_ends, dtype=torch.int32, device=device()), slot_RK=rows.view(-1, 1),
-            source_P=rows))
+            source_P=rows)
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int,
              meanwhile: Callable[[], None] | None = None, rows: str = "") -> Plan:
@@ -143,10 +133,6 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
 
-def recipe(name: str) -> Recipe:
-    return resolve(MXFP8MoEConfig(enabled=True, **RECIPES[name]), *current_device())
-
-
 def plain_step(shape: Shape, case: Case) -> Step:
     """On the tokens alone, without padding."""
     counts = case.counts()
@@ -166,9 +152,9 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
                "up": [_leaf(shape.up_EGH[e, F:]) for e in range(E)],
                "down": [_leaf(shape.down_EHF[e]) for e in range(E)]}
     formula = ExpertFormula("gated", "silu", case.dim, F, up="up", gate="gate", down="down")
-    chosen = recipe(name)
+    chosen = recipe(**RECIPES[name])
     fewest = crossover.min_tokens_per_expert(min_tokens_per_expert, formula, chosen, E, device())
-    ffn = ExpertFFN(formula, chosen, InPlace.of(counts), E, fewest)
+    ffn = ExpertFFN(formula, chosen, InPlace(counts), E, fewest)
     inputs = [_leaf(x_TH), _leaf(weight_T.view(-1, 1)), *chain(*weights.values())]
     expert_TK = torch.arange(E, device=device()).repeat_interleave(
         torch.tensor(padded(counts), device=device())).view(-1, 1)

@@ -27,9 +27,8 @@ from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import results_file, run, show, timing
 from lib.show import Measure, bar
 from lib.timing import poisoned
-from lib.world import device, on_gpu
+from lib.world import BF16, device, on_gpu
 
-BF16 = torch.bfloat16
 OPERATIONS = ("forward", "dgrad", "wgrad")
 TORCH, LOOP, ROWWISE = "torch._grouped_mm", "cuBLAS loop", "torch rowwise fp8"
 OURS_BF16, FROM_MXFP8, MXFP8 = "ours, bf16", "ours, bf16 from MXFP8", "ours, MXFP8"

@@ -21,9 +21,8 @@ from ds_mxfp8_moe.compute.mx import MXTensor
 from lib import run, show, timing, world
 from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
-from lib.world import device
+from lib.world import BF16, device
 
-BF16, F32 = torch.bfloat16, torch.float32
 MODE = "rceil"
 # All of 256 MiB and more.
 ROWS = ((131072, 7168), (131072, 1408))
@@ -201,7 +200,7 @@ def families(which: str) -> dict[str, Callable[[], Iterator[Kernel]]]:
     some, blocks = (2, (128, 32)) if which == "full" else (1, (128, ))
     made = [*((of_rows, *shape, block) for shape in rows[:some] for block in blocks),
             *((of_weights, *shape, block, dtype) for shape in weights[:some] for block in blocks
-              for dtype in (BF16, F32)),
+              for dtype in (BF16, torch.float32)),
             *((of_activation, *shape, block) for shape in hidden[:some] for block in blocks)]
     return {" ".join(map(str, (make.__name__, *sizes))): partial(make, *sizes) for make, *sizes in made}
 

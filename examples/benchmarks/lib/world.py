@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_mxfp8_moe.config import MXFP8MoEConfig
+from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 
@@ -114,6 +114,11 @@ def in_time(items: Collection, seconds: float) -> Iterator:
             return
         say(f"{i + 1}/{len(items)}: {item}")
         yield item
+
+
+def recipe(**keys) -> Recipe:
+    """What the section "mxfp8_moe" with these keys means on this machine."""
+    return resolve(MXFP8MoEConfig(enabled=True, **keys), *current_device())
 
 
 def transport(requested: str | None = None):

@@ -25,6 +25,7 @@ import ds_mxfp8_moe
 from lib import models, run, show, world
 from lib.paired import interval
 from lib.show import Measure
+from train import heldout_loss
 from training.whole_model import ADAPTERS
 
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/qwen3_moe_tiny.yaml"
@@ -50,17 +51,6 @@ def base_model(windows: data.Windows, steps: int) -> nn.Module:
     return model.to(world.BF16)
 
 
-def heldout_loss(engine: nn.Module, windows: data.Windows) -> float:
-    losses = []
-    engine.eval()
-    with torch.no_grad():
-        for batch_BS in windows.heldout_batches(SEQUENCES, HELDOUT_WINDOWS, 0, 1):
-            tokens_BS = batch_BS.to(world.device())
-            losses.append(engine(input_ids=tokens_BS, labels=tokens_BS).loss.float().item())
-    engine.train()
-    return sum(losses) / len(losses)
-
-
 def finetune(path: Path, contender: str, seed: int, steps: int, texts: dict[str, data.Windows]) -> dict:
     """Trains adapters of the model in a folder. Held-out losses before and after."""
     import peft
@@ -74,12 +64,13 @@ def finetune(path: Path, contender: str, seed: int, steps: int, texts: dict[str,
               "expert_parallel": {"enabled": True, "autoep_size": 1},
               "mxfp8_moe": {**models.OURS, **SECTIONS[contender]}}
     engine = ds_mxfp8_moe.initialize(model=model, config=config)[0]
-    before = heldout_loss(engine, texts["heldout"])
+    settings = argparse.Namespace(seed=seed, heldout_windows=HELDOUT_WINDOWS)
+    before = heldout_loss(engine, texts["heldout"], settings)
     for step in range(steps):
         tokens_BS = texts["training"].training_batch(seed, step, SEQUENCES, 0, 1).to(world.device())
         engine.backward(engine(input_ids=tokens_BS, labels=tokens_BS).loss)
         engine.step()
-    after = heldout_loss(engine, texts["heldout"])
+    after = heldout_loss(engine, texts["heldout"], settings)
     models.free(engine)
     return {"heldout_loss_before": before, "heldout_loss": after, "correct": after < before}
 

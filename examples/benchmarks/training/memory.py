@@ -4,7 +4,6 @@ beside them."""
 
 from collections.abc import Collection, Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -21,21 +20,15 @@ USABLE = 0.95
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
-class Parameters(NamedTuple):
-    """Of a model: those of its routed experts, and all others."""
-
-    experts: int
-    others: int
-
-
 @lru_cache
-def parameters_of(model: str) -> Parameters:
+def parameters_of(model: str) -> tuple[int, int]:
+    """Those of its routed experts, and all others."""
     from transformers import AutoConfig, AutoModelForCausalLM
     keys = dict(MODELS[model])
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
     of_experts = sum(p.numel() for name, p in net.named_parameters() if ".experts." in name)
-    return Parameters(of_experts, sum(p.numel() for p in net.parameters()) - of_experts)
+    return of_experts, sum(p.numel() for p in net.parameters()) - of_experts
 
 
 def state_bytes(model: str, training: str, ranks: int, sharing: int) -> float:

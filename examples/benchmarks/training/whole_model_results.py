@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from exchange.rates import GPUS_A_HOST, MB, rates
+from exchange.rates import GPUS_A_HOST, MB, ms_of
 from lib import results_file, show
 from lib.colors import colors
 from lib.results_file import Group
@@ -61,7 +61,7 @@ def exchange_ms(row: dict) -> float | None:
     missed = math.comb(experts - experts // ranks, top_k) / math.comb(experts, top_k)  # ranks that a token skips
     mtokens = case["sequences"] * case["sequence"] / MB
     narrow = hidden * 33 / 32 + 4 * top_k if row["experts_in"] == "MXFP8" else 2 * hidden
-    once = sum(rates(operation).ms((ranks - 1) * (1 - missed) * bytes_of_token * mtokens, top_k * hidden * mtokens)
+    once = sum(ms_of(operation)((ranks - 1) * (1 - missed) * bytes_of_token * mtokens, top_k * hidden * mtokens)
                for operation, bytes_of_token in (("dispatch", narrow), ("combine", 2 * hidden)))
     passes = 2 + (case["checkpointing"] is not None)  # backward dispatches and combines too
     return once * passes * case["layers"] * case["micro_batches"]
