@@ -275,7 +275,7 @@ SHOWN = show.Shown("dispatch_combine", MEASURES, [show.MS, ("GB/s", "gb_per_s", 
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.15, seconds=85)), measured_rows, ranks=True)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=0.15, seconds=85), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

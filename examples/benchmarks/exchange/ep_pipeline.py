@@ -220,7 +220,7 @@ SHOWN = show.Shown("ep_pipeline", MEASURES, [show.MS], plot, ratios=PAIRS,
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=1.0, seconds=95)), measured_rows, ranks=True)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=1.0, seconds=95), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

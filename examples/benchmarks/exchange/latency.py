@@ -76,12 +76,6 @@ class Batch:
         self.weight_TK = torch.rand(size.tokens, size.top_k, device=device())
         self.everywhere = world.gathered(self.expert_TK)
 
-    def rows_of_experts(self) -> list[torch.Tensor]:
-        """For each local expert the bytes of its rows, data and scales, in the order of (rank, token)."""
-        rows_WTX = world.gathered(_bytes(self.mx_TH.qdata, self.scale_TB))
-        first = world.rank() * self.local
-        return [rows_WTX[(self.everywhere == e).any(-1)] for e in range(first, first + self.local)]
-
 
 def _bytes(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Rows of data beside their scales, as uint8."""
@@ -112,19 +106,21 @@ class Ours:
         self.exchange.combine(self.out_TH, self.indices, self.batch.weight_TK, self.y, self.bound)
 
     def check(self, stages: dict[str, Callable]) -> dict:
+        """Each local expert has the bytes of its rows, data and scales, in the order of (rank, token)."""
+        batch, first = self.batch, world.rank() * self.batch.local
         for out in (self.counts_E, self.rows.view(torch.uint8), self.scales, self.out_TH):
             out.fill_(77)
         stages["dispatch"]()
-        expected = self.batch.rows_of_experts()
+        rows_WTX = world.gathered(_bytes(batch.mx_TH.qdata, batch.scale_TB))
+        expected = [rows_WTX[(batch.everywhere == e).any(-1)] for e in range(first, first + batch.local)]
         right = self.counts_E.tolist() == [len(rows) for rows in expected]
         for e, rows in enumerate(expected):
             right &= torch.equal(_bytes(self.rows[e, :len(rows)], self.scales[e, :len(rows)]), rows)
-        first = world.rank() * self.batch.local
-        factor = self.factors[first:first + self.batch.local].view(-1, 1, 1)
+        factor = self.factors[first:first + batch.local].view(-1, 1, 1)
         self.y.copy_(self.rows.float() * self.scales.repeat_interleave(BLOCK, 2)[..., :self.rows.shape[2]] * factor)
         stages["combine"](None)
-        x_TH, weight_TK = self.batch.mx_TH.dequantize(torch.float32), self.batch.weight_TK
-        wanted = x_TH * (weight_TK * self.factors[self.batch.expert_TK]).sum(1, keepdim=True)
+        wanted = batch.mx_TH.dequantize(torch.float32) * (
+            batch.weight_TK * self.factors[batch.expert_TK]).sum(1, keepdim=True)
         found = timing.close({"y": wanted}, {"y": self.out_TH}, LEAST_SQNR_DB)
         return {**found, "correct": found["correct"] and right}
 
@@ -176,15 +172,11 @@ class Graphed:
         self.graph.replay()
 
 
-def available() -> bool:
-    return "nvlink" in world.transports()
-
-
-def measure(size: Size, budget_s: float) -> list[dict]:
-    """The rows of one size."""
+def measure(size: Size, budget_s: float, available: bool) -> list[dict]:
+    """The rows of one size. `available`: AllToAll is."""
     batch = Batch(size)
     ways: dict = {NCCL_EXACT: Nccl(batch, padded=False), NCCL_PADDED: Nccl(batch, padded=True)}
-    if available():
+    if available:
         ways |= {A2A_E4M3: Ours(batch, quantizes=False), A2A_BF16: Ours(batch, quantizes=True)}
     rows = []
     for launch in ("eager", "graph") if on_gpu() else ("eager", ):
@@ -201,13 +193,14 @@ def measure(size: Size, budget_s: float) -> list[dict]:
 def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     configs = TINY_CONFIGS if args.cases == "tiny" else CONFIGS
     sizes = [Size(*config, count) for config in configs for count in TOKENS[args.cases]]
-    if available():
+    available = "nvlink" in world.transports()
+    if available:
         for size in reversed(sizes):  # the staging cannot grow once a graph holds it
             size.exchange()
     else:
         world.say("AllToAll is left out: it needs the nvlink transport")
     for size in world.in_time(sizes, args.seconds):
-        yield measure(size, args.budget)
+        yield measure(size, args.budget, available)
 
 
 # ---- how results are shown ------------------------------------------------------------------------------------------
@@ -242,7 +235,7 @@ SHOWN = show.Shown("latency", MEASURES, [("us", "us", "{:.1f}")], plot, contende
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.1, seconds=85)), measured_rows, ranks=True)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=0.1, seconds=85), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ class Way(Layer):
 
 def build(case: Case, classic: bool = False, section: dict | None = None, drop: bool = False) -> Layer:
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
-    return models.layer_of(case.tokens, case.dim, case.hidden, case.experts, case.top_k, world.size(), classic=classic,
-                           section=section, drop=drop, **sgd)
+    size = models.one_layer(case.tokens, case.dim, case.hidden, case.experts, case.top_k)
+    return models.layer_of(size, world.size(), classic=classic, section=section, drop=drop, **sgd)
 
 
 def seeded(way: Way) -> tuple:
@@ -228,7 +228,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.6, seconds=85)), measured_rows, ranks=True)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=0.6, seconds=85), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=1.0)), measured_rows, ranks=True)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=1.0), measured_rows, ranks=True)
 
 
 if __name__ == "__main__":

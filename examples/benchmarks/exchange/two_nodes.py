@@ -273,8 +273,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", default="stdlib", help="as train.py's (default: stdlib)")
     parser.add_argument("--steps", type=int, default=30, help="of each training, at least 2 (default: 30)")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # this process is a rank of both nodes
-    args = run.parse(parser, arguments)
-    if not args.show and not args.rank and (args.node_rank is None or not args.master):
+    args = run.parse(SHOWN, parser, arguments)
+    if not args.rank and (args.node_rank is None or not args.master):
         parser.error("name this node by --node-rank 0 or 1, and node 0's address by --master")
     if args.ranks < 2:
         parser.error(f"--ranks {args.ranks}: the transport in two hops needs at least two ranks on each node")
@@ -289,8 +289,6 @@ def main() -> None:
     if args.rank:
         exchange_main(args)
         return
-    if args.show:
-        sys.exit(show.show(SHOWN, args.show, args.check) or None)
     node = Node(args)
     rows = node.exchange() + node.train()
     print(f"node {args.node_rank}: NCCL's network: {', '.join(node.network()) or 'none: these are CPU ranks on gloo'}")

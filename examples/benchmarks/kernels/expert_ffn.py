@@ -111,7 +111,7 @@ class Step(NamedTuple):
         inputs: leaves: rows, routing weights, then all expert weights.
         forward: takes rows in place of the first input.
         counts, starts: of the groups' tokens, and where they begin among its rows.
-        gradients: (gradients of inputs) -> those of gate and up [E, 2F, H] and of down [E, H, F], as functions of e.
+        gradients: (gradients of inputs, e) -> those of an expert's gate and up [2F, H] and of its down [H, F].
         unquantized: the selection has a recipe of MXFP8 compute in bf16.
     """
 
@@ -120,7 +120,7 @@ class Step(NamedTuple):
     forward: Callable[[torch.Tensor], torch.Tensor]
     counts: tuple
     starts: tuple
-    gradients: Callable[[tuple], tuple[Callable, Callable]]
+    gradients: Callable[[tuple, int], tuple]
     unquantized: bool = False
 
     def __call__(self) -> tuple:
@@ -141,7 +141,7 @@ def plain_step(shape: Shape, case: Case) -> Step:
     inputs = [_leaf(shape.x_PH[:rows]), _leaf(shape.weight_P[:rows]), _leaf(shape.up_EGH[:E]),
               _leaf(shape.down_EHF[:E])]
     return Step(inputs, shape.g_PH[:rows], lambda x: plain_ffn(x, *inputs[1:], ends_E), counts, starts(counts),
-                lambda grads: (grads[2].__getitem__, grads[3].__getitem__))
+                lambda grads, e: (grads[2][e], grads[3][e]))
 
 
 def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | None) -> Step:
@@ -160,9 +160,8 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
         torch.tensor(padded(counts), device=device())).view(-1, 1)
     routes = Routes(expert_TK=expert_TK, weight_TK=inputs[1], num_experts=E)
 
-    def gradients(grads):
-        gate, up, down = grads[2:2 + E], grads[2 + E:2 + 2 * E], grads[2 + 2 * E:]
-        return lambda e: torch.cat([gate[e], up[e]]), down.__getitem__
+    def gradients(grads, e):
+        return torch.cat([grads[2 + e], grads[2 + E + e]]), grads[2 + 2 * E + e]
 
     few = ffn.transport.plan_of_all.tokens_per_expert < fewest
     return Step(inputs, g_TH, lambda x: ffn(x, routes, weights), counts, starts(padded(counts)), gradients, few)
@@ -172,7 +171,7 @@ def compared(step: Step, results: tuple) -> dict[str, torch.Tensor]:
     """Some rows of the output and of the tokens' gradients, and the weights' gradients of the smallest group."""
     y, (dx, dweight, *_) = results[0], results[1]
     rows, e = shapes.some_rows(step.counts, step.starts), shapes.filled(step.counts)[-1]
-    dup, ddown = (of(e) for of in step.gradients(results[1]))
+    dup, ddown = step.gradients(results[1], e)
     # Clones: a view would keep the gradients of all experts.
     return {"y": y[rows], "x": dx[rows], "weight": dweight.view(-1)[rows], "up": dup.clone(), "down": ddown.clone()}
 
@@ -294,7 +293,7 @@ def main() -> None:
     parser.add_argument("--min-tokens-per-expert", type=int,
                         help="below it, the layer runs the bf16 recipe (default: what was measured for its shape and "
                         "recipe; 0: never)")
-    run.main(SHOWN, run.parse(parser), measured_rows)
+    run.main(SHOWN, parser, measured_rows)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,7 @@ class Shape:
         self.w_ENK = torch.randn(E, N, K, dtype=BF16, device=device()) / K**0.5
         self.mx_ENK, self.mx_EKN = (casts.quantize_weights([self.w_ENK], BLOCK, MODE, transposed=transposed)
                                     for transposed in (False, True))
-        self.has_rowwise = on_gpu()  # torch has it nowhere else
-        if self.has_rowwise:
+        if on_gpu():  # torch has it nowhere else
             self.x_rowwise, self.w_rowwise = rowwise(self.x_PK), rowwise(self.w_ENK)
 
 
@@ -119,7 +118,7 @@ def contenders(shape: Shape, case: Case) -> dict[str, list[Contender]]:
         Contender(LOOP, loop(y, lambda e, s, t: torch.mm(x[s:t], w_t[e], out=y[s:t])), tokens),
         Contender(OURS_BF16, lambda: ours.grouped_mm(padded_x, w, rows_E), rows),
         Contender(MXFP8, lambda: ours.grouped_mm(mx_x, mx_w, rows_E), rows)]
-    if shape.has_rowwise:
+    if on_gpu():
         (x_data, x_scale), (w_data, w_scale) = shape.x_rowwise, shape.w_rowwise
         forward.append(Contender(ROWWISE, lambda: torch._scaled_grouped_mm(
             x_data[:total], w_data[:E].transpose(1, 2), x_scale[:total], w_scale[:E], offs=tokens_E, out_dtype=BF16,
@@ -241,7 +240,7 @@ SHOWN = show.Shown("grouped_gemm", MEASURES, [("TFLOP/s", "tflops", "{:.0f}")], 
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.1)), measured_rows)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=0.1), measured_rows)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lib import models, run, show, timing, world
+from lib import models, run, show, timing, trainings, world
 from lib.models import Layer
 from lib.show import Measure, bar
 from lib.timing import poisoned
@@ -88,7 +88,7 @@ class Tokens:
 
 def of_engine(case: Case, classic: bool, recipe: str | None) -> Layer:
     section = None if recipe is None else {"recipe": recipe, "min_tokens_per_expert": 0}
-    return models.layer_of(**asdict(case), classic=classic, section=section)
+    return models.layer_of(models.one_layer(**asdict(case)), classic=classic, section=section)
 
 
 def sonic(case: Case) -> Layer:
@@ -191,31 +191,21 @@ def in_a_row_ms(layer: Layer, tokens: Tokens) -> dict[str, float]:
     return timing.spread_ms([timing.wall_ms(passes) / PASSES for _ in range(ROUNDS)])
 
 
-def timed(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
+def timed(tokens: Tokens, one: Wanted, layer: Layer, _before: int) -> dict:
+    for _ in range(WARM_UP):  # compiles and records
+        step(layer, tokens)
     found = check(layer, tokens, one) | host_ms(layer, tokens)
     if on_gpu():
         found |= in_a_row_ms(layer, tokens) | {"peak_bytes": timing.peak_bytes(partial(step, layer, tokens))}
     return found
 
 
-def profiled(layer: Layer, tokens: Tokens, one: Wanted) -> dict:
+def profiled(tokens: Tokens, _one: Wanted, layer: Layer, _before: int) -> dict:
     """What the device does in a pass of many in a row. A GPU under load lowers its clock: the first passes are faster
     than those that `in_a_row_ms` times."""
     for _ in range(PASSES):
         step(layer, tokens)
     return timing.profiled(partial(step, layer, tokens), PASSES)
-
-
-def built(one: Wanted, tokens: Tokens, measure: Callable[[Layer, Tokens, Wanted], dict]) -> dict:
-    """What `measure` finds out about the contender's layer, which is then gone."""
-    layer = one.build()
-    try:
-        for _ in range(WARM_UP):  # compiles and records
-            step(layer, tokens)
-        return measure(layer, tokens, one)
-    finally:
-        if layer.engine is not None:
-            models.free(layer.engine)
 
 
 def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
@@ -227,8 +217,8 @@ def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
         for one in world.in_time(sound, args.seconds):
             if one.case != of_case:
                 tokens, of_case = Tokens(one.case), one.case
-            found = world.everywhere(partial(built, one, tokens, measure))
-            if not found["correct"]:
+            found, = trainings.found(one.build, [partial(measure, tokens, one)])
+            if not found["correct"] and "failure" not in found:
                 world.say(f"{one}: {found}")
             row = rows.setdefault(str(one), {"case": asdict(one.case), "contender": one.name, "correct": True})
             row.update(found, correct=row["correct"] and found["correct"])
@@ -285,7 +275,7 @@ SHOWN = show.Shown(
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, None, seconds=540)), measured_rows, alone=True)
+    run.main(SHOWN, run.timed_parser(__doc__, None, seconds=540), measured_rows, alone=True)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ SHOWN = show.Shown("quantize", MEASURES, [("MiB moved", "mib", "{:.0f}"), show.M
 
 
 def main() -> None:
-    run.main(SHOWN, run.parse(run.timed_parser(__doc__, budget=0.1)), measured_rows)
+    run.main(SHOWN, run.timed_parser(__doc__, budget=0.1), measured_rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from .world import BF16, device
 HEAD = 128
 VOCABULARY = 32000
 FILLED = 0.8  # of a device's memory, by the formula
+BATCHES = 2  # that are trained on in turn
 SCRATCH_BYTES = 6e9  # DeepSpeed's buckets, one group's gradients in float32, staging of exchanges, the CUDA context
 # Times the experts' width: Adam's first steps move every weight as far, and the more of them are summed the further
 # they lead. Low: two batches learnt by heart would set apart what differs by rounding.
@@ -192,11 +193,9 @@ def one_layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> S
                 vocabulary=128)
 
 
-def layer_of(tokens: int, hidden: int, ffn: int, experts: int, top_k: int, ep: int = 1, *, classic: bool,
-             section: dict | None, **more) -> Layer:
-    """The layer of `one_layer`, as users make it."""
-    size = one_layer(tokens, hidden, ffn, experts, top_k)
-    engine = engine_of(size, 1, ep, 1, classic=classic, section=section, **more)
+def layer_of(size: Size, ep: int = 1, **more) -> Layer:
+    """The layer of `one_layer`, as users make it. `more`: arguments of `engine_of`."""
+    engine = engine_of(size, 1, ep, 1, **more)
     return Layer(engine.module.model.layers[0].mlp, engine)
 
 
@@ -236,6 +235,13 @@ def free(engine: nn.Module) -> None:
         vars(holder).clear()
     gc.collect()
     get_accelerator().empty_cache()
+
+
+def random_batches(vocabulary: int, *shape: int) -> list[torch.Tensor]:
+    """Of this rank, the same for every contender."""
+    seeds = (1000 * i + world.rank() for i in range(BATCHES))
+    return [torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed)).to(device())
+            for seed in seeds]
 
 
 # ---- routing ------------------------------------------------------------------------------------------------------

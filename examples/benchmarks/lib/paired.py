@@ -3,6 +3,7 @@
 
 import argparse
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -77,11 +78,7 @@ def pairs_needed(spread: float, room: float) -> int | None:
 
     if room <= 0 or not fits(MOST_PAIRS):
         return None
-    low, high = 1, MOST_PAIRS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    return 2 + bisect_left(range(2, MOST_PAIRS), True, key=fits)
 
 
 def takes(found: Interval, limit: float) -> str:

@@ -47,11 +47,6 @@ def machine() -> str:
     return platform.machine()
 
 
-def _launcher() -> list[str]:
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") if dist.is_torchelastic_launched() else None
-    return ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
-
-
 def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = None) -> None:
     """Writes one run's rows with the machine, versions, commit, command and date. What else matters of a run is added
     by hand as its "note", which pages show.
@@ -60,8 +55,10 @@ def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = 
         rows: {"case": {...}, "contender": str, figures with their unit in the name, "correct": bool}.
         of_commit: the commit measured, for machines that have the files without the repository.
     """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") if dist.is_torchelastic_launched() else None
+    launcher = ["torchrun", "--nproc-per-node", ranks] if ranks else ["python"]
     # Without the folders of the machine that ran it.
-    command = [Path(word).name if Path(word).is_absolute() else word for word in (*_launcher(), *sys.argv)]
+    command = [Path(word).name if Path(word).is_absolute() else word for word in (*launcher, *sys.argv)]
     result = {
         "benchmark": benchmark,
         "machine": machine(),

@@ -43,10 +43,14 @@ def timed_parser(doc: str, budget: float | None, seconds: float = float("inf"),
     return out
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
-    """A benchmark's arguments. A result file that cannot be written is refused before anything is measured."""
+def parse(shown: show.Shown, parser: argparse.ArgumentParser,
+          arguments: list[str] | None = None) -> argparse.Namespace:
+    """A benchmark's arguments. `--show FILE` shows it and ends this process. A result file that cannot be written is
+    refused before anything is measured."""
     args = parser.parse_args(arguments)
-    if not world.on_gpu() and not args.out and not args.show:
+    if args.show:
+        sys.exit(show.show(shown, args.show, args.check) or None)
+    if not world.on_gpu() and not args.out:
         parser.error("name the result file with --out: there is no GPU here, and the files under "
                      "examples/benchmarks/results are a GPU's")
     if args.out and (args.out.suffix == ".png" or args.out.is_dir()):
@@ -57,9 +61,10 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -
     return args
 
 
-def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[argparse.Namespace], Iterable[list[dict]]],
-         ranks: bool = False, alone: bool = False) -> None:
-    """Runs a benchmark by taking the rows of its arguments, batch by batch; or shows `--show FILE`. Ends this process.
+def main(shown: show.Shown, parser: argparse.ArgumentParser,
+         batches: Callable[[argparse.Namespace], Iterable[list[dict]]], ranks: bool = False,
+         alone: bool = False) -> None:
+    """Runs a benchmark by taking the rows of its arguments, batch by batch. Ends this process.
 
     The file is written after every batch, should the run be cut short. The exit status is 1 if any row is wrong, or
     if `--check` finds a bar that is not reached.
@@ -69,8 +74,7 @@ def main(shown: show.Shown, args: argparse.Namespace, batches: Callable[[argpars
             others.
         alone: it runs on a rank too, which is this process unless a launcher started it.
     """
-    if args.show:
-        sys.exit(show.show(shown, args.show, args.check) or None)
+    args = parse(shown, parser)
     if ranks or alone:
         world.start(alone)
     path = args.out or results_file.RESULTS / f"{shown.benchmark}{f'_{world.size()}ranks' if ranks else ''}.json"

@@ -41,34 +41,37 @@ def found(build: Callable[[], Any], calls: Iterable[Callable[[Any, int], dict]])
     A failure is what the calls after it say, too: it leaves gradients, and steps that were not made.
 
     Args:
-        build: makes the training, which has an `engine`.
+        build: makes the training, which has an `engine`, or None.
         calls: each takes the training, and the bytes that were allocated before it.
     """
     accelerator, held = get_accelerator(), []
     before = accelerator.memory_allocated() if world.on_gpu() else 0
     said = world.everywhere(lambda: held.append(build()) or {})
+    if "failure" in said:
+        world.say(said["failure"])
     for call in calls:
         if "failure" not in said:
             said = world.everywhere(partial(call, held[0], before))
+            if "failure" in said:
+                world.say(said["failure"])
         yield said
-    if held:
-        models.free(held.pop().engine)
+    if held and (engine := held.pop().engine) is not None:
+        models.free(engine)
     gc.collect()
     accelerator.empty_cache()
     if world.on_gpu() and (left := accelerator.memory_allocated() - before) > 2**30:
         world.say(f"{left / 2**30:.1f} GiB were not given back")
 
 
-def complete(shown: show.Shown, args: argparse.Namespace,
+def complete(shown: show.Shown, parser: argparse.ArgumentParser,
              fill: Callable[[argparse.Namespace, dict[tuple, dict], str | None], Iterator[None]]) -> None:
-    """Adds to the result file what it lacks, as far as time allows; or shows `--show FILE`. Ends this process.
+    """Adds to the result file what it lacks, as far as time allows. Ends this process.
 
     Args:
         fill: takes the arguments, the rows by `key`, to which it adds, and the commit. It yields whenever the rows
             are to be written.
     """
-    if args.show:
-        sys.exit(show.show(shown, args.show, args.check) or None)
+    args = run.parse(shown, parser)
     world.start(alone=True, timeout=10 * world.TIMEOUT)
     path = args.out or results_file.RESULTS / f"{shown.benchmark}_{world.size()}ranks.json"
     box = [stored(path, shown.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]

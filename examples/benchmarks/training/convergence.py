@@ -40,10 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
 import data
 import train
-from ds_mxfp8_moe import MXFP8MoEConfig
 from ds_mxfp8_moe.compute import mx
-from ds_mxfp8_moe.config import SECTION, WIRE_KEYS, current_device, resolve
-from lib import models, results_file, run, show, world
+from ds_mxfp8_moe.config import SECTION, WIRE_KEYS
+from lib import models, results_file, run, world
 from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -215,15 +214,12 @@ def nudge(engine) -> None:
 @contextmanager
 def in_bf16(layers: list) -> Iterator[None]:
     """Computes converted layers in the bf16 recipe within, with the weights that they have."""
-    recipe = resolve(MXFP8MoEConfig(recipe=BF16), *current_device())
-    settings = [layer.mxfp8_settings for layer in layers]
-    try:
-        for layer, own in zip(layers, settings, strict=True):
-            layer.mxfp8_settings = replace(own, recipe=recipe, min_tokens_per_expert=0)
-        yield
-    finally:
-        for layer, own in zip(layers, settings, strict=True):
-            layer.mxfp8_settings = own
+    recipe, settings = world.recipe(recipe=BF16), [layer.mxfp8_settings for layer in layers]
+    for layer, own in zip(layers, settings, strict=True):
+        layer.mxfp8_settings = replace(own, recipe=recipe, min_tokens_per_expert=0)
+    yield
+    for layer, own in zip(layers, settings, strict=True):
+        layer.mxfp8_settings = own
 
 
 def batches_of_step(windows: data.Windows, engine, one: Run, step: int) -> list[torch.Tensor]:
@@ -335,7 +331,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
                      '"mxfp8_moe": it is compared with the same in bf16')
     own.add_argument("--hf_model", metavar="NAME_OR_PATH", help="a Hugging Face model, its folder, or a YAML config")
     own.add_argument("--seq_len", type=run.one_or_more, default=1024, help="tokens of a sequence")
-    args = run.parse(parser, arguments)
+    args = run.parse(SHOWN, parser, arguments)
     if args.ds_config:
         if not args.ds_config.is_file():
             parser.error(f"--ds_config: there is no file {args.ds_config}")
@@ -373,8 +369,6 @@ def known(path: Path, args: argparse.Namespace) -> dict[tuple, dict]:
 
 def main() -> None:
     args = parse_args()
-    if args.show:
-        sys.exit(show.show(SHOWN, args.show, args.check) or None)
     world.start(alone=True, timeout=TIMEOUT)
     if world.rank() == 0:
         store_tokens(args.data, args.tokens, args.hf_model)

@@ -96,8 +96,7 @@ def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--layers", type=run.one_or_more, default=8 if world.on_gpu() else 2)
     parser.add_argument("--repeats", type=run.one_or_more, default=10, help="of each contender (default: %(default)s)")
-    args = run.parse(parser)
-    run.main(SHOWN, args, rows, ranks=True, alone=True)
+    run.main(SHOWN, parser, rows, ranks=True, alone=True)
 
 
 if __name__ == "__main__":

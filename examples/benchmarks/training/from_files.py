@@ -185,7 +185,7 @@ def main() -> None:
                         help=f"some of {', '.join(NAMES)}, as far as --cases has them (default: all)")
     parser.add_argument("--folders", nargs="+", type=Path, default=[Path(tempfile.gettempdir())], metavar="FOLDER",
                         help="for the files: each goes to the first with room (default: the temporary one)")
-    trainings.complete(SHOWN, run.parse(parser), fill)
+    trainings.complete(SHOWN, parser, fill)
 
 
 if __name__ == "__main__":

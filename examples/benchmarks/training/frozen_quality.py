@@ -123,8 +123,7 @@ def main() -> None:
     parser.add_argument("--base_steps", type=run.one_or_more, default=BASE_STEPS)
     parser.add_argument("--steps", type=run.one_or_more, default=200)
     parser.add_argument("--seeds", type=run.one_or_more, default=8)
-    args = run.parse(parser)
-    run.main(SHOWN, args, rows, alone=True)
+    run.main(SHOWN, parser, rows, alone=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """How many GPUs a training needs: bytes a parameter, and what runs of whole_model.py and from_files.py held
 beside them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import lru_cache
 
 import torch
@@ -45,31 +45,24 @@ def gpus_needed(model: str, training: str, rest: float, gib: float) -> int | Non
     return next(fitting, None)
 
 
-def runs_of(rows: Iterable[dict]) -> list[dict]:
-    """The rows of whole models that the guide shows: those with Liger of whole_model.py, and all of from_files.py."""
-    rows = [row for row in rows if row["contender"] == DEFAULT and ("peak_bytes" in row or "peak_gib" in row)
-            and row["case"]["layers"] == MODELS[row["case"]["model"]]["num_hidden_layers"]]
-    return [row for row in rows if "files" in row["case"] or row["case"]["liger"] and not row["case"].get("loss")]
-
-
-def peak_of(row: dict) -> float:
-    """Bytes."""
-    return row["peak_bytes"] if "peak_bytes" in row else row["peak_gib"] * 2**30
-
-
 def memory_text(rows: Collection[dict]) -> str:
-    """The table of the guide to memory, from runs of all layers on one rank."""
+    """The table of the guide to memory, from runs of all layers on one rank: those with Liger of whole_model.py, and
+    all of from_files.py."""
     lines = []
-    for row in runs_of(rows):
+    for row in rows:
         case = row["case"]
         model, training, share = case["model"], case["training"], case["one_rank_of"]
-        rest = peak_of(row) - state_bytes(model, training, share, 1)
+        peak = row.get("peak_bytes") or row.get("peak_gib", 0) * 2**30
+        if (row["contender"] != DEFAULT or not peak or case["layers"] != MODELS[model]["num_hidden_layers"]
+                or "files" not in case and (not case["liger"] or case.get("loss"))):
+            continue
+        rest = peak - state_bytes(model, training, share, 1)
         theirs = [other["peak_bytes"] for other in rows if other["case"] == case and "peak_bytes" in other
                   and other["contender"] in (PLAIN, AUTOEP)]
         how = ", ".join(filter(None, (f"{case['sequences']} x {case['sequence']} tokens", case["checkpointing"])))
         needed = [gpus_needed(model, training, rest, gib) for gib in GPUS.values()]
         lines.append([model, f"{training}, from files in {case['files']}" if "files" in case else training, how,
-                      f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(peak_of(row)),
+                      f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(peak),
                       show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
     return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "peak, DeepSpeed's way, GiB",
                                  "peak, ours, GiB", "of it beside states, GiB", *(f"GPUs of {name}" for name in GPUS),

@@ -78,8 +78,7 @@ SHOWN = show.Shown(
 def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--rounds", type=run.one_or_more, default=9, help="blocks of each (default: %(default)s)")
-    args = run.parse(parser)
-    run.main(SHOWN, args, rows, alone=True)
+    run.main(SHOWN, parser, rows, alone=True)
 
 
 if __name__ == "__main__":

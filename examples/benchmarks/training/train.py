@@ -40,13 +40,12 @@ from lib import models, results_file, run, show, timing, world
 from lib.show import Measure, bar
 from lib.timing import apart_ms, moment, spread_ms
 from lib.trainings import complete, found, key, settle
-from lib.world import device, on_gpu
+from lib.world import on_gpu
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
 HP_CLASSIC = "ours, mxfp8_wgrad_with_hp, classic"
 WARM_UP = 4  # micro-batches
-BATCHES = 2
 ROUTINGS = ("even", "router")
 PHASES = ("forward", "backward", "optimizer")  # of a step
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
@@ -113,9 +112,7 @@ class Training:
 
     def __init__(self, engine: nn.Module, size: models.Size):
         self.engine, self.count, self.accumulation = engine, 0, 1
-        seeds = (1000 * i + world.rank() for i in range(BATCHES))
-        self.batches = [torch.randint(size.vocabulary, (size.batch, size.sequence),
-                                      generator=torch.Generator().manual_seed(seed)).to(device()) for seed in seeds]
+        self.batches = models.random_batches(size.vocabulary, size.batch, size.sequence)
         self.losses: list[torch.Tensor] = []
         self.norms: list[float] = []
 
@@ -125,7 +122,7 @@ class Training:
         self.losses.append(torch.stack(losses).mean())
 
     def _micro_batch(self, last: bool, mark: Callable[[], None]) -> torch.Tensor:
-        batch = self.batches[self.count % BATCHES]
+        batch = self.batches[self.count % len(self.batches)]
         self.count += 1
         # By hand, with the loss scaled, for steps of any length in one engine, whose config says one micro-batch.
         self.engine.set_gradient_accumulation_boundary(last)
@@ -226,17 +223,13 @@ def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) 
     for one in world.in_time(lacking, args.seconds):
         for case, told in one.rows(measure):
             rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **told}
-            if "failure" in told:
-                world.say(f"{one}, {case.routing}, {case.accumulation} micro-batches: {told['failure']}")
             settle(rows.values(), REFERENCES)
             yield
     lacking = [one for one in runs if any("median_ms" in (row := rows.get(one.key(case), {}))
                                           and "kernels_ms" not in row for case in one.cases)]
     for one in world.in_time(lacking if world.size() == 1 and on_gpu() else [], args.seconds):
         for case, told in one.rows(profile):
-            if "failure" in told:
-                world.say(f"{one}, profiled: {told['failure']}")
-            else:
+            if "failure" not in told:
                 rows[one.key(case)] |= {**told, "correct": rows[one.key(case)]["correct"]}
         yield
 
@@ -358,7 +351,7 @@ SHOWN = show.Shown("train", MEASURES, [
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = run.parser(__doc__, seconds=540)
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
@@ -371,11 +364,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="stage (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
-    return run.parse(parser)
-
-
-def main() -> None:
-    complete(SHOWN, parse_args(), fill)
+    complete(SHOWN, parser, fill)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,6 @@ LIGER = {of: {"rope": of is True, "rms_norm": of is True, "cross_entropy": False
 WARM_UP = 4
 LEAST, MOST = 3, 20  # steps that are timed
 COMPARED = 3  # steps, the first ones, whose losses have to agree
-BATCHES = 2
 PEAKS = {"H200": 989, "H100 80GB HBM3": 989, "B200": 2250}  # TFLOP/s in dense bf16, by a part of the device's name
 
 
@@ -209,9 +208,7 @@ class Training:
                       "trained_outside_layers": sum(n for name, n in trained.items() if ".layers." not in name),
                       "flops_per_token": flops_per_token(model, case)}
         self.contender, self.micro_batches, self.losses = contender, micro_batches, []
-        self.batches = [torch.randint(model.config.vocab_size, (case.sequences, case.sequence),
-                                      generator=torch.Generator().manual_seed(1000 * i + world.rank())).to(device())
-                        for i in range(BATCHES)]
+        self.batches = models.random_batches(model.config.vocab_size, case.sequences, case.sequence)
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
         with models.named_recorders():  # as in models.engine_of
             self.engine = initialize(model=model, config=engine_config(case, contender, micro_batches))[0]
@@ -219,7 +216,7 @@ class Training:
             self.engine.compile()
 
     def micro_batch(self, i: int) -> torch.Tensor:
-        batch = self.batches[i % BATCHES]
+        batch = self.batches[i % len(self.batches)]
         loss = self.engine(input_ids=batch, labels=batch).loss
         with step_parts.part(GRADIENTS):
             self.engine.backward(loss)
@@ -342,8 +339,6 @@ class Run(NamedTuple):
         """What `call` says of the contender. `micro_batches`: of each step."""
         build = partial(Training, self.case, self.contender, micro_batches)
         told, = trainings.found(build, [call])
-        if "failure" in told:
-            world.say(f"{self}: {told['failure']}")
         return told
 
 
@@ -400,7 +395,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 # ---- command line -------------------------------------------------------------------------------------------------
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "published"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
                         help=f"some of {', '.join(MODELS)} (default: all)")
@@ -411,11 +406,7 @@ def parse_args() -> argparse.Namespace:
                         help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last two)")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as whole_model.yaml says")
     parser.add_argument("--no-parts", action="store_true", help="leave the profiled steps out")
-    return run.parse(parser)
-
-
-def main() -> None:
-    trainings.complete(SHOWN, parse_args(), fill)
+    trainings.complete(SHOWN, parser, fill)
 
 
 if __name__ == "__main__":
