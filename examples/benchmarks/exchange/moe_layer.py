@@ -127,52 +127,44 @@ class Wanted(NamedTuple):
         reference, twin: as `check` takes them, by name; no twin where there is no such contender.
     """
 
-    name: str
     build: Callable[[], Layer]
     reference: str | None = None
     twin: str | None = None
     least_db: float = LEAST_SQNR_MXFP8_DB
 
-    def __str__(self) -> str:
-        return self.name
 
-
-def wanted(case: Case) -> list[Wanted]:
+def wanted(case: Case) -> dict[str, Wanted]:
     """What matters most comes first."""
-    found = [Wanted(AUTOEP, partial(build, case)), Wanted(DROPLESS, partial(build, case, True))]
+    found = {AUTOEP: Wanted(partial(build, case)), DROPLESS: Wanted(partial(build, case, True))}
     transports = sorted(world.transports(), reverse=True)  # nvlink before its twins
     for transport in transports:
         for recipe, keys in reversed(RECIPES.items()):
             section = {**keys, "transport": transport}
-            found.append(Wanted(f"{transport}, {recipe}", partial(build, case, section=section), AUTOEP,
-                                f"collective, {recipe}" if transport == "nvlink" else None,
-                                LEAST_SQNR_DB if recipe == "bf16" else LEAST_SQNR_MXFP8_DB))
+            found[f"{transport}, {recipe}"] = Wanted(partial(build, case, section=section), AUTOEP,
+                                                     f"collective, {recipe}" if transport == "nvlink" else None,
+                                                     LEAST_SQNR_DB if recipe == "bf16" else LEAST_SQNR_MXFP8_DB)
         if transport == "nvlink":
-            found.append(Wanted(HP_STATIC, partial(build, case, section=STATIC), AUTOEP))
+            found[HP_STATIC] = Wanted(partial(build, case, section=STATIC), AUTOEP)
     best = transports[0]
-    return [*found, Wanted(f"{best}, mxfp8_wgrad_with_hp, classic", partial(build, case, True, {"transport": best}),
-                           DROPLESS), Wanted(CLASSIC, partial(build, case, True, drop=True))]
+    found[f"{best}, mxfp8_wgrad_with_hp, classic"] = Wanted(partial(build, case, True, {"transport": best}), DROPLESS)
+    return found | {CLASSIC: Wanted(partial(build, case, True, drop=True))}
 
 
 def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     case = TINY if args.cases == "tiny" else Case()
     x, g = (world.randn(1, case.tokens, case.dim) for _ in range(2))
     ways: dict = {}
-    contenders = {}
-    for one in world.in_time(wanted(case), BUILDING * args.seconds):
-
-        def make(one=one):
-            ways[one.name] = Way(one.build(), x, g)
-            return {}
-
-        built = world.everywhere(make)
+    contenders, asked = {}, wanted(case)
+    for name in world.in_time(asked, BUILDING * args.seconds):
+        one = asked[name]
+        built = world.everywhere(lambda name=name, one=one: ways.update({name: Way(one.build(), x, g)}) or {})
         if "failure" in built:
-            world.say(f"{one}: {built}")
+            world.say(f"{name}: {built}")
             described = {"operation": TOTAL, "ranks": world.size(), **asdict(case)}
-            yield [{"case": described, "contender": one.name, **built}]
+            yield [{"case": described, "contender": name, **built}]
         else:
-            contenders[one.name] = Contender(ways[one.name].stages, lambda one=one: check(
-                ways[one.name], ways.get(one.reference), ways.get(one.twin), one.least_db))
+            contenders[name] = Contender(ways[name].stages, lambda name=name, one=one: check(
+                ways[name], ways.get(one.reference), ways.get(one.twin), one.least_db))
     world.say("all are built")
     rows = timing.rows(asdict(case), contenders, args.budget, warm=True)
     yield rows

@@ -238,12 +238,11 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
              for name in names}
     for axis, (title, series) in zip(_axes(pyplot, len(panels), 2.7), panels.items(), strict=True):
         for name, points in series.items():
-            if points:
-                x, y, *band = zip(*sorted(points), strict=True)
-                axis.plot(x, y, style[name], color=of[name], linewidth=1.4)
-                axis.plot(x, y, ".", color=of[name], markersize=5)
-                if band:
-                    axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
+            x, y, *band = zip(*sorted(points), strict=True)
+            axis.plot(x, y, style[name], color=of[name], linewidth=1.4)
+            axis.plot(x, y, ".", color=of[name], markersize=5)
+            if band:
+                axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 

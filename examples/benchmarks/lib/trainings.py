@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,16 +22,6 @@ TOLERANCES, MXFP8_TOLERANCES = (0.002, 0.015), (0.003, 0.02)
 
 def key(row: dict) -> tuple:
     return json.dumps(row["case"], sort_keys=True), row["contender"]
-
-
-def stored(path: Path, benchmark: str) -> list[dict]:
-    """The rows of a result file of this kind of machine; none where there is no such file."""
-    if not path.exists():
-        return []
-    result = results_file.read(path, benchmark)
-    if result["machine"] != results_file.machine():
-        sys.exit(f"{path} has results of {result['machine']}: name another file by --out")
-    return result["rows"]
 
 
 def found(build: Callable[[], Any], calls: Iterable[Callable[[Any, int], dict]]) -> Iterator[dict]:
@@ -74,7 +63,12 @@ def complete(shown: show.Shown, parser: argparse.ArgumentParser,
     args = run.parse(shown, parser)
     world.start(alone=True, timeout=10 * world.TIMEOUT)
     path = args.out or results_file.RESULTS / f"{shown.benchmark}_{world.size()}ranks.json"
-    box = [stored(path, shown.benchmark), args.commit or results_file.commit()] if world.rank() == 0 else [None, None]
+    box: list = [[], args.commit or results_file.commit()]
+    if world.rank() == 0 and path.exists():
+        result = results_file.read(path, shown.benchmark)
+        if result["machine"] != results_file.machine():
+            sys.exit(f"{path} has results of {result['machine']}: name another file by --out")
+        box[0] = result["rows"]
     dist.broadcast_object_list(box)
     rows, commit = {key(row): row for row in box[0]}, box[1]
     for _ in fill(args, rows, commit):

@@ -41,8 +41,7 @@ def training_differences(found: dict[int, dict], bases: dict[int, dict]) -> dict
     for seed in sorted(found.keys() & bases.keys()):
         mine, other = found[seed]["curves"]["loss"], bases[seed]["curves"]["loss"]
         steps = [step for step in mine if int(step) > BEGUN * found[seed]["case"]["steps"] and step in other]
-        if steps:
-            result[seed] = fmean(mine[step] for step in steps) / fmean(other[step] for step in steps) - 1
+        result[seed] = fmean(mine[step] for step in steps) / fmean(other[step] for step in steps) - 1
     return result
 
 
@@ -56,10 +55,7 @@ def differences(found: dict[int, dict], bases: dict[int, dict], step: str | None
     result = {}
     for seed in sorted(found.keys() & bases.keys()):
         at = step or end(found[seed])
-        value = found[seed]["curves"]["heldout_loss"].get(at)
-        base = bases[seed]["curves"]["heldout_loss"].get(at)
-        if value is not None and base is not None:
-            result[seed] = value / base - 1
+        result[seed] = found[seed]["curves"]["heldout_loss"][at] / bases[seed]["curves"]["heldout_loss"][at] - 1
     return result
 
 
@@ -72,9 +68,8 @@ def in_use(found: dict[int, dict]) -> Interval | None:
 
 def starts_apart(one: dict, base: dict) -> bool:
     """Whether two runs have other losses before the first step, both in bf16, so that they are no pair."""
-    own = one["curves"].get("heldout_loss_bf16") or one["curves"]["heldout_loss"]
-    other = base["curves"]["heldout_loss"]
-    return "0" in own and "0" in other and abs(own["0"] / other["0"] - 1) > SAME_START
+    own = one["curves"]["heldout_loss_bf16"] or one["curves"]["heldout_loss"]
+    return abs(own["0"] / base["curves"]["heldout_loss"]["0"] - 1) > SAME_START
 
 
 def verdict(difference: Interval, less: Interval | None) -> tuple[str, float | None]:
@@ -162,13 +157,10 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
     if use:
         out |= {"in_use": use.mean, "in_use_low": use.low, "in_use_high": use.high}
     training = training_differences(found, bases)
-    if training:
-        mean = paired.interval(list(training.values()))
-        out |= {"training": mean.mean, "training_low": mean.low, "training_high": mean.high,
-                "training_by_seed": training}
+    mean = paired.interval(list(training.values()))
+    out |= {"training": mean.mean, "training_low": mean.low, "training_high": mean.high, "training_by_seed": training}
     steps = [step for step in next(iter(found.values()))["curves"]["heldout_loss"] if step != "0"]
-    out["over_steps"] = {int(step): paired.interval(list(values.values())) for step in steps
-                         if (values := differences(found, bases, step))}
+    out["over_steps"] = {int(step): paired.interval(list(differences(found, bases, step).values())) for step in steps}
     if name in NOT_JUDGED or "stopped_after" in next(iter(found.values()))["case"]:
         return out
     yardstick = differences(recipes.get(YARDSTICK, {}), bases) if base_of(name) == BF16 else {}
@@ -266,7 +258,7 @@ def _others(rows: list[dict], _, pyplot) -> None:
         size, stopped = one["case"]["size"], one["case"].get("stopped_after")
         values, title = one["by_seed"], f"{size}: held-out loss over bf16's, %"
         if stopped:
-            values, title = one.get("training_by_seed", {}), f"{size}, {stopped} steps: training loss over bf16's, %"
+            values, title = one["training_by_seed"], f"{size}, {stopped} steps: training loss over bf16's, %"
         panels.setdefault(title, {})[one["contender"]] = [100 * value for value in values.values()]
     show.spans(pyplot, panels, xlim=(-SHOWN_PERCENT, SHOWN_PERCENT))
 

@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -123,18 +122,6 @@ def warm_up(folders: list[Path]) -> None:
         load(tiny, folder)
 
 
-class One(NamedTuple):
-    case: Case
-    files: str
-
-    def __str__(self) -> str:
-        return f"{self.case.model} from {self.files}"
-
-    @property
-    def row(self) -> dict:
-        return {"case": {**self.case.described(), "files": self.files}, "contender": DEFAULT}
-
-
 def case_of(model: str) -> Case:
     tiny, liger = model.startswith("tiny"), not without_liger(MODELS[model]["model_type"])
     return Case(model, LORA, 1, 1, 1, MODELS[model]["num_hidden_layers"], 1, sequence=128 if tiny else 4096,
@@ -143,16 +130,19 @@ def case_of(model: str) -> Case:
 
 def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
     """Adds what the rows lack, or what failed before."""
-    asked = [One(case_of(model), files) for model, kinds in CASES[args.cases].items()
-             if model in args.models for files in kinds]
-    lacking = [one for one in asked if not rows.get(trainings.key(one.row), {}).get("correct")]
+    lacking = {}
+    for model, files in ((model, files) for model, kinds in CASES[args.cases].items() for files in kinds):
+        case = case_of(model)
+        row = {"case": {**case.described(), "files": files}, "contender": DEFAULT}
+        if model in args.models and not rows.get(trainings.key(row), {}).get("correct"):
+            lacking[f"{model} from {files}"] = case, files, row
     if lacking and on_gpu():
         world.everywhere(lambda: warm_up(args.folders) or {})
-    for one in world.in_time(lacking, args.seconds):
-        told, = trainings.found(partial(FromFiles, one.case, one.files, args.folders),
-                                [partial(measured, one.case, args.budget)])
-        rows[trainings.key(one.row)] = row = {**one.row, "commit": commit, **told}
-        world.say(f"{one}: {json.dumps({key: value for key, value in row.items() if key != 'case'})}")
+    for name in world.in_time(lacking, args.seconds):
+        case, files, row = lacking[name]
+        told, = trainings.found(partial(FromFiles, case, files, args.folders), [partial(measured, case, args.budget)])
+        rows[trainings.key(row)] = row = {**row, "commit": commit, **told}
+        world.say(f"{name}: {json.dumps({key: value for key, value in row.items() if key != 'case'})}")
         yield
 
 

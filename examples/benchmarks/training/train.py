@@ -261,13 +261,9 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
 
 
 def prepare(result: dict) -> list[dict]:
-    """Cases without what follows from their size. Older files have steps of one micro-batch and do not say so."""
-    rows = []
-    for row in result["rows"]:
-        told = {"accumulation": 1, **row["case"]}
-        keys = "size", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers", "overflow_check"
-        rows.append({**row, "case": {key: told[key] for key in keys if key in told}})
-    return rows
+    """Cases without what follows from their size."""
+    keys = "size", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers", "overflow_check"
+    return [{**row, "case": {key: row["case"][key] for key in keys if key in row["case"]}} for row in result["rows"]]
 
 
 def on_one_rank(case: dict) -> bool:
