@@ -7,6 +7,7 @@ one is stated, and may have bars that this project's own runs must reach. These 
 
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -285,7 +286,7 @@ def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str,
                 axis.barh([label], [bar.get(part) or 0], left=left, color=color)
                 left += bar.get(part) or 0
         axis.set(xlabel=xlabel)
-        axis.set_title(title, loc="right")  # beginning above the labels
+        axis.set_title(textwrap.fill(title, 56), loc="right")  # beginning above the labels
         axis.margins(y=0.02)
         axis.invert_yaxis()
     names = [" or ".join(filter(None, dict.fromkeys(same))) for same in zip_longest(*parts_of)]
