@@ -23,6 +23,7 @@ from deepspeed.utils import groups
 from models import BF16, DEFAULT, OFF, PLAIN, Layout, Net, batch, make_engine, owners, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
+from test_checkpoints import OFFLOAD, assert_equal
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
@@ -30,7 +31,6 @@ from ds_mxfp8_moe.compute.mx import sqnr_db
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
 EVERY_WAY = "zero0", "half-zero2-bf16"
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-3, "torch_adam": True}}}
-OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
 TWO_RANKS = {
     "zero0": Layout(),
@@ -136,12 +136,6 @@ def check(results, layout):
                 for other in ranks:
                     assert torch.equal(run["end"][parameter], results[other][name]["end"][parameter]), (
                         f"{name}: {parameter} differs between ranks {rank} and {other}, which share it")
-
-
-def assert_equal(got: dict, expected: dict):
-    assert got.keys() == expected.keys()
-    different = [name for name in got if not torch.equal(got[name], expected[name])]
-    assert not different
 
 
 def check_layout(ranks, name, layout):
