@@ -246,10 +246,9 @@ def test_trains_like_deepspeed_under_autocast(ranks2):
                    tolerance=1e-3, db=30, most_moved=0.02)  # scores that tie but for a rounding, later on
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_mxfp8_learns_under_bf16_engines(ranks2, stage):
+def test_mxfp8_learns_under_a_bf16_engine(ranks2):
     def losses(section):
-        return [result[0] for result in ranks2.run(train, section, stage, 2, steps=6, one_batch=True,
+        return [result[0] for result in ranks2.run(train, section, 3, 2, steps=6, one_batch=True,
                                                    bf16={"enabled": True})]
 
     for plain, ours in zip(losses(PLAIN), losses(MXFP8), strict=True):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from autoep_models import FAMILIES, batch, ds_config, model, train_engine
 from safetensors.torch import load_file
-from slow import slow_except
 from transformers import AutoModelForCausalLM, Qwen2MoeForSequenceClassification
 
 import ds_mxfp8_moe
@@ -48,17 +47,13 @@ def loaded(directory, dtype=torch.float32):
     return net
 
 
-CASES = [*(("ranks2", family, 2, 2, True) for family in FAMILIES), ("ranks2", "deepseek_v3", 0, 2, True),
-         ("ranks2", "deepseek_v3", 1, 2, False), ("ranks2", "deepseek_v3", 3, 2, False),
-         ("ranks2", "deepseek_v3", 3, 2, True), ("ranks4", "qwen3_moe", 3, 2, True),
-         ("ranks2", "qwen3_moe", 3, 1, True)]
-
-
-@pytest.mark.parametrize("ranks, family, stage, ep_size, enabled", slow_except(
-    [*CASES, ("ranks4", "qwen3_moe", 2, 2, True), ("ranks4", "qwen3_moe", 3, 4, True)], *CASES))
-def test_transformers_loads_it_with_the_same_loss(request, tmp_path, ranks, family, stage, ep_size, enabled):
-    losses = request.getfixturevalue(ranks).run(trained_and_saved, tmp_path, family, {"enabled": enabled}, stage,
-                                                ep_size)
+# Mixtral, and other stages and groups: test_exporting.py.
+@pytest.mark.parametrize("ranks, family, stage, enabled", [
+    *(("ranks2", family, 2, True) for family in FAMILIES if family not in ("mixtral", "qwen2_moe")),
+    ("ranks2", "deepseek_v3", 0, True), ("ranks2", "deepseek_v3", 1, False), ("ranks2", "deepseek_v3", 3, False),
+    ("ranks4", "qwen3_moe", 3, True)])
+def test_transformers_loads_it_with_the_same_loss(request, tmp_path, ranks, family, stage, enabled):
+    losses = request.getfixturevalue(ranks).run(trained_and_saved, tmp_path, family, {"enabled": enabled}, stage, 2)
     assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * len(losses), abs=1e-5)
 
 
