@@ -34,11 +34,8 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-3, "torch
 
 TWO_RANKS = {
     "zero0": Layout(),
-    "zero1": Layout(zero=1),
-    "zero2": Layout(zero=2),
     "zero0-bf16": Layout(dtype="bf16"),
     "zero1-bf16": Layout(dtype="bf16", zero=1),
-    "zero2-bf16": Layout(dtype="bf16", zero=2),
     "zero1-bf16-fp32-accumulation": Layout(dtype="bf16", zero=1, config={"data_types": {"grad_accum_dtype": "fp32"}}),
     "no-expert-parallelism": Layout(ep_size=1, zero=1),
     "accumulation-zero2": Layout(zero=2, config={"gradient_accumulation_steps": 3}),
@@ -50,8 +47,6 @@ TWO_RANKS = {
     "no-communication-overlap": Layout(zero=2, config={"zero_optimization": {"overlap_comm": False,
                                                                              "contiguous_gradients": True}}),
     "residual": Layout(zero=1, moe={"use_residual": True}),
-    "dropless": Layout(zero=1, moe={"drop_tokens": False}),
-    "noisy-gate": Layout(zero=1, moe={"noisy_gate_policy": "Jitter"}),
     "pipeline": Layout(ep_size=1, stages=2, config={"gradient_accumulation_steps": 2}),
     # Three steps: after two, single tokens at other experts are too large a part of what the parameters have moved.
     "pipeline-zero1-bf16": Layout(ep_size=1, stages=2, zero=1, dtype="bf16", steps=3,

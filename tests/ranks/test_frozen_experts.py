@@ -168,19 +168,6 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
     assert all(operand.device.type == "meta" for operand in meta[0].operands().values())
 
 
-def compiled():
-    """Losses of an engine and of a compiled one."""
-    engines = [build(adapted(num_hidden_layers=1), SECTION) for _ in range(2)]
-    engines[1].compile(backend="eager")
-    return [train_engine(made, range(3)) for made in engines]
-
-
-@pytest.mark.slow
-def test_compiled_engines_train_alike(ranks2):
-    for plain, traced in ranks2.run(compiled):
-        assert traced == plain
-
-
 # ---------------------------------------------------------------- when, and what is refused
 
 
