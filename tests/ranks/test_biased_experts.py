@@ -15,15 +15,10 @@ from ds_mxfp8_moe.layers.extended_experts import ExtendedGroupedExperts
 MXFP8 = {"enabled": True}
 
 
-def config(section, stage=0, ep_size=2, **changes):
-    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
-    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **SGD, "mxfp8_moe": section,
-            "expert_parallel": {"enabled": True, "autoep_size": ep_size}, **changes}
-
-
-def build(*args, optimizer=None, model=None, **changes):
-    return ds_mxfp8_moe.initialize(model=model or model_of("gpt_oss"), config=config(*args, **changes),
-                                   **({} if optimizer is None else {"optimizer": optimizer}))[0]
+def build(section, stage=0, ep_size=2, optimizer=None, model=None, **changes):
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **SGD, "mxfp8_moe": section,
+              "expert_parallel": {"enabled": True, "autoep_size": ep_size}, **changes}
+    return ds_mxfp8_moe.initialize(model=model or model_of("gpt_oss"), config=config, optimizer=optimizer)[0]
 
 
 def three_paths():

@@ -517,10 +517,10 @@ def client_pair(how, stage, kind="SGD"):
 
 
 @pytest.mark.parametrize("how, stage, kind", [
-    ("optimizer", 0, "SGD"), ("optimizer", 3, "SGD"), ("list", 0, "SGD"), ("list", 2, "SGD"), ("callable", 0, "SGD"),
-    ("callable", 3, "SGD"), ("generator", 2, "SGD"), ("optimizer", 1, "AdamW"), ("callable", 2, "AdamW")])
+    ("optimizer", 0, "SGD"), ("optimizer", 3, "SGD"), ("list", 2, "SGD"), ("generator", 2, "SGD"),
+    ("optimizer", 1, "AdamW"), ("callable", 2, "AdamW")])
 def test_client_optimizers_train_the_converted_experts(ranks2, how, stage, kind):
-    """AdamW is split without zero_allow_untested_optimizer."""
+    """In ZeRO-0 and 3 they stay as they are. AdamW is split without zero_allow_untested_optimizer."""
     for plain, ours in ranks2.run(client_pair, how, stage, kind):
         assert (plain[1], ours[1]) == (0, 2) and plain[2] == ours[2] == []
         assert ours[0] == pytest.approx(plain[0], abs=1e-5, rel=1e-3 if kind == "AdamW" else None)

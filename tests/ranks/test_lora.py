@@ -21,7 +21,6 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint import saving
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.layers.found import converted_layers
 
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}
@@ -295,19 +294,6 @@ def test_what_is_refused(ranks2):
 
 
 # ---------------------------------------------------------------- frozen experts
-
-
-def frozen_but_for_attention(stage):
-    net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    engine = build(net, MXFP8, stage)
-    losses = train_engine(engine, [0] * 3)
-    return losses, len(converted_layers(net))
-
-
-@pytest.mark.parametrize("stage", slow_except([1, 2], 1))
-def test_all_experts_may_be_frozen_without_adapters(ranks2, stage):
-    for losses, converted in ranks2.run(frozen_but_for_attention, stage):
-        assert losses[-1] < losses[0] and converted == 2
 
 
 def classic(stage, section):

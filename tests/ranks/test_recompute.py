@@ -82,21 +82,15 @@ class Recorder:
             setattr(dist, name, plain)
 
 
-def make_block(section, kind, dtype=torch.bfloat16):
+def make_block(section, kind):
     torch.manual_seed(3)
     expert, k = {"top1-gelu": (gelu_mlp(), 1), "top2-swiglu": (SwiGLU(), 2)}[kind]
     keys = {} if k == 1 else {"drop_tokens": False, "top2_2nd_expert_sampling": False}
     block = Block(moe_layer(expert, dist.get_world_size(), k=k, **keys))
     block.moe.set_deepspeed_parallelism()
-    block = block.to(dtype)
+    block = block.to(torch.bfloat16)
     assert ds_mxfp8_moe.convert(block, section).converted == 1
     return block
-
-
-def send_all_to_rank_0(block):
-    """Equal scores: the first choice is expert 0, the second expert 1."""
-    with torch.no_grad():
-        block.moe.deepspeed_moe.gate.wg.weight.zero_()
 
 
 def step(block, way, count):
@@ -119,8 +113,9 @@ def step(block, way, count):
 def all_ways(section, kind, counts, to_rank_0):
     reset_deepspeed_groups()
     block = make_block(section, kind)
-    if to_rank_0:
-        send_all_to_rank_0(block)
+    if to_rank_0:  # equal scores: the first choice is expert 0, the second expert 1
+        with torch.no_grad():
+            block.moe.deepspeed_moe.gate.wg.weight.zero_()
     return {way: step(block, way, counts[dist.get_rank()]) for way in WAYS}
 
 
