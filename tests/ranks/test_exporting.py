@@ -11,9 +11,9 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-from autoep_models import batch, model, train_engine
+from autoep_models import batch, ds_config, model, train_engine
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from models import SwiGLU
+from models import Layout, SwiGLU, make_engine
 from slow import slow_except
 from test_lora import with_adapters
 from test_pretrained import HELD_OUT, held_out_loss, loaded
@@ -33,11 +33,7 @@ QUICK = ["lfm2_moe", "mixtral"]
 
 
 def config_of(section=None, stage=1, ep_size=2) -> dict:
-    return {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True},
-            "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
-            "mxfp8_moe": {"enabled": True, **(section or {})},
-            "expert_parallel": {"enabled": True, "autoep_size": ep_size}}
+    return ds_config({"enabled": True, **(section or {})}, stage, ep_size, bf16={"enabled": True})
 
 
 def engine_of(net, *args, **kwargs):
@@ -332,10 +328,7 @@ class Classic(torch.nn.Module):
 
 
 def classic(directory):
-    engine = ds_mxfp8_moe.initialize(model=Classic(), config={
-        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
-        "mxfp8_moe": {"enabled": True}})[0]
+    engine = make_engine(Layout(zero=2, dtype="bf16"), {"enabled": True}, Classic())
     for p in engine.module.moe.deepspeed_moe.experts.parameters():  # experts of ranks that differ
         p.data.add_(dist.get_rank() / 100)
     engine.save_16bit_model(directory)

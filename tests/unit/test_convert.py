@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers convert, what is said of the others, and that conversion changes nothing but classes."""
 
-
 import peft
 import pytest
 import torch
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.layer import MoE as PlainMoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from models import HIDDEN, gelu_mlp
 from torch import nn
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, record_routes
@@ -17,21 +17,15 @@ from ds_mxfp8_moe.engine.attach import build_executor
 from ds_mxfp8_moe.engine.convert import AUTOEP_ACTIVATIONS
 from ds_mxfp8_moe.ops.op_builder import replay
 
-HIDDEN = 64
-
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN))
 
 
 class Block(nn.Module):
 
-    def __init__(self, expert=None, cls=PlainMoE, **keys):
+    def __init__(self, cls=PlainMoE):
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.moe = cls(HIDDEN, expert or mlp(), num_experts=4, k=2, **keys)
+        self.moe = cls(HIDDEN, gelu_mlp(), num_experts=4, k=2)
 
     def forward(self, x):
         return x + self.moe(self.norm(x))[0]

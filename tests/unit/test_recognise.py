@@ -279,7 +279,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(H, H)
-        self.moe = MoE(H, nn.Sequential(nn.Linear(H, FFN), nn.GELU(), nn.Linear(FFN, H)), num_experts=4, k=2)
+        self.moe = MoE(H, mlp(nn.GELU()), num_experts=4, k=2)
 
     def forward(self, x):
         return self.moe(self.first(x))[0]
