@@ -195,13 +195,14 @@ def stages(batch: Batch, transport: Any, plan: Any, wire: Wire) -> dict[str, Cal
             "combine": lambda _: transport.combine(plan, batch.y_PH, wire, BF16)[0]}
 
 
-def check(batch: Batch, calls: dict[str, Callable], wire: Wire, collective: Callable | None) -> dict:
-    """Runs them on poisoned memory. `collective`: a combine whose bits are right."""
+def check(batch: Batch, calls: dict[str, Callable], wire: Wire,
+          combined: Callable[[], torch.Tensor] | None) -> dict:
+    """Runs them on poisoned memory. `combined`: gives what combine has to give, bit for bit."""
     with poisoned():
         x_PH = calls["dispatch"]()
         y_TH = calls["combine"](None)
     found = timing.close({"y": batch.x_TH.float() * batch.case.top_k}, {"y": y_TH}, LEAST_SQNR_DB[wire.mxfp8])
-    found["correct"] &= batch.right_rows(x_PH, wire) and (collective is None or torch.equal(y_TH, collective(None)))
+    found["correct"] &= batch.right_rows(x_PH, wire) and (combined is None or torch.equal(y_TH, combined()))
     return found
 
 
@@ -218,7 +219,7 @@ def measure(case: Case, budget_s: float, transports: dict | None = None) -> list
         plan = planners[name]()
         for dtype, wire in batch.wires.items():
             calls = stages(batch, transport, plan, wire)
-            same = exchanges[f"collective, {dtype}"].stages["combine"] if name == "nvlink" else None
+            same = partial(exchanges[f"collective, {dtype}"].stages["combine"], None) if name == "nvlink" else None
             exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, wire, same),
                                                       {"bytes": batch.bytes_on_links(wire, "ours")})
     return timing.rows(described, exchanges, budget_s) + timing.rows(

@@ -42,7 +42,7 @@ def transports(node_size: int) -> dict[str, Transport]:
             TWO_HOPS: Hierarchical(Hops.of(world.group(), node_size, wire, wire))}
 
 
-def summed(batch: Batch, wire: Wire, node_size: int, _=None) -> torch.Tensor:
+def summed(batch: Batch, wire: Wire, node_size: int) -> torch.Tensor:
     """What combine has to give, bit for bit. Each choice brings the token back: in float32 the sum of a node is exact.
 
     `node_size`: 1 for the flat exchange, whose ranks each round for themselves.

@@ -36,14 +36,12 @@ def found(build: Callable[[], Any], calls: Iterable[Callable[[Any, int], dict]])
     accelerator, held = get_accelerator(), []
     before = accelerator.memory_allocated() if world.on_gpu() else 0
     said = world.everywhere(lambda: held.append(build()) or {})
-    if "failure" in said:
-        world.say(said["failure"])
     for call in calls:
         if "failure" not in said:
             said = world.everywhere(partial(call, held[0], before))
-            if "failure" in said:
-                world.say(said["failure"])
         yield said
+    if "failure" in said:
+        world.say(said["failure"])
     if held and (engine := held.pop().engine) is not None:
         models.free(engine)
     gc.collect()

@@ -73,8 +73,8 @@ from training.whole_model_results import (
 SECTIONS: dict[str, dict] = {BF16: {"recipe": "bf16"}, DEFAULT: {}, MXFP8: {"recipe": "mxfp8"},
                              KEPT: {"keep_quantized_weights": True}, NOT_KEPT: {"keep_quantized_weights": False}}
 CONTENDERS, REFERENCES = (PLAIN, AUTOEP, *SECTIONS), (PLAIN, AUTOEP, BF16)
-# Of weights with this fan-in or a smaller one. The outputs of larger ones move further in a step of Adam: at 1e-5, the
-# loss of Mixtral with random weights falls by 1.7 in two steps, and MXFP8's noise of rounding slows such a fall.
+# These are the rates for weights with a fan-in of at most FAN_IN. A step of Adam moves the outputs of a wider weight
+# further. At 1e-5, two steps lower the loss of a random Mixtral by 1.7, and rounding to MXFP8 slows so fast a fall.
 LEARNING_RATES, FAN_IN = {FULL: 1e-5, LORA: 1e-4}, 2048
 ADAPTERS = {"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"],
             "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
