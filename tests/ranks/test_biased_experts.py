@@ -1,24 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss under AutoEP: experts with biases, converted and not, read at another size, frozen. Its trainings are in
-test_autoep_presets.py."""
+"""gpt-oss under AutoEP: experts with biases, converted and not, in every ZeRO stage, saved and loaded."""
 
 import pytest
 import torch
 from autoep_models import autoep_layers, train_engine
+from slow import slow_except
 from test_autoep import call, decibels, same_bits
-from test_autoep_presets import BF16, SGD, model_of
+from test_autoep_presets import BF16, SGD, beside_hugging_face, model_of
 
 import ds_mxfp8_moe
+from architectures import difference
 from ds_mxfp8_moe.layers.autoep import MXFP8ExtendedGroupedExperts
 from ds_mxfp8_moe.layers.extended_experts import ExtendedGroupedExperts
 
 MXFP8 = {"enabled": True}
 
 
-def build(section, stage=0, ep_size=2, optimizer=None, model=None, **changes):
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **SGD, "mxfp8_moe": section,
-              "expert_parallel": {"enabled": True, "autoep_size": ep_size}, **changes}
-    return ds_mxfp8_moe.initialize(model=model or model_of("gpt_oss"), config=config, optimizer=optimizer)[0]
+def config(section, stage=0, ep_size=2, **changes):
+    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **SGD, "mxfp8_moe": section,
+            "expert_parallel": {"enabled": True, "autoep_size": ep_size}, **changes}
+
+
+def build(*args, optimizer=None, model=None, **changes):
+    return ds_mxfp8_moe.initialize(model=model or model_of("gpt_oss"), config=config(*args, **changes),
+                                   **({} if optimizer is None else {"optimizer": optimizer}))[0]
+
+
+# On four ranks, two share the experts, and two such pairs share the batches.
+@pytest.mark.parametrize("ranks, stage", slow_except([("ranks2", 0), ("ranks2", 2), ("ranks2", 3), ("ranks4", 0)],
+                                                     ("ranks2", 2), ("ranks4", 0)))
+def test_trains_like_hugging_face(request, ranks, stage):
+    for own, ours, layers, converted, _ in request.getfixturevalue(ranks).run(beside_hugging_face, "gpt_oss", BF16,
+                                                                              stage):
+        assert layers == converted == 2
+        assert difference(ours, own) < 1e-5
 
 
 def three_paths():

@@ -78,13 +78,18 @@ class Recomputed(nn.Module):
         return y, aux, counts
 
 
-def both_orders(way: str) -> list:
-    """The names of results that differ between the two orders."""
+def residual_model(way: str, **section):
     dtype = torch.float32 if way == "autocast" else torch.bfloat16
     model = make(k=2, use_residual=True, dtype=dtype, ep_size=1 if way == "one rank" else 2)
     model.moe.mlp = Tuple().to(dtype)
-    model = converted(model).train(way != "evaluated")
-    x, runs = tokens(dtype), []
+    return converted(model, **section)
+
+
+def both_orders(way: str) -> list:
+    """The names of results that differ between the two orders."""
+    model = residual_model(way)
+    model.eval() if way == "evaluated" else model.train()
+    x, runs = tokens(next(model.parameters()).dtype), []
     wrapped = Recomputed(model, "non" not in way) if "reentrant" in way else model
     for order in (deepspeeds_order, nullcontext):
         model.zero_grad()

@@ -72,10 +72,15 @@ def session(layout, section, load=None, save=None, first=0):
     return result
 
 
+def recipe_of(layout) -> dict:
+    """In float32 the recipe that leaves nothing but float32 roundings, in bf16 the default one."""
+    return BF16 if layout.dtype == "fp32" else DEFAULT
+
+
 def chain(layout, directory):
     """Base by plain DeepSpeed, finetuned by ours, and reloaded by both."""
     base, tuned = os.path.join(directory, "base"), os.path.join(directory, "tuned")
-    n, ours = layout.steps, BF16 if layout.dtype == "fp32" else DEFAULT  # BF16 leaves nothing but float32 roundings
+    n, ours = layout.steps, recipe_of(layout)
     return {"base": session(layout, PLAIN, save=base),
             "tuned": session(layout, ours, load=base, save=tuned, first=n),
             "ours from tuned": session(layout, ours, load=tuned, first=2 * n),

@@ -300,26 +300,38 @@ def stay_away():
 
 
 def through_the_engine(section):
-    """What is said at the start; how often a layer has chosen then, and after two steps."""
-    out, model = io.StringIO(), Block(moe_layer(SwiGLU(), ep_size=2, k=2))
-    config = {"train_micro_batch_size_per_gpu": 1, "mxfp8_moe": section}
-    with redirect_stdout(out), mock.patch.object(layer, "choose", side_effect=choose) as called:
+    out = io.StringIO()
+    with redirect_stdout(out):
         try:
-            engine = ds_mxfp8_moe.initialize(model=model, config=config)[0]
+            model = Block(moe_layer(SwiGLU(), ep_size=2, k=2))
+            ds_mxfp8_moe.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "mxfp8_moe": section})
         except RuntimeError as error:
             return str(error)
+    return [line for line in out.getvalue().splitlines() if "transport" in line]
+
+
+def test_the_engine_chooses_at_its_start(ranks2):
+    said = ranks2.run(through_the_engine, {"enabled": True})
+    assert said == [["mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device"], []]
+    assert ranks2.run(through_the_engine, {"enabled": True, "transport": "collective"}) == [[], []]
+    for text in ranks2.run(through_the_engine, {"enabled": True, "transport": "nvlink"}):
+        assert "the transport nvlink cannot be used here: there is no CUDA device" in text
+
+
+def calls_of_choose(section: dict) -> tuple:
+    """How often layers choose at the engine's start, and in two steps."""
+    with mock.patch.object(layer, "choose", side_effect=choose) as called:
+        model = Block(moe_layer(SwiGLU(), ep_size=2, k=2))
+        engine = ds_mxfp8_moe.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1,
+                                                              "mxfp8_moe": section})[0]
         at_start = called.call_count
         for _ in range(2):
             engine(torch.randn(2, 4, 64))
-    return [line for line in out.getvalue().splitlines() if "transport" in line], at_start, called.call_count
+    return at_start, called.call_count
 
 
-def test_the_engine_chooses_once_at_its_start(ranks2):
-    said = ["mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device"]
-    assert ranks2.run(through_the_engine, {"enabled": True}) == [(said, 1, 1), ([], 1, 1)]
-    assert ranks2.run(through_the_engine, {"enabled": True, "transport": "collective"}) == [([], 1, 1)] * 2
-    for text in ranks2.run(through_the_engine, {"enabled": True, "transport": "nvlink"}):
-        assert "the transport nvlink cannot be used here: there is no CUDA device" in text
+def test_a_layer_chooses_once(ranks2):
+    assert ranks2.run(calls_of_choose, {"enabled": True}) == [(1, 1)] * 2
 
 
 def test_a_rank_that_does_not_come_is_named(ranks2):

@@ -23,7 +23,6 @@ from deepspeed.utils import groups
 from models import BF16, DEFAULT, OFF, PLAIN, Layout, Net, batch, make_engine, owners, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
-from test_checkpoints import OFFLOAD, assert_equal
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
@@ -31,11 +30,15 @@ from ds_mxfp8_moe.compute.mx import sqnr_db
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
 EVERY_WAY = "zero0", "half-zero2-bf16"
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-3, "torch_adam": True}}}
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
 TWO_RANKS = {
     "zero0": Layout(),
+    "zero1": Layout(zero=1),
+    "zero2": Layout(zero=2),
     "zero0-bf16": Layout(dtype="bf16"),
     "zero1-bf16": Layout(dtype="bf16", zero=1),
+    "zero2-bf16": Layout(dtype="bf16", zero=2),
     "zero1-bf16-fp32-accumulation": Layout(dtype="bf16", zero=1, config={"data_types": {"grad_accum_dtype": "fp32"}}),
     "no-expert-parallelism": Layout(ep_size=1, zero=1),
     "accumulation-zero2": Layout(zero=2, config={"gradient_accumulation_steps": 3}),
@@ -47,6 +50,8 @@ TWO_RANKS = {
     "no-communication-overlap": Layout(zero=2, config={"zero_optimization": {"overlap_comm": False,
                                                                              "contiguous_gradients": True}}),
     "residual": Layout(zero=1, moe={"use_residual": True}),
+    "dropless": Layout(zero=1, moe={"drop_tokens": False}),
+    "noisy-gate": Layout(zero=1, moe={"noisy_gate_policy": "Jitter"}),
     "pipeline": Layout(ep_size=1, stages=2, config={"gradient_accumulation_steps": 2}),
     # Three steps: after two, single tokens at other experts are too large a part of what the parameters have moved.
     "pipeline-zero1-bf16": Layout(ep_size=1, stages=2, zero=1, dtype="bf16", steps=3,
@@ -131,6 +136,12 @@ def check(results, layout):
                 for other in ranks:
                     assert torch.equal(run["end"][parameter], results[other][name]["end"][parameter]), (
                         f"{name}: {parameter} differs between ranks {rank} and {other}, which share it")
+
+
+def assert_equal(got: dict, expected: dict):
+    assert got.keys() == expected.keys()
+    different = [name for name in got if not torch.equal(got[name], expected[name])]
+    assert not different
 
 
 def check_layout(ranks, name, layout):

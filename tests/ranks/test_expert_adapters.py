@@ -40,10 +40,14 @@ def run(recipe, dtype, device="cpu", merged=False, calls=1, rank=8):
     return found
 
 
-def check(recipe_name, dtype, device="cpu"):
+def decibels(recipe, dtype, device="cpu"):
     """Beside merged weights in float32, without quantisation."""
-    (exact, ), (ours, ) = run(BF16, torch.float32, merged=True), run(RECIPES[recipe_name], dtype, device)
-    db = {name: sqnr_db(exact[name], ours[name].float().cpu()) for name in exact}
+    (exact, ), (ours, ) = run(BF16, torch.float32, merged=True), run(recipe, dtype, device)
+    return {name: sqnr_db(exact[name], ours[name].float().cpu()) for name in exact}
+
+
+def check(recipe_name, dtype, device="cpu"):
+    db = decibels(RECIPES[recipe_name], dtype, device)
     least = {torch.float32: 100, torch.bfloat16: 35}[dtype] if recipe_name == "bf16" else 20
     assert len(db) == 7 and min(db.values()) >= least, db
 

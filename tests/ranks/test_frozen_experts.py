@@ -17,7 +17,7 @@ from autoep_models import autoep_layers, batch, ds_config, engine, model, train_
 from slow import slow_except
 from test_engine import enabled
 from test_expert_ffn import FFN, HIDDEN, RECIPES, formula, problem
-from test_lora import adapted, build, resumed, switched
+from test_lora import adapted, build
 from test_pretrained import held_out_loss, loaded
 
 import ds_mxfp8_moe
@@ -94,9 +94,9 @@ def test_blocks_of_32_read_one_scale_a_tile(ranks2):
 # ---------------------------------------------------------------- one call
 
 
-def calls(frozen, recipe, routing, tokens=50, device="cpu"):
+def calls(frozen, recipe, routing, tokens=50, name="swiglu", count=3, device="cpu"):
     """Outputs and gradients of some calls with the same frozen weights: held in MXFP8, or not."""
-    experts, _, _, _ = problem(1, "swiglu", dtype=torch.bfloat16)
+    experts, _, _, _ = problem(1, name, dtype=torch.bfloat16)
     stacks = {role: torch.nn.Parameter(torch.stack([e[role] for e in experts]).to(device), requires_grad=False)
               for role in experts[0]}
     held = None
@@ -105,14 +105,13 @@ def calls(frozen, recipe, routing, tokens=50, device="cpu"):
         for i, expert in enumerate(experts):
             held.put(i, expert["gate"], expert["down"], expert["up"], "rceil")
     results = []
-    for seed in range(3):
+    for seed in range(count):
         torch.manual_seed(seed)
-        _, (x, ), (g, ), (routes, ) = problem(1, "swiglu", dtype=torch.bfloat16, routing=routing,
-                                            tokens=(tokens, ))
+        _, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16, routing=routing, tokens=(tokens, ))
         x, weight_TK = (x * (seed + 1)).to(device).requires_grad_(), routes[1].to(device).requires_grad_()
         factors = [torch.randn(shape, dtype=torch.bfloat16).to(device).requires_grad_() for shape in (
             (8, 8, HIDDEN), (8, 2 * FFN, 8), (8, 8, FFN), (8, HIDDEN, 8))]
-        y = ExpertFFN(formula("swiglu"), RECIPES[recipe], Local(), 8, kept=None if frozen else KeptWeights())(
+        y = ExpertFFN(formula(name), RECIPES[recipe], Local(), 8, kept=None if frozen else KeptWeights())(
             x, Routes(expert_TK=routes[0].to(device), weight_TK=weight_TK, num_experts=8), {} if frozen else stacks,
             adapters={"up": LowRank(*factors[:2]), "down": LowRank(*factors[2:])}, frozen=held)
         results += [y.detach(), *torch.autograd.grad(y, [x, weight_TK, *factors], g.to(device))]
@@ -167,6 +166,19 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
     meta = model.to("meta")
     assert bytes_held() is None  # so that their memory is free
     assert all(operand.device.type == "meta" for operand in meta[0].operands().values())
+
+
+def compiled():
+    """Losses of an engine and of a compiled one."""
+    engines = [build(adapted(num_hidden_layers=1), SECTION) for _ in range(2)]
+    engines[1].compile(backend="eager")
+    return [train_engine(made, range(3)) for made in engines]
+
+
+@pytest.mark.slow
+def test_compiled_engines_train_alike(ranks2):
+    for plain, traced in ranks2.run(compiled):
+        assert traced == plain
 
 
 # ---------------------------------------------------------------- when, and what is refused
@@ -355,7 +367,26 @@ def test_an_engine_that_exists_can_be_converted(ranks2):
         assert held == kept and sizes[1] < sizes[0]
 
 
-# ---------------------------------------------------------------- out again: adapters are saved in test_lora.py
+# ---------------------------------------------------------------- out again
+
+
+def adapters_saved(directory, stage, ep_size, family):
+    net = adapted(family)
+    made = build(net, SECTION, stage, ep_size)
+    train_engine(made, range(2))
+    ds_mxfp8_moe.save_pretrained(made, directory / "ours")
+    if dist.get_rank() == 0 and stage < 3:
+        net.save_pretrained(directory / "theirs")
+    return held_out_loss(made)
+
+
+@pytest.mark.parametrize("stage, ep_size, family", slow_except(
+    [(2, 2, "qwen3_moe"), (0, 1, "gpt_oss"), (3, 2, "mixtral")], (2, 2, "qwen3_moe")))
+def test_plain_peft_loads_the_adapters(ranks2, tmp_path, stage, ep_size, family):
+    losses = ranks2.run(adapters_saved, tmp_path, stage, ep_size, family)
+    for name in ("ours", "theirs")[:1 if stage == 3 else 2]:
+        net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
+        assert losses == pytest.approx([held_out_loss(net)] * 2, rel=1e-3)
 
 
 def whole_saved(directory, stage, family):
@@ -381,31 +412,64 @@ def test_a_whole_model_is_saved_from_dequantised_experts(ranks2, tmp_path, stage
         assert torch.equal(stored, mx.quantize_tiles(before).dequantize())
 
 
+def resumed(directory, stage, exclude):
+    first = build(adapted(), SECTION, stage)
+    train_engine(first, range(2))
+    first.save_checkpoint(directory, exclude_frozen_parameters=exclude)
+    second = build(adapted(), SECTION, stage)
+    second.load_checkpoint(directory, load_module_strict=not exclude)
+    return train_engine(first, [2, 3]), train_engine(second, [2, 3])
+
+
 @pytest.mark.parametrize("stage, exclude", slow_except(
     [(0, False), (1, True), (2, False), (3, True)], (2, False)))
 def test_training_goes_on_from_a_checkpoint_without_experts(ranks2, tmp_path, stage, exclude):
-    for went_on, again in ranks2.run(resumed, tmp_path, stage, exclude, SECTION, SECTION):
+    for went_on, again in ranks2.run(resumed, tmp_path, stage, exclude):
         assert again == went_on
     assert not [path for path in tmp_path.rglob("*expert*")]
+
+
+def resumed_from_kept(directory, stage):
+    first = build(adapted(), KEEP, stage)
+    train_engine(first, range(2))
+    first.save_checkpoint(directory)
+    second = build(adapted(), SECTION, stage)
+    second.load_checkpoint(directory)
+    return train_engine(first, [2, 3]), train_engine(second, [2, 3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_checkpoint_with_experts_is_read_but_for_them(ranks2, tmp_path, stage):
-    for went_on, again in ranks2.run(resumed, tmp_path, stage, False, KEEP, SECTION):
+    for went_on, again in ranks2.run(resumed_from_kept, tmp_path, stage):
         assert again == went_on
 
 
-def switched_and_generated() -> list:
+def switched():
+    """Held-out losses with each of two adapters, with both and with none; and what generate writes."""
     results = []
     for section in (KEEP, SECTION):
         net = adapted(dtype=torch.bfloat16)
-        losses, ids = switched(net, section, **BF16), batch(0, 0, 1, 4)
-        results.append((losses, net.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4,
-                                             do_sample=False).tolist()))
+        net.add_adapter("other", peft.LoraConfig(r=5, init_lora_weights=False, target_modules=["q_proj"],
+                                                 target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+        torch.manual_seed(3)
+        for name, p in net.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(p, std=0.1)
+        made = build(net, section, **BF16)
+        found = [held_out_loss(made)]
+        with net.disable_adapter():
+            found.append(held_out_loss(made))
+        net.set_adapter("other")
+        found.append(held_out_loss(made))
+        net.base_model.set_adapter(["default", "other"])
+        found.append(held_out_loss(made))
+        ids = batch(0, 0, 1, 4)
+        results.append((found, net.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4,
+                                            do_sample=False).tolist()))
     return results
 
 
 def test_adapters_are_switched_and_text_is_generated(ranks2):
-    for kept, held in ranks2.run(switched_and_generated):
+    for kept, held in ranks2.run(switched):
         assert held == kept and len(set(held[0])) == 4

@@ -8,8 +8,10 @@ from datetime import timedelta
 from unittest import mock
 
 import deepspeed.comm as dist
+import emulator
 import pytest
 import torch
+from peer_wires import peer_hops
 from rank_pool import RankFailure, set_timeout
 from slow import slow_except
 from test_deadline import CONFUSIONS, confused
@@ -19,18 +21,19 @@ from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from ds_mxfp8_moe.transport.wires import HostWire
+from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
 
 DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
 SPARE = 10  # for a busy machine
 MX = Wire(True)
+needs_the_emulator = pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
 
 
 class Gone(Exception):
     pass
 
 
-class Leaving(HostWire):
+class Leaving(RowWire):
     """At the exchange named `at`, this rank goes away: it dies, or does something else."""
 
     at, dies = "", False
@@ -43,6 +46,17 @@ class Leaving(HostWire):
         return super().exchange(x, send_splits, recv_splits, where, *keys)
 
 
+class HostLeaving(Leaving, HostWire):
+    pass
+
+
+class PeerLeaving(Leaving, PeerWire):
+    pass
+
+
+DEADLINES = {HostLeaving: DEADLINE, PeerLeaving: timedelta(seconds=4)}  # kernels wait for nine sixteenths
+
+
 def exchange_twice(exchange: Hierarchical) -> None:
     for _ in range(2):
         plan = exchange.plan(torch.arange(24).view(6, 4) % 8, 2)
@@ -50,18 +64,20 @@ def exchange_twice(exchange: Hierarchical) -> None:
         exchange.combine(plan, x_PH.dequantize(), MX, torch.float32, phase="combine of the gradient")
 
 
-def hops_over(group, kind: type[HostWire]) -> Hops:
+def leaving_hops(group, kind: type[Leaving]) -> Hops:
+    if kind is PeerLeaving:
+        return peer_hops(group, 2, kind)
     hops = Hops.of(group, 2)
     return Hops.over(group, hops.node_of, 2, *(kind(group, wire.ranks, hops.node_of)
                                                for wire in (hops.between, hops.inside)))
 
 
-def leave(rank: int, at: str, dies: bool) -> tuple | None:
+def leave(rank: int, at: str, dies: bool, kind: type[Leaving] = HostLeaving) -> tuple | None:
     """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
-    set_timeout(DEADLINE)
+    set_timeout(DEADLINES[kind])
     # What a test before this one raised inside a layer, which the others would quote.
     c10d._get_default_store().delete_key(deadline._raised_key(dist.get_rank()))
-    hops = hops_over(dist.new_group([0, 1, 2, 3]), Leaving)
+    hops = leaving_hops(dist.new_group([0, 1, 2, 3]), kind)
     if dist.get_rank() == rank:
         for wire in (hops.between, hops.inside):
             wire.at, wire.dies = at, dies
@@ -91,14 +107,26 @@ PLACES = [("counts", BETWEEN), ("dispatch", BETWEEN), ("dispatch", INSIDE), ("co
     [(3 * (i % 2), *at) for i, at in enumerate(PLACES, 1)],
     (3, "dispatch", INSIDE)))
 def test_a_rank_that_stalls_in_a_hop_is_named_by_all_others(ranks4, gone, phase, hop):
-    """Over peer memory: test_peer_wire.py."""
-    answers = ranks4.run(leave, gone, place(phase, hop), False)
+    check_named(ranks4.run(leave, gone, place(phase, hop), False), gone, phase, hop, DEADLINE)
+
+
+@pytest.mark.slow
+@needs_the_emulator
+@pytest.mark.parametrize("gone, phase, hop", [(0, "counts", BETWEEN), (3, "dispatch", INSIDE),
+                                              (3, "combine of the gradient", BETWEEN)])
+def test_a_rank_that_stalls_over_peer_memory_is_named_by_all_others(ranks4, gone, phase, hop):
+    emulator.build()
+    answers = ranks4.run(leave, gone, place(phase, hop), False, PeerLeaving)
+    check_named(answers, gone, phase, hop, DEADLINES[PeerLeaving])
+
+
+def check_named(answers: list, gone: int, phase: str, hop: str, within: timedelta) -> None:
     assert answers[gone] is None
     for rank, answer in enumerate(answers):
         if rank != gone:
             missing, text, seconds = answer
             assert missing == (gone, ), text
-            assert seconds < DEADLINE.total_seconds() + GRACE + SPARE
+            assert seconds < within.total_seconds() + GRACE + SPARE
             assert text.startswith(f"rank {rank} of node {rank // 2} waited for rank {gone} of node {gone // 2} in '")
             assert f"rank {gone} of node {gone // 2} did not come; it hangs elsewhere" in text
             assert " of block.3.moe, hop " in text
@@ -131,7 +159,7 @@ class Garbled(HostWire):
 
 def exchange_garbled(byte: int) -> None:
     with mock.patch.object(Garbled, "byte", byte):
-        exchange_twice(Hierarchical(hops_over(dist.new_group([0, 1, 2, 3]), Garbled), "block.3.moe"))
+        exchange_twice(Hierarchical(leaving_hops(dist.new_group([0, 1, 2, 3]), Garbled), "block.3.moe"))
 
 
 @pytest.mark.parametrize("byte", slow_except([0, 1, 0x3c, 0x7f, 0xff], 1, 0x7f, 0xff))

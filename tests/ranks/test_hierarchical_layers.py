@@ -7,11 +7,14 @@ from contextlib import redirect_stdout
 import deepspeed.comm as dist
 import pytest
 import test_autoep
+import torch
+from autoep_models import autoep_layers
 from conformance import Problem, check
 from deepspeed.moe.sharded_moe import MOELayer
 from models import PLAIN, Layout, make_engine, parameters, train_steps
 from slow import slow_except
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
@@ -77,6 +80,24 @@ def test_autoep_layers_train(ranks4, stage, recipe):
         assert hops == pytest.approx(plain, rel=1e-5 if recipe == "bf16" else 0.05)
         to_plain, to_flat = min(db[:2]), min(db[2:])
         assert to_flat >= (90 if recipe == "bf16" else 40) and (to_plain >= 90 or recipe != "bf16"), db
+
+
+def one_layer_each_way() -> tuple:
+    """Output and gradients of a layer over two hops, over the flat transport, and again; and whether rows crossed."""
+    built, layer, x, grad = test_autoep.layer_and_input("qwen3_moe", 4)
+    got = []
+    for section in (TWO_HOPS, FLAT, TWO_HOPS):
+        ds_mxfp8_moe.convert(built, section)
+        got.append(test_autoep.call(layer, x, grad)[0])
+    hops, flat, again = got
+    ds_mxfp8_moe.convert(built, TWO_HOPS)
+    crossed = [sent(layer.mxfp8_settings.choose_transport(layer.ep_group)) for layer in autoep_layers(built.module)]
+    return decibels(flat, hops), all(torch.equal(hops[name], again[name]) for name in hops), crossed
+
+
+def test_a_layer_gives_the_same_bits_in_every_run(ranks4):
+    for db, same, crossed in ranks4.run(one_layer_each_way):
+        assert db >= 40 and same and crossed[-1] > 0
 
 
 # ---------------------------------------------------------------- several groups

@@ -70,18 +70,16 @@ def trained(family: str, patched: str | None, directory=None):
     Args:
         patched: "instance", as the Trainer does it; "class", before the model is made; "adapters": an instance with
             PEFT's adapters on its experts, so that a wrapper of PEFT gets the experts' forward. It is checkpointed and
-            its block is compiled. "not adapters": an instance with adapters and nothing else. None: not at all.
+            its blocks are compiled. "not adapters": an instance with adapters and nothing else. None: not at all.
         directory: to save the model in.
     """
-    adapters = patched in ("adapters", "not adapters")
-    changes = {"num_hidden_layers": 1} if adapters else {}  # to trace a block takes seconds
-    source, calls = model(family, **changes), set()
+    source, calls = model(family), set()
     changed = mock.patch.object(modeling_qwen3_moe, "Qwen3MoeExperts", Experts)
     with changed if patched == "class" else nullcontext():
-        net = model(family, **changes)
+        net = model(family)
     assert (type(net.model.layers[-1].mlp.experts) is Experts) == (patched == "class")
     net.load_state_dict(source.state_dict())
-    if adapters:
+    if patched in ("adapters", "not adapters"):
         net = with_adapters(net)
     if patched in ("instance", "adapters"):
         calls = patch(net)

@@ -368,10 +368,7 @@ def confused(how: str) -> str | None:
 
 @pytest.mark.parametrize("how", cases.CONFUSIONS)
 def test_ranks_in_different_calls_raise(ranks3, how):
-    texts = ranks3.run(confused, how)
-    for rank, text in enumerate(texts):
-        assert text is not None and f"rank {rank}" in text and NAME in text, texts
-    assert any("the same calls in the same order" in text for text in texts), texts
+    cases.all_noticed(ranks3.run(confused, how))
 
 
 def mixed_up(keys: tuple) -> str:
@@ -547,20 +544,7 @@ def test_a_line_says_how_many_choices_were_dropped(ranks2):
 
 
 def check_layer_dropped(recipe, exchange: NVLink) -> None:
-    """A layer whose last rank gets more rows than fit computes what it does without the dropped choices."""
-    world, rank, tokens, ids = dist.get_world_size(), dist.get_rank(), 300, []
-    oracle, generator = Collective(exchange.memory.group, "the oracle"), torch.Generator().manual_seed(3)
-    for _ in range(world):
-        random, either = (torch.rand(tokens, n, generator=generator).argsort(dim=1)[:, :2] for n in (2 * world, 2))
-        hot = torch.rand(tokens, 1, generator=generator) < 0.8
-        ids.append(torch.where(hot, either + 2 * world - 2, random))
-    kept = cases.those_that_fit(ids, 2, exchange.plan(ids[rank], 2).num_rows)
-    assert cases.count_dropped(ids, kept, world - 1, 2) > 0
-    want, got = (layer(transport, recipe, expert_ids=experts, tokens=(tokens, ) * world)
-                 for transport, experts in ((oracle, kept), (exchange, ids)))
-    for key, value in want.items():
-        same(key, value, got[key])
-    assert not got["weight"][kept[rank] < 0].any()
+    cases.check_layer_dropped(recipe, Collective(exchange.memory.group, "the oracle"), exchange)
 
 
 @pytest.mark.parametrize("recipe_name", ["hp-128", "bf16"])

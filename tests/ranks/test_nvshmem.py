@@ -17,7 +17,6 @@ from ds_mxfp8_moe.ops.op_builder import builder, nvshmem
 from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
 from ds_mxfp8_moe.transport import choose as choosing
 from ds_mxfp8_moe.transport import nvshmem as wire
-from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.choose import Place, choose
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
@@ -126,12 +125,11 @@ def outgrown() -> tuple:
     group, out, me = dist.new_group([0, 1, 2, 3]), io.StringIO(), dist.get_rank()
     KEPT_GROUPS.add(group)
     ranks = [me % 2, me % 2 + 2]
-    with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):
-        memory = PeerMemory(group, emulator.load(me), 1, Full, ranks, {rank: rank // 2 for rank in range(4)})
+    memory = PeerMemory(group, emulator.load(me), 1, Full, ranks, {rank: rank // 2 for rank in range(4)})
     between = NVSHMEMWire(memory, 1)
     with redirect_stdout(out):
         for _ in range(2):
-            rows = between.exchange(torch.full((2, 3 << 17), float(me)), (1, 1), (1, 1), "rows", 1)
+            rows = between.exchange(torch.full((2, 3 << 20), float(me)), (1, 1), (1, 1), "rows", 1)
     return rows[:, 0].tolist(), between.sent_bytes, out.getvalue()
 
 
@@ -140,7 +138,7 @@ def test_a_heap_that_is_too_small_later_hands_over_to_the_host(ranks4):
     emulator.build()
     answers = ranks4.run(outgrown)
     assert [rows for rows, _, _ in answers] == [[0.0, 2.0], [1.0, 3.0]] * 2
-    assert all(sent == 2 * 4 * (3 << 17) for _, sent, _ in answers)
+    assert all(sent == 2 * 4 * (3 << 20) for _, sent, _ in answers)
     zero = answers[0][2]
     assert zero.startswith("mxfp8_moe: WARNING: from now on the wire is host, not nvshmem: rows: the staging of ")
     assert "on rank 1: MemoryError: NVSHMEM's symmetric heap is too small" in zero and zero.count("\n") == 1

@@ -11,6 +11,7 @@ import emulator
 import pytest
 import torch
 from conformance import HARD, PLAIN, PROBLEMS, Problem, check, without_an_empty_rank
+from peer_wires import FIRST_EPOCH, peer_hops
 from rank_pool import KEPT_GROUPS, set_timeout
 from slow import slow_except
 
@@ -21,9 +22,7 @@ from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from ds_mxfp8_moe.transport.wires import Alone, PeerWire, RowWire
 
-FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
 REASON = emulator.obstacle()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
@@ -33,19 +32,6 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs 
 def built():
     """Builds the emulator once, before ranks load it while a deadline runs."""
     emulator.build()
-
-
-def peer_hops(group, node_size: int) -> Hops:
-    """The group's hops, each over peer memory on one or two multiprocessors. Collective."""
-    host, module = Hops.of(group, node_size), emulator.load(dist.get_rank())
-
-    def wire(ranks: list, sms: int) -> RowWire:
-        if len(ranks) == 1:
-            return Alone(ranks)
-        with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
-            return PeerWire(PeerMemory(group, module, FIRST_EPOCH, emulator.Shared, ranks, host.node_of), sms)
-
-    return Hops.over(group, host.node_of, node_size, wire(host.between.ranks, 1), wire(host.inside.ranks, 2))
 
 
 @cache

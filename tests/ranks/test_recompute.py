@@ -82,15 +82,21 @@ class Recorder:
             setattr(dist, name, plain)
 
 
-def make_block(section, kind):
+def make_block(section, kind, dtype=torch.bfloat16):
     torch.manual_seed(3)
     expert, k = {"top1-gelu": (gelu_mlp(), 1), "top2-swiglu": (SwiGLU(), 2)}[kind]
     keys = {} if k == 1 else {"drop_tokens": False, "top2_2nd_expert_sampling": False}
     block = Block(moe_layer(expert, dist.get_world_size(), k=k, **keys))
     block.moe.set_deepspeed_parallelism()
-    block = block.to(torch.bfloat16)
+    block = block.to(dtype)
     assert ds_mxfp8_moe.convert(block, section).converted == 1
     return block
+
+
+def send_all_to_rank_0(block):
+    """Equal scores: the first choice is expert 0, the second expert 1."""
+    with torch.no_grad():
+        block.moe.deepspeed_moe.gate.wg.weight.zero_()
 
 
 def step(block, way, count):
@@ -113,9 +119,8 @@ def step(block, way, count):
 def all_ways(section, kind, counts, to_rank_0):
     reset_deepspeed_groups()
     block = make_block(section, kind)
-    if to_rank_0:  # equal scores: the first choice is expert 0, the second expert 1
-        with torch.no_grad():
-            block.moe.deepspeed_moe.gate.wg.weight.zero_()
+    if to_rank_0:
+        send_all_to_rank_0(block)
     return {way: step(block, way, counts[dist.get_rank()]) for way in WAYS}
 
 

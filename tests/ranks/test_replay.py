@@ -40,10 +40,10 @@ def different(first: dict, second: dict) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-def other_routes(layers: list) -> torch.Tensor:
-    """Random choices of 32 tokens, different on every rank."""
+def other_routes(layers: list, tokens: int = 32) -> torch.Tensor:
+    """Random choices, different on every rank."""
     generator = torch.Generator().manual_seed(9 + dist.get_rank())
-    shape = 32, len(layers), layers[0].num_experts
+    shape = tokens, len(layers), layers[0].num_experts
     return torch.rand(shape, generator=generator).argsort(-1)[..., :layers[0].router.top_k]
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from autoep_models import ds_config, model, train_engine
-from autoep_models import engine as engine_of
 from models import Layout, Net, make_engine, train_steps
 from slow import slow_except
-from test_pretrained import held_out_loss, loaded
+from test_pretrained import build, held_out_loss, loaded
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
@@ -38,7 +37,7 @@ def same_loss(losses, directory) -> bool:
 
 
 def saved_16bit(directory, stage, ep_size):
-    engine = engine_of({"enabled": True}, stage, ep_size)
+    engine = build("qwen3_moe", {"enabled": True}, stage, ep_size)
     train_engine(engine, range(2))
     assert engine.save_16bit_model(directory)
     assert "model.layers.0.mlp.experts.w1" in engine.module_state_dict()  # checkpoints keep AutoEP's names
@@ -52,7 +51,7 @@ def test_save_16bit_model(ranks2, tmp_path, stage, ep_size):
 
 
 def saved_by_the_model(directory, stage, ep_size):
-    engine = engine_of({"enabled": True}, stage, ep_size, family="deepseek_v3")
+    engine = build("deepseek_v3", {"enabled": True}, stage, ep_size)
     train_engine(engine, range(2))
     if stage == 3 or ep_size > 1:
         for part in (engine.module, engine.module.model):
@@ -124,7 +123,7 @@ def test_classic_layers_inside_a_transformers_model(ranks2, tmp_path):
 
 
 def without_the_flag():
-    engine = engine_of({"enabled": False}, 1)
+    engine = build("qwen3_moe", {"enabled": False}, 1, 2)
     replaced = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict", MARK)
     return [name for part in (engine, engine.module) for name in replaced if name in vars(part)]
 

@@ -2,20 +2,18 @@
 """Trainings whose experts put gradients into ZeRO's sums, against DeepSpeed's own way, bit for bit."""
 
 from contextlib import contextmanager
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from autoep_models import autoep_layers, batch
 from autoep_models import engine as autoep_engine
-from models import parameters
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 from test_checkpoints import ADAM, state
 from test_expert_ffn import RECIPES, formula
 from test_steps import alone, equal, launches_are, programs
-from test_zero import check_equal, coalesced, each_backward, no_sync, two_passes_a_step
+from test_zero import check_equal, coalesced, each_backward, no_sync
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.routing import Routes
@@ -199,21 +197,23 @@ def test_the_usual_way(ranks2, ep_size, config):
     check(ranks2.run(both, 2, ep_size, 2, config=config), [[None] * WEIGHTS] * 2)
 
 
-@contextmanager
-def engine_of(batched, stage, **config):
-    reset_deepspeed_groups()
-    engine = autoep_engine({"enabled": True, "batch_gradients": batched}, stage, 2,
-                           model_changes={"dtype": torch.bfloat16}, **{**BF16, **config})
-    yield engine
-    engine.destroy()
-
-
 def several_passes(stage, way, config):
     """Two backward passes before each step, in the ways of test_zero.py."""
     results = []
     for batched in (False, True):
-        with engine_of(batched, stage, **config) as engine:
-            results.append(two_passes_a_step(engine, way, partial(forward, engine)))
+        reset_deepspeed_groups()
+        engine = autoep_engine({"enabled": True, "batch_gradients": batched}, stage, 2,
+                               model_changes={"dtype": torch.bfloat16}, **{**BF16, **config})
+        for number in range(0, 2 * STEPS, 2):
+            with way(engine):
+                engine.backward(forward(engine, number))
+                if way is coalesced:
+                    engine.backward(forward(engine, number + 1))
+            if way is not coalesced:
+                engine.backward(forward(engine, number + 1))
+            engine.step()
+        results.append(([], {name: p.detach().clone() for name, p in engine.module.named_parameters()}, state(engine)))
+        engine.destroy()
     return results
 
 
@@ -226,25 +226,31 @@ def test_several_backward_passes_before_a_step(ranks2, stage, way, name):
     check_equal(ranks2.run(several_passes, stage, way, config))
 
 
-def interrupted(what):
+def interrupted(what, stage=1):
     """Something happens between two micro-batches, the second of which does without the experts if they dropped
     theirs."""
     results = []
     for batched in (False, True):
-        with engine_of(batched, 1, gradient_accumulation_steps=2) as engine:
-            for number in range(0, 2 * STEPS, 2):
-                engine.backward(forward(engine, number))
-                engine.step()
-                if what == "dropped":
-                    for p in autoep_layers(engine.module)[0].experts.parameters():
-                        p.grad = None
-                    net = engine.module
-                    engine.backward(net.lm_head(net.get_input_embeddings()(batch(number))).float().square().mean())
-                else:
-                    convert(engine, {"mxfp8_moe": {"enabled": True, "batch_gradients": batched, **what}})
-                    engine.backward(forward(engine, number + 1))
-                engine.step()
-            results.append(([], parameters(engine), state(engine)))
+        reset_deepspeed_groups()
+        section = {"enabled": True, "batch_gradients": batched}
+        engine = autoep_engine(section, stage, 2, model_changes={"dtype": torch.bfloat16},
+                               gradient_accumulation_steps=2, **BF16)
+        layers = autoep_layers(engine.module)
+        for number in range(0, 2 * STEPS, 2):
+            engine.backward(forward(engine, number))
+            engine.step()
+            if what == "dropped":
+                for p in layers[0].experts.parameters():
+                    p.grad = None
+                net = engine.module
+                engine.backward(net.lm_head(net.get_input_embeddings()(batch(number))).float().square().mean())
+            else:
+                convert(engine, {"mxfp8_moe": {**section, **what}})
+                engine.backward(forward(engine, number + 1))
+            engine.step()
+        end = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        results.append(([], end, state(engine)))
+        engine.destroy()
     return results
 
 
@@ -254,8 +260,11 @@ def test_between_two_micro_batches(ranks2, what):
     check_equal(ranks2.run(interrupted, what))
 
 
-def failing(engine):
+def failing(batched, stage):
     """What follows an error in the middle of the second of two backward passes."""
+    reset_deepspeed_groups()
+    engine = autoep_engine({"enabled": True, "batch_gradients": batched}, stage, 2,
+                           model_changes={"dtype": torch.bfloat16}, gradient_accumulation_steps=3, **BF16)
     engine.backward(forward(engine, 0))
     engine.step()
 
@@ -276,9 +285,12 @@ def failing(engine):
             engine.backward(loss)
             engine.step()
             records.append(loss.item())
-        return records, parameters(engine), state(engine)
+        end = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        return records, end, state(engine)
     except AssertionError as error:
         return str(error).partition("computed twice")[1:2], {}, {}
+    finally:
+        engine.destroy()
 
 
 @pytest.mark.parametrize("stage", slow_except([1, 2], 2))
@@ -288,11 +300,7 @@ def test_an_error_in_the_middle_has_the_same_consequences(ranks2, stage):
 
 
 def both_failing(stage):
-    results = []
-    for batched in (False, True):
-        with engine_of(batched, stage, gradient_accumulation_steps=3) as engine:
-            results.append(failing(engine))
-    return results
+    return [failing(batched, stage) for batched in (False, True)]
 
 
 def step_by_step(recipe, name, device="cpu"):

@@ -232,23 +232,17 @@ def coalesced(engine):
     return engine.coalesce_grad_reduction()
 
 
-def two_passes_a_step(engine, way, loss_of):
-    """Two steps. `loss_of`: of the batch with a number."""
-    for number in (0, 2):
-        with way(engine):
-            engine.backward(loss_of(number))
-            if way is coalesced:
-                engine.backward(loss_of(number + 1))
-        if way is not coalesced:
-            engine.backward(loss_of(number + 1))
-        engine.step()
-    return [], parameters(engine), state(engine)
-
-
 def two_backward_passes(batched, layout, way):
     with engine_of(layout, batched) as engine:
-        return two_passes_a_step(
-            engine, way, lambda number: engine(*batch(number, layout, torch.distributed.get_rank())))
+        for step in range(2):
+            with way(engine):
+                engine.backward(engine(*batch(2 * step, layout, torch.distributed.get_rank())))
+                if way is coalesced:
+                    engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
+            if way is not coalesced:
+                engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
+            engine.step()
+        return [], parameters(engine), state(engine)
 
 
 UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}

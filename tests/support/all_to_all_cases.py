@@ -240,15 +240,21 @@ def make(case: Case, memory) -> AllToAll:
                     case.hidden * (case.dtype.itemsize if case.rows == "plain" else 1), case.scale_bytes)
 
 
+def impatient_group():
+    """All ranks, with a short deadline."""
+    group = torch.distributed.new_group()
+    set_timeout(DEADLINE, group)
+    return group
+
+
 def failing(which: str, make_a2a: Callable, device: torch.device) -> str | None:
     """What this rank raises where rank 1 does not come ("late") or is of other sizes ("sizes").
 
     make_a2a: makes the exchange of a case over a group.
     """
     rank, text = dist.get_rank(), None
-    case, group = Case(max_tokens=7 + rank) if which == "sizes" else Case(), torch.distributed.new_group()
-    set_timeout(DEADLINE, group)
-    a2a, call = make_a2a(case, group), Call(case, device)
+    case = Case(max_tokens=7 + rank) if which == "sizes" else Case()
+    a2a, call = make_a2a(case, impatient_group()), Call(case, device)
     call.bring(0)
     if which == "sizes" or rank != 1:
         with pytest.raises(PeerFailure) as caught:

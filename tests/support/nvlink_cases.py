@@ -174,6 +174,14 @@ def confused(how: str, case: Problem, exchange: NVLink) -> str | None:
     return None
 
 
+def all_noticed(texts: list) -> None:
+    """texts: what `confused` returned on every rank."""
+    for rank, text in enumerate(texts):
+        assert text is not None, f"rank {rank} noticed nothing: {texts}"
+        assert f"rank {rank}" in text and NAME in text
+    assert any("the same calls in the same order" in text for text in texts), texts
+
+
 def layer_of_this_rank(transport, recipe, name: str = "swiglu", expert_ids: list | None = None,
                        **kwargs) -> tuple:
     """Two experts a rank: (the layer as a function of x and the routing weights, its leaves by name, y's gradient).
@@ -209,3 +217,20 @@ def layer(transport, recipe, name: str = "swiglu", calls: int = 1, recompute: bo
             y = forward(leaves["x"], leaves["weight"])
     y.backward(grad)
     return {"y": y.detach(), **{leaf: value.grad for leaf, value in leaves.items()}}
+
+
+def check_layer_dropped(recipe, oracle, exchange) -> None:
+    """A layer whose last rank gets more rows than fit computes what `oracle` does without the dropped choices."""
+    world, rank, device = dist.get_world_size(), dist.get_rank(), get_accelerator().current_device_name()
+    tokens, generator, ids = 300, torch.Generator().manual_seed(3), []
+    for _ in range(world):
+        random, either = (torch.rand(tokens, n, generator=generator).argsort(dim=1)[:, :2] for n in (2 * world, 2))
+        hot = torch.rand(tokens, 1, generator=generator) < 0.8
+        ids.append(torch.where(hot, either + 2 * world - 2, random))
+    kept = those_that_fit(ids, 2, exchange.plan(ids[rank].to(device), 2).num_rows)
+    assert count_dropped(ids, kept, world - 1, 2) > 0
+    want, got = (layer(transport, recipe, expert_ids=experts, tokens=(tokens, ) * world)
+                 for transport, experts in ((oracle, kept), (exchange, ids)))
+    for key, value in want.items():
+        same(key, value, got[key])
+    assert not got["weight"][(kept[rank] < 0).to(device)].any()

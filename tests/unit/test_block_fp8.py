@@ -111,8 +111,8 @@ def test_what_is_no_block_fp8_is_named(error, words, weight, factors):
         from_block_fp8("layers.3.w1", weight, factors)
 
 
-def mxfp4(shape, lowest, highest):
-    generator = torch.Generator().manual_seed(0)
+def mxfp4(shape, lowest, highest, seed=0):
+    generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), generator=generator, dtype=UINT8)
     return blocks, torch.randint(lowest, highest + 1, blocks.shape[:-1], generator=generator, dtype=UINT8)
 

@@ -21,9 +21,10 @@ def routes(experts: list, num_experts: int) -> Routes:
     return Routes(expert_TK=expert_TK, weight_TK=torch.ones(expert_TK.shape), num_experts=num_experts)
 
 
-def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, chosen_E: torch.Tensor | None = None) -> dict:
+def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, ep_size: int = 1,
+            chosen_E: torch.Tensor | None = None) -> dict:
     sums, amax = sample(x_TH, some_routes, some_routes.counts_E() if chosen_E is None else chosen_E, some_recipe)
-    return figures_of([*sums.tolist(), 0, 0, 0], [amax.item(), 0], 1)
+    return figures_of([*sums.tolist(), 0, 0, 0], [amax.item(), 0], ep_size)
 
 
 def test_load_of_experts_and_ranks():

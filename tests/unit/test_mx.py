@@ -173,6 +173,16 @@ def test_tiles():
     assert mx.tiled and mx.block_size == 128 and torch.equal(mx.dequantize(), w)
 
 
+@pytest.mark.parametrize("mode", ("rceil", "floor"))
+@pytest.mark.parametrize("shape", ((160, 288), (128, 128), (3, 96, 160), (2, 2, 32, 64)))
+def test_one_rounding_of_tiles_serves_the_transpose(shape, mode):
+    w = torch.randn(shape)
+    a, b = quantize_tiles(w, mode), quantize_tiles(w.transpose(-1, -2), mode)
+    assert torch.equal(data_bytes(a), data_bytes(b).transpose(-1, -2))
+    assert torch.equal(scale_bytes(a), scale_bytes(b).transpose(-1, -2))
+    assert torch.equal(a.dequantize(), b.dequantize().transpose(-1, -2))
+
+
 def test_nan_fills_its_tile_alone():
     w = torch.ones(256, 256)
     w[200, 10] = NAN

@@ -12,15 +12,14 @@ from PIL import Image
 from ds_mxfp8_moe import plot_metrics
 from ds_mxfp8_moe.engine import metrics
 
-FIGURES = "load_most", "load_fewest", "dropped", "sqnr_db", "wait_ms", "wait_ms_most", "amax"
 
-
-def written(folder, layers: int):
+def written(folder, layers: int, figures=("load_most", "load_fewest", "dropped", "sqnr_db", "wait_ms",
+                                          "wait_ms_most", "amax")):
     """What a run of 5 sampled steps leaves."""
     monitor = csvMonitor(SimpleNamespace(enabled=True, output_path=str(folder), job_name="job"))
     for step in range(1, 6):
         monitor.write_events([(f"{metrics.PREFIX}/model.layers.{i}.block_sparse_moe/{name}", i + step / 10, 8 * step)
-                              for i in range(layers) for name in FIGURES])
+                              for i in range(layers) for name in figures])
     return folder / "job"
 
 

@@ -21,9 +21,13 @@ def long_tailed(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (x * torch.exp(4 * normal().flip(1)) * 2.0**-20).to(dtype)
 
 
+def bytes_of(x: mx.MXTensor) -> Bytes:
+    return Bytes(x.qdata.view(torch.uint8), x.scale_bytes)
+
+
 def same(actual: mx.MXTensor, expected: Bytes) -> None:
-    assert torch.equal(actual.scale_bytes, expected.scale)
-    assert torch.equal(actual.qdata.view(torch.uint8), expected.data)
+    data, scale = bytes_of(actual)
+    assert torch.equal(scale, expected.scale) and torch.equal(data, expected.data)
 
 
 @pytest.mark.parametrize("data", (normal, long_tailed))
