@@ -82,6 +82,8 @@ class NvccBuilder(CUDAOpBuilder):
 
     def is_compatible(self, verbose: bool = False) -> bool:
         self.error_log = self._obstacle()
+        if self.error_log and verbose:
+            self.warning(f"{self.NAME}: {self.error_log}")
         return self.error_log is None
 
     def is_built(self) -> bool:

@@ -84,7 +84,7 @@ def test_compiles_for_the_gpu_that_is_there(monkeypatch):
     assert NVLinkBuilder().capabilities() == ((9, 0), )
 
 
-def test_says_why_it_cannot_build(monkeypatch):
+def test_says_why_it_cannot_build(monkeypatch, capsys):
     for capability in ((8, 0), (12, 0)):
         builder = NVLinkBuilder(capabilities=(capability, ))
         assert not builder.is_compatible() and "compute capability 9 and 10" in builder.error_log
@@ -98,7 +98,9 @@ def test_says_why_it_cannot_build(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     builder = NVLinkBuilder(capabilities=((9, 0), ))
     assert not builder.is_compatible() and "but torch is built for CUDA 13.0" in builder.error_log
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(building_with_nvcc, "_nvcc", lambda: None)
+    assert not builder.is_compatible(verbose=True) and "install the CUDA toolkit" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="nvcc was not found"):
         builder.jit_load()
 
