@@ -38,17 +38,18 @@ def test_steps_between_launch_nothing_more(gpu_ranks, tmp_path):
 
 
 def late(folder: str) -> None:
-    """Rank 1 launches each forward's first layer 0.2 s later than rank 0."""
+    """Rank 1 launches each forward's first layer half a second later than rank 0."""
     section = {"enabled": True, "min_tokens_per_expert": 0, "metrics": {"every": 3}}
     net = engine(section, 1, torch.distributed.get_world_size(), **CONFIG, **monitor(folder))
     if torch.distributed.get_rank() == 1:
-        autoep_layers(net.module)[0].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        autoep_layers(net.module)[0].register_forward_pre_hook(lambda *_: time.sleep(0.5))
     train_engine_on_gpu(net)
 
 
 def train_engine_on_gpu(net) -> None:
     with torch.device("cuda"):
         for step in range(3):
+            torch.distributed.barrier()  # or what one rank was late by before would be in its figures
             ids = torch.full((2, 16), 5 + step)
             net.backward(net(input_ids=ids, labels=ids).loss)
             net.step()
@@ -57,5 +58,5 @@ def train_engine_on_gpu(net) -> None:
 def test_the_time_for_which_ranks_wait(pair, tmp_path):
     pair.run(late, str(tmp_path))
     figures = {name.removeprefix("model.layers."): rows[-1][1] for name, rows in written(tmp_path).items()}
-    assert 150 < figures["0.mlp_wait_ms_most"] < 2000
+    assert 250 < figures["0.mlp_wait_ms_most"] < 2000
     assert 0 < figures["1.mlp_wait_ms_most"] < 100 and 0 < figures["1.mlp_exchange_ms"] < 100
