@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -42,6 +42,7 @@ import data
 import train
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS
+from ds_mxfp8_moe.layers.patches import lent
 from lib import models, results_file, run, world
 from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
 
@@ -214,12 +215,12 @@ def nudge(engine) -> None:
 @contextmanager
 def in_bf16(layers: list) -> Iterator[None]:
     """Computes converted layers in the bf16 recipe within, with the weights that they have."""
-    recipe, settings = world.recipe(recipe=BF16), [layer.mxfp8_settings for layer in layers]
-    for layer, own in zip(layers, settings, strict=True):
-        layer.mxfp8_settings = replace(own, recipe=recipe, min_tokens_per_expert=0)
-    yield
-    for layer, own in zip(layers, settings, strict=True):
-        layer.mxfp8_settings = own
+    recipe = world.recipe(recipe=BF16)
+    with ExitStack() as stack:
+        for layer in layers:
+            settings = replace(layer.mxfp8_settings, recipe=recipe, min_tokens_per_expert=0)
+            stack.enter_context(lent(layer, "mxfp8_settings", settings))
+        yield
 
 
 def batches_of_step(windows: data.Windows, engine, one: Run, step: int) -> list[torch.Tensor]:
