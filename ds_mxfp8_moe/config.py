@@ -74,6 +74,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     frozen_experts: Literal["mxfp8", "keep"] | None = None
     load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     metrics: MetricsConfig | None = None
+    graph_attention: bool | None = None
     self_check: bool = True
     force_load_balance: bool = False
 

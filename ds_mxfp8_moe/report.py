@@ -43,6 +43,7 @@ _ORIGINS = {
     "min_tokens_per_expert": "estimated for each layer from its shape, recipe and device",
     "frozen_experts": "chosen: mxfp8 for models with adapters by PEFT, else keep",
     "keep_quantized_weights": "decided after the first step, by the casts that it saves and the memory that is free",
+    "graph_attention": "decided after the second step, by the form of its calls and the memory that is free",
 }
 
 

@@ -52,7 +52,7 @@ def one_rank():
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         yield
         torch.distributed.destroy_process_group()
-        deepspeed.comm.comm.cdb = None
+        deepspeed.comm.comm.cdb = deepspeed.utils.groups._WORLD_GROUP = None
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,9 @@ def _about_model(model: torch.nn.Module) -> Iterator[str]:
         found = next((name for name, supports in faster.items() if getattr(model, supports, False)), None)
         if found:
             yield f'attention is "eager": load the model with attn_implementation="{found}"'
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        yield ("model.config.use_cache is on: forward keeps keys and values of all layers, and attention cannot run "
+               "in CUDA graphs. Set it to False")
     forwards = (str(getattr(module.forward, "__module__", "")) for module in model.modules())
     if not any(name.startswith("liger_kernel") for name in forwards) and _liger_has_kernels(model_type_of(model)):
         yield ("Liger-Kernel is installed, and the model does not use its norms and its loss: pass "

@@ -14,6 +14,7 @@ from ..layers.routes import routes_of
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..transport.peer_memory import PeerMemory
 from . import balance
+from .graphs import graph_attention
 from .keeping import keep_quantized_weights
 from .metrics import Metrics
 from .not_finite import FirstNotFinite
@@ -52,6 +53,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)
     write_metrics(engine, config)
+    graph_attention(engine, config, converted)
 
 
 def hook_steps(engine: DeepSpeedEngine) -> None:
@@ -75,6 +77,8 @@ def hook_steps(engine: DeepSpeedEngine) -> None:
             engine._mxfp8_balancer.after_step()
         if engine._mxfp8_metrics is not None:
             engine._mxfp8_metrics.after_step()
+        if engine._mxfp8_graphs is not None:
+            engine._mxfp8_graphs.after_step()
         if (routes := routes_of(engine.module)) is not None:
             routes.forget()
         first_not_finite.after_step()

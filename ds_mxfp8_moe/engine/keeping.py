@@ -100,7 +100,7 @@ class _FirstStep:
         """Keeps weights from the second step on, where this saves casts and memory allows it. One all-gather."""
         self.end()
         saves = self.calls > 1 or any(map(_frozen, self.layers))
-        answers = [(saves, _bytes(self.layers), _free_bytes())]
+        answers = [(saves, _bytes(self.layers), free_bytes())]
         if dist.is_initialized() and dist.get_world_size() > 1:
             answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
         if not any(saves for saves, *_ in answers):
@@ -144,7 +144,7 @@ def _bytes(layers: list) -> int:
     return 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory of this rank's device that was free when the rank needed most."""
     device = get_accelerator()
     total, reserved = device.total_memory(), device.memory_reserved()

@@ -194,9 +194,9 @@ def hinted():
     """Lines at the start on a GPU, and those of an engine with nothing to say."""
     unfused = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     config, out = ds_config(MXFP8, **unfused), io.StringIO()
-    engine = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    engine = ds_mxfp8_moe.initialize(model=model(use_cache=False), config=config)[0]
     config["optimizer"]["params"]["fused"] = True
-    other = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
+    other = ds_mxfp8_moe.initialize(model=model(use_cache=False), config=config)[0]
     with redirect_stdout(out):
         for one in (engine, other):
             hint_at_speed(one, parse(config))

@@ -122,7 +122,7 @@ def test_pipelines(ranks4):
 def decided(layout, free=None, way="stored"):
     """Without the key, with `free` bytes free on the last rank: what `trained` returns, and what was said."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    memory = mock.patch.object(keeping, "_free_bytes", lambda: free) if free is not None and last else (
+    memory = mock.patch.object(keeping, "free_bytes", lambda: free) if free is not None and last else (
         contextlib.nullcontext())
     with contextlib.redirect_stdout(io.StringIO()) as said, memory:
         without_key = trained(layout, DEFAULT, way)

@@ -38,6 +38,7 @@ ALL_KEYS = {
     "exclude": [".*3.*"],
     "load_balance_coeff": 0.001,
     "metrics": {"every": 100},
+    "graph_attention": True,
     "self_check": False,
     "force_load_balance": True,
 }

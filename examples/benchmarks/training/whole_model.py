@@ -16,6 +16,7 @@ exchanges nothing. Over several, as many experts for each are spread.
 
 Rows are added to what the result file has, so that a run of ten minutes goes on where the last one ended. Times come
 first. Then, on one rank, each contender is built once more for a profiled step, since a profiler slows what follows.
+It runs without CUDA graphs, so that the kernels of attention's linears are told apart.
 
 Model FLOPs of a token: 6 for each weight that it meets and that is trained, 4 for each frozen one, with the experts
 that it is sent to; and 12 x context x heads x head size for each attention, where the context is half the sequence or
@@ -64,6 +65,7 @@ from training.whole_model_results import (
     LORA,
     MODELS,
     MXFP8,
+    NO_GRAPHS,
     NOT_KEPT,
     PLAIN,
     SHOWN,
@@ -71,7 +73,8 @@ from training.whole_model_results import (
 )
 
 SECTIONS: dict[str, dict] = {BF16: {"recipe": "bf16"}, DEFAULT: {}, MXFP8: {"recipe": "mxfp8"},
-                             KEPT: {"keep_quantized_weights": True}, NOT_KEPT: {"keep_quantized_weights": False}}
+                             KEPT: {"keep_quantized_weights": True}, NOT_KEPT: {"keep_quantized_weights": False},
+                             NO_GRAPHS: {"graph_attention": False}}
 CONTENDERS, REFERENCES = (PLAIN, AUTOEP, *SECTIONS), (PLAIN, AUTOEP, BF16)
 # These are the rates for weights with a fan-in of at most FAN_IN. A step of Adam moves the outputs of a wider weight
 # further. At 1e-5, two steps lower the loss of a random Mixtral by 1.7, and rounding to MXFP8 slows so fast a fall.
@@ -176,8 +179,8 @@ def flops_per_token(model: nn.Module, case: Case) -> float:
     return weights + 12 * sum(contexts) * config.num_attention_heads * head
 
 
-def engine_config(case: Case, contender: str, micro_batches: int) -> dict:
-    """DeepSpeed's config."""
+def engine_config(case: Case, contender: str, micro_batches: int, graphs: bool = True) -> dict:
+    """DeepSpeed's config. `graphs`: False keeps our package from making CUDA graphs."""
     keys = MODELS[case.model]
     fan_in = max(keys["hidden_size"], keys.get("moe_intermediate_size", keys["intermediate_size"]))
     adamw = {"lr": LEARNING_RATES[case.training] * min(1, FAN_IN / fan_in), **changes.OPTIMIZERS[case.optimizer]}
@@ -187,7 +190,7 @@ def engine_config(case: Case, contender: str, micro_batches: int) -> dict:
     if contender != PLAIN:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
     if contender in SECTIONS:
-        config["mxfp8_moe"] = {**models.OURS, **SECTIONS[contender]}
+        config["mxfp8_moe"] = {**models.OURS, **SECTIONS[contender], **({} if graphs else SECTIONS[NO_GRAPHS])}
     if case.compiled:
         config["compile"] = {"autoep_non_moe": True}
     return config
@@ -201,10 +204,12 @@ class Training:
         about: what the rows say of the model.
     """
 
-    def __init__(self, case: Case, contender: str, micro_batches: int, model: nn.Module | None = None):
+    def __init__(self, case: Case, contender: str, micro_batches: int, model: nn.Module | None = None,
+                 graphs: bool = True):
         """Args:
             micro_batches: of a step, in place of the case's.
             model: in place of `model_of`.
+            graphs: as in `engine_config`.
         """
         model = model_of(case) if model is None else model
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -215,7 +220,8 @@ class Training:
         self.batches = models.random_batches(model.config.vocab_size, case.sequences, case.sequence)
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
         with models.named_recorders():  # as in models.engine_of
-            self.engine = initialize(model=model, config=engine_config(case, contender, micro_batches))[0]
+            config = engine_config(case, contender, micro_batches, graphs)
+            self.engine = initialize(model=model, config=config)[0]
         if case.compiled:
             self.engine.compile()
 
@@ -339,9 +345,9 @@ class Run(NamedTuple):
     def key(self) -> tuple:
         return trainings.key({"case": self.case.described(), "contender": self.contender})
 
-    def told(self, micro_batches: int, call: Callable[[Training, int], dict]) -> dict:
-        """What `call` says of the contender. `micro_batches`: of each step."""
-        build = partial(Training, self.case, self.contender, micro_batches)
+    def told(self, micro_batches: int, call: Callable[[Training, int], dict], graphs: bool = True) -> dict:
+        """What `call` says of the contender. `micro_batches`: of each step. `graphs`: as in `engine_config`."""
+        build = partial(Training, self.case, self.contender, micro_batches, graphs=graphs)
         told, = trainings.found(build, [call])
         return told
 
@@ -358,7 +364,7 @@ def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) 
     lacking = [one for one in runs if "median_ms" in (row := rows.get(one.key, {})) and "busy_ms" not in row]
     for one in world.in_time(lacking if world.size() == 1 and not args.no_parts else [], args.seconds):
         row = rows[one.key]
-        told = one.told(min(2, one.case.micro_batches), partial(profile, one.case, row["median_ms"]))
+        told = one.told(min(2, one.case.micro_batches), partial(profile, one.case, row["median_ms"]), graphs=False)
         if "failure" not in told:
             row.update({**told, "correct": row["correct"]})
         yield
@@ -385,7 +391,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     found = []
     for line in lines:
         layers = min(line.get("layers", MODELS[line["model"]]["num_hidden_layers"]), args.layers or math.inf)
-        names = [name for name in line.get("contenders", args.contenders or CONTENDERS[:-2])
+        names = [name for name in line.get("contenders", args.contenders or CONTENDERS[:-3])
                  if name in (args.contenders or CONTENDERS)
                  and (line["training"], name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
         keys = {key: value for key, value in line.items() if key != "contenders"}
@@ -407,7 +413,7 @@ def main() -> None:
     parser.add_argument("--liger", nargs="+", choices=("with", "without"), default=["with", "without"],
                         help="default: both, without first")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME",
-                        help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last two)")
+                        help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last three)")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as whole_model.yaml says")
     parser.add_argument("--no-parts", action="store_true", help="leave the profiled steps out")
     trainings.complete(SHOWN, parser, fill)

@@ -21,7 +21,7 @@ MODELS, CASES, PUBLISHED = yaml.safe_load(Path(__file__).with_name("whole_model.
 FULL, LORA = "full", "LoRA"
 PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
 BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
-NOT_KEPT = "ours, default, weights not kept"
+NOT_KEPT, NO_GRAPHS = "ours, default, weights not kept", "ours, default, without CUDA graphs"
 # Keys of a case that the guide to fast training changes.
 CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")
 # What a result file says for a value of whole_model.yaml.
@@ -227,7 +227,8 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
            ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
            ('the same, `"recipe": "mxfp8"`', MXFP8, WITHOUT_LIGER),
            ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
-           ("quantised weights not kept", NOT_KEPT, FASTEST), ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
+           ("quantised weights not kept", NOT_KEPT, FASTEST), ("attention without CUDA graphs", NO_GRAPHS, FASTEST),
+           ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
             LARGER | {"checkpointing": "half"}),
            ("the same, checkpointing all layers", DEFAULT, LARGER | {"checkpointing": True}),

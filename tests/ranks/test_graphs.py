@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`graph_attention`: attention in CUDA graphs trains as attention without. Here a replay computes again what was
+captured, into the same memory, as a graph does on a GPU (tests/gpu/test_graphs_gpu.py)."""
+
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from autoep_models import FAMILIES, batch, engine
+from rank_pool import reset_deepspeed_groups
+
+from ds_mxfp8_moe.engine import graphs
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+class Recomputed:
+    """In place of graphs.Capture."""
+
+    replays = 0
+    on_stream = nullcontext
+
+    def __call__(self, work):
+        work()
+        graphed = work.__self__
+
+        def replay():
+            Recomputed.replays += 1
+            with torch.enable_grad():
+                work()
+            if work.__name__ == "forward":
+                graphed.output.copy_(graphed._output.detach())
+
+        return replay
+
+
+def emulated() -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(graphs, "has_graphs", lambda: True))
+    stack.enter_context(mock.patch.object(graphs, "Capture", Recomputed))
+    Recomputed.replays = 0
+    return stack
+
+
+def loss_of(net, i: int, length: int = 16) -> torch.Tensor:
+    ids = batch(i, length=length).to(net.device)
+    return net(input_ids=ids, labels=ids).loss
+
+
+def step(net, i: int, length: int = 16) -> torch.Tensor:
+    loss = loss_of(net, i, length)
+    net.backward(loss)
+    net.step()
+    return loss.detach()
+
+
+def plainly(net) -> list[torch.Tensor]:
+    return [step(net, i) for i in range(12)]
+
+
+def lengths(net) -> list[torch.Tensor]:
+    """A micro-batch of another length now and then."""
+    return [step(net, i, 12 if i in (7, 8, 11) else 16) for i in range(14)]
+
+
+def evaluation(net) -> list[torch.Tensor]:
+    losses = []
+    for i in range(10):
+        losses.append(step(net, i))
+        net.eval()
+        with torch.no_grad():
+            losses.append(loss_of(net, 90))
+        net.train()
+    return losses
+
+
+def pairs(net) -> list[torch.Tensor]:
+    """Two forwards, then the backward of both."""
+    losses = []
+    for i in range(10):
+        loss = sum(loss_of(net, j) for j in (2 * i, 2 * i + 1))
+        net.backward(loss)
+        net.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def thrown_away(net) -> list[torch.Tensor]:
+    """Forwards whose loss nobody needs."""
+    losses = []
+    for i in range(10):
+        loss_of(net, 80 + i)
+        losses.append(step(net, i))
+    return losses
+
+
+def kept_losses(net) -> list[torch.Tensor]:
+    """Losses that are kept with their graphs."""
+    losses = []
+    for i in range(10):
+        losses.append(loss_of(net, i))
+        net.backward(losses[-1])
+        net.step()
+    return [loss.detach() for loss in losses]
+
+
+def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=emulated, **changes) -> tuple:
+    """Losses, weights and printed lines without and with graphs; how many replays there were."""
+    told = []
+    for on in (False, True):
+        with contexts(), mock.patch.object(graphs, "print_on_rank_0", told.append):
+            net = engine({"enabled": True, "graph_attention": on}, stage, min(2, dist.get_world_size()), family=family,
+                         gradient_accumulation_steps=steps_of, model_changes={"use_cache": False, **changes}, **dtype)
+            told.append((train(net), [p.detach().clone() for p in net.module.parameters()], Recomputed.replays))
+            net.destroy()
+    (losses, weights, none), *lines, (others, other_weights, replays) = told
+    assert none == 0
+    return all(map(torch.equal, losses, others)), all(map(torch.equal, weights, other_weights)), lines, replays
+
+
+CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), ("qwen3_moe", 2, 2, BF16, plainly),
+         ("qwen3_moe", 1, 2, BF16, lengths), ("qwen3_moe", 1, 1, BF16, evaluation), ("qwen3_moe", 2, 1, BF16, pairs),
+         ("qwen3_moe", 1, 2, BF16, thrown_away), ("qwen3_moe", 1, 2, BF16, kept_losses)]
+CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family != "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family, stage, steps_of, dtype, train", CASES,
+                         ids=[f"{family}-zero{stage}-{steps_of}-{train.__name__}" for family, stage, steps_of, _, train
+                              in CASES])
+def test_graphs_train_alike(ranks2, family, stage, steps_of, dtype, train):
+    for losses, weights, lines, replays in ranks2.run(both, train, family, stage, steps_of, dtype):
+        assert losses and weights
+        assert replays > 0, lines
+        assert all("runs in CUDA graphs" in line for line in lines)
+
+
+@pytest.fixture
+def one(one_rank):
+    yield
+    reset_deepspeed_groups()
+
+
+def started(asked: bool | None = None, family: str = "qwen3_moe", stage: int = 1, **changes):
+    section = {"enabled": True} | ({} if asked is None else {"graph_attention": asked})
+    return engine(section, stage, 1, family=family, model_changes={"use_cache": False, **changes}, **BF16)
+
+
+def replays_of(net, steps: int = 4) -> int:
+    Recomputed.replays = 0
+    for i in range(steps):
+        step(net, i)
+    return Recomputed.replays
+
+
+OF_A_STEP = 2 * 2  # two layers, forward and backward
+
+
+def test_without_the_key_transformers_attention_gets_graphs(one):
+    with emulated():
+        assert replays_of(started(None)) == 2 * OF_A_STEP  # two steps come before them
+        assert replays_of(started(False)) == 0
+
+
+def test_a_copy_and_changed_modules_have_no_graphs(one):
+    with emulated():
+        net = started()
+        assert replays_of(net) > 0
+        attention = net.module.model.layers[0].self_attn
+        assert replays_of(net, 1) == OF_A_STEP
+        with mock.patch.object(net.module.model.layers[0], "self_attn", deepcopy(attention)):
+            assert replays_of(net, 1) == OF_A_STEP // 2
+        hook = attention.q_proj.register_forward_hook(lambda *_: None)
+        assert replays_of(net, 1) == OF_A_STEP // 2
+        hook.remove()
+        assert replays_of(net, 1) == OF_A_STEP
+        attention.q_proj.weight.data = attention.q_proj.weight.data.clone()
+        assert replays_of(net, 1) == OF_A_STEP // 2
+
+
+def test_a_second_backward_is_refused(one):
+    with emulated():
+        net = started()
+        replays_of(net)
+        loss = loss_of(net, 0)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match='"graph_attention": false'):
+            loss.backward()
+
+
+def with_checkpointing(net) -> None:
+    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def with_hooks(net) -> None:
+    net.module.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
+
+
+def with_hooked_gradients(net) -> None:
+    net.module.model.layers[1].self_attn.k_proj.weight.register_hook(lambda grad: grad)
+
+
+def with_weights_returned(net) -> None:
+    net.module.set_attn_implementation("eager")
+
+
+def with_cache(net) -> None:
+    net.module.config.use_cache = True
+
+
+@pytest.mark.parametrize("change, reason", [
+    (with_checkpointing, "arguments of the same form"), (with_cache, "arguments of the same form"),
+    (with_weights_returned, "Qwen3MoeAttention returns 2 tensors"), (with_hooks, "Qwen3MoeAttention has hooks"),
+    (with_hooked_gradients, "Qwen3MoeAttention has hooks")])
+def test_what_a_graph_cannot_do_runs_as_before(one, change, reason):
+    for asked in (True, None):
+        lines = []
+        with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append):
+            net = started(asked)
+            change(net)
+            assert replays_of(net, graphs.PATIENCE) == 0
+        assert len(lines) == bool(asked) and all(reason in line for line in lines)
+
+
+def test_an_error_of_a_capture_is_said(one):
+    lines = []
+    with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append), (
+            mock.patch.object(Recomputed, "__call__", side_effect=RuntimeError("not while capturing"))):
+        assert replays_of(started()) == 0
+    assert len(lines) == 1 and "RuntimeError('not while capturing')" in lines[0]
+
+
+def test_memory_decides_without_the_key(one):
+    for asked in (True, None):
+        lines = []
+        with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append), (
+                mock.patch.object(graphs, "free_bytes", lambda: -1)):
+            assert (replays_of(started(asked)) > 0) == bool(asked)
+        assert ["makes them anyway" in line for line in lines] == [not asked]
+
+
+@pytest.mark.parametrize("stage, on_gpu, reason", [(1, False, "need a GPU"), (3, True, "ZeRO-3 frees")])
+def test_obstacles_are_said_if_asked(one, stage, on_gpu, reason):
+    for asked in (True, None):
+        lines = []
+        with mock.patch.object(graphs, "has_graphs", lambda: on_gpu), (
+                mock.patch.object(graphs, "print_on_rank_0", lines.append)):
+            started(asked, stage=stage)
+        assert len(lines) == bool(asked) and all(reason in line for line in lines)
+
+
+def test_compiled_engines_compile_attention(one):
+    with emulated():
+        net = started()
+        net.compile(backend="eager")
+        assert replays_of(net, 3) == 0
