@@ -41,6 +41,7 @@ def emulated() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(graphs, "has_graphs", lambda: True))
     stack.enter_context(mock.patch.object(graphs, "Capture", Recomputed))
+    stack.enter_context(mock.patch.object(graphs, "free_bytes", lambda: 2**60))
     Recomputed.replays = 0
     return stack
 
