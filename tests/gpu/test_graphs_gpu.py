@@ -1,8 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`graph_attention` with CUDA graphs: attention trains in the same bits."""
 
+from functools import partial
+
 import pytest
-from test_graphs import BF16, both, evaluation, kept_losses, lengths, pairs, plainly, thrown_away
+from test_graphs import (
+    BF16,
+    SLIDING,
+    both,
+    evaluation,
+    kept_losses,
+    kept_outputs,
+    lengths,
+    padded,
+    pairs,
+    plainly,
+    thrown_away,
+    uneven,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
@@ -15,10 +30,37 @@ def exactly():
 
 @pytest.mark.parametrize("stage, steps_of, train, dropout", [
     (0, 1, plainly, 0), (1, 3, plainly, 0), (2, 2, plainly, 0.1), (1, 2, lengths, 0), (1, 1, evaluation, 0.1),
-    (2, 1, pairs, 0), (1, 2, thrown_away, 0), (1, 2, kept_losses, 0)],
+    (2, 1, pairs, 0), (1, 2, thrown_away, 0), (1, 2, kept_losses, 0), (2, 1, uneven, 0),
+    (1, 1, padded, 0), (1, 1, kept_outputs, 0)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_graphs_train_alike(gpu_ranks, stage, steps_of, train, dropout):
     for losses, weights, lines, _ in gpu_ranks.run(both, train, "qwen3_moe", stage, steps_of, BF16, exactly, **SIZES,
                                                    attention_dropout=dropout, seconds=120):
         assert lines and all("runs in CUDA graphs" in line for line in lines), lines
+        assert losses and weights
+
+
+def test_layers_whose_masks_differ(gpu_ranks):
+    for losses, weights, lines, _ in gpu_ranks.run(both, plainly, "qwen2_moe", 1, 2, BF16, exactly, **SIZES, **SLIDING,
+                                                   seconds=120):
+        assert lines and all("runs in CUDA graphs" in line for line in lines), lines
+        assert losses and weights
+
+
+def waiting(net):
+    """Attention in which the host waits for the device, as a capture cannot."""
+    for layer in net.module.model.layers:
+        layer.self_attn.q_proj.forward = partial(waited, layer.self_attn.q_proj.forward)
+    return plainly(net)
+
+
+def waited(plain, x):
+    x.sum().item()
+    return plain(x)
+
+
+def test_attention_that_waits_runs_as_before(gpu_ranks):
+    for losses, weights, lines, _ in gpu_ranks.run(both, waiting, "qwen3_moe", 1, 2, BF16, exactly, **SIZES,
+                                                   attention_dropout=0.1, seconds=120):
+        assert lines and all("since there was an error" in line for line in lines), lines
         assert losses and weights

@@ -11,28 +11,30 @@ import torch
 import torch.distributed as dist
 from autoep_models import FAMILIES, batch, engine
 from rank_pool import reset_deepspeed_groups
+from test_engine import enabled
+from test_trainer import trainer_of
 
-from ds_mxfp8_moe.engine import graphs
+from ds_mxfp8_moe.engine import graphed, graphs
 
 BF16 = {"bf16": {"enabled": True}}
 
 
 class Recomputed:
-    """In place of graphs.Capture."""
+    """In place of graphed.Capture."""
 
     replays = 0
-    on_stream = nullcontext
+    on_stream = without_waits = nullcontext
 
     def __call__(self, work):
         work()
-        graphed = work.__self__
+        attention = work.__self__
 
         def replay():
             Recomputed.replays += 1
             with torch.enable_grad():
                 work()
             if work.__name__ == "forward":
-                graphed.output.copy_(graphed._output.detach())
+                attention.output.copy_(attention._output.detach())
 
         return replay
 
@@ -40,7 +42,7 @@ class Recomputed:
 def emulated() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(graphs, "has_graphs", lambda: True))
-    stack.enter_context(mock.patch.object(graphs, "Capture", Recomputed))
+    stack.enter_context(mock.patch.object(graphed, "Capture", Recomputed))
     stack.enter_context(mock.patch.object(graphs, "free_bytes", lambda: 2**60))
     Recomputed.replays = 0
     return stack
@@ -108,6 +110,49 @@ def kept_losses(net) -> list[torch.Tensor]:
     return [loss.detach() for loss in losses]
 
 
+def uneven(net) -> list[torch.Tensor]:
+    """Rank 1 goes on with micro-batches of another length, and so without graphs. ZeRO's gradients of both ranks still
+    have to be of the same parameters."""
+    return [step(net, i, 12 if i > 2 and dist.get_rank() == 1 else 16) for i in range(7)]
+
+
+def padded(net) -> list[torch.Tensor]:
+    """Two forwards of a step whose masks differ."""
+    losses = []
+    for i in range(6):
+        loss = 0
+        for j in (2 * i, 2 * i + 1):
+            ids = batch(j).to(net.device)
+            mask = torch.ones_like(ids)
+            mask[j % 2, :5] = 0
+            loss += net(input_ids=ids, attention_mask=mask, labels=ids).loss
+        net.backward(loss)
+        net.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def kept_outputs(net) -> list[torch.Tensor]:
+    """What a hook keeps of each micro-batch."""
+    kept = []
+    for layer in net.module.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, output: kept.append(output[0].detach()))
+    return [*plainly(net), *kept]
+
+
+def twice(net) -> list[torch.Tensor]:
+    """Two backwards through each forward."""
+    losses = []
+    for i in range(6):
+        ids = batch(i).to(net.device)
+        output = net(input_ids=ids, labels=ids)
+        net.backward(output.loss, retain_graph=True)
+        net.backward(output.logits.float().square().mean())
+        net.step()
+        losses.append(output.loss.detach())
+    return losses
+
+
 def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=emulated, **changes) -> tuple:
     """Losses, weights and printed lines without and with graphs; how many replays there were."""
     told = []
@@ -124,7 +169,9 @@ def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=em
 
 CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), ("qwen3_moe", 2, 2, BF16, plainly),
          ("qwen3_moe", 1, 2, BF16, lengths), ("qwen3_moe", 1, 1, BF16, evaluation), ("qwen3_moe", 2, 1, BF16, pairs),
-         ("qwen3_moe", 1, 2, BF16, thrown_away), ("qwen3_moe", 1, 2, BF16, kept_losses)]
+         ("qwen3_moe", 1, 2, BF16, thrown_away), ("qwen3_moe", 1, 2, BF16, kept_losses),
+         ("qwen3_moe", 2, 1, BF16, uneven), ("deepseek_v3", 2, 1, BF16, uneven), ("qwen3_moe", 1, 1, BF16, padded),
+         ("qwen3_moe", 1, 1, BF16, kept_outputs)]
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family != "qwen3_moe"]
 
 
@@ -136,6 +183,36 @@ def test_graphs_train_alike(ranks2, family, stage, steps_of, dtype, train):
         assert losses and weights
         assert replays > 0, lines
         assert all("runs in CUDA graphs" in line for line in lines)
+
+
+SLIDING = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+def test_layers_whose_masks_differ(ranks2):
+    for losses, weights, lines, replays in ranks2.run(both, plainly, "qwen2_moe", 1, 2, BF16, **SLIDING):
+        assert losses and weights and replays > 0, lines
+
+
+def test_two_backwards_through_a_forward_run_as_before(ranks2):
+    for losses, weights, _, replays in ranks2.run(both, twice, "qwen3_moe", 1, 1, BF16):
+        assert losses and weights and not replays
+
+
+def test_gradients_of_several_dtypes_have_no_graph():
+    parts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()])
+    with pytest.raises(graphed.NoGraph, match="ModuleList has trained parameters of several dtypes"):
+        graphed.GraphedAttention(parts, None, 0, graphed.Forwards(), (), [])
+
+
+def in_the_trainer(directory) -> int:
+    """It passes more to a model than a loop of one's own, and switches caches off."""
+    with enabled(), emulated():
+        trainer_of(directory, 1, None).train()
+    return Recomputed.replays
+
+
+def test_the_trainer_gets_graphs(ranks2, tmp_path):
+    assert all(replays == 2 * OF_A_STEP for replays in ranks2.run(in_the_trainer, tmp_path))
 
 
 @pytest.fixture
@@ -199,6 +276,10 @@ def with_hooks(net) -> None:
     net.module.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
 
 
+def with_backward_hooks(net) -> None:
+    net.module.model.layers[1].self_attn.k_proj.register_full_backward_hook(lambda *_: None)
+
+
 def with_hooked_gradients(net) -> None:
     net.module.model.layers[1].self_attn.k_proj.weight.register_hook(lambda grad: grad)
 
@@ -214,6 +295,7 @@ def with_cache(net) -> None:
 @pytest.mark.parametrize("change, reason", [
     (with_checkpointing, "arguments of the same form"), (with_cache, "arguments of the same form"),
     (with_weights_returned, "Qwen3MoeAttention returns 2 tensors"), (with_hooks, "Qwen3MoeAttention has hooks"),
+    (with_backward_hooks, "Qwen3MoeAttention has hooks"),
     (with_hooked_gradients, "Qwen3MoeAttention has hooks")])
 def test_what_a_graph_cannot_do_runs_as_before(one, change, reason):
     for asked in (True, None):

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An attention module in CUDA graphs: their arguments, their capture, and what replays them."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+WARM_UPS = 2  # runs before the capture, in which libraries choose and build their kernels
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+
+class TensorForm(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def make(self, device: torch.device) -> Tensor:
+        """A tensor of this form. A mask of ones masks nothing."""
+        fill = torch.ones if self.dtype == torch.bool else torch.zeros
+        return fill(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
+
+
+Form = tuple  # (name or None, constant, TensorForm, or tuple of them) of each argument
+CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
+
+
+def form_of(args: tuple, kwargs: dict) -> tuple[Form | None, list[Tensor]]:
+    """What has to be the same in two calls for a graph of one to be a graph of the other, and the call's tensors.
+    None: there are arguments of other kinds, such as caches."""
+    tensors: list[Tensor] = []
+
+    def told(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return TensorForm(value.shape, value.dtype, value.requires_grad)
+        if isinstance(value, tuple):
+            return tuple(map(told, value))
+        if isinstance(value, CONSTANTS):
+            return value
+        raise TypeError(value)
+
+    try:
+        named = chain(((None, value) for value in args), kwargs.items())
+        return tuple((name, told(value)) for name, value in named), tensors
+    except TypeError:
+        return None, []
+
+
+def tensor_forms(form: Any) -> Iterator[TensorForm]:
+    """Those of a call's tensors, in their order."""
+    if isinstance(form, TensorForm):
+        yield form
+    elif isinstance(form, tuple):
+        for part in form:
+            yield from tensor_forms(part)
+
+
+def arguments(form: Form, tensors: Iterator[Tensor]) -> tuple[tuple, dict]:
+    """A call's arguments of this form, with these tensors."""
+    def filled(value: Any) -> Any:
+        if isinstance(value, TensorForm):
+            return next(tensors)
+        return tuple(map(filled, value)) if isinstance(value, tuple) else value
+
+    values = [(name, filled(value)) for name, value in form]
+    return (tuple(value for name, value in values if name is None),
+            {name: value for name, value in values if name is not None})
+
+
+class Input:
+    """Where graphs read a tensor of their arguments. Layers whose calls get the same tensor, such as the rotary
+    embeddings, share one, so that it is copied once for all of them.
+
+    Attributes:
+        readers: forwards that read what is there, and whose backward is to come, which reads it again.
+    """
+
+    def __init__(self, static: Tensor):
+        self.static, self._from, self._version = static, None, None
+        self.readers: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+    def _holds(self, tensor: Tensor) -> bool:
+        return self._from is tensor and self._version == tensor._version
+
+    def takes(self, tensor: Tensor) -> bool:
+        return self._holds(tensor) or not self.readers
+
+    def fill(self, tensor: Tensor) -> None:
+        if not self._holds(tensor):
+            self.static.detach().copy_(tensor)
+            self._from, self._version = tensor if not self.static.requires_grad else None, tensor._version
+
+
+# ---- graphs -------------------------------------------------------------------------------------------------------
+
+OUTPUT = object()  # the place of the output among what a module returns
+
+
+class Capture:
+    """Captures work on one stream and in one pool of memory, one graph after the other."""
+
+    def __init__(self):
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """What runs there leaves the random numbers of what follows as they are."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.random.fork_rng([torch.cuda.current_device()]), torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        """Work that waits for the device is an error, as in a capture. Behind a capture that failed, the process
+        would go on with an allocator that still captures."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A function that replays on the device what `work` does there. The capture itself computes nothing."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, go on asking the device for events.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+class NoGraph(Exception):
+    """Why a module cannot have graphs."""
+
+
+class Pending:
+    """A forward whose backward is to come. It goes with the autograd node that holds it."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Forwards:
+    """Those whose backward is to come, of all modules, in their order.
+
+    Graphs are captured in the order in which they run, forward of all modules and then backward, and share memory as
+    kernels of a step do. So they have to run in this order: forward of a module only while no later one is to come
+    to, and backward of the last one.
+    """
+
+    def __init__(self):
+        self._open: list[weakref.ref[Pending]] = []
+
+    def last(self) -> Pending | None:
+        while self._open and self._open[-1]() is None:  # its loss was thrown away
+            self._open.pop()
+        return self._open[-1]() if self._open else None
+
+    def before(self, index: int) -> bool:
+        return (last := self.last()) is None or last.index < index
+
+    def begin(self, index: int) -> Pending:
+        pending = Pending(index)
+        self._open.append(weakref.ref(pending))
+        return pending
+
+    def end(self, pending: Pending) -> None:
+        if self.last() is not pending:
+            raise RuntimeError("mxfp8_moe: backward comes to attention in another order than in the first steps, or "
+                               "to the same attention again, and its CUDA graphs keep nothing for that: write "
+                               '"graph_attention": false')
+        self._open.pop()
+
+
+class GraphedAttention:
+    """The graphs of one attention module.
+
+    Attributes:
+        index: the module's place in the order of forward.
+        form: of its calls' arguments.
+        inputs: where the graphs read them.
+        params: those that are trained, in the order in which their gradients come without graphs.
+        output, grad, input_grads, flat: where the graphs write the output, read its gradient, and write the gradients
+            of the inputs and of `params`. All layers share `grad` and `flat`: what is there leaves it before the next
+            layer's comes.
+    """
+
+    def __init__(self, module: nn.Module, plain: Callable, index: int, forwards: Forwards, form: Form,
+                 inputs: list[Input]):
+        self.module, self.plain, self.index, self.forwards = module, plain, index, forwards
+        self.form, self.inputs = form, inputs
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self._aliases = {p: nn.Parameter(p.detach()) for p in self.params}
+        self._all_params, self._parts = list(module.parameters()), [*module.modules()][1:]
+        self._weights = self._weights_now()
+        if self._hooked() or any(p._backward_hooks for p in self.params):
+            raise NoGraph(f"{type(module).__name__} has hooks")
+        if len({p.dtype for p in self.params}) > 1:
+            raise NoGraph(f"{type(module).__name__} has trained parameters of several dtypes")
+
+    def _weights_now(self) -> list[tuple[int, bool]]:
+        return [(p.data_ptr(), p.requires_grad) for p in self._all_params]
+
+    def _hooked(self) -> bool:
+        return any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+                   for part in self._parts)
+
+    def fits(self, form: Form | None, tensors: list[Tensor]) -> bool:
+        """Whether the graphs may compute a call with these arguments now."""
+        return (form == self.form and self.forwards.before(self.index) and self._weights == self._weights_now()
+                and not self._hooked() and all(map(Input.takes, self.inputs, tensors)))
+
+    @contextmanager
+    def _aliases_in_place(self) -> Iterator[None]:
+        """Lets the module compute with other parameters over the same memory. DeepSpeed keeps the autograd nodes of
+        its own, and a backward that reaches these would make the stream on which they were made part of a capture."""
+        places = [(part._parameters, name, p) for part in self.module.modules()
+                  for name, p in part._parameters.items() if p in self._aliases]
+        for parameters, name, p in places:
+            parameters[name] = self._aliases[p]
+        try:
+            yield
+        finally:
+            for parameters, name, p in places:
+                parameters[name] = p
+
+    # What is captured.
+
+    def forward(self) -> None:
+        args, kwargs = arguments(self.form, iter([each.static for each in self.inputs]))
+        with self._aliases_in_place():
+            results = self.plain(self.module, *args, **kwargs)
+        all_of = results if isinstance(results, tuple) else (results, )
+        tensors = [value for value in all_of if isinstance(value, Tensor)]
+        if len(tensors) != 1 or not tensors[0].requires_grad:
+            raise NoGraph(f"{type(self.module).__name__} returns {len(tensors)} tensors, and a graph gives one")
+        self._output = tensors[0]
+        self.results = OUTPUT if results is self._output else tuple(
+            OUTPUT if value is self._output else value for value in results)
+
+    def backward(self) -> None:
+        differentiable = [each.static for each in self.inputs if each.static.requires_grad]
+        aliases = [self._aliases[p] for p in self.params]
+        grads = torch.autograd.grad(self._output, [*differentiable, *aliases], self.grad)
+        self.input_grads = grads[:len(differentiable)]
+        if self.params:
+            torch.cat([grad.reshape(-1) for grad in grads[len(differentiable):]], out=self.flat)
+
+    def warm_up(self, shared: dict) -> None:
+        self.forward()
+        key = "grad", self._output.shape, self._output.dtype
+        self.grad = shared.setdefault(key, torch.zeros_like(self._output, requires_grad=False))
+        self.flat = shared["flat"][:sum(p.numel() for p in self.params)] if self.params else None
+        came: list[nn.Parameter] = []
+        hooks = [alias.register_hook(lambda _, p=p: came.append(p)) for p, alias in self._aliases.items()]
+        self.backward()
+        for hook in hooks:
+            hook.remove()
+        self.params = came
+        self.sizes = [p.numel() for p in came]
+
+    def capture_forward(self, capture: Capture) -> None:
+        self._replay_forward = capture(self.forward)
+        self.output = self._output.detach()
+
+    def capture_backward(self, capture: Capture) -> None:
+        self._replay_backward = capture(self.backward)
+        self._output = None
+
+    # What runs in their place.
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        # Of nodes that get gradients at once, autograd runs the one first that was made last. ZeRO sends gradients in
+        # the order in which they come, which has to be that of ranks without graphs.
+        views = [p.view_as(p) for p in reversed(self.params)]
+        output = _Replay.apply(self, *tensors, *reversed(views))
+        if self.results is OUTPUT:
+            return output
+        return tuple(output if value is OUTPUT else value for value in self.results)
+
+    def replay_forward(self, tensors: tuple[Tensor, ...]) -> Pending:
+        pending = self.forwards.begin(self.index)
+        for each, tensor in zip(self.inputs, tensors, strict=True):
+            each.fill(tensor)
+            each.readers.add(pending)
+        self._replay_forward()
+        return pending
+
+    def replay_backward(self, pending: Pending, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the arguments' tensors and of `params`."""
+        self.forwards.end(pending)
+        for each in self.inputs:
+            each.readers.discard(pending)
+        self.grad.copy_(grad)
+        self._replay_backward()
+        inputs = iter(self.input_grads)
+        grads = [next(inputs).detach() if each.static.requires_grad else None for each in self.inputs]
+        parts = self.flat.clone().split(self.sizes) if self.params else ()  # autograd may keep them as gradients
+        return *grads, *(part.view_as(p) for part, p in zip(parts, self.params, strict=True))
+
+
+class _Replay(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, graphed: GraphedAttention, *tensors: Tensor) -> Tensor:
+        ctx.graphed, ctx.pending = graphed, graphed.replay_forward(tensors[:len(graphed.inputs)])
+        hooked = graphed.module._forward_hooks  # what a hook keeps is not to change with the next forward
+        return graphed.output.clone() if hooked else graphed.output.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.graphed.replay_backward(ctx.pending, grad)
+
+
+def captured(calls: dict[tuple[nn.Module, Form], tuple[Callable, list[Tensor | None]]],
+              ) -> dict[nn.Module, GraphedAttention]:
+    """Graphs of these calls."""
+    forwards, statics, shared = Forwards(), {}, {}
+    made = [GraphedAttention(module, plain, index, forwards, form, _inputs(form, tensors, statics))
+            for index, ((module, form), (plain, tensors)) in enumerate(calls.items())]
+    if params := max((each.params for each in made), key=lambda params: sum(p.numel() for p in params)):
+        shared["flat"] = params[0].new_empty(sum(p.numel() for p in params), requires_grad=False)
+    capture = Capture()
+    with capture.on_stream(), torch.autograd.set_multithreading_enabled(False):
+        for _ in range(WARM_UPS):
+            for each in made:
+                each.warm_up(shared)
+        with capture.without_waits():
+            for each in made:
+                each.warm_up(shared)
+        get_accelerator().synchronize()
+        for each in made:
+            each.capture_forward(capture)
+        for each in reversed(made):
+            each.capture_backward(capture)
+    return {each.module: each for each in made}
+
+
+def _inputs(form: Form, tensors: list[Tensor | None], statics: dict[Tensor, Input]) -> list[Input]:
+    """Where graphs of a call of this form read its tensors. `statics`: by those that get no gradient."""
+    device, made = torch.device(get_accelerator().current_device_name()), []
+    for wanted, tensor in zip(tensor_forms(form), tensors, strict=True):
+        made.append(statics.get(tensor) or Input(wanted.make(device)))
+        if tensor is not None:
+            statics[tensor] = made[-1]
+    return made
