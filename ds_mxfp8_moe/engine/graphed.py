@@ -75,6 +75,19 @@ def arguments(form: Form, tensors: Iterator[Tensor]) -> tuple[tuple, dict]:
             {name: value for name, value in values if name is not None})
 
 
+class Call(NamedTuple):
+    """A call of an attention module.
+
+    Attributes:
+        plain: the module's forward.
+        tensors: of the arguments; None in place of those that get a gradient.
+    """
+
+    plain: Callable
+    form: Form
+    tensors: list[Tensor | None]
+
+
 class Input:
     """Where graphs read a tensor of their arguments. Layers whose calls get the same tensor, such as the rotary
     embeddings, share one, so that it is copied once for all of them.
@@ -156,7 +169,7 @@ class Forwards:
 
     Graphs are captured in the order in which they run, forward of all modules and then backward, and share memory as
     kernels of a step do. So they have to run in this order: forward of a module only while no later one is to come
-    to, and backward of the last one.
+    to, and backward from a later to an earlier one.
     """
 
     def __init__(self):
@@ -176,38 +189,37 @@ class Forwards:
         return pending
 
     def end(self, pending: Pending) -> None:
-        if self.last() is not pending:
+        """Backward came. It may begin in the middle of a model, and does not come to the layers behind any more."""
+        if not any(each() is pending for each in self._open):
             raise RuntimeError("mxfp8_moe: backward comes to attention in another order than in the first steps, or "
                                "to the same attention again, and its CUDA graphs keep nothing for that: write "
                                '"graph_attention": false')
-        self._open.pop()
+        while self._open.pop()() is not pending:
+            pass
 
 
 class GraphedAttention:
     """The graphs of one attention module.
 
     Attributes:
-        index: the module's place in the order of forward.
         form: of its calls' arguments.
-        inputs: where the graphs read them.
+        index: the module's place in the order of forward.
+        inputs: where the graphs read the arguments' tensors.
         params: those that are trained, in the order in which their gradients come without graphs.
         output, grad, input_grads, flat: where the graphs write the output, read its gradient, and write the gradients
             of the inputs and of `params`. All layers share `grad` and `flat`: what is there leaves it before the next
             layer's comes.
     """
 
-    def __init__(self, module: nn.Module, plain: Callable, index: int, forwards: Forwards, form: Form,
-                 inputs: list[Input]):
-        self.module, self.plain, self.index, self.forwards = module, plain, index, forwards
-        self.form, self.inputs = form, inputs
+    def __init__(self, module: nn.Module, call: Call, index: int, forwards: Forwards, inputs: list[Input]):
+        self.module, self.plain, self.form = module, call.plain, call.form
+        self.index, self.forwards, self.inputs = index, forwards, inputs
         self.params = [p for p in module.parameters() if p.requires_grad]
         self._aliases = {p: nn.Parameter(p.detach()) for p in self.params}
         self._all_params, self._parts = list(module.parameters()), [*module.modules()][1:]
         self._weights = self._weights_now()
         if self._hooked() or any(p._backward_hooks for p in self.params):
             raise NoGraph(f"{type(module).__name__} has hooks")
-        if len({p.dtype for p in self.params}) > 1:
-            raise NoGraph(f"{type(module).__name__} has trained parameters of several dtypes")
 
     def _weights_now(self) -> list[tuple[int, bool]]:
         return [(p.data_ptr(), p.requires_grad) for p in self._all_params]
@@ -324,12 +336,13 @@ class _Replay(torch.autograd.Function):
         return None, *ctx.graphed.replay_backward(ctx.pending, grad)
 
 
-def captured(calls: dict[tuple[nn.Module, Form], tuple[Callable, list[Tensor | None]]],
-              ) -> dict[nn.Module, GraphedAttention]:
-    """Graphs of these calls."""
+def captured(calls: dict[nn.Module, Call]) -> dict[nn.Module, GraphedAttention]:
+    """Graphs of these calls, which are in the order of forward."""
     forwards, statics, shared = Forwards(), {}, {}
-    made = [GraphedAttention(module, plain, index, forwards, form, _inputs(form, tensors, statics))
-            for index, ((module, form), (plain, tensors)) in enumerate(calls.items())]
+    made = [GraphedAttention(module, call, index, forwards, _inputs(call, statics))
+            for index, (module, call) in enumerate(calls.items())]
+    if len({p.dtype for each in made for p in each.params}) > 1:
+        raise NoGraph("attention has trained parameters of several dtypes")
     if params := max((each.params for each in made), key=lambda params: sum(p.numel() for p in params)):
         shared["flat"] = params[0].new_empty(sum(p.numel() for p in params), requires_grad=False)
     capture = Capture()
@@ -337,9 +350,11 @@ def captured(calls: dict[tuple[nn.Module, Form], tuple[Callable, list[Tensor | N
         for _ in range(WARM_UPS):
             for each in made:
                 each.warm_up(shared)
-        with capture.without_waits():
+        with capture.without_waits():  # and with as much memory as the captures take
             for each in made:
-                each.warm_up(shared)
+                each.forward()
+            for each in reversed(made):
+                each.backward()
         get_accelerator().synchronize()
         for each in made:
             each.capture_forward(capture)
@@ -348,11 +363,11 @@ def captured(calls: dict[tuple[nn.Module, Form], tuple[Callable, list[Tensor | N
     return {each.module: each for each in made}
 
 
-def _inputs(form: Form, tensors: list[Tensor | None], statics: dict[Tensor, Input]) -> list[Input]:
-    """Where graphs of a call of this form read its tensors. `statics`: by those that get no gradient."""
+def _inputs(call: Call, statics: dict[tuple[int, Tensor], Input]) -> list[Input]:
+    """Where graphs of such a call read its tensors. `statics`: by the places and the tensors that get no gradient."""
     device, made = torch.device(get_accelerator().current_device_name()), []
-    for wanted, tensor in zip(tensor_forms(form), tensors, strict=True):
-        made.append(statics.get(tensor) or Input(wanted.make(device)))
+    for i, (wanted, tensor) in enumerate(zip(tensor_forms(call.form), call.tensors, strict=True)):
+        made.append(statics.get((i, tensor)) or Input(wanted.make(device)))
         if tensor is not None:
-            statics[tensor] = made[-1]
+            statics[i, tensor] = made[-1]
     return made

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..config import MXFP8MoEConfig
 from ..layers.patches import wrap
 from ..layers.say import print_on_rank_0
-from .graphed import Form, GraphedAttention, NoGraph, captured, form_of
+from .graphed import Call, Form, GraphedAttention, NoGraph, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
 PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is
@@ -79,7 +79,8 @@ def _destroy(engine: DeepSpeedEngine, plain: Callable) -> None:
 
 def _attend(plain: Callable, module: nn.Module, *args, **kwargs) -> Any:
     """The forward of an attention module."""
-    if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled() or (
+    of_a_base = getattr(type(module).forward, "__wrapped__", None) is not plain  # called by the module's own forward
+    if of_a_base or torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled() or (
             torch.is_autocast_enabled() or _tensors_are_watched()):
         return plain(module, *args, **kwargs)
     graphs = _GRAPHS.get(module, lambda: None)()
@@ -96,39 +97,50 @@ class AttentionGraphs:
 
     def __init__(self, asked: bool | None):
         self._asked, self._steps = asked, 0
-        # Of the step that is running, in their order: calls, with the tensors that get no gradient; and the modules
-        # to which forward (True) and backward (False) came.
-        self._calls: dict[tuple[nn.Module, Form | None], tuple[Callable, list[Tensor | None]]] = {}
-        self._passes: list[tuple[nn.Module, bool]] = []
         self._graphed: dict[nn.Module, GraphedAttention] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins the notes of a step: each module's call, in their order; the modules to which forward (True) and
+        backward (False) came; and whether the calls of each module have had one form."""
+        self._calls: dict[nn.Module, Call] = {}
+        self._passes: list[tuple[nn.Module, bool]] = []
+        self._alike = True
 
     def run(self, module: nn.Module, plain: Callable, args: tuple, kwargs: dict) -> Any:
         graphed = self._graphed.get(module)
-        if graphed is None and (self._graphed or self._steps >= PATIENCE):
+        if graphed is None and (self._graphed or self._steps >= PATIENCE or not self._alike):
             return plain(module, *args, **kwargs)
         form, tensors = form_of(args, kwargs)
-        if graphed is None:
-            self._calls[module, form] = plain, [None if tensor.requires_grad else tensor for tensor in tensors]
-            return self._noted(module, plain(module, *args, **kwargs))
-        return graphed(tensors) if graphed.fits(form, tensors) else plain(module, *args, **kwargs)
-
-    def _noted(self, module: nn.Module, results: Any) -> Any:
-        self._passes.append((module, True))
-        for value in results if isinstance(results, tuple) else (results, ):
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _: self._passes.append((module, False)))
-                break
+        if graphed is not None:
+            return graphed(tensors) if graphed.fits(form, tensors) else plain(module, *args, **kwargs)
+        results = plain(module, *args, **kwargs)
+        output = next((value for value in (results if isinstance(results, tuple) else (results, ))
+                       if isinstance(value, Tensor) and value.requires_grad), None)
+        if output is not None:
+            self._note(module, plain, form, tensors, output)
         return results
+
+    def _note(self, module: nn.Module, plain: Callable, form: Form | None, tensors: list[Tensor],
+              output: Tensor) -> None:
+        if form is None or module in self._calls and form != self._calls[module].form:
+            self._forget()
+            self._alike = False
+            return
+        self._calls[module] = Call(plain, form, [None if tensor.requires_grad else tensor for tensor in tensors])
+        passes = self._passes
+        passes.append((module, True))
+        output.register_hook(lambda _: passes.append((module, False)))
 
     def after_step(self) -> None:
         """Captures graphs once a step has shown one form of each module's calls. The first step shows nothing, since
         other things are decided in it."""
-        calls, passes, self._calls, self._passes = self._calls, self._passes, {}, []
+        calls, lasting = self._calls, self._alike and nested(self._passes)
+        self._forget()
         self._steps += 1
         if self._graphed or self._steps == 1 or self._steps > PATIENCE:
             return
-        if not calls or len({module for module, _ in calls}) < len(calls) or (
-                any(form is None for _, form in calls)) or not nested(passes):
+        if not calls or not lasting:
             if self._steps == PATIENCE:
                 self._give_up(f"in none of {PATIENCE} steps did every call of attention have arguments of the same "
                               "form, and backward come to each call once, the last one first. Micro-batches need the "
@@ -164,9 +176,12 @@ class AttentionGraphs:
 
 
 def nested(passes: list[tuple[nn.Module, bool]]) -> bool:
-    """Whether each backward came to the last forward to which none had come."""
+    """Whether forward began with the first module, and each backward came to the last forward to which none had come.
+    Under checkpointing that is reentrant, forward begins anew with each module."""
     forwards = []
     for module, forward in passes:
+        if forward and not forwards and module is not passes[0][0]:
+            return False
         if forward:
             forwards.append(module)
         elif not forwards or forwards.pop() is not module:

@@ -180,7 +180,7 @@ def _whole_model(out, *arguments):
 
 def test_whole_model(ranks1, tmp_path):
     """Full finetuning with and without checkpointing, and LoRA. A second run adds where the time goes."""
-    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-2])
+    out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-3])
     rows = ranks1.run(_whole_model, out, "--no-parts")[0]
     *_, changed = rows
     assert contenders(rows) == 2 * names + [name for name in names if name != whole_model.AUTOEP] + [

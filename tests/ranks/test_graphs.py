@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from autoep_models import FAMILIES, batch, engine
+from autoep_models import FAMILIES, batch, ds_config, engine, model
 from rank_pool import reset_deepspeed_groups
 from test_engine import enabled
 from test_trainer import trainer_of
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import graphed, graphs
 
 BF16 = {"bf16": {"enabled": True}}
@@ -153,12 +155,32 @@ def twice(net) -> list[torch.Tensor]:
     return losses
 
 
-def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=emulated, **changes) -> tuple:
+def early(net) -> list[torch.Tensor]:
+    """Backward begins at the first layer now and then, while the output of all is there."""
+    losses = []
+    for i in range(10):
+        ids = batch(i).to(net.device)
+        output = net(input_ids=ids, labels=ids, output_hidden_states=True)
+        losses.append(output.hidden_states[1].float().square().mean() if i in (5, 8) else output.loss)
+        net.backward(losses[-1])
+        net.step()
+    return [loss.detach() for loss in losses]
+
+
+def reentrant(net) -> list[torch.Tensor]:
+    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    net.module.enable_input_require_grads()
+    return plainly(net)
+
+
+def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=emulated, frozen: str = "",
+         **changes) -> tuple:
     """Losses, weights and printed lines without and with graphs; how many replays there were."""
     told = []
     for on in (False, True):
         with contexts(), mock.patch.object(graphs, "print_on_rank_0", told.append):
             net = engine({"enabled": True, "graph_attention": on}, stage, min(2, dist.get_world_size()), family=family,
+                         frozen=frozen,
                          gradient_accumulation_steps=steps_of, model_changes={"use_cache": False, **changes}, **dtype)
             told.append((train(net), [p.detach().clone() for p in net.module.parameters()], Recomputed.replays))
             net.destroy()
@@ -171,7 +193,7 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
          ("qwen3_moe", 1, 2, BF16, lengths), ("qwen3_moe", 1, 1, BF16, evaluation), ("qwen3_moe", 2, 1, BF16, pairs),
          ("qwen3_moe", 1, 2, BF16, thrown_away), ("qwen3_moe", 1, 2, BF16, kept_losses),
          ("qwen3_moe", 2, 1, BF16, uneven), ("deepseek_v3", 2, 1, BF16, uneven), ("qwen3_moe", 1, 1, BF16, padded),
-         ("qwen3_moe", 1, 1, BF16, kept_outputs)]
+         ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early)]
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family != "qwen3_moe"]
 
 
@@ -198,10 +220,50 @@ def test_two_backwards_through_a_forward_run_as_before(ranks2):
         assert losses and weights and not replays
 
 
-def test_gradients_of_several_dtypes_have_no_graph():
-    parts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double()])
-    with pytest.raises(graphed.NoGraph, match="ModuleList has trained parameters of several dtypes"):
-        graphed.GraphedAttention(parts, None, 0, graphed.Forwards(), (), [])
+def test_checkpointing_that_is_reentrant_runs_as_before(ranks2):
+    for losses, weights, _, replays in ranks2.run(both, reentrant, "qwen3_moe", 1, 1, BF16):
+        assert losses and weights and not replays
+
+
+def test_layers_without_gradients_stay_as_they_are(ranks2):
+    first = r"model\.embed_tokens.*|model\.layers\.0\.(self_attn|input_layernorm).*"
+    for losses, weights, lines, replays in ranks2.run(both, plainly, "qwen3_moe", 1, 2, BF16, frozen=first):
+        assert losses and weights and replays > 0
+        assert all("attention of 1 layers runs in CUDA graphs" in line for line in lines)
+
+
+class ScaledAttention(Qwen3MoeAttention):
+    """Computes with the forward of its base."""
+
+    def forward(self, *args, scale: float = 0.5, **kwargs):
+        output, weights = super().forward(*args, **kwargs)
+        return output * scale, weights
+
+
+def test_the_forward_of_a_base_does_not_replay(one):
+    """Not even where its arguments are those of the graph, and the module's own are not."""
+    losses = []
+    for on in (False, True):
+        net = model(use_cache=False)
+        net.model.layers[1].self_attn.__class__ = ScaledAttention
+        with emulated():
+            section = {"enabled": True, "graph_attention": on}
+            trained = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, 1, 1, **BF16))[0]
+            for i in range(5):
+                step(trained, i)
+            ids = batch(5)
+            losses.append(trained(input_ids=ids, labels=ids, scale=0.25).loss)
+        assert Recomputed.replays == on * 3 * OF_A_STEP
+        reset_deepspeed_groups()
+    assert losses[0] == losses[1]
+
+
+def test_one_tensor_in_two_places_of_a_call():
+    x, form = torch.zeros(2), graphed.TensorForm(torch.Size([2]), torch.float32, False)
+    call, statics = graphed.Call(None, ((None, form), (None, form)), [x, x]), {}
+    first, second = graphed._inputs(call, statics)
+    assert first is not second
+    assert graphed._inputs(call, statics) == [first, second]
 
 
 def in_the_trainer(directory) -> int:
