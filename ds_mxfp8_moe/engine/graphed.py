@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An attention module in CUDA graphs: their arguments, their capture, and what replays them."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,7 +139,8 @@ class Capture:
         """Work that waits for the device is an error, as in a capture. Behind a capture that failed, the process
         would go on with an allocator that still captures."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # it calls this a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
