@@ -366,7 +366,12 @@ def captured(calls: dict[nn.Module, Call]) -> dict[nn.Module, GraphedAttention]:
 
 
 def _inputs(call: Call, statics: dict[tuple[int, Tensor], Input]) -> list[Input]:
-    """Where graphs of such a call read its tensors. `statics`: by the places and the tensors that get no gradient."""
+    """Where graphs of such a call read its tensors.
+
+    Args:
+        statics: what calls of earlier layers made, by a tensor's place in its call and the tensor itself. This call
+            takes what is there, and adds what it makes. Tensors that get a gradient are not in it.
+    """
     device, made = torch.device(get_accelerator().current_device_name()), []
     for i, (wanted, tensor) in enumerate(zip(tensor_forms(call.form), call.tensors, strict=True)):
         made.append(statics.get((i, tensor)) or Input(wanted.make(device)))

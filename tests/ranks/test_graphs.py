@@ -180,8 +180,8 @@ def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=em
     for on in (False, True):
         with contexts(), mock.patch.object(graphs, "print_on_rank_0", told.append):
             net = engine({"enabled": True, "graph_attention": on}, stage, min(2, dist.get_world_size()), family=family,
-                         frozen=frozen,
-                         gradient_accumulation_steps=steps_of, model_changes={"use_cache": False, **changes}, **dtype)
+                         frozen=frozen, gradient_accumulation_steps=steps_of,
+                         model_changes={"use_cache": False, **changes}, **dtype)
             told.append((train(net), [p.detach().clone() for p in net.module.parameters()], Recomputed.replays))
             net.destroy()
     (losses, weights, none), *lines, (others, other_weights, replays) = told
