@@ -223,7 +223,7 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
              for kind in (*changes.SDPA, "flex_attention")),
            *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
            ("Liger's loss without its norms and RoPE", DEFAULT, FASTEST | LOSS_ALONE),
-           ("the same, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
+           ("Liger's loss alone, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
            ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
            ('the same, `"recipe": "mxfp8"`', MXFP8, WITHOUT_LIGER),
            ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
