@@ -130,6 +130,17 @@ def _about_model(model: torch.nn.Module) -> Iterator[str]:
         yield ("Liger-Kernel is installed, and the model does not use its norms and its loss: pass "
                "use_liger_kernel=True to the Trainer, or call transformers.integrations.liger.apply_liger_kernel("
                "model, None)")
+    if any(map(_has_ligers_loss_in_small_chunks, model.modules())):
+        yield ("Liger's loss takes few tokens at a time, since the model has many words. With Liger-Kernel 0.8.3 or "
+               "later, write model.forward = functools.partial(model.forward, chunk_mem_const=16)")
+
+
+def _has_ligers_loss_in_small_chunks(model: torch.nn.Module) -> bool:
+    """Its chunks hold as many logits as the micro-batch has hidden values, unless chunk_mem_const multiplies them."""
+    if getattr(model.forward, "__name__", None) != "lce_forward":
+        return False
+    config = model.config.get_text_config()
+    return config.vocab_size >= 16 * config.hidden_size
 
 
 def _liger_has_kernels(model_type: str | None) -> bool:

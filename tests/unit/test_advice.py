@@ -100,7 +100,8 @@ def liger(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (tmp_path / "liger_kernel/__init__.py").touch()
     (package / "__init__.py").write_text("def apply_liger_kernel_to_qwen3_moe(): ...\n"
-                                         "def forward(self, *args, **kwargs): ...\n")
+                                         "def forward(self, *args, **kwargs): ...\n"
+                                         "def lce_forward(self, *args, **kwargs): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield lambda: __import__("liger_kernel.transformers").transformers
     for name in ("liger_kernel.transformers", "liger_kernel"):
@@ -124,6 +125,19 @@ def test_what_a_model_lacks_that_would_be_faster(liger, family, attention, lines
     norm = net.model.norm
     norm.forward = liger().forward.__get__(norm)
     assert "Liger" not in "".join(about_speed({}, MXFP8MoEConfig(), net))
+
+
+def test_chunks_of_ligers_loss_are_small_where_there_are_many_words(liger):
+    net = model("qwen3_moe", use_cache=False)
+    net.model.norm.forward = liger().forward.__get__(net.model.norm)
+    net.forward = liger().lce_forward.__get__(net)
+    net.config.vocab_size = 16 * net.config.hidden_size - 1
+    assert about_speed({}, MXFP8MoEConfig(), net) == []
+    net.config.vocab_size += 1
+    line, = about_speed({}, MXFP8MoEConfig(), net)
+    assert line.startswith("Liger's loss takes few tokens at a time") and "chunk_mem_const=16" in line
+    net.forward = functools.partial(net.forward, chunk_mem_const=16)
+    assert about_speed({}, MXFP8MoEConfig(), net) == []
 
 
 def test_without_liger_nothing_is_said_of_it():
