@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An attention module in CUDA graphs: their arguments, their capture, and what replays them."""
 
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,11 +36,11 @@ CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 def form_of(args: tuple, kwargs: dict) -> tuple[Form | None, list[Tensor]]:
     """What has to be the same in two calls for a graph of one to be a graph of the other, and the call's tensors.
-    None: there are arguments of other kinds, such as caches."""
+    None: there are arguments of other kinds, such as caches, or that autograd gives what a graph writes anew."""
     tensors: list[Tensor] = []
 
     def told(value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not (value.requires_grad and value.is_leaf):
             tensors.append(value)
             return TensorForm(value.shape, value.dtype, value.requires_grad)
         if isinstance(value, tuple):
@@ -102,15 +103,20 @@ class Input:
         self.readers: weakref.WeakSet[Pending] = weakref.WeakSet()
 
     def _holds(self, tensor: Tensor) -> bool:
-        return self._from is tensor and self._version == tensor._version
+        """Whether the tensor is there, if it has readers. Without any, it may have changed without a new version."""
+        return self._from is tensor and self._version == _version(tensor)
 
     def takes(self, tensor: Tensor) -> bool:
         return self._holds(tensor) or not self.readers
 
     def fill(self, tensor: Tensor) -> None:
-        if not self._holds(tensor):
+        if not (self.readers and self._holds(tensor)):
             self.static.detach().copy_(tensor)
-            self._from, self._version = tensor if not self.static.requires_grad else None, tensor._version
+            self._from, self._version = tensor if not self.static.requires_grad else None, _version(tensor)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------
@@ -157,6 +163,22 @@ class Capture:
 
 class NoGraph(Exception):
     """Why a module cannot have graphs."""
+
+
+class NoGraphYet(NoGraph):
+    """Why it cannot have them now."""
+
+
+def held_by(module: nn.Module) -> list:
+    """What the module and its parts hold but hooks: parameters, attributes, and what is in their dicts and lists. A
+    graph computes with what was there when it was captured, such as the scale of a LoRA adapter."""
+    held = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if "hook" not in name:
+                held.append(value)
+                held += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return held
 
 
 class Pending:
@@ -219,12 +241,16 @@ class GraphedAttention:
         self.params = [p for p in module.parameters() if p.requires_grad]
         self._aliases = {p: nn.Parameter(p.detach()) for p in self.params}
         self._all_params, self._parts = list(module.parameters()), [*module.modules()][1:]
-        self._weights = self._weights_now()
+        self._weights, self._held = self._weights_now(), held_by(module)
         if self._hooked() or any(p._backward_hooks for p in self.params):
-            raise NoGraph(f"{type(module).__name__} has hooks")
+            raise NoGraphYet(f"{type(module).__name__} has hooks")
 
     def _weights_now(self) -> list[tuple[int, bool]]:
         return [(p.data_ptr(), p.requires_grad) for p in self._all_params]
+
+    def _holds_the_same(self) -> bool:
+        held = held_by(self.module)
+        return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
     def _hooked(self) -> bool:
         return any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
@@ -232,8 +258,9 @@ class GraphedAttention:
 
     def fits(self, form: Form | None, tensors: list[Tensor]) -> bool:
         """Whether the graphs may compute a call with these arguments now."""
-        return (form == self.form and self.forwards.before(self.index) and self._weights == self._weights_now()
-                and not self._hooked() and all(map(Input.takes, self.inputs, tensors)))
+        return (form == self.form and self.forwards.before(self.index) and self._holds_the_same()
+                and self._weights == self._weights_now() and not self._hooked()
+                and all(map(Input.takes, self.inputs, tensors)))
 
     @contextmanager
     def _aliases_in_place(self) -> Iterator[None]:
@@ -255,10 +282,12 @@ class GraphedAttention:
         args, kwargs = arguments(self.form, iter([each.static for each in self.inputs]))
         with self._aliases_in_place():
             results = self.plain(self.module, *args, **kwargs)
-        all_of = results if isinstance(results, tuple) else (results, )
+        all_of = results if type(results) is tuple else (results, )
         tensors = [value for value in all_of if isinstance(value, Tensor)]
         if len(tensors) != 1 or not tensors[0].requires_grad:
             raise NoGraph(f"{type(self.module).__name__} returns {len(tensors)} tensors, and a graph gives one")
+        if others := [value for value in all_of if not isinstance(value, (Tensor, *CONSTANTS))]:
+            raise NoGraph(f"{type(self.module).__name__} returns a {type(others[0]).__name__} beside its output")
         self._output = tensors[0]
         self.results = OUTPUT if results is self._output else tuple(
             OUTPUT if value is self._output else value for value in results)
@@ -267,7 +296,10 @@ class GraphedAttention:
         differentiable = [each.static for each in self.inputs if each.static.requires_grad]
         aliases = [self._aliases[p] for p in self.params]
         grads = torch.autograd.grad(self._output, [*differentiable, *aliases], self.grad)
-        self.input_grads = grads[:len(differentiable)]
+        # One may be the output's gradient itself, which all layers share.
+        shared = self.grad.untyped_storage().data_ptr()
+        self.input_grads = [grad.clone() if grad.untyped_storage().data_ptr() == shared else grad
+                            for grad in grads[:len(differentiable)]]
         if self.params:
             torch.cat([grad.reshape(-1) for grad in grads[len(differentiable):]], out=self.flat)
 

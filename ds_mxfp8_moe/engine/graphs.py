@@ -3,12 +3,13 @@
 
 The attention of a layer is about a hundred small kernels of other libraries, forward and backward. The host takes
 longer to launch them than the device takes to run them. Here it launches two graphs in their place, with the same
-bits.
+bits. Where more than attention reads the same hidden values, as in FlexOlmo and Cohere2-MoE, their gradient is added
+up in another order.
 
 Graphs are captured between two steps, once every call of a step had arguments of the same form: shapes, dtypes and
-constants. Calls of other forms run as before. So do evaluation, compiled models, a forward under checkpointing, and a
-second forward before the backward of the first one, whose activations a graph would overwrite. Other ranks may do
-either, since gradients come to ZeRO in the same order.
+constants. Calls of other forms run as before. So do evaluation, compiled models, a forward under checkpointing, a
+module that was changed, and a second forward before the backward of the first one, whose activations a graph would
+overwrite. Other ranks may do either, since gradients come to ZeRO in the same order.
 
 With "graph_attention": false there are no graphs. Without the key, those of transformers' own attention are made if
 memory allows it. With true, those of every module whose class is called Attention.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from ..config import MXFP8MoEConfig
 from ..layers.patches import wrap
 from ..layers.say import print_on_rank_0
-from .graphed import Call, Form, GraphedAttention, NoGraph, captured, form_of
+from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
 PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is
@@ -152,7 +153,8 @@ class AttentionGraphs:
         try:
             graphed = captured(calls)
         except NoGraph as reason:
-            self._give_up(str(reason))
+            if not isinstance(reason, NoGraphYet) or self._steps == PATIENCE:
+                self._give_up(str(reason))
             return
         except Exception as error:  # of any library
             self._steps = PATIENCE

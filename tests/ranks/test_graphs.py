@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`graph_attention`: attention in CUDA graphs trains as attention without. Here a replay computes again what was
-captured, into the same memory, as a graph does on a GPU (tests/gpu/test_graphs_gpu.py)."""
+"""`graph_attention`: attention in CUDA graphs trains as attention without. Here a replay runs the operators again that
+were captured, on the same memory, as a graph does on a GPU (tests/gpu/test_graphs_gpu.py)."""
 
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from autoep_models import FAMILIES, batch, ds_config, engine, model
 from rank_pool import reset_deepspeed_groups
 from test_engine import enabled
 from test_trainer import trainer_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import ds_mxfp8_moe
@@ -21,22 +24,46 @@ from ds_mxfp8_moe.engine import graphed, graphs
 BF16 = {"bf16": {"enabled": True}}
 
 
-class Recomputed:
+class Operators(TorchDispatchMode):
+    """Notes each operator with its arguments and its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        results = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, results))
+        return results
+
+
+def tensors_of(values) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+class Recorded:
     """In place of graphed.Capture."""
 
     replays = 0
     on_stream = without_waits = nullcontext
 
     def __call__(self, work):
-        work()
-        attention = work.__self__
+        with Operators() as operators:
+            work()
 
         def replay():
-            Recomputed.replays += 1
-            with torch.enable_grad():
-                work()
-            if work.__name__ == "forward":
-                attention.output.copy_(attention._output.detach())
+            Recorded.replays += 1
+            with torch.no_grad():
+                for operator, args, kwargs, results in operators.calls:
+                    read = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
+                    made = [tensor for tensor in tensors_of(results) if tensor.untyped_storage()._cdata not in read]
+                    if operator._schema.is_mutable:
+                        operator(*args, **kwargs)
+                    elif made:  # else they are views
+                        again = zip(tensors_of(results), tensors_of(operator(*args, **kwargs)), strict=True)
+                        for result, new in again:
+                            if any(result is one for one in made):
+                                result.copy_(new)
 
         return replay
 
@@ -44,9 +71,9 @@ class Recomputed:
 def emulated() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(graphs, "has_graphs", lambda: True))
-    stack.enter_context(mock.patch.object(graphed, "Capture", Recomputed))
+    stack.enter_context(mock.patch.object(graphed, "Capture", Recorded))
     stack.enter_context(mock.patch.object(graphs, "free_bytes", lambda: 2**60))
-    Recomputed.replays = 0
+    Recorded.replays = 0
     return stack
 
 
@@ -134,6 +161,32 @@ def padded(net) -> list[torch.Tensor]:
     return losses
 
 
+def same_mask(net) -> list[torch.Tensor]:
+    """A mask that changes without a new version, in one tensor."""
+    ids = batch(0).to(net.device)
+    mask = torch.ones(len(ids), 1, 16, 16, dtype=torch.bool, device=net.device).tril()
+    losses = []
+    for i in range(8):
+        mask.data[..., 1:, 0] = i % 2 == 0
+        losses.append(net(input_ids=ids, attention_mask=mask, labels=ids).loss)
+        net.backward(losses[-1])
+        net.step()
+    return [loss.detach() for loss in losses]
+
+
+def inference_tensors(net) -> list[torch.Tensor]:
+    """Positions that have no version."""
+    losses = []
+    for i in range(6):
+        ids = batch(i).to(net.device)
+        with torch.inference_mode():
+            positions = torch.arange(16, device=net.device).expand_as(ids).clone()
+        losses.append(net(input_ids=ids, position_ids=positions, labels=ids).loss)
+        net.backward(losses[-1])
+        net.step()
+    return [loss.detach() for loss in losses]
+
+
 def kept_outputs(net) -> list[torch.Tensor]:
     """What a hook keeps of each micro-batch."""
     kept = []
@@ -182,7 +235,7 @@ def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=em
             net = engine({"enabled": True, "graph_attention": on}, stage, min(2, dist.get_world_size()), family=family,
                          frozen=frozen, gradient_accumulation_steps=steps_of,
                          model_changes={"use_cache": False, **changes}, **dtype)
-            told.append((train(net), [p.detach().clone() for p in net.module.parameters()], Recomputed.replays))
+            told.append((train(net), [p.detach().clone() for p in net.module.parameters()], Recorded.replays))
             net.destroy()
     (losses, weights, none), *lines, (others, other_weights, replays) = told
     assert none == 0
@@ -193,6 +246,7 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
          ("qwen3_moe", 1, 2, BF16, lengths), ("qwen3_moe", 1, 1, BF16, evaluation), ("qwen3_moe", 2, 1, BF16, pairs),
          ("qwen3_moe", 1, 2, BF16, thrown_away), ("qwen3_moe", 1, 2, BF16, kept_losses),
          ("qwen3_moe", 2, 1, BF16, uneven), ("deepseek_v3", 2, 1, BF16, uneven), ("qwen3_moe", 1, 1, BF16, padded),
+         ("qwen3_moe", 1, 1, BF16, same_mask), ("qwen3_moe", 1, 1, BF16, inference_tensors),
          ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early)]
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family != "qwen3_moe"]
 
@@ -253,7 +307,7 @@ def test_the_forward_of_a_base_does_not_replay(one):
                 step(trained, i)
             ids = batch(5)
             losses.append(trained(input_ids=ids, labels=ids, scale=0.25).loss)
-        assert Recomputed.replays == on * 3 * OF_A_STEP
+        assert Recorded.replays == on * 3 * OF_A_STEP
     assert losses[0] == losses[1]
 
 
@@ -269,7 +323,7 @@ def in_the_trainer(directory) -> int:
     """It passes more to a model than a loop of one's own, and switches caches off."""
     with enabled(), emulated():
         trainer_of(directory, 1, None).train()
-    return Recomputed.replays
+    return Recorded.replays
 
 
 def test_the_trainer_gets_graphs(ranks2, tmp_path):
@@ -289,10 +343,10 @@ def started(asked: bool | None = None, family: str = "qwen3_moe", stage: int = 1
 
 
 def replays_of(net, steps: int = 4) -> int:
-    Recomputed.replays = 0
+    Recorded.replays = 0
     for i in range(steps):
         step(net, i)
-    return Recomputed.replays
+    return Recorded.replays
 
 
 OF_A_STEP = 2 * 2  # two layers, forward and backward
@@ -318,6 +372,84 @@ def test_a_copy_and_changed_modules_have_no_graphs(one):
         assert replays_of(net, 1) == OF_A_STEP
         attention.q_proj.weight.data = attention.q_proj.weight.data.clone()
         assert replays_of(net, 1) == OF_A_STEP // 2
+
+
+class Scaled(torch.nn.Linear):
+    """Its scale is in a dict, as that of LoRA's adapters."""
+
+    def forward(self, x):
+        return super().forward(x) * self.scaling["default"]
+
+
+def with_a_new_scale(attention) -> None:
+    attention.o_proj.scaling["default"] = 0.5
+
+
+def with_an_attribute_changed(attention) -> None:
+    attention.scaling *= 0.5
+
+
+def with_a_weight_replaced(attention) -> None:
+    attention.q_proj.weight = torch.nn.Parameter(attention.q_proj.weight.detach() * 0.5)
+
+
+def with_a_part_replaced(attention) -> None:
+    attention.q_proj = torch.nn.Sequential(attention.q_proj, torch.nn.Tanh())
+
+
+@pytest.mark.parametrize("change", [with_a_new_scale, with_an_attribute_changed, with_a_weight_replaced,
+                                    with_a_part_replaced])
+def test_a_changed_module_trains_alike(one, change):
+    def train(net) -> list[torch.Tensor]:
+        attention = net.module.model.layers[0].self_attn
+        attention.o_proj.__class__, attention.o_proj.scaling = Scaled, {"default": 1.0}
+        losses = [step(net, i) for i in range(4)]
+        change(attention)
+        return losses + [step(net, i) for i in range(3)]
+
+    losses, weights, _, replays = both(train, "qwen3_moe", 1, 1, BF16)
+    assert losses and weights
+    assert replays == 2 * OF_A_STEP + 3 * OF_A_STEP // 2  # the other layer's go on
+
+
+def test_graphs_come_once_hooks_are_gone(one):
+    """Such as those of a step after one that was skipped."""
+    with emulated():
+        net = started()
+        hook = net.module.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
+        assert replays_of(net) == 0
+        hook.remove()
+        assert replays_of(net, 2) == OF_A_STEP
+
+
+class Added(torch.nn.Linear):
+    """The gradient of what is added is that of the output."""
+
+    def forward(self, x, added):
+        return super().forward(x) + added
+
+
+def test_what_two_layers_read_gets_both_gradients(one):
+    layers = [Added(8, 8), Added(8, 8)]
+    leaves = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
+    found = []
+    with emulated():
+        x, added = (leaf * 2 for leaf in leaves)
+        form, _ = graphed.form_of((x, added), {})
+        replayed = graphed.captured({layer: graphed.Call(Added.forward, form, [None, None]) for layer in layers})
+        for call in (lambda layer, *args: replayed[layer](list(args)), lambda layer, *args: layer(*args)):
+            x, added = (leaf * 2 for leaf in leaves)
+            for layer in layers:
+                x = call(layer, x, added)
+            found.append(torch.autograd.grad(x.sum(), [*leaves, *layers[0].parameters()]))
+    assert all(map(torch.equal, *found))
+
+
+def test_leaves_that_get_gradients_have_no_graphs():
+    """They may keep a gradient as it comes, and the next one would be in the same memory."""
+    leaf = torch.zeros(2, requires_grad=True)
+    assert graphed.form_of((leaf, ), {}) == (None, [])
+    assert graphed.form_of((leaf * 1, ), {})[0] is not None
 
 
 def test_a_second_backward_is_refused(one):
@@ -369,10 +501,32 @@ def test_what_a_graph_cannot_do_runs_as_before(one, change, reason):
         assert len(lines) == bool(asked) and all(reason in line for line in lines)
 
 
+class Named(NamedTuple):
+    output: torch.Tensor
+    weights: None = None
+
+
+@pytest.mark.parametrize("results, reason", [
+    (Named, "returns 0 tensors"), (lambda output: (output, {}), "returns a dict beside its output")],
+                         ids=["named tuple", "dict"])
+def test_results_of_other_kinds_have_no_graphs(one, results, reason):
+    class Attention(Qwen3MoeAttention):
+        def forward(self, *args, **kwargs):
+            return results(super().forward(*args, **kwargs)[0])
+
+    net, lines = model(use_cache=False), []
+    net.model.layers[1].self_attn.__class__ = Attention
+    with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append):
+        section = {"enabled": True, "graph_attention": True}
+        trained = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, 1, 1, **BF16))[0]
+        assert replays_of(trained) == 0
+    assert len(lines) == 1 and f"Attention {reason}" in lines[0]
+
+
 def test_an_error_of_a_capture_is_said(one):
     lines = []
     with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append), (
-            mock.patch.object(Recomputed, "__call__", side_effect=RuntimeError("not while capturing"))):
+            mock.patch.object(Recorded, "__call__", side_effect=RuntimeError("not while capturing"))):
         assert replays_of(started()) == 0
     assert len(lines) == 1 and "RuntimeError('not while capturing')" in lines[0]
 
