@@ -36,8 +36,8 @@ CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 def form_of(args: tuple, kwargs: dict) -> tuple[Form | None, list[Tensor]]:
     """What has to be the same in two calls for a graph of one to be a graph of the other, and the call's tensors.
-    None: there are arguments of other kinds, such as caches, or leaves that get gradients. A leaf may keep the gradient
-    that it is given, and a graph writes into that memory again."""
+    None: there are arguments of other kinds, such as caches, or leaves that get gradients. A leaf may keep the
+    gradient that it is given, and a graph writes into that memory again."""
     tensors: list[Tensor] = []
 
     def told(value: Any) -> Any:
