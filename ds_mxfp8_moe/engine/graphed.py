@@ -104,7 +104,8 @@ class Input:
         self.readers: weakref.WeakSet[Pending] = weakref.WeakSet()
 
     def _holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is there, if it has readers. Without any, it may have changed without a new version."""
+        """Whether this tensor was copied last. It may have changed without a new version since an earlier micro-batch,
+        so this counts only while there are readers."""
         return self._from is tensor and self._version == _version(tensor)
 
     def takes(self, tensor: Tensor) -> bool:
@@ -167,19 +168,7 @@ class NoGraph(Exception):
 
 
 class NoGraphYet(NoGraph):
-    """Why it cannot have them now."""
-
-
-def held_by(module: nn.Module) -> list:
-    """What the module and its parts hold but hooks: parameters, attributes, and what is in their dicts and lists. A
-    graph computes with what was there when it was captured, such as the scale of a LoRA adapter."""
-    held = []
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if "hook" not in name:
-                held.append(value)
-                held += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return held
+    """Why it cannot have them now. It may have them after a later step."""
 
 
 class Pending:
@@ -242,15 +231,26 @@ class GraphedAttention:
         self.params = [p for p in module.parameters() if p.requires_grad]
         self._aliases = {p: nn.Parameter(p.detach()) for p in self.params}
         self._all_params, self._parts = list(module.parameters()), [*module.modules()][1:]
-        self._weights, self._held = self._weights_now(), held_by(module)
+        self._weights, self._held = self._weights_now(), self._held_now()
         if self._hooked() or any(p._backward_hooks for p in self.params):
             raise NoGraphYet(f"{type(module).__name__} has hooks")
 
     def _weights_now(self) -> list[tuple[int, bool]]:
         return [(p.data_ptr(), p.requires_grad) for p in self._all_params]
 
+    def _held_now(self) -> list:
+        """What the module and its parts hold but hooks: parameters, parts, attributes, and what is in dicts and lists
+        among these. A graph computes with what was there at its capture, such as the scale of a LoRA adapter."""
+        held = []
+        for part in (self.module, *self._parts):
+            for name, value in vars(part).items():
+                if "hook" not in name:
+                    held.append(value)
+                    held += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return held
+
     def _holds_the_same(self) -> bool:
-        held = held_by(self.module)
+        held = self._held_now()
         return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
     def _hooked(self) -> bool:
@@ -399,7 +399,7 @@ def captured(calls: dict[nn.Module, Call]) -> dict[nn.Module, GraphedAttention]:
 
 
 def _inputs(call: Call, statics: dict[tuple[int, Tensor], Input]) -> list[Input]:
-    """Where graphs of such a call read its tensors.
+    """Makes or finds the place from which the graphs of such a call read each of its tensors.
 
     Args:
         statics: what calls of earlier layers made, by a tensor's place in its call and the tensor itself. This call

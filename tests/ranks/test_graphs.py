@@ -77,13 +77,14 @@ def emulated() -> ExitStack:
     return stack
 
 
-def loss_of(net, i: int, length: int = 16) -> torch.Tensor:
+def loss_of(net, i: int, length: int = 16, **others) -> torch.Tensor:
     ids = batch(i, length=length).to(net.device)
-    return net(input_ids=ids, labels=ids).loss
+    return net(input_ids=ids, labels=ids, **others).loss
 
 
-def step(net, i: int, length: int = 16) -> torch.Tensor:
-    loss = loss_of(net, i, length)
+def step(net, i: int, length: int = 16, **others) -> torch.Tensor:
+    """`others`: arguments of the model."""
+    loss = loss_of(net, i, length, **others)
     net.backward(loss)
     net.step()
     return loss.detach()
@@ -163,28 +164,22 @@ def padded(net) -> list[torch.Tensor]:
 
 def same_mask(net) -> list[torch.Tensor]:
     """A mask that changes without a new version, in one tensor."""
-    ids = batch(0).to(net.device)
-    mask = torch.ones(len(ids), 1, 16, 16, dtype=torch.bool, device=net.device).tril()
+    mask = torch.ones(len(batch(0)), 1, 16, 16, dtype=torch.bool, device=net.device).tril()
     losses = []
     for i in range(8):
         mask.data[..., 1:, 0] = i % 2 == 0
-        losses.append(net(input_ids=ids, attention_mask=mask, labels=ids).loss)
-        net.backward(losses[-1])
-        net.step()
-    return [loss.detach() for loss in losses]
+        losses.append(step(net, 0, attention_mask=mask))
+    return losses
 
 
 def inference_tensors(net) -> list[torch.Tensor]:
     """Positions that have no version."""
     losses = []
     for i in range(6):
-        ids = batch(i).to(net.device)
         with torch.inference_mode():
-            positions = torch.arange(16, device=net.device).expand_as(ids).clone()
-        losses.append(net(input_ids=ids, position_ids=positions, labels=ids).loss)
-        net.backward(losses[-1])
-        net.step()
-    return [loss.detach() for loss in losses]
+            positions = torch.arange(16, device=net.device).expand(len(batch(i)), -1).clone()
+        losses.append(step(net, i, position_ids=positions))
+    return losses
 
 
 def kept_outputs(net) -> list[torch.Tensor]:
@@ -294,19 +289,23 @@ class ScaledAttention(Qwen3MoeAttention):
         return output * scale, weights
 
 
+def started_with(attention: type, on: bool):
+    """An engine whose second layer has attention of this class."""
+    net = model(use_cache=False)
+    net.model.layers[1].self_attn.__class__ = attention
+    section = {"enabled": True, "graph_attention": on}
+    return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, 1, 1, **BF16))[0]
+
+
 def test_the_forward_of_a_base_does_not_replay(one):
     """Not even where its arguments are those of the graph, and the module's own are not."""
     losses = []
     for on in (False, True):
-        net = model(use_cache=False)
-        net.model.layers[1].self_attn.__class__ = ScaledAttention
         with emulated():
-            section = {"enabled": True, "graph_attention": on}
-            trained = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, 1, 1, **BF16))[0]
+            net = started_with(ScaledAttention, on)
             for i in range(5):
-                step(trained, i)
-            ids = batch(5)
-            losses.append(trained(input_ids=ids, labels=ids, scale=0.25).loss)
+                step(net, i)
+            losses.append(loss_of(net, 5, scale=0.25))
         assert Recorded.replays == on * 3 * OF_A_STEP
     assert losses[0] == losses[1]
 
@@ -514,12 +513,9 @@ def test_results_of_other_kinds_have_no_graphs(one, results, reason):
         def forward(self, *args, **kwargs):
             return results(super().forward(*args, **kwargs)[0])
 
-    net, lines = model(use_cache=False), []
-    net.model.layers[1].self_attn.__class__ = Attention
+    lines = []
     with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append):
-        section = {"enabled": True, "graph_attention": True}
-        trained = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, 1, 1, **BF16))[0]
-        assert replays_of(trained) == 0
+        assert replays_of(started_with(Attention, True)) == 0
     assert len(lines) == 1 and f"Attention {reason}" in lines[0]
 
 
