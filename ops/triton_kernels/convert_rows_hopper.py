@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two more warps in a Hopper GEMM, which convert MXFP8 rows while the others multiply. In Gluon.
+"""Three more warps in a Hopper GEMM, which convert MXFP8 rows while the others multiply. In Gluon.
 
 A weight gradient contracts over rows. bf16 tensor cores take rows as they lie, but dequantised. FP8 tensor cores take
 columns, with scales for blocks along them. A pass before the GEMM could convert rows, but it is bound by memory, which
@@ -7,11 +7,11 @@ idles during the GEMM. So these warps do the work of that pass during the GEMM. 
 global memory, once. Converting where the tensor cores read would convert a value again for every tile that uses it,
 and shared memory has no bandwidth left for it.
 
-The warps draw tiles of 128 x 128 values from a counter, a few at a time, until none is left. They load by TMA, two
-tiles ahead, and store by TMA. `done` counts the converted tiles of each block of 128 rows. A tile is counted only
-after the next one is converted, so that the warps do not wait for its stores. The GEMM's producer waits until the rows
-that it brings next are converted. No program waits for one that has not started, since a program that draws a tile
-also writes it.
+Two warps convert tiles of 128 x 128 values and take them to memory by TMA. The third one, the mover, draws tiles from
+a counter, a few at a time, until none is left. It brings them by TMA, two tiles ahead, and their scales. `done` counts
+the converted tiles of each block of 128 rows. The mover counts a tile after the next one is converted, so that no warp
+waits for its stores. The GEMM's producer waits until the rows that it brings next are converted. No program waits for
+one that has not started, since a program that draws a tile also writes it.
 
 Tiles are drawn in the order of the rows. To dequantise, a program first draws rows of the expert whose gradient it
 computes, then rows of the experts that it computes next.
@@ -27,6 +27,16 @@ An operand is a tuple `g` or `a`:
 
 Two TMA descriptors belong to each operand, which Triton does not take inside tuples: one of its words [P, K / 4], and
 one of the converted words, [P, K / 2] if dequantised and [K, P / 4] if transposed.
+
+The warps share a tuple `room`, which `allocate` makes. A tile is brought and converted in two halves.
+
+    0  smem         words of four halves
+    1  index_smem   which tile it is, for four tiles. -1 if none is left
+    2  scale_smem   for four tiles, the scales to dequantise them, or int32 factors to transpose them
+    3  out_smem     converted words, in two stages
+    4  full         barriers: a half has come, and what is known of its tile
+    5  empty        barriers: a half was read
+    6  stored       barriers, for four tiles: the tile before this one is in memory
 
 examples/guides/measurements.md has what this gains.
 """
@@ -44,12 +54,11 @@ from .library import cdiv
 
 
 @gluon.jit
-def _count_tile(done, block, pending: gl.constexpr):
-    """Adds 1 to `done[block]` once all stores but the last `pending` boxes are in memory. Nothing if block is -1."""
+def _wait_for_stores(pending: gl.constexpr):
+    """Waits until all stores but the last `pending` boxes are in memory."""
     gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
                               [], gl.int32, False, 1)
     barrier()
-    gl.atomic_add(done + block, 1, block >= 0, sem="release")
 
 
 @gluon.jit
@@ -107,24 +116,76 @@ def _locate(index, g, a):
 
 
 @gluon.jit
-def _load_tile(index, there, slot, g_desc, g, a_desc, a, smem, landed, B: gl.constexpr):
-    """Starts to load a tile into a slot, and returns the bytes of its scales [128, 128 / B].
-
-    Nothing is loaded if not `there`.
-    """
+def _scale_bytes(index, there, g, a, B: gl.constexpr):
+    """A tile's scales [128, 128 / B], or zeros if not `there`."""
     BLOCKS: gl.constexpr = 128 // B
-    layout: gl.constexpr = gl.BlockedLayout([2, BLOCKS], [32, 1], [2, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([4, BLOCKS], [32, 1], [1, 1], [1, 0])
     block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
-    bar = landed.index(slot)
-    mbarrier.expect(bar, 128 * 128, pred=there)
-    for i in gl.static_range(4):
-        at = [block * 128 + 32 * i, tile * 32]
-        async_load(g_desc, at, bar, smem.index(slot * 4 + i), pred=there & of_g)
-        async_load(a_desc, at, bar, smem.index(slot * 4 + i), pred=there & (not of_g))
     p = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
     k = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, layout)), 0)
     scale += (block * 128).to(gl.int64) * step_p + (tile * BLOCKS).to(gl.int64) * step_k
     return gl.load(scale + (p * step_p + k * step_k), (k * (B // 4) < words - tile * 32) & there, other=0)
+
+
+@gluon.jit
+def _factors(byte, largest):
+    """What transposing multiplies the rows of a tile with, for `largest` as the new scale: int32, twice a float16.
+
+    They are exact, down to a factor with which every e4m3 value rounds to 0.
+    """
+    factor = ((127 - gl.minimum(largest - byte, 126)) << 23).to(gl.float32, bitcast=True).to(gl.float16)
+    return factor.to(gl.int16, bitcast=True).to(gl.int32) * 0x10001
+
+
+@gluon.jit
+def _tell(index_smem, step, index):
+    """Tells `convert` which tile a step has. -1 if none is left."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index_smem.index(step % 4).store(gl.full([1], 0, gl.int32, layout) + index)
+    barrier()
+
+
+@gluon.jit
+def _wait_for_half(empty, step, i: gl.constexpr):
+    """Waits until the tile before the last one leaves its half i to the tile of this step."""
+    mbarrier.wait(empty.index(step % 2 * 2 + i), (step // 2 & 1) ^ 1)
+
+
+@gluon.jit
+def _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE: gl.constexpr):
+    """Brings the tile of a step.
+
+    byte: its scales. Transposing gives the tile one scale, the largest of them. A new cast could choose half of it, if
+    the largest value had been rounded to 224.
+    """
+    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
+    if TRANSPOSE:
+        byte = byte.to(gl.int32)
+        largest = gl.max(gl.max(byte, 1), 0)
+        scale_smem.index(step % 4).store(_factors(byte, largest))
+        gl.store(out_scale + block * gl.cdiv(words, 32) + tile, largest.to(gl.uint8))
+    else:
+        scale_smem.index(step % 4).store(byte)
+    _tell(index_smem, step, index)
+    for i in gl.static_range(2):
+        half = step % 2 * 2 + i
+        bar = full.index(half)
+        if TRANSPOSE:
+            at = [0, block * 8, tile * 32 + 16 * i]
+        else:
+            at = [block * 128 + 64 * i, tile * 32]
+        _wait_for_half(empty, step, i)
+        mbarrier.expect(bar, 128 * 64)
+        async_load(g_desc, at, bar, smem.index(half), pred=of_g)
+        async_load(a_desc, at, bar, smem.index(half), pred=not of_g)
+
+
+@gluon.jit
+def _count_tile(stored, step, done, block):
+    """Adds 1 to `done[block]` once the tile before that of a step is in memory. Nothing if step is negative."""
+    mbarrier.wait(stored.index(step % 4), step // 4 & 1, pred=step >= 0)
+    gl.atomic_add(done + block, 1, block >= 0, sem="release")
 
 
 @gluon.jit
@@ -161,50 +222,53 @@ def _wait_for_boxes(pending: gl.constexpr):
 
 
 @gluon.jit
-def _write(out_smem, first: gl.constexpr, boxes: gl.constexpr, g_out, a_out, of_g, row, column, width: gl.constexpr):
-    """Starts to store boxes by TMA, side by side along the columns."""
-    fence_async_shared()
-    for i in gl.static_range(boxes):
-        if of_g:
-            async_store(g_out, [row, column + i * width], out_smem.index(first + i))
-        else:
-            async_store(a_out, [row, column + i * width], out_smem.index(first + i))
+def _dequantise(room, step, g_out, a_out, of_g, block, tile, B: gl.constexpr):
+    """Dequantises a tile and starts to store it: bf16 [128, 128]. In four rounds of 32 rows.
 
-
-@gluon.jit
-def _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B: gl.constexpr):
-    """Dequantises a tile and starts to store it: bf16 [128, 128]."""
+    The tile's first half has come. A half is 64 rows.
+    """
+    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
     BLOCKS: gl.constexpr = 128 // B
     SIDE: gl.constexpr = max(BLOCKS // 2, 1)
-    # A thread holds words of both halves of a row, since a box of TMA takes at most 128 bytes of a row.
-    read: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [2, 1], [1, 0])
-    by_block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, SIDE, 8 // SIDE], [2, 1, 1], [2, 1, 0])
-    written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [2, 1], [1, 0])
-    scale_smem.store(power_of_two(byte).to(gl.int32, bitcast=True))
-    barrier()
+    # A thread holds words of both halves of a row, since a box of TMA takes at most 128 bytes of a row. Threads are
+    # dealt to rows first: the swizzle then keeps them off each other's banks, both when they read and when they write.
+    read: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [2, 1], [0, 1])
+    by_block: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, SIDE, 4 // SIDE], [2, 1, 1], [0, 2, 1])
+    written: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [0, 1])
+    scales = scale_smem.index(step % 4)
     for i in gl.static_range(4):
-        word = smem.index(slot * 4 + i).load(read)
-        power = scale_smem.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)).to(gl.float32, bitcast=True)
+        half = step % 2 * 2 + i // 2
+        if i == 2:
+            mbarrier.wait(full.index(half), step // 2 & 1)
+        word = smem.index(half).slice(i % 2 * 32, 32).load(read)
+        power = power_of_two(scales.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)))
         power = gl.expand_dims(power, 2).broadcast_to([32, BLOCKS, B // 4]).reshape([32, 32])
         pairs = gl.join(*_dequantised(word, gl.convert_layout(power, read, assert_trivial=True))).reshape([32, 64])
         left, right = gl.split(pairs.reshape([32, 2, 32]).permute((0, 2, 1)))
-        halves = (gl.convert_layout(left, written, assert_trivial=True),
-                  gl.convert_layout(right, written, assert_trivial=True))
+        sides = (gl.convert_layout(left, written, assert_trivial=True),
+                 gl.convert_layout(right, written, assert_trivial=True))
         _wait_for_boxes(2)
-        for half in gl.static_range(2):
-            out_smem.index(i % 2 * 2 + half).store(halves[half])
-        _write(out_smem, i % 2 * 2, 2, g_out, a_out, of_g, block * 128 + 32 * i, tile * 64, 32)
+        if i % 2 == 1:
+            mbarrier.arrive(empty.index(half))
+        for side in gl.static_range(2):
+            out_smem.index(i % 2 * 2 + side).store(sides[side])
+        fence_async_shared()
+        for side in gl.static_range(2):
+            at = [block * 128 + 32 * i, tile * 64 + 32 * side]
+            if of_g:
+                async_store(g_out, at, out_smem.index(i % 2 * 2 + side))
+            else:
+                async_store(a_out, at, out_smem.index(i % 2 * 2 + side))
 
 
 @gluon.jit
-def _rows_of_four(x, layout: gl.constexpr):
-    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 of x, each in `layout`. One thread holds the four."""
-    x = x.reshape([x.shape[0] // 4, 2, 2, x.shape[1]]).permute((0, 3, 1, 2))
+def _rows_of_four(x):
+    """The rows 4i, 4i + 1, 4i + 2 and 4i + 3 along x's first axis. One thread holds the four."""
+    x = x.reshape([x.shape[0] // 4, 2, 2, x.shape[1], x.shape[2]]).permute((0, 3, 4, 1, 2))
     even, odd = gl.split(x)
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
-    return (gl.convert_layout(x0, layout, assert_trivial=True), gl.convert_layout(x1, layout, assert_trivial=True),
-            gl.convert_layout(x2, layout, assert_trivial=True), gl.convert_layout(x3, layout, assert_trivial=True))
+    return x0, x1, x2, x3
 
 
 @gluon.jit
@@ -263,29 +327,33 @@ def _transposed(w0, w1, w2, w3, f0, f1, f2, f3):
 
 
 @gluon.jit
-def _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile):
+def _transpose(room, step, g_out, a_out, of_g, block, tile):
     """Transposes a tile and starts to store it: e4m3 [128 columns, 128 rows] with one scale.
 
-    The scale is the largest of the rows' scales. A new cast could choose half of it, if the largest value had been
-    rounded to 224. Factors are float16. They are exact, down to a factor with which every e4m3 value rounds to 0.
+    The tile's first half has come. A half is 64 columns. It lies in shared memory as [16, 8, 16] words: first those of
+    the rows 0, 16, 32 and so on. A thread takes 16 neighbouring rows, so that it writes 16 neighbouring bytes of a
+    column, and eight threads take 128 rows. The swizzle then keeps them off each other's banks, both when they read
+    and when they write.
     """
-    read: gl.constexpr = gl.BlockedLayout([4, 4], [8, 4], [1, 2], [1, 0])
-    four: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, 2], [1, 0])
-    byte = byte.to(gl.int32)
-    largest = gl.max(gl.max(byte, 1), 0)
-    gl.store(out_scale + block * gl.cdiv(words, 32) + tile, largest.to(gl.uint8))
-    factor = ((127 - gl.minimum(largest - byte, 126)) << 23).to(gl.float32, bitcast=True).to(gl.float16)
-    scale_smem.store(factor.to(gl.int16, bitcast=True).to(gl.int32) * 0x10001)
-    barrier()
-    for i in gl.static_range(4):
-        rows = _rows_of_four(smem.index(slot * 4 + i).load(read), four)
-        factors = _rows_of_four(scale_smem.slice(i * 32, 32).load(gl.BlockedLayout([4, 1], [8, 4], [1, 2], [1, 0])),
-                                four)
-        c0, c1, c2, c3 = _transposed(*rows, *factors)
-        columns = gl.join(gl.join(c0, c2), gl.join(c1, c3)).permute((1, 2, 3, 0)).reshape([128, 8])
-        _wait_for_boxes(3)
+    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    read: gl.constexpr = gl.BlockedLayout([16, 1, 2], [1, 8, 4], [1, 1, 2], [1, 2, 0])
+    factor = scale_smem.index(step % 4).reshape([8, 16, 1]).permute((1, 0, 2))
+    for i in gl.static_range(2):
+        half = step % 2 * 2 + i
+        if i == 1:
+            mbarrier.wait(full.index(half), step // 2 & 1)
+        words = _rows_of_four(smem.index(half).load(read))
+        factors = _rows_of_four(factor.load(read).broadcast_to([16, 8, 16]))
+        c0, c1, c2, c3 = _transposed(*words, *factors)
+        columns = gl.join(gl.join(c0, c2), gl.join(c1, c3)).permute((2, 3, 4, 1, 0)).reshape([64, 32])
+        _wait_for_boxes(1)
+        mbarrier.arrive(empty.index(half))
         out_smem.index(i).store(columns)
-        _write(out_smem, i, 1, g_out, a_out, of_g, tile * 128, block * 32 + 8 * i, 0)
+        fence_async_shared()
+        if of_g:
+            async_store(g_out, [tile * 128 + 64 * i, block * 32], out_smem.index(i))
+        else:
+            async_store(a_out, [tile * 128 + 64 * i, block * 32], out_smem.index(i))
 
 
 @gluon.jit
@@ -302,7 +370,8 @@ def _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
     Returns:
         out_tile, at least E * tiles_per_expert if nothing is left to convert; the tile to convert; and left.
     """
-    DRAWN: gl.constexpr = 4  # tiles at a time, since a draw is a round trip to L2
+    # Tiles at a time. Fewer come in the order in which the GEMM needs them, more save round trips to L2.
+    DRAWN: gl.constexpr = 1 if BY_EXPERT else 2
     index += 1
     while (left == 0) & (out_tile < E * tiles_per_expert):
         if BY_EXPERT:
@@ -321,60 +390,89 @@ def _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
 
 
 @gluon.jit
-def convert(g_desc, g_out, g, a_desc, a_out, a, ends, E, tiles_per_expert, smem, out_smem, scale_smem, landed,
-            tickets, done, B: gl.constexpr, TRANSPOSE: gl.constexpr):
-    """The two warps: convert the rows up to the last group's end.
-
-    TRANSPOSE re-scales and transposes them, with one scale for each tile. Without it they are dequantised to bf16.
-    """
-    BOXES: gl.constexpr = 4 if TRANSPOSE else 8
-    BUFFERS: gl.constexpr = landed.shape[0]
+def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B: gl.constexpr,
+         TRANSPOSE: gl.constexpr):
+    """The mover: brings the rows up to the last group's end to `convert`, and counts what is converted."""
+    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
     tiles = tiles_in_block(g, a)
     none = gl.to_tensor(0)
     out_tile, index, left = _draw_tile(gl.program_id(0), none, none, ends, tickets, E, tiles_per_expert, tiles,
                                        not TRANSPOSE)
     there = out_tile < E * tiles_per_expert
-    byte = _load_tile(index, there, 0, g_desc, g, a_desc, a, smem, landed, B)
-    out_tile, following, left = _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
-                                           not TRANSPOSE)
-    next_there = out_tile < E * tiles_per_expert
-    next_byte = _load_tile(following, next_there, 1, g_desc, g, a_desc, a, smem, landed, B)
+    byte = _scale_bytes(index, there, g, a, B)
     step = 0
-    before = -1
+    last, before, uncounted = -1, -1, -1  # blocks of the three tiles before this one
     while there:
-        out_tile, after, left = _draw_tile(out_tile, following, left, ends, tickets, E, tiles_per_expert, tiles,
-                                           not TRANSPOSE)
-        slot = step % BUFFERS
-        block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
-        mbarrier.wait(landed.index(slot), step // BUFFERS & 1)
-        if TRANSPOSE:
-            _transpose(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, out_scale, words, block, tile)
-        else:
-            _dequantise(smem, out_smem, scale_smem, slot, byte, g_out, a_out, of_g, block, tile, B)
-        _count_tile(done, before, BOXES)  # its barrier also ensures that every thread has read the slot
-        byte = next_byte
-        there = next_there
-        next_there = out_tile < E * tiles_per_expert
-        next_byte = _load_tile(after, next_there, slot, g_desc, g, a_desc, a, smem, landed, B)
-        before = block
+        # The next tile's scales come while this one waits for its halves.
+        out_tile, following, left = _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
+                                               not TRANSPOSE)
+        there = out_tile < E * tiles_per_expert
+        next_byte = _scale_bytes(following, there, g, a, B)
+        _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE)
+        _count_tile(stored, step - 2, done, uncounted)
+        uncounted = before
+        before = last
+        last = index // tiles
         index = following
-        following = after
+        byte = next_byte
         step += 1
-    _count_tile(done, before, 0)
+    _wait_for_half(empty, step, 0)
+    _tell(index_smem, step, -1)
+    mbarrier.arrive(full.index(step % 2 * 2))
+    _count_tile(stored, step - 2, done, uncounted)
+    _count_tile(stored, step - 1, done, before)
+    _count_tile(stored, step, done, last)
 
 
 @gluon.jit
-def allocate(desc, out, B: gl.constexpr):
-    """Allocates the shared memory and the barriers of the two warps."""
-    BUFFERS: gl.constexpr = 2
+def _tile_there(index_smem, step):
+    """Which tile a step has. -1 if none is left."""
+    return gl.max(index_smem.index(step % 4).load(gl.BlockedLayout([1], [32], [2], [0])), 0)
+
+
+@gluon.jit
+def convert(g_out, g, a_out, a, room, B: gl.constexpr, TRANSPOSE: gl.constexpr):
+    """The two warps that convert what the mover brings.
+
+    TRANSPOSE re-scales and transposes it, with one scale for each tile. Without it, it is dequantised to bf16.
+    """
+    BOXES: gl.constexpr = 2 if TRANSPOSE else 8
+    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    step = 0
+    mbarrier.wait(full.index(0), 0)
+    index = _tile_there(index_smem, 0)
+    while index >= 0:
+        block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
+        if TRANSPOSE:
+            _transpose(room, step, g_out, a_out, of_g, block, tile)
+        else:
+            _dequantise(room, step, g_out, a_out, of_g, block, tile, B)
+        _wait_for_stores(BOXES)
+        mbarrier.arrive(stored.index(step % 4))
+        step += 1
+        mbarrier.wait(full.index(step % 2 * 2), step // 2 & 1)
+        index = _tile_there(index_smem, step)
+    _wait_for_stores(0)
+    mbarrier.arrive(stored.index(step % 4))
+
+
+@gluon.jit
+def allocate(desc, out, B: gl.constexpr, TRANSPOSE: gl.constexpr):
+    """The `room` of the three warps."""
     box: gl.constexpr = out.block_shape
-    smem = gl.allocate_shared_memory(gl.int32, [BUFFERS * 4, 32, 32], desc.layout)
-    out_smem = gl.allocate_shared_memory(gl.int32, [4, box[0], box[1]], out.layout)
-    scale_smem = gl.allocate_shared_memory(gl.int32, [128, 128 // B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    landed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(landed.index(i), count=1)
-    return smem, out_smem, scale_smem, landed
+    smem = gl.allocate_shared_memory(gl.int32, [4] + desc.block_shape, desc.layout)
+    index_smem = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    scale_smem = gl.allocate_shared_memory(gl.int32 if TRANSPOSE else gl.uint8, [4, 128, 128 // B],
+                                           gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    out_smem = gl.allocate_shared_memory(gl.int32, [4096 // (box[0] * box[1]), box[0], box[1]], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(stored.index(i), count=1)
+    return smem, index_smem, scale_smem, out_smem, full, empty, stored
 
 
 def counters(E: int, P: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -385,20 +483,23 @@ def counters(E: int, P: int, device: torch.device) -> tuple[torch.Tensor, torch.
 
 def conversion_of(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
                 out_scale: torch.Tensor | None = None) -> tuple[TensorDescriptor, TensorDescriptor, tuple]:
-    """The descriptors and the tuple with which `convert` converts MXFP8 rows into `out`.
+    """The descriptors and the tuple with which the warps convert MXFP8 rows into `out`.
 
     Args:
         scale: [P, K / block size].
         out_scale: scales of the transposed form. With None the rows are dequantised.
     """
-    words = data_PK.view(torch.int32)
-    out_box = [32, 32] if out_scale is None else [128, 8]
-    return descriptor(words, [32, 32]), descriptor(out.view(torch.int32), out_box), (
-        scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(data_PK.shape[1], 128),
-        words.shape[1])
+    words, out = data_PK.view(torch.int32), out.view(torch.int32)
+    P, row = words.shape
+    if out_scale is None:
+        descriptors = descriptor(words, [64, 32]), descriptor(out, [32, 32])
+    else:  # 16 neighbouring rows apart, see _transpose
+        descriptors = (descriptor(words, [16, 8, 16], [16, P // 16, row], [row, 16 * row, 1]),
+                       descriptor(out, [64, 32]))
+    return *descriptors, (scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(row, 32), row)
 
 
 def no_conversion(other: tuple) -> tuple:
-    """What `convert` takes for an operand that needs no conversion. `other`: what it takes for the other operand."""
+    """As `conversion_of`, of an operand that needs no conversion. `other`: that of the other operand."""
     desc, out, values = other
     return desc, out, (*values[:4], 0, values[5])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients in 16 bits on Hopper's tensor cores, in Gluon: out[e] = g[rows of e]^T a[rows of e].
 
-The tensor cores read rows [P, N] and [P, K] as they lie and accumulate in float32. Two more warps dequantise MXFP8
-operands while the others multiply (convert_rows_hopper.py).
+The tensor cores read rows [P, N] and [P, K] as they lie and accumulate in float32. Three more warps dequantise
+MXFP8 operands while the others multiply (convert_rows_hopper.py).
 
 The design is that of grouped_gemm_hopper.py. A persistent program on each multiprocessor computes tiles of 128 by 256
 values of one expert's gradient. One warp, the producer, brings operands by TMA. Two warpgroups multiply, 64 rows of
@@ -38,6 +38,7 @@ from .convert_rows_hopper import (
     conversion_of,
     convert,
     counters,
+    move,
     no_conversion,
     rows_of,
     tiles_in_block,
@@ -216,17 +217,17 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
     if ADD:
         landed = landings()
     if B:
-        smem, converted, scale_smem, loaded = allocate(mx_a_desc, mx_a_out, B)
+        room = allocate(mx_a_desc, mx_a_out, B, False)
         gl.warp_specialize([
             (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
                              k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
             (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
                              k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
-            (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
-                       smem, converted, scale_smem, loaded, tickets, done, B, False)),
+            (convert, (mx_g_out, mx_g, mx_a_out, mx_a, room, B, False)),
             (_produce_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
                              tiles_in_block(mx_g, mx_a), STRIP, STAGES, B)),
-        ], [4, 2, 1], [208, 88, 88])
+            (move, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, n_tiles * k_tiles, room, tickets, done, B, False)),
+        ], [4, 2, 1, 1], [208, 88, 88, 88])
     else:
         gl.warp_specialize([
             (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,

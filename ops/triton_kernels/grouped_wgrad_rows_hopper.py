@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients in MXFP8 from rows, on Hopper in Gluon: out[e] = g[rows of e]^T a[rows of e].
 
-FP8 tensor cores read along the contraction only, so rows have to be transposed and re-scaled along it. Two warps do
+FP8 tensor cores read along the contraction only, so rows have to be transposed and re-scaled along it. Three warps do
 that while the others multiply (convert_rows_hopper.py). A tile of 128 x 128 values gets one scale. A product of two
 tiles then has one scale, too. The warps that multiply load the two bytes themselves while the tensor cores work. With
 a scale for each column of g and of a, scaling would take twice the instructions.
@@ -21,6 +21,7 @@ from .convert_rows_hopper import (
     conversion_of,
     convert,
     counters,
+    move,
     rows_of,
     tiles_in_block,
     wait_for_rows,
@@ -154,21 +155,21 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     landed = full
     if ADD:
         landed = landings()
-    smem, converted, scale_smem, loaded = allocate(mx_a_desc, mx_a_out, 128)
+    room = allocate(mx_a_desc, mx_a_out, 128, True)
     gl.warp_specialize([
         (_consume, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale, ends, E, N, K,
                     split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
         (_consume, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale, ends, E, N, K,
                     split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
-        (convert, (mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, ends, E, n_tiles * k_tiles,
-                   smem, converted, scale_smem, loaded, tickets, done, 128, True)),
+        (convert, (mx_g_out, mx_g, mx_a_out, mx_a, room, 128, True)),
         (_produce, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, K, n_tiles, k_tiles, done,
                     tiles_in_block(mx_g, mx_a), STRIP, STAGES)),
-    ], [4, 2, 1], [208, 88, 88])
+        (move, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, n_tiles * k_tiles, room, tickets, done, 128, True)),
+    ], [4, 2, 1, 1], [208, 88, 88, 88])
 
 
 def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
-    """Memory for the column form [K, P] and its scales [P / 128, ceil(K / 128)], and what `convert` takes."""
+    """Memory for the column form [K, P] and its scales [P / 128, ceil(K / 128)], and what `conversion_of` returns."""
     P, K = data_PK.shape
     data_KP = torch.empty(K, P, dtype=data_PK.dtype, device=data_PK.device)
     tile_scale = torch.empty(P // 128, cdiv(K, 128), dtype=torch.uint8, device=data_PK.device)
