@@ -493,7 +493,9 @@ def conversion_of(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
     P, row = words.shape
     if out_scale is None:
         descriptors = descriptor(words, [64, 32]), descriptor(out, [32, 32])
-    else:  # 16 neighbouring rows apart, see _transpose
+    else:
+        # 16 neighbouring rows apart, see _transpose. The driver takes strides in any order, though its manual asks for
+        # growing ones.
         descriptors = (descriptor(words, [16, 8, 16], [16, P // 16, row], [row, 16 * row, 1]),
                        descriptor(out, [64, 32]))
     return *descriptors, (scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(row, 32), row)
