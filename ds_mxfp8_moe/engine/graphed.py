@@ -399,7 +399,7 @@ def captured(calls: dict[nn.Module, Call]) -> dict[nn.Module, GraphedAttention]:
 
 
 def _inputs(call: Call, statics: dict[tuple[int, Tensor], Input]) -> list[Input]:
-    """Makes or finds the place from which the graphs of such a call read each of its tensors.
+    """Returns an Input for each tensor of such a call: a new one, or that of an earlier layer.
 
     Args:
         statics: what calls of earlier layers made, by a tensor's place in its call and the tensor itself. This call

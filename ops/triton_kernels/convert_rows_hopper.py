@@ -141,14 +141,21 @@ def _factors(byte, largest):
 def _tell(index_smem, step, index):
     """Tells `convert` which tile a step has. -1 if none is left."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    index_smem.index(step % 4).store(gl.full([1], 0, gl.int32, layout) + index)
+    index_smem.index(step % 4).store(gl.full([1], index, gl.int32, layout))
     barrier()
+
+
+@gluon.jit
+def _half(step, i: gl.constexpr):
+    """Where half i of a step's tile lies, and the parity of its turn there."""
+    return step % 2 * 2 + i, step // 2 & 1
 
 
 @gluon.jit
 def _wait_for_half(empty, step, i: gl.constexpr):
     """Waits until the tile before the last one leaves its half i to the tile of this step."""
-    mbarrier.wait(empty.index(step % 2 * 2 + i), (step // 2 & 1) ^ 1)
+    half, turn = _half(step, i)
+    mbarrier.wait(empty.index(half), turn ^ 1)
 
 
 @gluon.jit
@@ -169,7 +176,7 @@ def _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE: gl.constexp
         scale_smem.index(step % 4).store(byte)
     _tell(index_smem, step, index)
     for i in gl.static_range(2):
-        half = step % 2 * 2 + i
+        half, turn = _half(step, i)
         bar = full.index(half)
         if TRANSPOSE:
             at = [0, block * 8, tile * 32 + 16 * i]
@@ -222,6 +229,15 @@ def _wait_for_boxes(pending: gl.constexpr):
 
 
 @gluon.jit
+def _store_box(g_out, a_out, of_g, at, box):
+    """Starts to store a box by TMA."""
+    if of_g:
+        async_store(g_out, at, box)
+    else:
+        async_store(a_out, at, box)
+
+
+@gluon.jit
 def _dequantise(room, step, g_out, a_out, of_g, block, tile, B: gl.constexpr):
     """Dequantises a tile and starts to store it: bf16 [128, 128]. In four rounds of 32 rows.
 
@@ -230,16 +246,16 @@ def _dequantise(room, step, g_out, a_out, of_g, block, tile, B: gl.constexpr):
     smem, index_smem, scale_smem, out_smem, full, empty, stored = room
     BLOCKS: gl.constexpr = 128 // B
     SIDE: gl.constexpr = max(BLOCKS // 2, 1)
-    # A thread holds words of both halves of a row, since a box of TMA takes at most 128 bytes of a row. Threads are
+    # A thread holds words of both sides of a row, since a box of TMA takes at most 128 bytes of a row. Threads are
     # dealt to rows first: the swizzle then keeps them off each other's banks, both when they read and when they write.
     read: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [2, 1], [0, 1])
     by_block: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, SIDE, 4 // SIDE], [2, 1, 1], [0, 2, 1])
     written: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [0, 1])
     scales = scale_smem.index(step % 4)
     for i in gl.static_range(4):
-        half = step % 2 * 2 + i // 2
+        half, turn = _half(step, i // 2)
         if i == 2:
-            mbarrier.wait(full.index(half), step // 2 & 1)
+            mbarrier.wait(full.index(half), turn)
         word = smem.index(half).slice(i % 2 * 32, 32).load(read)
         power = power_of_two(scales.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)))
         power = gl.expand_dims(power, 2).broadcast_to([32, BLOCKS, B // 4]).reshape([32, 32])
@@ -254,11 +270,8 @@ def _dequantise(room, step, g_out, a_out, of_g, block, tile, B: gl.constexpr):
             out_smem.index(i % 2 * 2 + side).store(sides[side])
         fence_async_shared()
         for side in gl.static_range(2):
-            at = [block * 128 + 32 * i, tile * 64 + 32 * side]
-            if of_g:
-                async_store(g_out, at, out_smem.index(i % 2 * 2 + side))
-            else:
-                async_store(a_out, at, out_smem.index(i % 2 * 2 + side))
+            _store_box(g_out, a_out, of_g, [block * 128 + 32 * i, tile * 64 + 32 * side],
+                       out_smem.index(i % 2 * 2 + side))
 
 
 @gluon.jit
@@ -339,9 +352,9 @@ def _transpose(room, step, g_out, a_out, of_g, block, tile):
     read: gl.constexpr = gl.BlockedLayout([16, 1, 2], [1, 8, 4], [1, 1, 2], [1, 2, 0])
     factor = scale_smem.index(step % 4).reshape([8, 16, 1]).permute((1, 0, 2))
     for i in gl.static_range(2):
-        half = step % 2 * 2 + i
+        half, turn = _half(step, i)
         if i == 1:
-            mbarrier.wait(full.index(half), step // 2 & 1)
+            mbarrier.wait(full.index(half), turn)
         words = _rows_of_four(smem.index(half).load(read))
         factors = _rows_of_four(factor.load(read).broadcast_to([16, 8, 16]))
         c0, c1, c2, c3 = _transposed(*words, *factors)
@@ -350,10 +363,7 @@ def _transpose(room, step, g_out, a_out, of_g, block, tile):
         mbarrier.arrive(empty.index(half))
         out_smem.index(i).store(columns)
         fence_async_shared()
-        if of_g:
-            async_store(g_out, [tile * 128 + 64 * i, block * 32], out_smem.index(i))
-        else:
-            async_store(a_out, [tile * 128 + 64 * i, block * 32], out_smem.index(i))
+        _store_box(g_out, a_out, of_g, [tile * 128 + 64 * i, block * 32], out_smem.index(i))
 
 
 @gluon.jit
@@ -418,7 +428,8 @@ def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B
         step += 1
     _wait_for_half(empty, step, 0)
     _tell(index_smem, step, -1)
-    mbarrier.arrive(full.index(step % 2 * 2))
+    half, turn = _half(step, 0)
+    mbarrier.arrive(full.index(half))
     _count_tile(stored, step - 2, done, uncounted)
     _count_tile(stored, step - 1, done, before)
     _count_tile(stored, step, done, last)
@@ -450,7 +461,8 @@ def convert(g_out, g, a_out, a, room, B: gl.constexpr, TRANSPOSE: gl.constexpr):
         _wait_for_stores(BOXES)
         mbarrier.arrive(stored.index(step % 4))
         step += 1
-        mbarrier.wait(full.index(step % 2 * 2), step // 2 & 1)
+        half, turn = _half(step, 0)
+        mbarrier.wait(full.index(half), turn)
         index = _tile_there(index_smem, step)
     _wait_for_stores(0)
     mbarrier.arrive(stored.index(step % 4))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`graph_attention`: attention in CUDA graphs trains as attention without. Here a replay runs the operators again that
-were captured, on the same memory, as a graph does on a GPU (tests/gpu/test_graphs_gpu.py)."""
+"""`graph_attention`: attention in CUDA graphs trains as attention without. Here recorded operators stand in for graphs
+(recorded_graphs.py). tests/gpu/test_graphs_gpu.py has real ones."""
 
-from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from typing import NamedTuple
 from unittest import mock
@@ -12,69 +11,15 @@ import torch
 import torch.distributed as dist
 from autoep_models import FAMILIES, batch, ds_config, engine, model
 from rank_pool import reset_deepspeed_groups
+from recorded_graphs import Recorded, emulated
 from test_engine import enabled
 from test_trainer import trainer_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import graphed, graphs
 
 BF16 = {"bf16": {"enabled": True}}
-
-
-class Operators(TorchDispatchMode):
-    """Notes each operator with its arguments and its results."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        results = operator(*args, **(kwargs or {}))
-        self.calls.append((operator, args, kwargs or {}, results))
-        return results
-
-
-def tensors_of(values) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-class Recorded:
-    """In place of graphed.Capture."""
-
-    replays = 0
-    on_stream = without_waits = nullcontext
-
-    def __call__(self, work):
-        with Operators() as operators:
-            work()
-
-        def replay():
-            Recorded.replays += 1
-            with torch.no_grad():
-                for operator, args, kwargs, results in operators.calls:
-                    read = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
-                    made = [tensor for tensor in tensors_of(results) if tensor.untyped_storage()._cdata not in read]
-                    if operator._schema.is_mutable:
-                        operator(*args, **kwargs)
-                    elif made:  # else they are views
-                        again = zip(tensors_of(results), tensors_of(operator(*args, **kwargs)), strict=True)
-                        for result, new in again:
-                            if any(result is one for one in made):
-                                result.copy_(new)
-
-        return replay
-
-
-def emulated() -> ExitStack:
-    stack = ExitStack()
-    stack.enter_context(mock.patch.object(graphs, "has_graphs", lambda: True))
-    stack.enter_context(mock.patch.object(graphed, "Capture", Recorded))
-    stack.enter_context(mock.patch.object(graphs, "free_bytes", lambda: 2**60))
-    Recorded.replays = 0
-    return stack
 
 
 def loss_of(net, i: int, length: int = 16, **others) -> torch.Tensor:
