@@ -7,11 +7,11 @@ idles during the GEMM. So these warps do the work of that pass during the GEMM. 
 global memory, once. Converting where the tensor cores read would convert a value again for every tile that uses it,
 and shared memory has no bandwidth left for it.
 
-Two warps convert tiles of 128 x 128 values and take them to memory by TMA. The third one, the mover, draws tiles from
-a counter, a few at a time, until none is left. It brings them by TMA, two tiles ahead, and their scales. `done` counts
-the converted tiles of each block of 128 rows. The mover counts a tile after the next one is converted, so that no warp
-waits for its stores. The GEMM's producer waits until the rows that it brings next are converted. No program waits for
-one that has not started, since a program that draws a tile also writes it.
+Two warps convert tiles of 128 x 128 values. They write whole lines to memory, past shared memory, whose bandwidth the
+GEMM needs. The third one, the mover, draws tiles from a counter, a few at a time, until none is left. It brings them
+by TMA, two tiles ahead, and their scales. `done` counts the converted tiles of each block of 128 rows. The GEMM's
+producer waits until the rows that it brings next are converted. No program waits for one that has not started, since a
+program that draws a tile also writes it.
 
 Tiles are drawn in the order of the rows. To dequantise, a program first draws rows of the expert whose gradient it
 computes, then rows of the experts that it computes next.
@@ -24,19 +24,19 @@ An operand is a tuple `g` or `a`:
     3  out_scale    uint8, scales of the converted form. Used only when transposing
     4  tiles        tiles in a block of 128 rows. 0 if the operand needs no conversion
     5  words        4-byte words in a row
+    6  out          int32, the converted words: [P, K / 2] if dequantised, [K, P / 4] if transposed
+    7  out_step     the stride along out's rows
 
-Two TMA descriptors belong to each operand, which Triton does not take inside tuples: one of its words [P, K / 4], and
-one of the converted words, [P, K / 2] if dequantised and [K, P / 4] if transposed.
+A TMA descriptor of its words [P, K / 4] belongs to each operand, which Triton does not take inside tuples.
 
 The warps share a tuple `room`, which `allocate` makes. A tile is brought and converted in two halves.
 
     0  smem         words of four halves
     1  index_smem   which tile it is, for four tiles. -1 if none is left
     2  scale_smem   for four tiles, the scales to dequantise them, or int32 factors to transpose them
-    3  out_smem     converted words, in two stages
-    4  full         barriers: a half has come, and what is known of its tile
-    5  empty        barriers: a half was read
-    6  stored       barriers, for four tiles: the tile before this one is in memory
+    3  full         barriers: a half has come, and what is known of its tile
+    4  empty        barriers: a half was read
+    5  stored       barriers, for four tiles: the tile is written
 
 examples/guides/measurements.md has what this gains.
 """
@@ -44,21 +44,13 @@ examples/guides/measurements.md has what this gains.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .format import power_of_two
-from .gluon_names import async_load, async_store, barrier
+from .gluon_names import async_load, barrier
 from .grouped_gemm_hopper import descriptor
 from .library import cdiv
-
-
-@gluon.jit
-def _wait_for_stores(pending: gl.constexpr):
-    """Waits until all stores but the last `pending` boxes are in memory."""
-    gl.inline_asm_elementwise(f"cp.async.bulk.wait_group {pending}; fence.proxy.async.global; mov.u32 $0, 0;", "=r",
-                              [], gl.int32, False, 1)
-    barrier()
 
 
 @gluon.jit
@@ -108,11 +100,11 @@ def _locate(index, g, a):
     """Where a tile belongs: its block of rows, whether it is g's, its number in the block, and its operand's tuple."""
     tile = index % tiles_in_block(g, a)
     of_g = tile < g[4]
-    scale, step_p, step_k, out_scale, words = g[0], g[1], g[2], g[3], g[5]
+    scale, step_p, step_k, out_scale, words, out, out_step = g[0], g[1], g[2], g[3], g[5], g[6], g[7]
     if not of_g:
         tile -= g[4]
-        scale, step_p, step_k, out_scale, words = a[0], a[1], a[2], a[3], a[5]
-    return index // tiles_in_block(g, a), of_g, tile, scale, step_p, step_k, out_scale, words
+        scale, step_p, step_k, out_scale, words, out, out_step = a[0], a[1], a[2], a[3], a[5], a[6], a[7]
+    return index // tiles_in_block(g, a), of_g, tile, scale, step_p, step_k, out_scale, words, out, out_step
 
 
 @gluon.jit
@@ -120,7 +112,7 @@ def _scale_bytes(index, there, g, a, B: gl.constexpr):
     """A tile's scales [128, 128 / B], or zeros if not `there`."""
     BLOCKS: gl.constexpr = 128 // B
     layout: gl.constexpr = gl.BlockedLayout([4, BLOCKS], [32, 1], [1, 1], [1, 0])
-    block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
+    block, of_g, tile, scale, step_p, step_k, out_scale, words, out, out_step = _locate(index, g, a)
     p = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, layout)), 1)
     k = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, layout)), 0)
     scale += (block * 128).to(gl.int64) * step_p + (tile * BLOCKS).to(gl.int64) * step_k
@@ -165,8 +157,8 @@ def _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE: gl.constexp
     byte: its scales. Transposing gives the tile one scale, the largest of them. A new cast could choose half of it, if
     the largest value had been rounded to 224.
     """
-    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
-    block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
+    smem, index_smem, scale_smem, full, empty, stored = room
+    block, of_g, tile, scale, step_p, step_k, out_scale, words, out, out_step = _locate(index, g, a)
     if TRANSPOSE:
         byte = byte.to(gl.int32)
         largest = gl.max(gl.max(byte, 1), 0)
@@ -186,13 +178,6 @@ def _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE: gl.constexp
         mbarrier.expect(bar, 128 * 64)
         async_load(g_desc, at, bar, smem.index(half), pred=of_g)
         async_load(a_desc, at, bar, smem.index(half), pred=not of_g)
-
-
-@gluon.jit
-def _count_tile(stored, step, done, block):
-    """Adds 1 to `done[block]` once the tile before that of a step is in memory. Nothing if step is negative."""
-    mbarrier.wait(stored.index(step % 4), step // 4 & 1, pred=step >= 0)
-    gl.atomic_add(done + block, 1, block >= 0, sem="release")
 
 
 @gluon.jit
@@ -222,35 +207,29 @@ def _dequantised(word, power):
 
 
 @gluon.jit
-def _wait_for_boxes(pending: gl.constexpr):
-    """Waits until all stores but the last `pending` boxes have read their shared memory."""
-    tma.store_wait(pending)
-    barrier()
+def _free(empty, half):
+    """Tells the mover that both warps have read a half.
 
-
-@gluon.jit
-def _store_box(g_out, a_out, of_g, at, box):
-    """Starts to store a box by TMA."""
-    if of_g:
-        async_store(g_out, at, box)
-    else:
-        async_store(a_out, at, box)
-
-
-@gluon.jit
-def _dequantise(room, step, g_out, a_out, of_g, block, tile, B: gl.constexpr):
-    """Dequantises a tile and starts to store it: bf16 [128, 128]. In four rounds of 32 rows.
-
-    The tile's first half has come. A half is 64 rows.
+    The mover then brings other rows there by TMA, which does not wait for reads that are under way. The fence does.
     """
-    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(empty.index(half))
+
+
+@gluon.jit
+def _dequantise(room, step, block, tile, words, out, out_step, B: gl.constexpr):
+    """Dequantises a tile: bf16 [128, 128], in four rounds of 32 rows. Its first half has come. A half is 64 rows."""
+    smem, index_smem, scale_smem, full, empty, stored = room
     BLOCKS: gl.constexpr = 128 // B
-    SIDE: gl.constexpr = max(BLOCKS // 2, 1)
-    # A thread holds words of both sides of a row, since a box of TMA takes at most 128 bytes of a row. Threads are
-    # dealt to rows first: the swizzle then keeps them off each other's banks, both when they read and when they write.
-    read: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [2, 1], [0, 1])
-    by_block: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, SIDE, 4 // SIDE], [2, 1, 1], [0, 2, 1])
-    written: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [0, 1])
+    read: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [2, 1], [1, 0])
+    by_block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [2, BLOCKS, 16 // BLOCKS], [2, 1, 1], [2, 1, 0])
+    written: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, written)), 1)
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, written)), 0)
+    out += (block * 128).to(gl.int64) * out_step + tile * 64
+    at = gl.multiple_of(row * gl.multiple_of(out_step, 16) + column, [1, 4])
+    inside = column < words * 2 - tile * 64
     scales = scale_smem.index(step % 4)
     for i in gl.static_range(4):
         half, turn = _half(step, i // 2)
@@ -260,18 +239,9 @@ def _dequantise(room, step, g_out, a_out, of_g, block, tile, B: gl.constexpr):
         power = power_of_two(scales.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)))
         power = gl.expand_dims(power, 2).broadcast_to([32, BLOCKS, B // 4]).reshape([32, 32])
         pairs = gl.join(*_dequantised(word, gl.convert_layout(power, read, assert_trivial=True))).reshape([32, 64])
-        left, right = gl.split(pairs.reshape([32, 2, 32]).permute((0, 2, 1)))
-        sides = (gl.convert_layout(left, written, assert_trivial=True),
-                 gl.convert_layout(right, written, assert_trivial=True))
-        _wait_for_boxes(2)
         if i % 2 == 1:
-            mbarrier.arrive(empty.index(half))
-        for side in gl.static_range(2):
-            out_smem.index(i % 2 * 2 + side).store(sides[side])
-        fence_async_shared()
-        for side in gl.static_range(2):
-            _store_box(g_out, a_out, of_g, [block * 128 + 32 * i, tile * 64 + 32 * side],
-                       out_smem.index(i % 2 * 2 + side))
+            _free(empty, half)
+        gl.store(out + (at + i * 32 * out_step), gl.convert_layout(pairs, written, assert_trivial=True), inside)
 
 
 @gluon.jit
@@ -340,30 +310,32 @@ def _transposed(w0, w1, w2, w3, f0, f1, f2, f3):
 
 
 @gluon.jit
-def _transpose(room, step, g_out, a_out, of_g, block, tile):
-    """Transposes a tile and starts to store it: e4m3 [128 columns, 128 rows] with one scale.
+def _transpose(room, step, block, tile, words, out, out_step):
+    """Transposes a tile: e4m3 [128 columns, 128 rows] with one scale. Its first half has come. A half is 64 columns.
 
-    The tile's first half has come. A half is 64 columns. It lies in shared memory as [16, 8, 16] words: first those of
-    the rows 0, 16, 32 and so on. A thread takes 16 neighbouring rows, so that it writes 16 neighbouring bytes of a
-    column, and eight threads take 128 rows. The swizzle then keeps them off each other's banks, both when they read
-    and when they write.
+    A half lies in shared memory as [16, 8, 16] words: first those of the rows 0, 16, 32 and so on. A thread takes 16
+    neighbouring rows, so that it writes 16 neighbouring bytes of a column, and eight threads write a whole line. The
+    swizzle keeps them off each other's banks when they read.
     """
-    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    smem, index_smem, scale_smem, full, empty, stored = room
     read: gl.constexpr = gl.BlockedLayout([16, 1, 2], [1, 8, 4], [1, 1, 2], [1, 2, 0])
+    written: gl.constexpr = gl.BlockedLayout([8, 4], [4, 8], [2, 1], [1, 0])
     factor = scale_smem.index(step % 4).reshape([8, 16, 1]).permute((1, 0, 2))
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, written)), 1)
+    row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, written)), 0)
+    out += (tile * 128).to(gl.int64) * out_step + block * 32
+    at = gl.multiple_of(column * gl.multiple_of(out_step, 16) + row, [1, 4])
     for i in gl.static_range(2):
         half, turn = _half(step, i)
         if i == 1:
             mbarrier.wait(full.index(half), turn)
-        words = _rows_of_four(smem.index(half).load(read))
+        fours = _rows_of_four(smem.index(half).load(read))
         factors = _rows_of_four(factor.load(read).broadcast_to([16, 8, 16]))
-        c0, c1, c2, c3 = _transposed(*words, *factors)
+        c0, c1, c2, c3 = _transposed(*fours, *factors)
         columns = gl.join(gl.join(c0, c2), gl.join(c1, c3)).permute((2, 3, 4, 1, 0)).reshape([64, 32])
-        _wait_for_boxes(1)
-        mbarrier.arrive(empty.index(half))
-        out_smem.index(i).store(columns)
-        fence_async_shared()
-        _store_box(g_out, a_out, of_g, [tile * 128 + 64 * i, block * 32], out_smem.index(i))
+        _free(empty, half)
+        gl.store(out + (at + i * 64 * out_step), gl.convert_layout(columns, written, assert_trivial=True),
+                 column < words * 4 - tile * 128 - i * 64)
 
 
 @gluon.jit
@@ -400,10 +372,25 @@ def _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
 
 
 @gluon.jit
+def _tile_of(index_smem, step):
+    """Which tile a step has. -1 if none is left."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(index_smem.index(step % 4).load(layout), 0)
+
+
+@gluon.jit
+def _count_tile(index_smem, stored, step, done, tiles):
+    """Adds 1 to `done` for the tile of a step once it is written. Nothing if step is negative."""
+    block = _tile_of(index_smem, step + 4) // tiles
+    mbarrier.wait(stored.index(step % 4), step // 4 & 1, pred=step >= 0)
+    gl.atomic_add(done + block, 1, step >= 0, sem="release")
+
+
+@gluon.jit
 def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B: gl.constexpr,
          TRANSPOSE: gl.constexpr):
     """The mover: brings the rows up to the last group's end to `convert`, and counts what is converted."""
-    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    smem, index_smem, scale_smem, full, empty, stored = room
     tiles = tiles_in_block(g, a)
     none = gl.to_tensor(0)
     out_tile, index, left = _draw_tile(gl.program_id(0), none, none, ends, tickets, E, tiles_per_expert, tiles,
@@ -411,7 +398,6 @@ def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B
     there = out_tile < E * tiles_per_expert
     byte = _scale_bytes(index, there, g, a, B)
     step = 0
-    last, before, uncounted = -1, -1, -1  # blocks of the three tiles before this one
     while there:
         # The next tile's scales come while this one waits for its halves.
         out_tile, following, left = _draw_tile(out_tile, index, left, ends, tickets, E, tiles_per_expert, tiles,
@@ -419,10 +405,7 @@ def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B
         there = out_tile < E * tiles_per_expert
         next_byte = _scale_bytes(following, there, g, a, B)
         _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE)
-        _count_tile(stored, step - 2, done, uncounted)
-        uncounted = before
-        before = last
-        last = index // tiles
+        _count_tile(index_smem, stored, step - 2, done, tiles)
         index = following
         byte = next_byte
         step += 1
@@ -430,53 +413,41 @@ def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B
     _tell(index_smem, step, -1)
     half, turn = _half(step, 0)
     mbarrier.arrive(full.index(half))
-    _count_tile(stored, step - 2, done, uncounted)
-    _count_tile(stored, step - 1, done, before)
-    _count_tile(stored, step, done, last)
+    _count_tile(index_smem, stored, step - 2, done, tiles)
+    _count_tile(index_smem, stored, step - 1, done, tiles)
 
 
 @gluon.jit
-def _tile_there(index_smem, step):
-    """Which tile a step has. -1 if none is left."""
-    return gl.max(index_smem.index(step % 4).load(gl.BlockedLayout([1], [32], [2], [0])), 0)
-
-
-@gluon.jit
-def convert(g_out, g, a_out, a, room, B: gl.constexpr, TRANSPOSE: gl.constexpr):
+def convert(g, a, room, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The two warps that convert what the mover brings.
 
     TRANSPOSE re-scales and transposes it, with one scale for each tile. Without it, it is dequantised to bf16.
     """
-    BOXES: gl.constexpr = 2 if TRANSPOSE else 8
-    smem, index_smem, scale_smem, out_smem, full, empty, stored = room
+    smem, index_smem, scale_smem, full, empty, stored = room
     step = 0
     mbarrier.wait(full.index(0), 0)
-    index = _tile_there(index_smem, 0)
+    index = _tile_of(index_smem, 0)
     while index >= 0:
-        block, of_g, tile, scale, step_p, step_k, out_scale, words = _locate(index, g, a)
+        block, of_g, tile, scale, step_p, step_k, out_scale, words, out, out_step = _locate(index, g, a)
         if TRANSPOSE:
-            _transpose(room, step, g_out, a_out, of_g, block, tile)
+            _transpose(room, step, block, tile, words, out, out_step)
         else:
-            _dequantise(room, step, g_out, a_out, of_g, block, tile, B)
-        _wait_for_stores(BOXES)
+            _dequantise(room, step, block, tile, words, out, out_step, B)
+        barrier()
         mbarrier.arrive(stored.index(step % 4))
         step += 1
         half, turn = _half(step, 0)
         mbarrier.wait(full.index(half), turn)
-        index = _tile_there(index_smem, step)
-    _wait_for_stores(0)
-    mbarrier.arrive(stored.index(step % 4))
+        index = _tile_of(index_smem, step)
 
 
 @gluon.jit
-def allocate(desc, out, B: gl.constexpr, TRANSPOSE: gl.constexpr):
+def allocate(desc, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The `room` of the three warps."""
-    box: gl.constexpr = out.block_shape
     smem = gl.allocate_shared_memory(gl.int32, [4] + desc.block_shape, desc.layout)
     index_smem = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     scale_smem = gl.allocate_shared_memory(gl.int32 if TRANSPOSE else gl.uint8, [4, 128, 128 // B],
                                            gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    out_smem = gl.allocate_shared_memory(gl.int32, [4096 // (box[0] * box[1]), box[0], box[1]], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -484,7 +455,7 @@ def allocate(desc, out, B: gl.constexpr, TRANSPOSE: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(stored.index(i), count=1)
-    return smem, index_smem, scale_smem, out_smem, full, empty, stored
+    return smem, index_smem, scale_smem, full, empty, stored
 
 
 def counters(E: int, P: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -494,8 +465,8 @@ def counters(E: int, P: int, device: torch.device) -> tuple[torch.Tensor, torch.
 
 
 def conversion_of(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
-                out_scale: torch.Tensor | None = None) -> tuple[TensorDescriptor, TensorDescriptor, tuple]:
-    """The descriptors and the tuple with which the warps convert MXFP8 rows into `out`.
+                out_scale: torch.Tensor | None = None) -> tuple[TensorDescriptor, tuple]:
+    """The descriptor and the tuple with which the warps convert MXFP8 rows into `out`.
 
     Args:
         scale: [P, K / block size].
@@ -504,16 +475,16 @@ def conversion_of(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
     words, out = data_PK.view(torch.int32), out.view(torch.int32)
     P, row = words.shape
     if out_scale is None:
-        descriptors = descriptor(words, [64, 32]), descriptor(out, [32, 32])
+        desc = descriptor(words, [64, 32])
     else:
         # 16 neighbouring rows apart, see _transpose. The driver takes strides in any order, though its manual asks for
         # growing ones.
-        descriptors = (descriptor(words, [16, 8, 16], [16, P // 16, row], [row, 16 * row, 1]),
-                       descriptor(out, [64, 32]))
-    return *descriptors, (scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(row, 32), row)
+        desc = descriptor(words, [16, 8, 16], [16, P // 16, row], [row, 16 * row, 1])
+    return desc, (scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(row, 32), row, out,
+                  out.stride(0))
 
 
 def no_conversion(other: tuple) -> tuple:
     """As `conversion_of`, of an operand that needs no conversion. `other`: that of the other operand."""
-    desc, out, values = other
-    return desc, out, (*values[:4], 0, values[5])
+    desc, values = other
+    return desc, (*values[:4], 0, *values[5:])

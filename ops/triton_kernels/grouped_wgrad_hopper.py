@@ -199,13 +199,13 @@ def _consume_bf16(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, f
 
 @Launched
 @gluon.jit
-def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, jump, factor, mx_g_desc, mx_g_out,
-                      mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, ADD: gl.constexpr, B: gl.constexpr,
+def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, jump, factor, mx_g_desc, mx_g,
+                      mx_a_desc, mx_a, tickets, done, ADD: gl.constexpr, B: gl.constexpr,
                       STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
     B: block size of the MXFP8 operands. g_desc and a_desc then describe the memory that gets their bf16 values. With 0
-    no operand is MXFP8, and the eight arguments after `factor` are None. jump, factor, ADD: see Goal.
+    no operand is MXFP8, and the six arguments after `factor` are None. jump, factor, ADD: see Goal.
     """
     g_smem = gl.allocate_shared_memory(g_desc.dtype, [STAGES * 2, 64, 64], g_desc.layout)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, 256], a_desc.layout)
@@ -217,13 +217,13 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
     if ADD:
         landed = landings()
     if B:
-        room = allocate(mx_a_desc, mx_a_out, B, False)
+        room = allocate(mx_a_desc, B, False)
         gl.warp_specialize([
             (_consume_bf16, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
                              k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
             (_consume_bf16, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, ends, E, N, K, split_n, n_tiles,
                              k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
-            (convert, (mx_g_out, mx_g, mx_a_out, mx_a, room, B, False)),
+            (convert, (mx_g, mx_a, room, B, False)),
             (_produce_bf16, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done,
                              tiles_in_block(mx_g, mx_a), STRIP, STAGES, B)),
             (move, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, n_tiles * k_tiles, room, tickets, done, B, False)),
@@ -251,7 +251,7 @@ def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, goal
         mx = [one or no_conversion(other) for one, other in zip(mx, reversed(mx), strict=True)]
         conversion = (*mx[0], *mx[1], *counters(E, P, g_PN.device))
     else:
-        conversion = (None, ) * 8
+        conversion = (None, ) * 6
     wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
         descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
         ends_E, E, P, N, K, out_ENK.shape[1], goal.jump, goal.factor, *conversion, ADD=goal.add, B=block_size,

@@ -139,7 +139,7 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
 @Launched
 @gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, jump, factor,
-                      mx_g_desc, mx_g_out, mx_g, mx_a_desc, mx_a_out, mx_a, tickets, done, ADD: gl.constexpr,
+                      mx_g_desc, mx_g, mx_a_desc, mx_a, tickets, done, ADD: gl.constexpr,
                       STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
     """All tiles of out. Grid: programs that run at the same time.
 
@@ -155,13 +155,13 @@ def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, e
     landed = full
     if ADD:
         landed = landings()
-    room = allocate(mx_a_desc, mx_a_out, 128, True)
+    room = allocate(mx_a_desc, 128, True)
     gl.warp_specialize([
         (_consume, (0, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale, ends, E, N, K,
                     split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
         (_consume, (1, out_desc, g_smem, a_smem, out_smem, full, empty, out, g_scale, g_step, a_scale, ends, E, N, K,
                     split_n, n_tiles, k_tiles, jump, factor, landed, ADD, STRIP, STAGES, BY_TMA)),
-        (convert, (mx_g_out, mx_g, mx_a_out, mx_a, room, 128, True)),
+        (convert, (mx_g, mx_a, room, 128, True)),
         (_produce, (g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, K, n_tiles, k_tiles, done,
                     tiles_in_block(mx_g, mx_a), STRIP, STAGES)),
         (move, (mx_g_desc, mx_g, mx_a_desc, mx_a, ends, E, n_tiles * k_tiles, room, tickets, done, 128, True)),
