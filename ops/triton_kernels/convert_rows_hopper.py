@@ -228,7 +228,7 @@ def _dequantise(room, step, block, tile, words, out, out_step, B: gl.constexpr):
     row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, written)), 1)
     column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, written)), 0)
     out += (block * 128).to(gl.int64) * out_step + tile * 64
-    at = gl.multiple_of(row * gl.multiple_of(out_step, 16) + column, [1, 4])
+    at = row * out_step + column
     inside = column < words * 2 - tile * 64
     scales = scale_smem.index(step % 4)
     for i in gl.static_range(4):
@@ -324,7 +324,7 @@ def _transpose(room, step, block, tile, words, out, out_step):
     column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, written)), 1)
     row = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, written)), 0)
     out += (tile * 128).to(gl.int64) * out_step + block * 32
-    at = gl.multiple_of(column * gl.multiple_of(out_step, 16) + row, [1, 4])
+    at = column * out_step + row
     for i in gl.static_range(2):
         half, turn = _half(step, i)
         if i == 1:
