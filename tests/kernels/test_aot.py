@@ -278,7 +278,7 @@ def test_shared_memory_is_read_before_it_is_brought_again(launches):
             if re.search(r"ld\.shared\.v\d", line):
                 readers.add(launch.kernel)
                 unfenced = True
-            elif "fence.proxy.async" in line:
+            elif "fence.proxy.async.shared" in line:
                 unfenced = False
             assert not (unfenced and "mbarrier.arrive.shared" in line), launch.kernel
     assert len(readers) == 2  # of bf16 and of MXFP8
