@@ -32,7 +32,7 @@ from ..ops.private_names import missing
 from ..transport.deadline import failure_in_world
 
 
-def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.PathLike, model_class: Any = None,
+def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.PathLike, model_class: Any = None,
                     **kwargs) -> nn.Module:
     """`AutoModelForCausalLM.from_pretrained` with the experts in MXFP8, for training in which they stay frozen.
 
@@ -42,9 +42,9 @@ def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.Pat
 
     Args:
         name_or_path: of a checkpoint in safetensors files: a folder, or a name on the hub.
-        config: the DeepSpeed config of the later engine, with the sections "mxfp8_moe" and "expert_parallel".
+        ds_config: the DeepSpeed config of the later engine, with the sections "mxfp8_moe" and "expert_parallel".
         model_class: transformers' class or auto class. Default: AutoModelForCausalLM.
-        kwargs: for its `from_pretrained`.
+        kwargs: for its `from_pretrained`, among them `config`, the model's own.
 
     Raises:
         ConfigError: the config does not allow experts in MXFP8 alone, or AutoEP finds no experts in the model.
@@ -53,7 +53,7 @@ def from_pretrained(name_or_path: str | os.PathLike, config: dict | str | os.Pat
     """
     if gone := missing("from_pretrained") or missing("frozen_experts"):
         raise ConfigError(f"from_pretrained does not work with these releases: {gone}")
-    loader = _Loader(config)
+    loader = _Loader(ds_config)
     failure = error = None
     try:
         model = loader.load(name_or_path, model_class, kwargs)
@@ -75,9 +75,9 @@ class _Loader:
         rounding: what differs from the files.
     """
 
-    def __init__(self, config: dict | str | os.PathLike):
-        section = parse(config)
-        given = config if isinstance(config, dict) else load_ds_config(os.fspath(config))
+    def __init__(self, ds_config: dict | str | os.PathLike):
+        section = parse(ds_config)
+        given = ds_config if isinstance(ds_config, dict) else load_ds_config(os.fspath(ds_config))
         self.expert_parallel = given.get("expert_parallel", {})
         if not section.enabled or not self.expert_parallel.get("enabled"):
             raise ConfigError('from_pretrained holds experts in MXFP8, which engines with "mxfp8_moe": {"enabled": '

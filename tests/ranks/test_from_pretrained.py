@@ -86,6 +86,13 @@ def test_the_dtype_is_the_callers(tmp_path, model_class):
         assert net.dtype == (torch.float32 if dtype else torch.bfloat16)
 
 
+def test_the_models_own_config_goes_to_transformers(tmp_path):
+    write(tmp_path, "qwen3_moe", "bf16")
+    changed = transformers.AutoConfig.from_pretrained(tmp_path, output_router_logits=True)
+    net = from_pretrained(tmp_path, ds_config=ds_config(MXFP8, ep_size=1), config=changed)
+    assert net.config.output_router_logits and held(net)
+
+
 # ---------------------------------------------------------------- engines
 
 
