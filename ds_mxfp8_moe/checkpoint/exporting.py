@@ -25,7 +25,7 @@ from ..transport.deadline import tell_peers, tell_peers_on_error
 from .gathering import Gather, engine_of, unpartitioned
 from .published import ExpertStack, Published, published
 
-FORMATS = ("bf16", "fp8")
+FORMATS = ("model", "fp8")
 
 
 @tell_peers_on_error
@@ -46,9 +46,10 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
 
     Args:
         engine: what `initialize` or `accelerator.prepare` returned, or a Trainer whose `train` has begun.
-        weights: "fp8": weights of experts are float8_e4m3fn, and each is followed by its scales: `name` with
-            "_scale_inv" at its end, float32 [N / 128, K / 128], one power of two for a tile of 128x128. All other
-            tensors, and with "bf16" all of them, have the dtype of training.
+        weights: "model": all tensors have the model's own dtype. "fp8": weights of experts are float8_e4m3fn, and each
+            is followed by its scales: `name` with "_scale_inv" at its end, float32 [N / 128, K / 128], one power of
+            two for a tile of 128x128. "fp8" is the default here, and "model" in `save_pretrained`: exported weights
+            go to an engine that serves them, and a saved model may be trained further.
         bucket_bytes: how much is gathered at a time, if an expert of each rank fits into it. Beside it, a rank holds
             its own experts of one layer in ZeRO-3, and any other single tensor.
         rank_0_only: rank 0 gets the tensors. The other ranks take part, and their iterators are empty.
@@ -87,7 +88,7 @@ def stream(model: Published, weights: str, bucket_bytes: int = 2**30,
 
 
 def _check_fp8(model: Published) -> None:
-    instead = 'take weights="bf16"'
+    instead = 'take weights="model"'
     if stacked := model.names.stacked:
         biased = any(hasattr(layer, "expert_biases") for layer in model.engine.module.modules())
         raise ValueError(f"published checkpoints of {model.names.skeleton.config.model_type} hold the experts of a "

@@ -17,13 +17,13 @@ from .writing import Shards, size_in_bytes
 
 
 @tell_peers_on_error
-def save_pretrained(engine: Any, directory: str | os.PathLike, weights: str = "bf16", **kwargs) -> None:
-    """Writes config and weights to `directory`, for `AutoModelForCausalLM.from_pretrained(directory)`.
+def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str = "model", **kwargs) -> None:
+    """Writes config and weights for `AutoModelForCausalLM.from_pretrained(save_directory)`.
 
     Collective: every rank calls it. Works in every ZeRO stage, with converted layers, with DeepSpeed's own, and
     without MoE layers.
 
-    With "bf16", the weights are those that the model computes with, in its own dtype. Rank 0 gathers the model in its
+    With "model", the weights are those that the model computes with, in its own dtype. Rank 0 gathers the model in its
     host memory, one MoE layer or one other tensor at a time, and writes it. Of a model with adapters, it writes these,
     as PEFT does.
 
@@ -34,9 +34,9 @@ def save_pretrained(engine: Any, directory: str | os.PathLike, weights: str = "b
     Args:
         engine: what `initialize` or `accelerator.prepare` returned, over a transformers model or a PeftModel around
             one. Or a Hugging Face Trainer whose `train` has begun.
-        directory: a folder. Only rank 0 writes to it.
-        weights: "bf16" or "fp8".
-        kwargs: with "bf16", arguments of the model's own `save_pretrained`, for example max_shard_size. With "fp8",
+        save_directory: a folder. Only rank 0 writes to it.
+        weights: "model" or "fp8".
+        kwargs: with "model", arguments of the model's own `save_pretrained`, for example max_shard_size. With "fp8",
             max_shard_size alone: bytes, or a text like "5GB".
 
     Raises:
@@ -45,15 +45,15 @@ def save_pretrained(engine: Any, directory: str | os.PathLike, weights: str = "b
         RuntimeError: the model is split by tensor parallelism. Or rank 0 could not write; raised on every rank.
     """
     engine = engine_of(engine)
-    if weights == "bf16":
-        outcome = _write_unquantized(engine, directory, **kwargs)
+    if weights == "model":
+        outcome = _write_unquantized(engine, save_directory, **kwargs)
     else:
-        outcome = _write_fp8(checked(engine, weights), directory, **kwargs)
+        outcome = _write_fp8(checked(engine, weights), save_directory, **kwargs)
     outcome = [outcome]
     with deadline_for(dist.get_world_group(), engine.device, "save_pretrained, while rank 0 writes"):
         dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
-        raise RuntimeError(f"the model could not be saved to {os.fspath(directory)}: {outcome[0]}")
+        raise RuntimeError(f"the model could not be saved to {os.fspath(save_directory)}: {outcome[0]}")
 
 
 def _write_unquantized(engine, directory, **kwargs) -> str | None:

@@ -30,7 +30,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 SEEDS = (1, 2, 3)
-ARMS = [(weights, replay) for weights in ("fp8", "bf16") for replay in (False, True)]
+ARMS = [(weights, replay) for weights in ("fp8", "model") for replay in (False, True)]
 VOCABULARY, PROMPT, NEW = 64, 4, 12
 PROMPTS, GROUP = 4, 8  # of a step: different prompts, and rollouts of each
 CLIP = 0.2
@@ -124,7 +124,7 @@ def train(seed: int, steps: int, weights: str, replay: bool) -> list[dict[str, f
 
 
 def name_of(weights: str, replay: bool) -> str:
-    return f"{weights.upper() if weights == 'fp8' else weights} weights, {'replay' if replay else 'no replay'}"
+    return f"{'FP8' if weights == 'fp8' else 'bf16'} weights, {'replay' if replay else 'no replay'}"
 
 
 def draw(runs: dict[tuple, list[dict[str, float]]], path: Path) -> None:

@@ -52,10 +52,10 @@ def saved(directory, model_type, combinations):
     for stage, ep_size in combinations:
         engine = engine_of(tiny_model(model_type, **SIZES), stage=stage, ep_size=ep_size)
         if first is None:
-            save_pretrained(engine, directory / "bf16")
+            save_pretrained(engine, directory / "model")
             save_pretrained(engine, directory / "fp8", weights="fp8", max_shard_size="300KB")
-            first = {weights: files_of(directory / weights) for weights in ("fp8", "bf16")}
-        for weights, bucket_bytes in (("fp8", 1), ("bf16", 2**30)):
+            first = {weights: files_of(directory / weights) for weights in ("fp8", "model")}
+        for weights, bucket_bytes in (("fp8", 1), ("model", 2**30)):
             if not same(dict(export_weights(engine, weights, bucket_bytes)), first[weights]):
                 return stage, ep_size, weights
     return True
@@ -64,7 +64,7 @@ def saved(directory, model_type, combinations):
 def check_files(directory):
     """Whether vLLM's rules find the unquantised weights in the files, cast."""
     assert len(list((directory / "fp8").glob("model-*-of-*.safetensors"))) > 1
-    plain = files_of(directory / "bf16")
+    plain = files_of(directory / "model")
     found = read(directory / "fp8", plain)
     for name, tensor in plain.items():
         expected = dequantize(quantize_tiles(tensor)) if EXPERT.fullmatch(name) else tensor
@@ -78,7 +78,7 @@ EVERY_WAY = tuple(itertools.product((1, 2, 3), (1, 2)))
 def test_transformers_and_vllm_read_the_same_weights(ranks2, tmp_path, model_type):
     assert ranks2.run(saved, tmp_path, model_type, EVERY_WAY) == [True, True]
     check_files(tmp_path)
-    theirs, before = (loaded(tmp_path / weights, torch.bfloat16).state_dict() for weights in ("fp8", "bf16"))
+    theirs, before = (loaded(tmp_path / weights, torch.bfloat16).state_dict() for weights in ("fp8", "model"))
     experts = {name: dequantize(quantize_tiles(tensor)) for name, tensor in before.items()
                if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     assert len(experts) >= 2 and not all(torch.equal(before[name], tensor) for name, tensor in experts.items())
@@ -209,7 +209,7 @@ def most_held(stage, weights, bucket_bytes):
     return most, total
 
 
-@pytest.mark.parametrize("stage, weights, of_expert", [(1, "fp8", 3 * 128 * 128), (3, "bf16", 2 * 3 * 128 * 128)])
+@pytest.mark.parametrize("stage, weights, of_expert", [(1, "fp8", 3 * 128 * 128), (3, "model", 2 * 3 * 128 * 128)])
 def test_what_is_gathered_fits_into_the_bucket(ranks2, stage, weights, of_expert):
     bucket_bytes = 2 * of_expert  # one expert of each of the two ranks
     for most, total in ranks2.run(most_held, stage, weights, bucket_bytes):
@@ -225,7 +225,7 @@ def merged_and_exported(directory, stage, ep_size):
     train_engine(engine, range(1))
     save_pretrained(engine, directory / "adapters")
     save_pretrained(engine, directory / "fp8", weights="fp8")
-    found = {name: tensor.clone() for name, tensor in export_weights(engine, "bf16")}
+    found = {name: tensor.clone() for name, tensor in export_weights(engine, "model")}
     train_engine(engine, range(1))  # the adapters are where they were
     return found
 
@@ -259,7 +259,7 @@ def held_and_exported(adapters):
             p.requires_grad = False
     engine = engine_of(net, {"frozen_experts": "mxfp8"}, stage=3)
     with redirect_stdout(io.StringIO()) as printed:
-        found, plain = dict(export_weights(engine)), dict(export_weights(engine, "bf16"))
+        found, plain = dict(export_weights(engine)), dict(export_weights(engine, "model"))
     layers, right = [layer for layer in engine.module.modules() if isinstance(layer, AutoEPMoELayer)], True
     for i, layer in enumerate(layers):
         held = layer.experts.frozen.operands()
@@ -359,21 +359,21 @@ def refused(model_type, error, text, weights="fp8", **changes):
     for call in (export_weights, lambda engine, weights: save_pretrained(engine, "nowhere", weights)):
         with pytest.raises(error, match=text):
             call(engine, weights)
-    return len(dict(export_weights(engine, "bf16"))) > 10
+    return len(dict(export_weights(engine, "model"))) > 10
 
 
 @pytest.mark.parametrize("model_type, biases", [("gpt_oss", ", with biases"), ("granitemoe", ""),
                                                 ("minimax_m3_vl_text", "")])
 def test_models_whose_experts_are_stacked_are_refused(ranks2, model_type, biases):
     text = (rf'of {model_type} hold the experts of a layer in one tensor{biases} \(model.layers.*\), and engines read '
-            'no block FP8 in this form: take weights="bf16"')
+            'no block FP8 in this form: take weights="model"')
     assert ranks2.run(refused, model_type, ValueError, text) == [True, True]
 
 
 def test_other_sizes_and_formats_are_refused(ranks2):
     shape = r"experts\.0\.gate_proj\.weight has shape \(64, 64\); in block FP8, both must be multiples of 128"
     ranks2.run(refused, "qwen3_moe", ValueError, shape)
-    ranks2.run(refused, "qwen3_moe", ValueError, "weights='int4' was given; supported are 'bf16' and 'fp8'", "int4")
+    ranks2.run(refused, "qwen3_moe", ValueError, "weights='int4' was given; supported are 'model' and 'fp8'", "int4")
 
 
 def no_room(directory):

@@ -54,7 +54,7 @@ def export(engine, weights: str) -> int:
 def correct(engine) -> bool:
     """Whether the FP8 weights are the bf16 ones, cast by mx.py. Looks at the first expert of each layer."""
     plain, cast = ({name: tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(engine, weights)
-                    if ".experts.0." in name} for weights in ("bf16", "fp8"))
+                    if ".experts.0." in name} for weights in ("model", "fp8"))
     tiles = {name: quantize_tiles(tensor) for name, tensor in plain.items()}
     return len(tiles) == 3 * len(models.moe_layers(engine)) and all(
         torch.equal(cast[name].view(torch.uint8), mx.qdata.view(torch.uint8))
@@ -66,7 +66,7 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     ranks = world.size()
     engine = models.engine_of(SIZE, args.layers, ranks, 1, classic=False, section={}, optimizer=SGD,
                               zero_allow_untested_optimizer=True)
-    calls = {PLAIN: lambda: gather(engine), BF16: lambda: export(engine, "bf16"),
+    calls = {PLAIN: lambda: gather(engine), BF16: lambda: export(engine, "model"),
              FP8: lambda: export(engine, "fp8")}
     right, sizes = correct(engine), {name: call() for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
