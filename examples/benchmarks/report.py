@@ -12,6 +12,7 @@ import importlib
 import math
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from lib import results_file, show
@@ -22,6 +23,7 @@ README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
 FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
+OF_80_GB = "whole_model_80gb"  # the result file of whole_model.py's cases "memory"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence",
               "training.frozen_quality", "training.replay_cost", "training.export", "training.from_files",
@@ -132,6 +134,11 @@ def of_one_rank(found: Found) -> tuple[Path, dict]:
     return next(file for file in found if "_1ranks" in file[0].stem)
 
 
+def rows_of(found: Iterable[dict]) -> list[dict]:
+    """The rows of result files, each with its file's machine."""
+    return [{**row, "machine": result["machine"]} for result in found for row in result["rows"]]
+
+
 def marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
@@ -157,9 +164,10 @@ def texts() -> dict[Path, str]:
                for module, found in pages.items()}
     _, latest = of_one_rank(pages[whole_model])
     text = replaced(README.read_text(), "measured", measured_table(pages))
-    loaded = [row for _, result in pages[from_files] for row in result["rows"]]
-    text = replaced(text, "lead", whole_model_results.lead_text(latest, loaded))
-    runs = [*latest["rows"], *loaded]
+    loaded = [result for _, result in pages[from_files]]
+    text = replaced(text, "lead", whole_model_results.lead_text(latest, rows_of(loaded)))
+    others = [result for path, result in pages[whole_model] if path.stem == OF_80_GB]
+    runs = rows_of([latest, *others, *loaded])
     steps = compact(whole_model_results.steps_text(latest))
     path, study = pages[convergence][0]
     answer = compact(f"{convergence_results.answer(convergence.SHOWN.prepared(study))}\n\nFrom "

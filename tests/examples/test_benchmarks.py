@@ -17,7 +17,7 @@ from kernels.shapes import Case
 from lib import models, results_file, show, timing, trainings, world
 from lib.show import Measure, bar
 from lib.timing import Contender
-from training import changes, train, whole_model, whole_model_results
+from training import changes, memory, train, whole_model, whole_model_results
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
 PADDED, SKEWED = Case(160, 96, 4, 64, "even"), Case(160, 96, 4, 256, "skewed")
@@ -231,6 +231,34 @@ def test_the_tables_of_the_guide_have_what_was_measured():
     assert ["quantised weights not kept", "16667", "0.83x", "1.00"] in cells
     assert ["4 micro-batches of 2 sequences", "out of memory", "", ""] in cells
     assert "`flex_attention` has 2.50 times" in text
+
+
+def _with_a_client_optimizer():
+    """FlashAdamW needs a GPU: torch's takes its place."""
+    case = whole_model.Case("tiny", "full", 2, 2, 1, 1, 1, sequence=128, optimizer=changes.FLASH)
+    with mock.patch.dict("sys.modules", flashoptim=mock.Mock(FlashAdamW=torch.optim.AdamW)):
+        training = whole_model.Training(case, whole_model.DEFAULT, 1)
+    training.step()
+    found = type(training.engine.optimizer.optimizer).__name__
+    models.free(training.engine)
+    return found
+
+
+def test_a_case_may_bring_an_optimizer_that_deepspeed_does_not_know(ranks1):
+    assert ranks1.run(_with_a_client_optimizer) == ["AdamW"]
+
+
+def test_moments_in_8_bits_halve_the_gpus_of_80_gb():
+    """Both runs held the same beside their states."""
+    plain = {"case": whole_model.Case("Qwen3-30B-A3B", "full", 8, 1, 8, 48, 1, liger=True).described(),
+             "contender": whole_model.DEFAULT, "machine": "1 x NVIDIA H200", "experts_in": "MXFP8",
+             "tokens_per_s": 15949, "peak_bytes": 100.12 * 2**30}
+    flash = {**plain, "case": plain["case"] | {"optimizer": changes.FLASH}, "peak_bytes": 72 * 2**30}
+    other = {**plain, "case": plain["case"] | {"optimizer": "DeepSpeed's AdamW"}}
+    lines = [re.split(r" *\| *", line.strip("| ")) for line in memory.memory_text([plain, flash, other]).splitlines()]
+    assert [line[1] for line in lines[2:]] == ["full", f"full, {changes.FLASH}"]
+    at = lines[0].index("GPUs of 80 GiB")
+    assert [line[at - 1:at + 2] for line in lines[2:]] == [["23.16", "16", "8"], ["23.30", "8", "4"]]
 
 
 # ---- result files, tables and bars ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 SDPA = {"sdpa, flash": "flash"}  # which of torch's backends; by itself it takes cuDNN's
 OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused": {"torch_adam": True},
               "DeepSpeed's AdamW": {}}
+FLASH = "flashoptim.FlashAdamW"  # in place of one in the JSON: Adam's moments in 8 bits
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
 BETWEEN = "between the MoE layers"  # what is compiled: DeepSpeed's compile.autoep_non_moe
@@ -30,6 +31,14 @@ def choose_attention(attention: str | None) -> dict[str, str]:
     for backend in ("flash", "cudnn", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{backend}_sdp")(SDPA.get(attention, backend) == backend)
     return {"attn_implementation": "sdpa" if attention in SDPA else attention} if attention else {}
+
+
+def client_optimizer(model: nn.Module, optimizer: str | None, lr: float) -> torch.optim.Optimizer | None:
+    """Makes the optimizer that a case passes to `initialize`. None: the JSON has one."""
+    if optimizer != FLASH:
+        return None
+    from flashoptim import FlashAdamW
+    return FlashAdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
 def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:

@@ -9,12 +9,14 @@ import torch
 
 from lib import show
 
+from . import changes
 from .whole_model_results import AUTOEP, DEFAULT, FULL, LORA, MODELS, PLAIN, experts_of
 
-# Bytes of a parameter on its rank: the weight, its gradient, and three float32 numbers of Adam, which ZeRO-1 spreads
-# over the ranks that hold the same parameter. Adapters have few parameters.
-HELD, SPREAD = {FULL: 4, LORA: 2}, {FULL: 12, LORA: 0}
-EXPERTS = {FULL: 16, LORA: 1}  # each is on one rank; with LoRA they are held in MXFP8 alone
+# Bytes of a parameter on its rank: the weight and its gradient in bf16, and its float32 weight and Adam's two moments,
+# which ZeRO-1 spreads over the ranks that hold the same parameter. Adapters have few parameters.
+HELD, MASTER = {FULL: 4, LORA: 2}, 4
+MOMENTS = {None: 8, changes.FLASH: 2 * (1 + 2 / 32)}  # flashoptim: 8 bits, and a scale of 2 bytes for each 32 of them
+FROZEN_EXPERTS = 1  # with LoRA, in MXFP8 alone
 GPUS = {"80 GiB": 80, "141 GB": 131}  # of memory, as sold, and in GiB
 USABLE = 0.95
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -31,39 +33,51 @@ def parameters_of(model: str) -> tuple[int, int]:
     return of_experts, sum(p.numel() for p in net.parameters()) - of_experts
 
 
-def state_bytes(model: str, training: str, ranks: int, sharing: int) -> float:
-    """Of a rank: weights, gradients and Adam's states. `sharing`: the ranks over which ZeRO spreads what is not an
-    expert's."""
+def state_bytes(model: str, training: str, ranks: int, sharing: int, optimizer: str | None = None) -> float:
+    """Bytes of a rank's weights, gradients and Adam's states.
+
+    Args:
+        sharing: the ranks over which ZeRO spreads the states of all but the experts, each of which is on one rank.
+        optimizer: a case's.
+    """
     experts, others = parameters_of(model)
-    return experts / ranks * EXPERTS[training] + others * (HELD[training] + SPREAD[training] / sharing)
+    spread = MASTER + MOMENTS[optimizer] if training == FULL else 0
+    of_expert = HELD[FULL] + spread if training == FULL else FROZEN_EXPERTS
+    return experts / ranks * of_expert + others * (HELD[training] + spread / sharing)
 
 
-def gpus_needed(model: str, training: str, rest: float, gib: float) -> int | None:
+def gpus_needed(model: str, training: str, rest: float, gib: float, optimizer: str | None = None) -> int | None:
     """The fewest that hold a training in which each rank holds `rest` bytes beside the states."""
     fitting = (n for n in RANKS if n <= experts_of(model)[1]
-               and state_bytes(model, training, n, n) + rest < USABLE * gib * 2**30)
+               and state_bytes(model, training, n, n, optimizer) + rest < USABLE * gib * 2**30)
     return next(fitting, None)
 
 
 def memory_text(rows: Collection[dict]) -> str:
-    """The table of the guide to memory, from runs of all layers on one rank: those with Liger of whole_model.py, and
-    all of from_files.py."""
+    """The table of the guide to memory: runs of all layers on one rank, with Liger or from a checkpoint's files.
+
+    Args:
+        rows: of whole_model.py and from_files.py, each with the "machine" of its result file.
+    """
     lines = []
     for row in rows:
         case = row["case"]
         model, training, share = case["model"], case["training"], case["one_rank_of"]
+        optimizer = case.get("optimizer")
         peak = row.get("peak_bytes") or row.get("peak_gib", 0) * 2**30
         if (row["contender"] != DEFAULT or not peak or case["layers"] != MODELS[model]["num_hidden_layers"]
-                or "files" not in case and (not case["liger"] or case.get("loss"))):
+                or optimizer not in MOMENTS or "files" not in case and (not case["liger"] or case.get("loss"))):
             continue
-        rest = peak - state_bytes(model, training, share, 1)
+        rest = peak - state_bytes(model, training, share, 1, optimizer)
         theirs = [other["peak_bytes"] for other in rows if other["case"] == case and "peak_bytes" in other
                   and other["contender"] in (PLAIN, AUTOEP)]
         how = ", ".join(filter(None, (f"{case['sequences']} x {case['sequence']} tokens", case["checkpointing"])))
-        needed = [gpus_needed(model, training, rest, gib) for gib in GPUS.values()]
-        lines.append([model, f"{training}, from files in {case['files']}" if "files" in case else training, how,
-                      f"one of {share}", show.GIB(min(theirs)) if theirs else None, show.GIB(peak),
-                      show.GIB(rest), *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
-    return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "peak, DeepSpeed's way, GiB",
-                                 "peak, ours, GiB", "of it beside states, GiB", *(f"GPUs of {name}" for name in GPUS),
-                                 "tokens/s of a GPU"])
+        gpu = row["machine"].removeprefix("1 x NVIDIA ").removesuffix(" 80GB HBM3")
+        needed = [gpus_needed(model, training, rest, gib, optimizer) for gib in GPUS.values()]
+        what = [training, optimizer, f"from files in {case['files']}" if "files" in case else None]
+        lines.append([model, ", ".join(filter(None, what)), how, f"one of {share}, {gpu}", row["experts_in"],
+                      show.GIB(min(theirs)) if theirs else None, show.GIB(peak), show.GIB(rest),
+                      *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
+    return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "experts in",
+                                 "peak, DeepSpeed's way, GiB", "peak, ours, GiB", "of it beside states, GiB",
+                                 *(f"GPUs of {name}" for name in GPUS), "tokens/s of a GPU"])

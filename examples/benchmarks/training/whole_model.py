@@ -12,6 +12,7 @@ exchanges nothing. Over several, as many experts for each are spread.
 
     python examples/benchmarks/training/whole_model.py --cases short   # again, until nothing is lacking
     python examples/benchmarks/training/whole_model.py --cases guide   # for the table of guides/fast_training.md
+    python examples/benchmarks/training/whole_model.py --cases memory  # for guides/memory.md, with --out ..._80gb.json
     torchrun --nproc-per-node 8 examples/benchmarks/training/whole_model.py --models Qwen3-30B-A3B
 
 Rows are added to what the result file has, so that a run of ten minutes goes on where the last one ended. Times come
@@ -179,14 +180,22 @@ def flops_per_token(model: nn.Module, case: Case) -> float:
     return weights + 12 * sum(contexts) * config.num_attention_heads * head
 
 
-def engine_config(case: Case, contender: str, micro_batches: int, graphs: bool = True) -> dict:
-    """DeepSpeed's config. `graphs`: False keeps our package from making CUDA graphs."""
+def learning_rate(case: Case) -> float:
     keys = MODELS[case.model]
     fan_in = max(keys["hidden_size"], keys.get("moe_intermediate_size", keys["intermediate_size"]))
-    adamw = {"lr": LEARNING_RATES[case.training] * min(1, FAN_IN / fan_in), **changes.OPTIMIZERS[case.optimizer]}
+    return LEARNING_RATES[case.training] * min(1, FAN_IN / fan_in)
+
+
+def engine_config(case: Case, contender: str, micro_batches: int, graphs: bool = True) -> dict:
+    """DeepSpeed's config. `graphs`: False keeps our package from making CUDA graphs."""
     config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
                     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-                    "optimizer": {"type": "AdamW", "params": adamw}, **models.timer(case.timer == changes.WAITS)}
+                    **models.timer(case.timer == changes.WAITS)}
+    if case.optimizer == changes.FLASH:
+        config["zero_allow_untested_optimizer"] = True
+    else:
+        adamw = {"lr": learning_rate(case), **changes.OPTIMIZERS[case.optimizer]}
+        config["optimizer"] = {"type": "AdamW", "params": adamw}
     if contender != PLAIN:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
     if contender in SECTIONS:
@@ -221,7 +230,8 @@ class Training:
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
         with models.named_recorders():  # as in models.engine_of
             config = engine_config(case, contender, micro_batches, graphs)
-            self.engine = initialize(model=model, config=config)[0]
+            optimizer = changes.client_optimizer(model, case.optimizer, learning_rate(case))
+            self.engine = initialize(model=model, config=config, optimizer=optimizer)[0]
         if case.compiled:
             self.engine.compile()
 
@@ -406,7 +416,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "published"))
+    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "memory", "published"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
                         help=f"some of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--training", nargs="+", choices=(FULL, LORA), default=[FULL, LORA], help="default: both")

@@ -121,9 +121,10 @@ MEASURES = [
 
 def panels(result: dict, figure: str) -> dict[str, dict[str, dict[str, float]]]:
     keys, found = show.varying(result), {}
-    for group in results_file.groups(result):
+    groups = results_file.groups(result)
+    for group in [group for group in groups if not is_changed(group.case)] or groups:
         bars = {name: {figure: value} for name in group.rows if (value := group.figure(name, figure))}
-        if bars and not is_changed(group.case):
+        if bars:
             found[show.described(group.case, keys)] = bars
     return found
 
@@ -221,7 +222,7 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
                {"loss": changes.IN_CHUNKS}, {"loss": changes.TILED}, {"loss": changes.OWN})),
            *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
              for kind in (*changes.SDPA, "flex_attention")),
-           *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in changes.OPTIMIZERS if kind),
+           *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in (*changes.OPTIMIZERS, changes.FLASH) if kind),
            ("Liger's loss without its norms and RoPE", DEFAULT, FASTEST | LOSS_ALONE),
            ("Liger's loss alone, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
            ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
