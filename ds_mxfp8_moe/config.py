@@ -16,9 +16,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 SECTION = "mxfp8_moe"
+MOST = 2**31 - 1  # of tokens or steps
+LONGEST_VALUE = 120  # in characters, as shown in a message
 WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
 # Keys that not every transport reads, and the transports that do.
 READERS = {"nvlink_sms": ("nvlink", ), "capacity_factor": ("nvlink", ), "node_size": ("hierarchical", ),
@@ -31,12 +33,12 @@ class ConfigError(ValueError):
     """The config asks for something that does not exist or is not possible. Each problem is one line, with a cure."""
 
 
-class MetricsConfig(DeepSpeedConfigModel):
+class MetricsConfig(BaseModel):
     """The keys of "metrics" in the section."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    every: int = Field(ge=1)
+    every: int = Field(ge=1, le=MOST)
 
 
 class MXFP8MoEConfig(DeepSpeedConfigModel):
@@ -59,20 +61,20 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     dispatch_bwd_dtype: Dtype = "bf16"
     combine_bwd_dtype: Dtype = "mxfp8"
     transport: Literal["collective", "nvlink", "hierarchical"] | None = None
-    node_size: int | None = Field(default=None, ge=1)
+    node_size: int | None = Field(default=None, ge=1, le=1024)
     wire: Literal["host", "nvshmem", "peer_memory"] | None = None
-    nvlink_sms: int | None = Field(default=None, ge=1)
-    capacity_factor: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    nvlink_sms: int | None = Field(default=None, ge=1, le=1024)
+    capacity_factor: float | None = Field(default=None, ge=1, le=1024, allow_inf_nan=False)
     on_overflow: Literal["error", "drop"] = "error"
     overlap: bool = True
     preactivation_dtype: Dtype = "mxfp8"
-    min_tokens_per_expert: int | None = Field(default=None, ge=0)
+    min_tokens_per_expert: int | None = Field(default=None, ge=0, le=MOST)
     include: tuple[str, ...] = (".*",)
     exclude: tuple[str, ...] = ()
     batch_gradients: bool = True
     keep_quantized_weights: bool | None = None
     frozen_experts: Literal["mxfp8", "keep"] | None = None
-    load_balance_coeff: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    load_balance_coeff: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     metrics: MetricsConfig | None = None
     graph_attention: bool | None = None
     self_check: bool = True
@@ -80,7 +82,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
 
     def __init__(self, /, **data: Any):
         try:
-            super().__init__(strict=True, **data)  # DeepSpeed's base class drops "auto" silently if not strict
+            # Not DeepSpeed's own, which has an argument `strict` and drops "auto" silently.
+            BaseModel.__init__(self, **{printable(key): value for key, value in data.items()})
         except ValidationError as error:
             problems = [_problem(item) for item in error.errors()]
         else:
@@ -92,12 +95,13 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     @classmethod
     def _check_patterns(cls, patterns: Any) -> tuple[str, ...]:
         if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"is {_text(patterns)}, expected a list of regular expressions")
+            raise ValueError(f"is {shown(patterns)}, expected a list of regular expressions")
         for pattern in patterns:
             try:
+                pattern.encode()  # start-up lines print it
                 re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"has {_text(pattern)}, which is no valid regular expression: {error}") from None
+            except (re.error, ValueError, OverflowError, RecursionError) as error:
+                raise ValueError(f"has {shown(pattern)}, which is no valid regular expression: {error}") from None
         return tuple(patterns)
 
     def _contradictions(self) -> list[str]:
@@ -162,20 +166,42 @@ def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEC
         return config
     if config is None:
         return MXFP8MoEConfig()
-    if not isinstance(config, dict):
-        try:
-            config = load_ds_config(os.fspath(config))
-        except (ValueError, OSError, TypeError) as error:
-            raise ConfigError(f"the DeepSpeed config {config!r} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"the DeepSpeed config is {_text(config)}, expected an object")
+    config = read_ds_config(config)
     _check_section_name(config)
     if SECTION not in config:
         return MXFP8MoEConfig()
     section = config[SECTION]
     if not isinstance(section, dict):
-        raise ConfigError(f'"{SECTION}" is {_text(section)}, expected an object, for example {{"enabled": true}}')
+        raise ConfigError(f'"{SECTION}" is {shown(section)}, expected an object, for example {{"enabled": true}}')
     return MXFP8MoEConfig(**{str(key): value for key, value in section.items()})
+
+
+def read_ds_config(config: str | os.PathLike | dict) -> dict:
+    """The whole DeepSpeed config, from a dict, the path of a JSON or HJSON file, or its urlsafe base64.
+
+    Errors: ConfigError if it cannot be read.
+    """
+    if isinstance(config, dict):
+        return config
+    try:
+        read = load_ds_config(os.fspath(config))
+    except Exception as error:  # hjson lets through what Python's conversions raise
+        reason, cause = printable(error), error
+        if not (isinstance(config, (str, os.PathLike)) and os.path.exists(config)):
+            # DeepSpeed's error repeats a config in base64, which may hold keys of other services.
+            reason, cause = "expected the path of an existing file, a dictionary, or a config in urlsafe base64", None
+        raise ConfigError(f"the DeepSpeed config {name_of(config)} cannot be read: {reason}") from cause
+    if not isinstance(read, dict):
+        raise ConfigError(f"the DeepSpeed config {name_of(config)} holds a {type(read).__name__}, expected an object")
+    return read
+
+
+def name_of(config: Any) -> str:
+    """A DeepSpeed config for a message: its path, or the first characters of its base64."""
+    if not isinstance(config, (str, os.PathLike)):
+        return shown(config)
+    path = os.fspath(config)
+    return shown(path, 1000 if "." in str(path) or os.path.exists(path) else 20)  # base64 has no dots
 
 
 def current_device() -> tuple[str, tuple[int, int] | None]:
@@ -214,28 +240,30 @@ def _check_section_name(config: dict) -> None:
         if key == SECTION:
             continue
         letters = re.sub(r"[^a-z0-9]", "", str(key).lower())
-        # A dropped, doubled or swapped letter and "mxfp8" alone pass 0.75. No key that DeepSpeed reads does.
-        if difflib.get_close_matches(letters, ("mxfp8moe", "moemxfp8"), cutoff=0.75):
-            raise ConfigError(f'the DeepSpeed config has a section {_text(key)}: did you mean "{SECTION}"? '
+        # Another format, as in "fp8_moe" or "mxfp4_moe", is no misspelling. A dropped, doubled or swapped letter and
+        # "mxfp8" alone pass 0.75. No key that DeepSpeed reads does.
+        formats = re.findall(r"(?:mx|nv)?fp\d+", letters)
+        if formats in ([], ["mxfp8"]) and difflib.get_close_matches(letters, ("mxfp8moe", "moemxfp8"), cutoff=0.75):
+            raise ConfigError(f'the DeepSpeed config has a section {shown(key)}: did you mean "{SECTION}"? '
                               '(to switch the section off, write "enabled": false in it)')
         if isinstance(value, dict) and SECTION in value:
-            raise ConfigError(f'the DeepSpeed config has "{SECTION}" inside {_text(key)}: move it to the top level of '
+            raise ConfigError(f'the DeepSpeed config has "{SECTION}" inside {shown(key)}: move it to the top level of '
                               "the config")
 
 
 def _problem(item: dict) -> str:
     """One of pydantic's errors as a line."""
     *inside, key = item["loc"]  # inside of "metrics", or of nothing
-    given, key = _text(item["input"]), str(key)
+    given, key = shown(item["input"]), str(key)
     if item["type"] == "extra_forbidden":
         if key in ("expert_parallel", "autoep_size", "ep_size"):
             return (f'"{key}" (given {given}) is no key of this section: AutoEP\'s stand in "expert_parallel" at the '
                     "top level of the config, and a classic layer has MoE(ep_size=...)")
         valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
-        meant = f"did you mean {_text(near[0])}? " if near else ""
-        return f"unknown key {_text(key)} (given {given}); {meant}Valid: {', '.join(map(_text, valid_keys))}"
-    if item["input"] == "auto":
+        meant = f"did you mean {shown(near[0])}? " if near else ""
+        return f"unknown key {shown(key)} (given {given}); {meant}Valid: {', '.join(map(shown, valid_keys))}"
+    if isinstance(item["input"], str) and item["input"] == "auto":
         return f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
     if item["type"] == "value_error":
         return f'"{key}" {item["ctx"]["error"]}'
@@ -244,6 +272,15 @@ def _problem(item: dict) -> str:
     return f'"{key}" is {given}. {item["msg"]}'
 
 
-def _text(value: Any) -> str:
-    """The value as JSON text."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+def shown(value: Any, longest: int = LONGEST_VALUE) -> str:
+    """A value for a message: JSON text that can be printed, and at most `longest` characters of it."""
+    try:
+        text = printable(json.dumps(value, ensure_ascii=False, default=str))
+    except (TypeError, ValueError, RecursionError):  # keys of other types, endless or deep nesting, 5000 digits
+        return f"a {type(value).__name__} that is no JSON"
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def printable(text: Any) -> str:
+    """The text with \\ud800 and so on in place of halves of surrogate pairs, which no stream can encode."""
+    return str(text).encode(errors="backslashreplace").decode()

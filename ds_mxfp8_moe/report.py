@@ -22,7 +22,18 @@ from deepspeed.accelerator import get_accelerator
 from .compute.executor import unknown_launcher
 from .compute.grouped_gemm import multiplies_mxfp8
 from .compute.mx import BLOCK_SIZES
-from .config import READERS, WIRE_KEYS, ConfigError, MXFP8MoEConfig, current_device, load_ds_config, parse, resolve
+from .config import (
+    READERS,
+    SECTION,
+    WIRE_KEYS,
+    ConfigError,
+    MXFP8MoEConfig,
+    current_device,
+    parse,
+    printable,
+    read_ds_config,
+    resolve,
+)
 from .engine.advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
@@ -61,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="?", help="a DeepSpeed config file, to see what its section means here")
     parser.add_argument("model", nargs="?", help="a Hugging Face model's folder or name, to see what would be faster")
     args = parser.parse_args(argv)
-    path = args.config
 
     _heading("ds_mxfp8_moe: what this machine would use and why")
     device_type, _ = current_device()
@@ -78,24 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _line("launches of the experts' kernels", launches())
     _line("check of the kernels", kernels_check())
 
-    _heading(f'section "mxfp8_moe" of {path}' if path else 'a section {"enabled": true} would mean')
-    try:
-        config = parse(path) if path else MXFP8MoEConfig(enabled=True)
-    except ConfigError as error:
-        problem = str(error)
-    else:
-        for name, text in section_lines(config, statuses):
-            _line(name, text)
-        problem = next((f"the transport {transport.name} cannot be used here: {transport.reason}"
-                        for transport in statuses if transport.name == config.transport and not transport.available),
-                       None)
-        for line in advice(path, config) if path else ():
-            print(f"[WARN] {line}")
-        try:
-            for line in about_speed(load_ds_config(path), config, model_like(args.model)) if path else ():
-                print(f"[HINT] faster, unless your script does it: {line}")
-        except (ImportError, OSError, ValueError) as error:
-            problem = problem or f"the model {args.model}: {error}"
+    problem = print_section(args.config, args.model, statuses)
     if problem:
         print("\n".join(f"[FAIL] {line}" for line in problem.splitlines()))
 
@@ -105,6 +98,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         _line(name, _version(name))
     _line("cuda (of torch)", torch.version.cuda or "none: torch is built without CUDA")
     return 1 if problem else 0
+
+
+def print_section(path: str | None, model: str | None, statuses: Sequence[TransportStatus]) -> str | None:
+    """Prints what the section of a config file means here, and what training with it would warn of.
+
+    Args:
+        path: the DeepSpeed config file. None: a section {"enabled": true}.
+        model: a Hugging Face model's folder or name, or None.
+        statuses: as `transports` returns them.
+
+    Returns:
+        Why the config has an error or cannot run here, one line for each problem. None: it can.
+    """
+    _heading(printable(f'section "{SECTION}" of {path}') if path else 'a section {"enabled": true} would mean')
+    try:
+        given = read_ds_config(path) if path else {SECTION: {"enabled": True}}
+        config = parse(given)
+    except ConfigError as error:
+        return str(error)
+    for name, text in section_lines(config, statuses):
+        _line(name, text)
+    problem = next((f"the transport {transport.name} cannot be used here: {transport.reason}"
+                    for transport in statuses if transport.name == config.transport and not transport.available), None)
+    if path:
+        for line in advice(given, config):
+            print(f"[WARN] {line}")
+        net = None
+        try:
+            net = model_like(model)
+        except Exception as error:  # whatever transformers raises for a config.json
+            problem = problem or printable(f"the model {model}: {type(error).__name__}: {error}")
+        for line in about_speed(given, config, net):
+            print(f"[HINT] faster, unless your script does it: {line}")
+    return problem
 
 
 def devices(device_type: str) -> list[str]:
@@ -204,11 +231,11 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
     return lines
 
 
-def advice(path: str, config: MXFP8MoEConfig) -> list[str]:
-    """What training with this config file would warn of at start-up, as far as it shows without a model.
+def advice(ds_config: dict, config: MXFP8MoEConfig) -> list[str]:
+    """What training with this config would warn of at start-up, as far as it shows without a model.
 
     Args:
-        path: the DeepSpeed config file.
+        ds_config: the whole DeepSpeed config.
         config: its section, which is enabled or not.
     """
     if not config.model_fields_set:
@@ -216,7 +243,7 @@ def advice(path: str, config: MXFP8MoEConfig) -> list[str]:
     if not config.enabled:
         return about_enabled(config)
     ranks = max(2, get_accelerator().device_count())  # how many will train is not known here
-    return about_expert_parallel(load_ds_config(path), ranks) + about_keys(config, ())
+    return about_expert_parallel(ds_config, ranks) + about_keys(config, ())
 
 
 def model_like(model: str | None) -> torch.nn.Module | None:

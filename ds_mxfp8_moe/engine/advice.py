@@ -18,7 +18,7 @@ import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from packaging.specifiers import SpecifierSet
 
-from ..config import READERS, ConfigError, MXFP8MoEConfig
+from ..config import READERS, ConfigError, MXFP8MoEConfig, shown
 from ..layers.frozen_experts import frozen_of
 from ..layers.presets import model_type_of
 
@@ -39,7 +39,7 @@ def about_expert_parallel(config: dict, ranks: int) -> list[str]:
     """
     if SECTION not in config:
         near = difflib.get_close_matches(SECTION, map(str, config), n=1, cutoff=0.85)
-        return [f'the config has "{near[0]}", which DeepSpeed ignores: did you mean "{SECTION}"?'] if near else []
+        return [f'the config has {shown(near[0])}, which DeepSpeed ignores: did you mean "{SECTION}"?'] if near else []
     section = config[SECTION]
     if not isinstance(section, dict) or not section.get("enabled", False):
         return []
@@ -49,7 +49,7 @@ def about_expert_parallel(config: dict, ranks: int) -> list[str]:
         if key not in valid:
             near = difflib.get_close_matches(str(key).lower(), valid, n=1)
             meant = f'did you mean "{near[0]}"?' if near else f"valid are {', '.join(valid)}"
-            lines.append(f'"{SECTION}" has "{key}", which DeepSpeed ignores: {meant}')
+            lines.append(f'"{SECTION}" has {shown(str(key))}, which DeepSpeed ignores: {meant}')
     if "autoep_size" not in section and ranks > 1:
         lines.append(f'"{SECTION}" has no "autoep_size", so every rank holds all experts and no tokens travel. Write '
                      f'how many ranks share the experts of a layer, for example "autoep_size": {ranks}')
@@ -100,7 +100,8 @@ def about_speed(config: dict, section: MXFP8MoEConfig, model: torch.nn.Module | 
         lines.append('AdamW is not fused: pass fused=True to torch.optim.AdamW, or write "fused": true beside '
                      '"torch_adam" in the config')
     micro_batches = config.get("gradient_accumulation_steps", 1)
-    if section.keep_quantized_weights is False and section.recipe != "bf16" and micro_batches not in (1, "auto"):
+    several = isinstance(micro_batches, int) and micro_batches > 1
+    if section.keep_quantized_weights is False and section.recipe != "bf16" and several:
         lines.append(f'"keep_quantized_weights": false quantises weights in each of the {micro_batches} micro-batches '
                      "of a step: leave it out")
     if config.get("wall_clock_breakdown"):
@@ -108,12 +109,12 @@ def about_speed(config: dict, section: MXFP8MoEConfig, model: torch.nn.Module | 
     return lines if model is None else [*lines, *_about_model(model)]
 
 
-def _not_fused(section: dict | None, optimizer: object) -> bool:
+def _not_fused(section: object, optimizer: object) -> bool:
     """Whether AdamW is torch's and not fused. DeepSpeed's own is fused. `section`: the config's "optimizer"."""
     if optimizer is not None:
         return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not optimizer.defaults.get("fused")
-    params = (section or {}).get("params", {})
-    return bool(params.get("torch_adam")) and not params.get("fused")
+    params = section.get("params") if isinstance(section, dict) else None
+    return isinstance(params, dict) and bool(params.get("torch_adam")) and not params.get("fused")
 
 
 def _about_model(model: torch.nn.Module) -> Iterator[str]:

@@ -9,7 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..checkpoint.loading import hook_checkpoints
 from ..checkpoint.saving import save_whole_models
 from ..compute.executor import unknown_launcher
-from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
+from ..config import SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_layers
 from ..layers.presets import announcement, why_no_layers
@@ -109,8 +109,8 @@ def _section(config) -> MXFP8MoEConfig:
         return parse(config if SECTION in config else {SECTION: config})
     section = parse(config)
     if not section.model_fields_set:
-        raise ConfigError(f'{config} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} there, or '
-                          "pass no config to convert in the default recipe")
+        raise ConfigError(f'{name_of(config)} has no section "mxfp8_moe", or an empty one: write {{"enabled": true}} '
+                          "there, or pass no config to convert in the default recipe")
     return section
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import pickle
 import pkgutil
+import traceback
 
 import deepspeed.runtime
 import pytest
@@ -96,8 +97,51 @@ def test_unreadable_configs(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match="ds_config.json.*cannot be read"):
             parse(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        parse(tmp_path)
+    for config in (tmp_path, 5, b"{}"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            parse(config)
+    path.write_text("[1]")
+    with pytest.raises(ConfigError, match='ds_config.json" holds a list, expected an object'):
+        parse(path)
+
+
+def test_what_a_config_in_base64_holds_is_not_printed():
+    text = '{"train_batch_size": 8, "wandb": {"api_key": "0123456789"}, "mxfp8_moe": {"enabled": true}}'
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    for damaged in (encoded[:-7], encoded[:50] + "$" + encoded[51:], base64.urlsafe_b64encode(b"0123456789").decode()):
+        with pytest.raises(ConfigError) as caught:
+            parse(damaged)
+        told = "".join(traceback.format_exception(caught.value))
+        assert encoded[21:40] not in told and "0123456789" not in told
+
+
+@pytest.mark.parametrize("section, key", [
+    ('{"enabled": true, "strict": true}', "strict"), ('{"self": 1}', "self"), ('{"\\ud800": 1}', "ud800"),
+    ('{"metrics": {"every": 1, "self": 1}}', "self"), ('{"metrics": {"every": "auto"}}', '"every" is "auto"'),
+    ('{"metrics": {"every": 1, "\\ud800": 1}}', "metrics"), ('{"include": "\\ud800"}', "include"),
+    ('{"include": ["\\ud800"]}', "include"), ('{"include": ["(?L)a"]}', "include"),
+    ('{"capacity_factor": 1e999}', "ds_config.json"), ('{"include": ["a{1,99999999999}"]}', "include"),
+    (json.dumps({"exclude": ["(" * 3000 + ")" * 3000]}), "exclude"),
+    ('{"recipe": ' + "[" * 90 + "]" * 90 + "}", "recipe"),
+    ('{"recipe": ' + "[" * 900 + "]" * 900 + "}", "ds_config.json"),
+    (json.dumps({"transport": "a" * 10000}), "transport"),
+    *((json.dumps({key: 10**400}), key) for key in ("node_size", "nvlink_sms", "capacity_factor",
+                                                    "min_tokens_per_expert", "load_balance_coeff"))])
+def test_hostile_sections_are_config_errors_that_name_the_key(tmp_path, section, key):
+    path = tmp_path / "ds_config.json"
+    path.write_text(f'{{"mxfp8_moe": {section}}}')
+    with pytest.raises(ConfigError, match=key) as caught:
+        parse(path)
+    assert len(str(caught.value).encode()) < 1200
+
+
+def test_objects_that_are_no_json_are_shown_by_their_type():
+    endless: list = []
+    endless.append(endless)
+    for value in (endless, {(1, 2): 3}, 10**5000):
+        (line,) = problems(recipe=value)
+        assert line.startswith(f'"recipe" is a {type(value).__name__} that is no JSON')
+    assert problems(min_tokens_per_expert=torch.ones(2))[0].startswith('"min_tokens_per_expert" is ')
 
 
 def test_unknown_key_names_the_nearest_and_all_valid_ones():
@@ -204,6 +248,11 @@ def test_nothing_is_dropped_without_a_capacity():
 def test_misspelt_section(name):
     with pytest.raises(ConfigError, match=f'section "{name}": did you mean "mxfp8_moe"'):
         parse({"train_batch_size": 8, name: {"enabled": True}})
+
+
+@pytest.mark.parametrize("name", ["fp8_moe", "mxfp4_moe", "mxfp6_moe", "my_fp8_moe", "nvfp4_moe"])
+def test_sections_of_other_formats_are_not_ours(name):
+    assert parse({name: {"enabled": True}}) == MXFP8MoEConfig()
 
 
 def test_section_in_the_wrong_place_or_of_the_wrong_kind():

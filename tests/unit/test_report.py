@@ -152,6 +152,16 @@ def test_config_in_error_is_reported_and_ends_with_1(tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("around", [
+    '"optimizer": true', '"optimizer": {"type": "AdamW", "params": null}', '"gradient_accumulation_steps": []',
+    '"expert_parallel": {"enabled": true, "\\ud800": 1}', '"expert_paralel\\ud800": 1'])
+def test_whatever_the_rest_of_the_config_holds_is_no_traceback(tmp_path, capsys, around):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"mxfp8_moe": {"enabled": true, "keep_quantized_weights": false}, ' + around + "}")
+    assert report.main([str(path)]) == 0
+    capsys.readouterr().out.encode()
+
+
 def test_a_transport_that_is_not_there(tmp_path, capsys):
     path = tmp_path / "ds_config.json"
     path.write_text('{"mxfp8_moe": {"enabled": true, "transport": "nvlink"}}')
