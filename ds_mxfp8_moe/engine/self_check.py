@@ -13,8 +13,8 @@ CUDA's kernels of the transport nvlink, which nvcc compiles, are not part of it.
 
 import hashlib
 import json
-import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
@@ -22,12 +22,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.utils._pytree import tree_map
 
 from ..compute import casts
@@ -103,6 +104,16 @@ class Verdict(NamedTuple):
 ORDER = ("all", "bf16", "deepspeed")  # from good to bad
 
 
+class _Record(BaseModel):
+    """A verdict's file."""
+
+    model_config = ConfigDict(strict=True)
+
+    runs: Literal["all", "bf16", "deepspeed"]
+    found: str
+    releases: dict[str, str]
+
+
 class CheckFailed(Exception):
     """A kernel's result differs from plain torch's."""
 
@@ -142,9 +153,10 @@ def check(kind: Kind, device: torch.device) -> Verdict:
     verdict = _run(kind, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({**verdict._asdict(), "releases": releases(device)}))
-        unfinished.replace(path)  # ranks write the same file
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # ranks of several containers write the same file
+            unfinished = Path(folder, path.name)
+            unfinished.write_text(_Record(**verdict._asdict(), releases=releases(device)).model_dump_json())
+            unfinished.replace(path)
     except OSError:
         pass  # not remembered: the next engine checks again
     return verdict
@@ -190,12 +202,12 @@ def _digest(kind: Kind, device: torch.device) -> str:
 
 
 def _read(path: Path) -> tuple[Verdict, dict] | None:
-    """A verdict and the releases that it is about. None if there is no such file, or an unfinished one."""
+    """A verdict and the releases that it is about. None if there is no such file, or something else in it."""
     try:
-        record = json.loads(path.read_text())
-        return Verdict(record["runs"], record["found"]), record["releases"]
-    except (OSError, ValueError, KeyError):
+        record = _Record.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
         return None
+    return Verdict(record.runs, record.found), record.releases
 
 
 # ---- running the kernels ----------------------------------------------------------------------------------------

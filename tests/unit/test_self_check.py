@@ -2,7 +2,6 @@
 """The check at first use, on a CPU: each operation then runs twice in plain torch, and a broken one is put in place of
 the first. tests/gpu/test_self_check_gpu.py breaks kernels."""
 
-import json
 import re
 
 import pytest
@@ -135,10 +134,19 @@ def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
     assert self_check.remembered(CPU) == []
     self_check.check(one, CPU)
     assert len(runs) == 3
-    for path in (tmp_path / "verdicts").iterdir():  # a file cut short is no verdict
-        path.write_text(json.dumps({"runs": "all"})[:5])
-    self_check.check(one, CPU)
-    assert len(runs) == 4
+    assert all(path.suffix == ".json" for path in (tmp_path / "verdicts").iterdir())  # nothing half done is left
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "null", "[]", "5", "\xff", '{"runs": "all"}', '{"runs": "some", "found": "", "releases": {}}',
+    '{"runs": ["all"], "found": "", "releases": {}}', '{"runs": "all", "found": null, "releases": null}', "[" * 5000])
+def test_a_file_without_a_verdict_is_none(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(self_check, "_run", lambda kind, device: Verdict("bf16", "broken"))
+    self_check.check(kind(**AUTOEP), CPU)
+    [path] = (tmp_path / "verdicts").iterdir()
+    path.write_bytes(text.encode("latin-1"))
+    assert self_check.remembered(CPU) == []
+    assert self_check.check(kind(**AUTOEP), CPU) == Verdict("bf16", "broken") and len(self_check.remembered(CPU)) == 1
 
 
 def test_the_line_names_the_kernel_and_the_releases():
