@@ -5,6 +5,9 @@ nvcc compiles all files at the same time and links them. The result lies in torc
 (TORCH_EXTENSIONS_DIR), under a hash of everything that goes into it. An edited source, another nvcc, torch or Python,
 or another kind of GPU therefore causes a new build. A lock lets only one rank of a node build at a time. The operating
 system releases the lock if its holder dies.
+
+A library is code that runs, so it is loaded only if nobody but this user and root can have written it, and if its
+checksum, which lies beside it, is right. A damaged library is built again.
 """
 
 import hashlib
@@ -12,6 +15,7 @@ import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -81,14 +85,15 @@ class NvccBuilder(CUDAOpBuilder):
         return (torch.cuda.get_device_capability(), ) if torch.cuda.is_available() else BOTH
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        self.error_log = self._obstacle()
+        self.error_log = self._obstacle() or _distrust(self._library())
         if self.error_log and verbose:
             self.warning(f"{self.NAME}: {self.error_log}")
         return self.error_log is None
 
     def is_built(self) -> bool:
-        """Whether a build of these sources exists, so that `load` compiles nothing. The builder must be compatible."""
-        return self._library().exists()
+        """Whether a whole build of these sources exists, so that `load` compiles nothing. The builder must be
+        compatible."""
+        return _is_whole(self._library())
 
     def last_failure(self) -> str | None:
         """The compiler's message if the last attempt to build these sources failed. The next load tries again."""
@@ -99,15 +104,17 @@ class NvccBuilder(CUDAOpBuilder):
         """Builds the extension if it is not built yet, and imports it.
 
         Raises:
-            RuntimeError: this machine cannot build it, or the build failed. The error ends with the compiler's last
-                lines.
+            RuntimeError: this machine cannot build it, others can write the library, or the build failed. The error
+                ends with the compiler's last lines.
             OSError: nothing is built yet, and the folder cannot be written.
         """
         if not self.is_compatible():
             raise RuntimeError(self.error_log)
         library = self._library()
-        if not library.exists():  # an existing one is complete. It may lie where this user cannot write
+        if not _is_whole(library):  # a whole one may lie where this user cannot write
             self._build_in_turn(library)
+            if problem := _distrust(library):
+                raise RuntimeError(problem)
         spec = importlib.util.spec_from_file_location(self.NAME, library)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -155,14 +162,18 @@ class NvccBuilder(CUDAOpBuilder):
     def _build_in_turn(self, library: Path) -> None:
         """Builds the library, unless another process builds it first."""
         import fcntl  # not on Windows, where the report imports this file
-        library.parent.mkdir(parents=True, exist_ok=True)
+        library.parent.parent.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask lets others write elsewhere
         failed = library.with_name("failed")
         before = _stamp(failed)
-        with open(library.with_name("lock"), "w") as lock:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(library.with_name("lock"), flags, 0o644), "r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
+            if not _is_whole(library):
                 if _stamp(failed) != before:  # another rank's build failed while this one waited
                     raise RuntimeError(failed.read_text())
+                if library.exists():
+                    self.warning(f"{library} is damaged, probably cut short: building it again")
                 try:
                     self._build(library)
                 except RuntimeError as error:
@@ -176,10 +187,16 @@ class NvccBuilder(CUDAOpBuilder):
             objects = {source: os.path.join(folder, Path(source).name + ".o") for source in self.sources()}
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
-            half_done = os.path.join(folder, library.name)
+            half_done = Path(folder, library.name)
             # Links to the shared CUDA runtime, which torch uses too, so that both use the same device.
-            _run("-shared", "--cudart=shared", *objects.values(), *self.link_args(), "-o", half_done)
-            os.replace(half_done, library)
+            _run("-shared", "--cudart=shared", *objects.values(), *self.link_args(), "-o", str(half_done))
+            checksum = Path(folder, "checksum")
+            checksum.write_text(_checksum(half_done))
+            for made, place in ((half_done, library), (checksum, _checksum_file(library))):
+                made.chmod(0o644)
+                with open(made) as file:
+                    os.fsync(file.fileno())  # else the host may go down after the new name, and before the content
+                made.replace(place)
 
 
 def loading(made: Callable[[], NvccBuilder]) -> Callable[[], tuple[ModuleType | None, str]]:
@@ -229,6 +246,35 @@ def _run(*args: str) -> str:
         last = "\n".join(done.stdout.splitlines()[-LINES_OF_ERROR:])
         raise RuntimeError(f"{' '.join(command)}\n{last}")
     return done.stdout
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_name("checksum")
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there and has its checksum. One that was cut short kills the process that loads it."""
+    try:
+        return _checksum(library) == _checksum_file(library).read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _distrust(library: Path) -> str | None:
+    """Why a library must not be loaded, and what to do: somebody else can write it or its folder. None: it may be."""
+    for path in filter(Path.exists, (library.parent, library)):
+        found = path.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            return (f"{path} is user {found.st_uid}'s, and code is loaded only from your own files or root's: set "
+                    "TORCH_EXTENSIONS_DIR to a folder of your own. Let root own a cache that many users share")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return (f"others can write {path} (mode {stat.S_IMODE(found.st_mode):o}), so its code is not loaded: "
+                    "delete it, or take the right away by chmod go-w")
+    return None
 
 
 def _stamp(path: Path) -> int | None:

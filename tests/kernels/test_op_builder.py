@@ -3,9 +3,12 @@
 tiny."""
 
 import builtins
+import importlib
 import multiprocessing
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -116,6 +119,72 @@ def test_an_nvcc_that_does_not_run_is_an_obstacle(tmp_path, monkeypatch, script,
     builder = NVLinkBuilder(capabilities=BOTH)
     assert not builder.is_compatible()
     assert builder.error_log.startswith(f"the version of {nvcc} is unknown:") and reason in builder.error_log
+
+
+@pytest.fixture
+def cached(folder, monkeypatch):
+    """A builder whose library is text, which nvcc would have made."""
+    monkeypatch.setattr(building_with_nvcc, "_nvcc_says", lambda: "release 13.0")
+    monkeypatch.setattr(NVLinkBuilder, "_obstacle", lambda self: None)
+    monkeypatch.setattr(building_with_nvcc, "_run",
+                        lambda *args: "-shared" in args and Path(args[-1]).write_text("ELF"))
+    monkeypatch.setattr(importlib.util, "module_from_spec", lambda spec: spec)
+    monkeypatch.setattr(importlib.machinery.ExtensionFileLoader, "exec_module", lambda self, spec: None)
+    return NVLinkBuilder(folder)
+
+
+def test_a_damaged_library_is_built_again(cached, capsys):
+    library = Path(cached.jit_load().origin)
+    checksum = library.with_name("checksum")
+    for damage in (lambda: library.write_text("E"), lambda: library.write_text("EL\0"), checksum.unlink,
+                   lambda: checksum.write_text("")):
+        assert cached.is_built() and library.read_text() == "ELF"
+        damage()
+        assert not cached.is_built() and Path(cached.jit_load().origin) == library
+        assert capsys.readouterr().out.count(f"{library} is damaged, probably cut short: building it again") == 1
+    library.unlink()
+    assert cached.jit_load() and capsys.readouterr().out == ""
+
+
+def test_nobody_else_can_write_what_is_built(cached):
+    before = os.umask(0)
+    try:
+        library = Path(cached.jit_load().origin)
+    finally:
+        os.umask(before)
+    for path in (library.parent, library, library.with_name("checksum"), library.with_name("lock")):
+        assert path.stat().st_mode & 0o022 == 0
+    assert cached.is_compatible()
+
+
+def test_a_library_that_others_can_write_is_not_loaded(cached, monkeypatch):
+    library = Path(cached.jit_load().origin)
+    for path, mode in ((library, 0o664), (library.parent, 0o757)):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(RuntimeError, match=f"others can write {path} .mode {mode:o}.*delete it, or"):
+            cached.jit_load()
+        assert not cached.is_compatible()  # the report says why
+        path.chmod(before)
+    stranger = os.geteuid() + 4321
+    if os.geteuid() == 0:
+        os.chown(library, stranger, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    with pytest.raises(RuntimeError, match=r"is user \d+'s.*set TORCH_EXTENSIONS_DIR"):
+        cached.jit_load()
+
+
+def test_the_lock_follows_no_link_and_empties_no_file(cached, tmp_path):
+    lock, victim = cached._library().with_name("lock"), tmp_path / "victim"
+    lock.parent.mkdir(parents=True)
+    victim.write_text("precious")
+    lock.symlink_to(victim)
+    with pytest.raises(OSError, match="lock"):
+        cached.jit_load()
+    lock.unlink()
+    lock.hardlink_to(victim)
+    assert cached.jit_load() and victim.read_text() == "precious"
 
 
 def refuse(*args):
