@@ -5,11 +5,11 @@
     python tests/releases.py oldest 3.7.1     # these pieces alone
     python tests/releases.py --gpu            # tests/gpu in this environment, on this machine's GPU
     python tests/releases.py 3.6.0 --unrecorded   # only says whether it passes, as in CI
-    python tests/releases.py --show           # the README's table
+    python tests/releases.py --show           # the table of works_with.md
 
 Pieces: "oldest" and "newest" run the CPU tests with the oldest and the newest releases. A release of Triton compiles
 every kernel ahead of time, for Hopper and Blackwell. Results are added to releases.json beside this script. The
-README's table is made of it.
+table of examples/guides/works_with.md is made of it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ENDS = {"oldest": (".venv-oldest", ["TORCH=2.11.0", "PINS=triton==3.6.0 transfor
         "newest": (".venv", [])}
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 PACKAGES = ("torch", "triton", "transformers", "deepspeed", "peft", "accelerate")
-README, BEGIN, END = ROOT / "README.md", "<!-- releases: begin -->", "<!-- releases: end -->"
+PAGE, BEGIN, END = ROOT / "examples/guides/works_with.md", "<!-- releases: begin -->", "<!-- releases: end -->"
 
 
 def run(command: list[str], **environment: str) -> str:
@@ -116,7 +116,7 @@ def add(row: dict) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """What was run with which releases, as a table of the README: a line for each kind of run."""
+    """What was run with which releases, as a table: a line for each kind of run."""
     runs: dict[str, list[str]] = {}
     for row in rows:
         case, found = row["case"], row["case"]["versions"]
@@ -129,11 +129,11 @@ def table(rows: list[dict]) -> str:
     return "\n".join(["| run | with |", "|---|---|", *(f"| {what} | {'; '.join(of)} |" for what, of in runs.items())])
 
 
-def write_readme() -> None:
-    text = README.read_text()
+def write_page() -> None:
+    text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     rows = json.loads(RESULTS.read_text())
-    README.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
 
 
 def main() -> int:
@@ -142,7 +142,7 @@ def main() -> int:
                         "With --gpu: what pytest shall run (default: tests/gpu)")
     parser.add_argument("--gpu", action="store_true", help="run GPU tests here")
     parser.add_argument("--unrecorded", action="store_true", help="write no result")
-    parser.add_argument("--show", action="store_true", help="write the README's table and run nothing")
+    parser.add_argument("--show", action="store_true", help="write the table and run nothing")
     given = parser.parse_args()
     unknown = set(() if given.gpu else given.pieces) - {*ENDS, *TRITONS}
     if unknown:
@@ -159,7 +159,7 @@ def main() -> int:
         if not given.unrecorded:
             add(row)
     if not given.unrecorded:
-        write_readme()
+        write_page()
     return 0 if correct else 1
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the result files say: one page for each benchmark beside them, with their plots, and between their marks
-the README's plot and table, the answer of the guide to quality, and the tables of the guides to fast training and to
-memory.
+"""Writes the pages that show result files: one for each benchmark beside them, with its plots; the README's picture;
+and between their marks the README's figures, the answer of the guide to quality, and the tables of the guides to fast
+training and to memory.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; compares the files with the measures' bars
@@ -16,7 +16,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lib import results_file, show
-from training import convergence, convergence_results, from_files, memory, train, whole_model, whole_model_results
+from training import (
+    convergence,
+    convergence_results,
+    from_files,
+    front_page,
+    memory,
+    train,
+    whole_model,
+    whole_model_results,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -72,61 +81,23 @@ def page(module, found: Found) -> str:
     return compact("\n\n".join(parts)) + "\n"
 
 
-def shown_in_readme(found: Found, measure: show.Measure, shown: show.Shown) -> tuple[Path, dict] | None:
-    """The latest file that has the measure, prepared. A file of one rank has no exchange in it: others come first."""
-    for path, result in sorted(found, key=lambda file: "_1ranks" in file[0].stem):
-        prepared = shown.prepared(result)
-        if measure.values(prepared):
-            return path, prepared
-    return None
+def gains(whole_models: Found, gpt_moes: Found) -> dict[str, list[front_page.Gain]]:
+    """What the README's picture shows, by the titles of its parts."""
+    full, adapted = front_page.whole_models(of_one_rank(whole_models)[1])
+    exchanged = front_page.with_exchange(next(result for path, result in gpt_moes if "_4ranks" in path.stem))
+    parts = zip((full, exchanged, adapted), ("Full finetuning", "GPT-MoEs", "LoRA"), front_page.HOW, strict=True)
+    return {f"{what} over {front_page.OVER[found[0].over]}: {how}": found for found, what, how in parts}
 
 
-def measured_table(pages: dict) -> str:
-    """The main measures of each benchmark."""
-    lines = []
-    for module, found in pages.items():
-        name = module.SHOWN.benchmark
-        for measure in module.SHOWN.measures:
-            if measure.main and (file := shown_in_readme(found, measure, module.SHOWN)):
-                values = measure.values(file[1])
-                spans = dict.fromkeys(measure.form.format(one.value) for one in (values[0], values[-1]))
-                lines.append([f"[{name}](examples/benchmarks/results/{name}.md): {measure.what}", " to ".join(spans),
-                              measure.place(values[0], show.varying(file[1])), origin_of(values[0], file[1])])
-    return compact(show.markdown(lines, ["measured", "worst to best", "worst case", "on"]))
-
-
-def origin_of(one: show.Value, prepared: dict) -> str:
-    """Where a value was measured. The rows of a file that was filled in pieces have commits of their own."""
-    row = next(row for row in prepared["rows"] if row["case"] == one.case and row["contender"] == one.contender)
-    return show.origin({**prepared, "commit": row.get("commit") or prepared["commit"]})
-
-
-def gains(found: Found, whole_models: Found) -> dict[tuple[Path, str], dict]:
-    """What the README's plot shows, by the file and its origin."""
-    path, result = of_one_rank(whole_models)
-    gpus = result["machine"].replace("NVIDIA ", "")
-    shown = {(path, show.origin(result)): {
-        f"{case}, {gpus}": {name: row["tokens_per_s"] for name, row in rows.items()}
-        for case, rows in whole_model_results.gained(result).items()}}
-    for over, ours in train.GAINS:
-        measure = next(one for one in train.MEASURES if (one.over, one.contenders) == (over, (ours, )))
-        path, result = shown_in_readme(found, measure, train.SHOWN)
-        shown[path, show.origin(result)] = train.gained(result, over, ours)
-    return shown
-
-
-def gain_text(found: Found, whole_models: Found) -> str:
-    """The README's plot, and what it shows."""
-    files = [f"{origin}: [{path.name}](examples/benchmarks/results/{path.name})."
-             for path, origin in gains(found, whole_models)]
-    several = next(one for one in train.MEASURES if one.when is train.on_ranks)
-    path, result = shown_in_readme(found, several, train.SHOWN)
-    values = [several.form.format(one.value) for one in several.values(result)]
-    return "\n".join([f"![tokens per second](examples/benchmarks/results/{GAIN.name})", "",
-                      "[Whole models](examples/benchmarks/results/whole_model.md) with Liger's kernels in both, then",
-                      "[GPT-MoEs](examples/benchmarks/results/train.md) with even routing and one micro-batch a step.",
-                      f"Over classic layers on several GPUs, the gain was {values[0]} to {values[-1]} on "
-                      f"{result['date'][:10]}.", *files])
+def front_page_text(pages: dict, quality: str) -> str:
+    """The README, with its bullets, its table of models, and its own figure beside others'."""
+    loaded = rows_of(result for _, result in pages[from_files])
+    whole = [whole_model.SHOWN.prepared(result) for path, result in pages[whole_model] if "ranks" in path.stem]
+    lead = front_page.lead(*gains(pages[whole_model], pages[train]).values(), loaded)
+    text = replaced(README.read_text(), "lead", lead)
+    table = compact(front_page.models_table(whole, loaded))
+    text = replaced(text, "measured", f"{table}\n\n{quality}")
+    return replaced(text, "own", front_page.own_rates(whole_model.SHOWN.prepared(of_one_rank(pages[whole_model])[1])))
 
 
 def of_one_rank(found: Found) -> tuple[Path, dict]:
@@ -163,16 +134,14 @@ def texts() -> dict[Path, str]:
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
                for module, found in pages.items()}
     _, latest = of_one_rank(pages[whole_model])
-    text = replaced(README.read_text(), "measured", measured_table(pages))
     loaded = [result for _, result in pages[from_files]]
-    text = replaced(text, "lead", whole_model_results.lead_text(latest, rows_of(loaded)))
     others = [result for path, result in pages[whole_model] if path.stem == OF_80_GB]
     runs = rows_of([latest, *others, *loaded])
     steps = compact(whole_model_results.steps_text(latest))
     path, study = pages[convergence][0]
     answer = compact(f"{convergence_results.answer(convergence.SHOWN.prepared(study))}\n\nFrom "
                      f"[{path.name}](../benchmarks/results/{path.name}).")
-    return written | {README: replaced(text, "gain", gain_text(pages[train], pages[whole_model])),
+    return written | {README: front_page_text(pages, front_page.quality(convergence.SHOWN.prepared(study))),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer),
                       FAST: replaced(FAST.read_text(), "steps", steps),
                       MEMORY: replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))}
@@ -192,8 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
                 show.draw_all(shown, path, shown.prepared(result))
     if check:
         sys.exit("\n".join(missed) or 0)
-    shapes = gains(results(train.SHOWN.benchmark), results(whole_model.SHOWN.benchmark)).values()
-    show.draw(train.plot_gain, GAIN, {name: rates for shown in shapes for name, rates in shown.items()})
+    show.draw(front_page.plot, GAIN, gains(results(whole_model.SHOWN.benchmark), results(train.SHOWN.benchmark)))
     for path, text in texts().items():
         path.write_text(text)
 

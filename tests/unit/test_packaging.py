@@ -124,8 +124,8 @@ def test_metadata(dist):
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]
     # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_plot_metrics.
-    # Advice on speed looks into Liger, and benchmarks compare with SonicMoE, where a user has installed them.
-    others = {"sonicmoe", "liger_kernel", "safetensors"}
+    # Advice on speed looks into Liger, and benchmarks use SonicMoE and flashoptim, where a user has installed them.
+    others = {"sonicmoe", "liger_kernel", "flashoptim", "safetensors"}
     optional = {"transformers", "peft", "matplotlib", "liger_kernel", "safetensors"}  # transformers brings the last
     assert imports("ds_mxfp8_moe", "ops") - optional <= core and "matplotlib" in extra
     assert imports("ds_mxfp8_moe", "ops", "examples") - {"yaml"} - others <= core | extra and "pyyaml" in extra

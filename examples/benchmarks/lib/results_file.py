@@ -90,6 +90,17 @@ def read(path: Path, benchmark: str | None = None) -> dict:
     return result
 
 
+def is_as_named(row: dict) -> bool:
+    """Whether a row's experts ran in what its contender's name says: where each gets few tokens, a recipe in MXFP8
+    runs them in bf16."""
+    return "mxfp8" not in row["contender"] or row.get("experts_in", "MXFP8") == "MXFP8"
+
+
+def shown_name(row: dict) -> str:
+    """The name under which a plot shows a row."""
+    return row["contender"] if is_as_named(row) else f"{row['contender']}, ran in bf16"
+
+
 class Group:
     """The rows of one case by contender, without those that failed or are wrong."""
 

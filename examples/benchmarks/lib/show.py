@@ -19,7 +19,7 @@ from tabulate import tabulate
 from . import results_file
 from .colors import color_of, colors, tint
 from .paired import interval
-from .results_file import Group, groups
+from .results_file import Group, groups, is_as_named
 
 LARGER, SMALLER = "larger", "smaller"  # what is better
 GIB, MIB = (lambda value: f"{value / 2**30:.2f}"), (lambda value: f"{value / 2**20:.0f}")
@@ -54,7 +54,6 @@ class Measure(NamedTuple):
         figure: the figure's name in the rows.
         when: takes a case; whether the measure is of it.
         form: how a value is printed.
-        main: the README shows it.
         bars: each must be reached.
     """
 
@@ -65,13 +64,13 @@ class Measure(NamedTuple):
     when: Callable[[dict], bool] = lambda case: True
     better: str = LARGER
     form: str = "{:.2f}x"
-    main: bool = False
     bars: tuple[tuple[float, dict], ...] = ()
 
     def values(self, result: dict) -> list[Value]:
-        """From the worst to the best."""
+        """From the worst to the best, without rows whose experts did not run in what their contender's name says."""
         found = [Value(value, name, group.case) for group in groups(result) if self.when(group.case)
-                 for name in self.contenders if (value := self._of(group, name)) is not None]
+                 for name in self.contenders if name in group.rows and is_as_named(group.rows[name])
+                 and (value := self._of(group, name)) is not None]
         return sorted(found, key=lambda one: one.value, reverse=self.better == SMALLER)
 
     def _of(self, group: Group, name: str) -> float | None:

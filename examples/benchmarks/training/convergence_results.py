@@ -176,7 +176,7 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
 
 MEASURES = [
     Measure("held-out loss, mean of paired differences to bf16", (*JUDGED, OWN), figure="difference",
-            better=show.SMALLER, form="{:+.2%}", main=True),
+            better=show.SMALLER, form="{:+.2%}"),
     Measure("upper end of its 95 % interval", (*JUDGED, OWN), figure="high", better=show.SMALLER, form="{:+.2%}"),
     Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
             figure="beyond", better=show.SMALLER, form="{:.2%}", bars=(bar(0.0), ))]

@@ -275,7 +275,7 @@ def on_ranks(case: dict) -> bool:
 
 
 MEASURES = [
-    Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, main=True, bars=tuple(
+    Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, bars=tuple(
         bar(1.15 if size == "mixtral" else 1.25, size=size) for size in models.FULL_SIZES + models.ONE_RANK_SIZES)),
     Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank,
             bars=(bar(1.6, size="deepseek-8x8"), bar(3.0, size="deepseek-6x64", overflow_check=True),
@@ -294,44 +294,8 @@ def plot(result: dict, pyplot) -> None:
     for row in result["rows"]:
         if "median_ms" in row:
             phases = {phase: row[f"{phase}_ms"] for phase in PHASES}
-            panels.setdefault(show.described(row["case"], keys), {})[row["contender"]] = phases
+            panels.setdefault(show.described(row["case"], keys), {})[results_file.shown_name(row)] = phases
     show.stacked(pyplot, panels, "ms of a step")
-
-
-GAINS = ((AUTOEP, HP), (CLASSIC, HP_CLASSIC))  # layers of one kind: DeepSpeed's, ours
-
-
-def gained(result: dict, over: str, ours: str) -> dict[str, dict[str, float]]:
-    """What the README's plot shows of one kind of layers: tokens per second of both, by the model's shape.
-
-    Of cases with even routing, one micro-batch in a step, and DeepSpeed's default check for overflow.
-    """
-    found: dict = {}
-    for group in results_file.groups(result):
-        case, rates = group.case, {name: group.figure(name, "tokens_per_s") for name in (over, ours)}
-        if case["routing"] == "even" and case["accumulation"] == 1 and case.get("overflow_check", True) and all(
-                rates.values()):
-            gpus = result["machine"].replace("NVIDIA ", "")
-            found.setdefault(f"{case['size']}, {case['layers']} layers, {gpus}", rates)
-    return found
-
-
-def plot_gain(shapes: dict[str, dict[str, float]], pyplot) -> None:
-    """Two bars for each shape: DeepSpeed's layers, all of one length, and ours. Beside them tokens per second."""
-    _, axis = pyplot.subplots(figsize=(show.WIDTH, 0.5 + len(shapes)), layout="constrained")
-    ticks, widest = {}, 1.0
-    for i, (shape, rates) in enumerate(shapes.items()):
-        base = next(iter(rates.values()))
-        axis.text(0, 3.4 * i - 0.75, shape, weight="bold", va="center")
-        for at, (name, rate) in enumerate(rates.items(), 1):
-            gain, y = rate / base, 3.4 * i + at - 1
-            axis.barh(y, gain, 0.8, color=show.color_of(name))
-            axis.text(gain, y, f" {gain:.2f}x   {rate / 1000:.1f}k tokens/s", va="center")
-            ticks[y], widest = name, max(widest, gain)
-    axis.set_yticks(list(ticks), list(ticks.values()))
-    axis.set(ylim=(3.4 * len(shapes) - 1.7, -1.4), xlim=(0, 1.25 * widest), title="Tokens per second in training",
-             xlabel="training speed; DeepSpeed without this package, in bf16 = 1")
-    axis.axvline(1, color=show.GRAY, linewidth=0.8)
 
 
 SHOWN = show.Shown("train", MEASURES, [

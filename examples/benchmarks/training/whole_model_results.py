@@ -2,8 +2,6 @@
 """What the result files of whole_model.py say: measures, derived figures, tables and plots."""
 
 import math
-import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -103,11 +101,11 @@ MEASURES = [
     Measure(f"full, tokens per second of a GPU: {MXFP8}", (MXFP8, ), bars=(bar(17000, liger="Liger", **SHORT), ),
             **RATE),
     Measure(f"full, tokens per second: {DEFAULT} over DeepSpeed, AutoEP or else transformers", (DEFAULT, ),
-            figure="over_deepspeed", when=is_full, main=True, bars=(bar(1.35), )),
+            figure="over_deepspeed", when=is_full, bars=(bar(1.35), )),
     Measure(f"full, tokens per second: {DEFAULT} over {AUTOEP}", (DEFAULT, ), AUTOEP, when=is_full,
             bars=(bar(1.65, liger="Liger", **SHORT), bar(1.55, liger=None, **SHORT))),
     Measure(f"LoRA, tokens per second: {DEFAULT} over {PLAIN}", (DEFAULT, ), PLAIN,
-            when=lambda case: case["training"] == LORA, main=True,
+            when=lambda case: case["training"] == LORA,
             bars=(bar(1.7, model=SHORT["model"], liger=None), bar(2.0, model=SHORT["model"], liger="Liger"))),
     Measure(f"full, tokens per second: {DEFAULT} over {BF16}", (DEFAULT, ), BF16, when=is_full,
             bars=(bar(1.05, liger="Liger", **SHORT), )),
@@ -123,7 +121,7 @@ def panels(result: dict, figure: str) -> dict[str, dict[str, dict[str, float]]]:
     keys, found = show.varying(result), {}
     groups = results_file.groups(result)
     for group in [group for group in groups if not is_changed(group.case)] or groups:
-        bars = {name: {figure: value} for name in group.rows if (value := group.figure(name, figure))}
+        bars = {results_file.shown_name(row): {figure: row[figure]} for row in group.rows.values() if row.get(figure)}
         if bars:
             found[show.described(group.case, keys)] = bars
     return found
@@ -167,7 +165,7 @@ def published(result: dict) -> list[str]:
             f"[{one['who']}]({one['source']}), {one['how']}." for one in PUBLISHED if one["model"] in there]
 
 
-# ---- the README ---------------------------------------------------------------------------------------------------
+# ---- single rows --------------------------------------------------------------------------------------------------
 
 LIGER = {"liger": "Liger"}
 FASTEST = LIGER | {"loss": changes.LARGE_CHUNKS}
@@ -179,34 +177,6 @@ def row_of(result: dict, contender: str, changed: dict, first: int = 0) -> dict 
     wanted["checkpointing"] = CHECKPOINTING[wanted["checkpointing"]]
     return next((row for row in result["rows"] if row["contender"] == contender
                  and all(row["case"].get(key) == value for key, value in wanted.items())), None)
-
-
-def gained(result: dict) -> dict[str, dict[str, dict]]:
-    """What the README says of whole models: rows of DeepSpeed's way and of ours, with Liger in both, as
-    the guide to fast training says."""
-    found = {}
-    for i, over in enumerate((AUTOEP, PLAIN)):
-        rows = {name: row_of(result, name, FASTEST, i) for name in (over, DEFAULT)}
-        if all(row and "median_ms" in row for row in rows.values()):
-            case = CASES["short"][i]
-            share = f", one rank of {case['one_rank_of']}" if case["one_rank_of"] > 1 else ""
-            what = "full finetuning" if case["training"] == FULL else case["training"]
-            found[f"{case['model']}, {what}{share}"] = rows
-    return found
-
-
-def lead_text(result: dict, from_files: Iterable[dict]) -> str:
-    """The README's first sentences. `from_files`: rows of from_files.py."""
-    told = []
-    for case, rows in gained(result).items():
-        (over, base), (_, ours) = rows.items()
-        told.append(f"{case}: **{base['median_ms'] / ours['median_ms']:.2f} times the tokens per second** of "
-                    f"{over} in {ours['peak_bytes'] / base['peak_bytes']:.0%} of its memory")
-    gain = f", faster and in less memory ({'; '.join(told)})" if told else ""
-    large = [f"{row['case']['model']}, {row['parameters'] / 1e9:.0f} billion parameters, in {row['peak_gib']:.0f} GiB"
-             for row in from_files if row["parameters"] > 1e11]
-    fits = f" LoRA of models that one GPU cannot hold in bf16 runs on it: {'; '.join(large)}." if large else ""
-    return textwrap.fill(f"Trains Mixture-of-Experts models with DeepSpeed in MXFP8{gain}.{fits}", 119)
 
 
 # ---- the guide to fast training -----------------------------------------------------------------------------------

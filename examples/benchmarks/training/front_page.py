@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of the README: how much faster trainings run, in bf16 and in MXFP8, and what was measured.
+
+Every figure says what the experts ran in, and is refused where a result file says otherwise: with few tokens for each
+expert, a recipe in MXFP8 runs its experts in bf16.
+"""
+
+import textwrap
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lib import results_file, show
+
+from . import convergence_results, train, whole_model_results
+from .whole_model_results import (
+    AUTOEP,
+    BF16,
+    CASES,
+    DEFAULT,
+    FASTEST,
+    FULL,
+    LORA,
+    MODELS,
+    PLAIN,
+    WITHOUT_LIGER,
+    experts_of,
+)
+
+OVER = {AUTOEP: "DeepSpeed AutoEP", PLAIN: "Transformers"}
+# Cases of full finetuning in the picture, by what their script has.
+SCRIPTS = {"Liger kernels": FASTEST, "torch.compile": WITHOUT_LIGER, "as in Transformers": {}}
+SHAPES = {"deepseek": "DeepSeek-V2-Lite", "qwen3": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B"}  # of train.py
+HARDWARE = [["H200", "✔ 1, 2 and 4 GPUs of one host", "✔ 1 GPU"], ["H100", "only one rank's experts, alone", "no"],
+            ["Blackwell; several hosts", "no: kernels compile and never ran; no network was measured", "no"]]
+ADAPTED = ("Mixtral-8x7B", "gpt-oss-20b", "OLMoE-1B-7B")  # LoRA without Liger
+HOW = ("one H200 as one of 8 ranks, without the exchange", "4 x H200, with the exchange", "one H200, whole models")
+LIGHT, DARK = "#8ab6e8", "#1f5fbf"
+# The parts of a bar: how it is drawn, and its label.
+PARTS = {"baseline": ({"facecolor": "#c4c4c4"}, "baseline, in bf16"),
+         "bf16": ({"facecolor": LIGHT}, "added by this package in bf16"),
+         "MXFP8": ({"facecolor": DARK}, "added by MXFP8 experts"),
+         "both": ({"facecolor": LIGHT, "hatch": "////", "edgecolor": DARK}, "added by both, not measured apart")}
+
+
+class Gain(NamedTuple):
+    """One training beside its baseline, in tokens per second of a GPU.
+
+    Attributes:
+        what: the model, and how it trained.
+        over: the baseline's contender.
+        bf16, mxfp8: of this package, with its experts in this. None: not measured.
+        memory: peak memory over the baseline's. None: not measured.
+    """
+
+    what: str
+    over: str
+    base: float
+    bf16: float | None
+    mxfp8: float | None
+    memory: float | None
+
+    def times(self, rate: float) -> str:
+        return f"{rate / self.base:.2f}x"
+
+
+def rate(row: dict, experts_in: str) -> float:
+    """A row's tokens per second and GPU, to be shown as those of experts in bf16 or in MXFP8.
+
+    Raises:
+        ValueError: they ran in something else.
+    """
+    if row["experts_in"] != experts_in:
+        raise ValueError(f"{row['contender']!r} in {row['case']} ran its experts in {row['experts_in']}: "
+                         f"this row cannot be shown as {experts_in}")
+    return _of_a_gpu(row)
+
+
+def _of_a_gpu(row: dict) -> float:
+    """train.py counts those of all ranks."""
+    return row["tokens_per_s"] / (row["case"]["ranks"] if "size" in row["case"] else 1)
+
+
+def gain(what: str, over: str, base: dict, bf16: dict | None, mxfp8: dict | None) -> Gain:
+    """Of rows of one case."""
+    peaks = [row.get("peak_bytes") for row in (base, mxfp8 or bf16)]
+    return Gain(what, over, _of_a_gpu(base), bf16 and rate(bf16, "bf16"), mxfp8 and rate(mxfp8, "MXFP8"),
+                peaks[1] / peaks[0] if all(peaks) else None)
+
+
+def whole_models(result: dict) -> tuple[list[Gain], list[Gain]]:
+    """Full finetuning over AutoEP, and LoRA over transformers."""
+    model, found = CASES["short"][0]["model"], ([], [])
+    for told, changed in SCRIPTS.items():
+        rows = [whole_model_results.row_of(result, name, changed) for name in (AUTOEP, BF16, DEFAULT)]
+        found[0].append(gain(f"{model}, {told}", AUTOEP, *rows))
+    rows = [whole_model_results.row_of(result, name, FASTEST, 1) for name in (PLAIN, BF16, DEFAULT)]
+    found[1].append(gain(f"{model}, Liger kernels", PLAIN, *rows))
+    for group in results_file.groups(result):
+        case = group.case
+        if case["model"] in ADAPTED and case["training"] == LORA and PLAIN in group.rows:
+            rows = [group.rows.get(name) for name in (PLAIN, BF16, DEFAULT)]
+            found[1].append(gain(case["model"], PLAIN, *rows))
+    return found
+
+
+def with_exchange(result: dict) -> list[Gain]:
+    """GPT-MoEs over AutoEP: even routing, one micro-batch in a step. A recipe that ran in bf16 adds no MXFP8."""
+    found = []
+    for group in results_file.groups(result):
+        case, rows = group.case, group.rows
+        if (case["routing"], case["accumulation"], case["zero"]) == ("even", 1, 1) and train.OURS_BF16 in rows:
+            mxfp8 = rows[train.HP] if rows[train.HP]["experts_in"] == "MXFP8" else None
+            found.append(gain(f"{SHAPES[case['size']]} shapes, {case['layers']} layers", train.AUTOEP,
+                              rows[train.AUTOEP], rows[train.OURS_BF16], mxfp8))
+    return found
+
+
+def _spread(gains: Iterable[Gain], which: str) -> str:
+    values = sorted(getattr(one, which) / one.base for one in gains if getattr(one, which))
+    return " to ".join(dict.fromkeys(f"{value:.2f}x" for value in (values[0], values[-1])))
+
+
+def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict]) -> str:
+    """The README's bullets. `from_files`: rows of from_files.py."""
+    first, lora = full[0], adapted[0]
+    large = [f"{row['case']['model']} ({row['parameters'] / 1e9:.0f}B) in {row['peak_gib']:.0f} GiB"
+             for row in from_files if row["parameters"] > 1e11]
+    split = (f"{lora.times(lora.bf16)} in bf16, **{lora.times(lora.mxfp8)} with MXFP8 experts**" if lora.bf16 else
+             f"**{lora.times(lora.mxfp8)} with MXFP8 experts**, bf16 not measured apart")
+    model, uses = CASES["short"][0]["model"], sum(1 for one in exchanged if one.mxfp8)
+    bullets = [
+        f"**Full finetuning, {model}**, tokens per second over {OVER[first.over]}: {first.times(first.bf16)} with "
+        f"this package in bf16, **{first.times(first.mxfp8)} with MXFP8 experts**, in {first.memory:.0%} of the "
+        f"memory. Measured on {HOW[0]} between GPUs.",
+        f"**Expert parallelism, three GPT-MoEs**, over {OVER[exchanged[0].over]}: {_spread(exchanged, 'bf16')} in "
+        f"bf16, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts** ({uses} of the 3; the third stays in bf16 "
+        f"by default). Measured on {HOW[1]} over NVLink.",
+        f"**LoRA, {model}**, over {OVER[lora.over]}: {split}, in {lora.memory:.0%} of the memory. Measured on one "
+        f"H200 with the whole model, no exchange. On the same GPU: {', '.join(large)}."]
+    return "\n".join(textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+                     for bullet in bullets)
+
+
+# ---- the picture --------------------------------------------------------------------------------------------------
+
+
+def plot(groups: dict[str, list[Gain]], pyplot) -> None:
+    """A bar for each training, in parts: its baseline, which is 1, and what this package adds in bf16 and by MXFP8.
+
+    Args:
+        groups: of bars, by their title.
+    """
+    rows = sum(len(gains) + 1.4 for gains in groups.values())
+    figure, axis = pyplot.subplots(figsize=(show.WIDTH, 1 + 0.31 * rows), layout="constrained")
+    y, ticks, used = 0.0, {}, ["baseline"]
+    for title, gains in groups.items():
+        axis.text(0, y, title, weight="bold", va="center")
+        for one in gains:
+            y += 1
+            ticks[y] = one.what
+            parts = [("baseline", 1.0), ("bf16", one.bf16 and one.bf16 / one.base),
+                     ("MXFP8" if one.bf16 else "both", one.mxfp8 and one.mxfp8 / one.base)]
+            left = 0.0
+            for part, end in parts:
+                if end is not None:
+                    axis.barh(y, end - left, 0.72, left=left, linewidth=0, **PARTS[part][0])
+                    left, used = end, [*used, part]
+            rates = {"bf16": one.bf16, "MXFP8": one.mxfp8}
+            told = ", ".join(f"{one.times(value)} {name}" for name, value in rates.items() if value)
+            axis.text(left, y, f"  {told}; {(one.mxfp8 or one.bf16) / 1000:.1f}k tokens/s", va="center")
+        y += 1.4
+    axis.set_yticks(list(ticks), list(ticks.values()))
+    axis.tick_params(axis="y", length=0)
+    axis.set(ylim=(y - 0.8, -0.7), xlim=(0, 3.3), xticks=(0, 0.5, 1, 1.5, 2, 2.5),
+             xlabel="speed, baseline = 1 (beside the bars: tokens per second of a GPU)")
+    figure.legend(handles=[pyplot.Rectangle((0, 0), 1, 1, linewidth=0, label=label, **style)
+                           for part, (style, label) in PARTS.items() if part in used],
+                  loc="outside upper center", ncols=2, frameon=False)
+
+
+# ---- what was measured ----------------------------------------------------------------------------------------------
+
+
+def models_table(found: Iterable[dict], from_files: Iterable[dict]) -> str:
+    """Lines for hardware, and one for each model with its speed over DeepSpeed's own way and MXFP8 experts.
+
+    Args:
+        found: prepared results of whole_model.py.
+        from_files: rows of from_files.py.
+    """
+    cells: dict = {}
+    for row in [row for result in found for row in result["rows"]] + list(from_files):
+        if row["contender"] == DEFAULT and row["correct"] and row["experts_in"] == "MXFP8":
+            case = row["case"]
+            values = cells.setdefault(case["model"], {}).setdefault(case["training"], {}).setdefault(_where(case), [])
+            values += [row["over_deepspeed"]] if "over_deepspeed" in row else []
+    lines = [[model, *("; ".join(f"✔ {where}{_range(values)}" for where, values in of.get(kind, {}).items()) or "no"
+                       for kind in (FULL, LORA))] for model, of in cells.items()]
+    return show.markdown([*HARDWARE, *lines], ["hardware or model", "full finetuning", "LoRA"])
+
+
+def _where(case: dict) -> str:
+    one_of = f" as one of {case['one_rank_of']}" if case["ranks"] == 1 < case["one_rank_of"] else ""
+    layers, experts = MODELS[case["model"]]["num_hidden_layers"], experts_of(case["model"])[1]
+    held = experts // case["one_rank_of"] * case["ranks"]
+    parts = [f"{case['ranks']} x H200{one_of}",
+             "" if case["layers"] == layers else f"{case['layers']} of {layers} layers",
+             "" if one_of or held >= experts else f"{held} of {experts} experts",
+             f"from {case['files']} files" if "files" in case else ""]
+    return ", ".join(filter(None, parts))
+
+
+def _range(values: list[float]) -> str:
+    ends = dict.fromkeys(f"{value:.2f}x" for value in (min(values), max(values))) if values else ()
+    return f": {' to '.join(ends)}" if ends else ""
+
+
+def quality(study: dict) -> str:
+    """The paired study of convergence.py in one sentence, of the default recipe. `study`: its result, prepared."""
+    found = [row for row in study["rows"] if convergence_results.answers(row) and row["contender"] == "default_128"]
+    told = " and ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']} "
+                        "parameters" for row in found)
+    return textwrap.fill(f"[Quality](examples/guides/quality.md): in {found[0]['pairs']} pairs of trainings, the "
+                         f"default recipe changed the held-out loss of bf16 by {told} (95% intervals).", 119)
+
+
+def own_rates(result: dict) -> str:
+    """This package's own figures for the table of others. `result`: of whole_model.py, prepared."""
+    full, adapted = (whole_model_results.row_of(result, DEFAULT, FASTEST, i) for i in (0, 1))
+    other = whole_model_results.row_of(result, DEFAULT, CASES["full"][0])
+    return textwrap.fill(
+        f"This package with MXFP8 experts on one H200, without the exchange: {full['case']['model']} "
+        f"{rate(full, 'MXFP8'):,.0f} tokens/s ({full['tokens_per_s_exchange']:,} with a modelled exchange) and "
+        f"{adapted['peak_bytes'] / 2**30:.0f} GiB in LoRA, {other['case']['model']} {rate(other, 'MXFP8'):,.0f}.", 119)
