@@ -36,7 +36,7 @@ def step(net, i: int, length: int = 16, **others) -> torch.Tensor:
 
 
 def plainly(net) -> list[torch.Tensor]:
-    return [step(net, i) for i in range(12)]
+    return [step(net, i) for i in range(8)]
 
 
 def lengths(net) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ def lengths(net) -> list[torch.Tensor]:
 
 def evaluation(net) -> list[torch.Tensor]:
     losses = []
-    for i in range(10):
+    for i in range(7):
         losses.append(step(net, i))
         net.eval()
         with torch.no_grad():
@@ -58,7 +58,7 @@ def evaluation(net) -> list[torch.Tensor]:
 def pairs(net) -> list[torch.Tensor]:
     """Two forwards, then the backward of both."""
     losses = []
-    for i in range(10):
+    for i in range(7):
         loss = sum(loss_of(net, j) for j in (2 * i, 2 * i + 1))
         net.backward(loss)
         net.step()
@@ -69,7 +69,7 @@ def pairs(net) -> list[torch.Tensor]:
 def thrown_away(net) -> list[torch.Tensor]:
     """Forwards whose loss nobody needs."""
     losses = []
-    for i in range(10):
+    for i in range(7):
         loss_of(net, 80 + i)
         losses.append(step(net, i))
     return losses
@@ -78,7 +78,7 @@ def thrown_away(net) -> list[torch.Tensor]:
 def kept_losses(net) -> list[torch.Tensor]:
     """Losses that are kept with their graphs."""
     losses = []
-    for i in range(10):
+    for i in range(7):
         losses.append(loss_of(net, i))
         net.backward(losses[-1])
         net.step()
