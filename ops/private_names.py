@@ -60,6 +60,7 @@ FEATURES = {
     "exporting": "ds_mxfp8_moe.export_weights, and save_pretrained with weights=\"fp8\", do not work",
     "loading": "checkpoints load as DeepSpeed loads them",
     "advice on speed": "start-up does not say what would make a step faster",
+    "router kernels": "AutoEP's routers run DeepSpeed's own operations, which are slower",
     "router replay": "routes are neither recorded nor replayed",
     "recordings": "the host launches each kernel from Python, which is slower",
     "kernels": "MXFP8 layers run in bf16",
@@ -128,15 +129,15 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
 
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
-     "forward(self, hidden_states) _finalize_output(self, output, x, hidden_states, hdim) .comm_backend .ep_group "
-     ".ep_rank .ep_size .expert_bias .experts .folding_group_handles .model_family .moe_output_shape .num_experts "
-     ".num_local_experts .router .score_apply .shared_experts .shared_experts_gate .tokens_per_expert"),
+     "forward(self, hidden_states, ...) _finalize_output(self, output, x, hidden_states, hdim) .comm_backend "
+     ".ep_group .ep_rank .ep_size .expert_bias .experts .folding_group_handles .model_family .moe_output_shape "
+     ".num_experts .num_local_experts .router .score_apply .shared_experts .shared_experts_gate .tokens_per_expert"),
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:FoldingGroupHandles", ".spec"),
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:ParallelFoldingSpec", ".tp_size"),
     ("AutoEP layers", "deepspeed.moe.ep_experts:GroupedExperts",
-     "forward(self, x, num_tokens_per_expert) .activation .activation_alpha .activation_limit .w1 .w2 .w3"),
+     "forward(self, x, num_tokens_per_expert, ...) .activation .activation_alpha .activation_limit .w1 .w2 .w3"),
     ("AutoEP layers", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
-     "forward(self, x, expert_bias) .e_score_correction_bias .gate .num_expert_groups .num_experts .route_norm "
+     "forward(self, x, expert_bias, ...) .e_score_correction_bias .gate .num_expert_groups .num_experts .route_norm "
      ".route_scale .score_func .top_k"),
 
     ("added presets", "deepspeed.module_inject.auto_ep:AutoEP",
@@ -281,6 +282,7 @@ NAMES = tuple(Row(*row) for row in (
     ("advice on speed", "transformers:PreTrainedConfig", "_attn_implementation"),
     ("advice on speed", "transformers:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
     # How DeepSpeed chooses experts, which router.py and gating.py do in its place.
+    ("router kernels", "deepspeed.moe.ep_router:TokenChoiceTopKRouter", "forward#a81b5427"),
     ("router replay", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
      "forward#a81b5427 _get_node_limited_routing_scores(self, scores_for_choice)"),
     ("router replay", "deepspeed.moe.sharded_moe",

@@ -50,6 +50,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
         _print_advice(about_keys(config, converted_layers(engine.module)))
         on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
+        if on_gpu and any(layer.kind == "AutoEP" for layer in report.layers):
+            say_if_missing("router kernels")
         if on_gpu and not say_if_missing("advice on speed"):
             hint_at_speed(engine, config)
         for layer in converted_layers(engine.module):  # collective over the layers' groups

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compute.executor import executor_for, replayed
 from ..ops.device import has_kernels
+from ..ops.private_names import missing
 from .patches import lent
 from .routes import Turn
 
@@ -105,7 +106,7 @@ def _kernels() -> ModuleType:
 
 
 def _runs_kernels(router: TokenChoiceTopKRouter, x_TH: torch.Tensor) -> bool:
-    if not has_kernels(x_TH.device) or x_TH.shape[0] == 0:
+    if not has_kernels(x_TH.device) or x_TH.shape[0] == 0 or missing("router kernels"):
         return False
     return type(router) is TokenChoiceTopKRouter and _has_no_hooks(router) and router.num_expert_groups is None and (
         router.score_func in ("softmax", "sigmoid") and router.top_k <= router.num_experts <= _kernels().MOST_EXPERTS)

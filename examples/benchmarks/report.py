@@ -95,7 +95,8 @@ def front_page_text(pages: dict, quality: str) -> str:
     whole = [whole_model.SHOWN.prepared(result) for path, result in pages[whole_model] if "ranks" in path.stem]
     lead = front_page.lead(*gains(pages[whole_model], pages[train]).values(), loaded)
     text = replaced(README.read_text(), "lead", lead)
-    table = compact(front_page.models_table(whole, loaded))
+    machines = {result["machine"] for module in (whole_model, train) for _, result in pages[module]}
+    table = compact(front_page.models_table(machines, whole, loaded))
     text = replaced(text, "measured", f"{table}\n\n{quality}")
     return replaced(text, "own", front_page.own_rates(whole_model.SHOWN.prepared(of_one_rank(pages[whole_model])[1])))
 

@@ -2,14 +2,17 @@
 """A next release of DeepSpeed that lacks private names, or does other things in its functions: training goes on."""
 
 import io
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from unittest import mock
 
 import deepspeed
 import deepspeed.comm as dist
 import pytest
+import torch
 from autoep_models import autoep_layers, ds_config, model
 from autoep_models import train_engine as train_autoep
+from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from models import DEFAULT, Layout, make_engine, train_steps
 from rank_pool import reset_deepspeed_groups
@@ -17,6 +20,7 @@ from rank_pool import reset_deepspeed_groups
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import attach as attach_module
 from ds_mxfp8_moe.engine import self_check
+from ds_mxfp8_moe.layers import router as router_module
 from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.ops import private_names
@@ -120,7 +124,7 @@ def test_gradients_are_deepspeeds_own_where_its_functions_are_not_the_known_ones
 
 @contextmanager
 def called_0_20():
-    with mock.patch.object(deepspeed, "__version__", "0.20.0"):
+    with mock.patch.object(deepspeed, "__version__", "0.20.1"):
         private_names.missing.cache_clear()
         yield
 
@@ -133,6 +137,57 @@ def test_a_deepspeed_called_0_20_is_taken_as_it_is(ranks2):
     """The names and the functions decide, not the number."""
     for layers, batched, _, said in ranks2.run(classic_called_0_20):
         assert layers > 0 and batched and "WARNING" not in said
+
+
+@contextmanager
+def as_in_0_20():
+    """Other code in ZeRO-1 and 2 (DeepSpeed #8949) and in AutoEP's router, and experts that take one argument more, as
+    those whose weight gradients overlap with an exchange may (#8739)."""
+    experts, router = GroupedExperts.forward, TokenChoiceTopKRouter.forward
+
+    def experts_forward(self, x, num_tokens_per_expert, overlap=None):
+        assert overlap is None
+        return experts(self, x, num_tokens_per_expert)
+
+    def router_forward(self, x, expert_bias=None, replay=None):
+        assert replay is None
+        return router(self, x, expert_bias)
+
+    with called_0_20(), other_source(), mock.patch.object(GroupedExperts, "forward", experts_forward), \
+            mock.patch.object(TokenChoiceTopKRouter, "forward", router_forward):
+        yield
+
+
+def autoep(change):
+    said = io.StringIO()
+    reset_deepspeed_groups()
+    with change(), redirect_stdout(said):
+        engine, *_ = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, stage=1))
+        losses = train_autoep(engine, range(2))
+    found = len(converted_layers(engine.module)), type(engine.optimizer) is not DeepSpeedZeroOptimizer
+    engine.destroy()
+    return *found, losses, said.getvalue()
+
+
+def autoep_as_in_0_20():
+    return autoep(as_in_0_20), autoep(nullcontext)
+
+
+def test_autoep_of_0_20_is_converted_and_trains_as_before(ranks2):
+    for rank, (new, known) in enumerate(ranks2.run(autoep_as_in_0_20)):
+        assert new[:2] == (2, False) and known[:2] == (2, True) and new[2] == known[2]
+        lines = [feature for feature, lost in FEATURES.items() if f"WARNING: {lost}" in new[3]]
+        assert lines == ([] if rank else ["batch_gradients"]) and "WARNING" not in known[3]
+
+
+def test_a_router_of_another_release_chooses_by_its_own_code(monkeypatch):
+    """Its rule may be another one, which the kernels would not know."""
+    monkeypatch.setattr(router_module, "has_kernels", lambda device: True)
+    with as_in_0_20():
+        router = TokenChoiceTopKRouter(32, 8, None, None, 2, "softmax", True, 1.0, False)
+        x = torch.randn(4, 32)
+        for found, wanted in zip(router_module.route(router, x, None), router(x, None), strict=True):
+            assert torch.equal(found, wanted)
 
 
 def classic_with_a_broken_kernel(runs):

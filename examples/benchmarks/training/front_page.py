@@ -30,8 +30,6 @@ OVER = {AUTOEP: "DeepSpeed AutoEP", PLAIN: "Transformers"}
 # Cases of full finetuning in the picture, by what their script has.
 SCRIPTS = {"Liger kernels": FASTEST, "torch.compile": WITHOUT_LIGER, "as in Transformers": {}}
 SHAPES = {"deepseek": "DeepSeek-V2-Lite", "qwen3": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B"}  # of train.py
-HARDWARE = [["H200", "✔ 1, 2 and 4 GPUs of one host", "✔ 1 GPU"], ["H100", "only one rank's experts, alone", "no"],
-            ["Blackwell; several hosts", "no: kernels compile and never ran; no network was measured", "no"]]
 ADAPTED = ("Mixtral-8x7B", "gpt-oss-20b", "OLMoE-1B-7B")  # LoRA without Liger
 HOW = ("one H200 as one of 8 ranks, without the exchange", "4 x H200, with the exchange", "one H200, whole models")
 LIGHT, DARK = "#8ab6e8", "#1f5fbf"
@@ -121,24 +119,28 @@ def _spread(gains: Iterable[Gain], which: str) -> str:
 
 
 def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict]) -> str:
-    """The README's bullets. `from_files`: rows of from_files.py."""
-    first, lora = full[0], adapted[0]
-    large = [f"{row['case']['model']} ({row['parameters'] / 1e9:.0f}B) in {row['peak_gib']:.0f} GiB"
+    """The README's bullets, and what MXFP8 adds. `from_files`: rows of from_files.py."""
+    first, lora, model = full[0], adapted[0], CASES["short"][0]["model"]
+    large = [f"{row['case']['model']} ({row['parameters'] / 1e9:.0f}B parameters) takes {row['peak_gib']:.0f} GiB"
              for row in from_files if row["parameters"] > 1e11]
-    split = (f"{lora.times(lora.bf16)} in bf16, **{lora.times(lora.mxfp8)} with MXFP8 experts**" if lora.bf16 else
-             f"**{lora.times(lora.mxfp8)} with MXFP8 experts**, bf16 not measured apart")
-    model, uses = CASES["short"][0]["model"], sum(1 for one in exchanged if one.mxfp8)
+    here = "with this package in bf16"
+    split = f"{lora.times(lora.bf16)} {here}, " if lora.bf16 else ""
+    apart = "" if lora.bf16 else "; this package in bf16 was not measured"
+    added = sorted(one.mxfp8 / one.bf16 - 1 for one in (*full, *exchanged, *adapted) if one.bf16 and one.mxfp8)
     bullets = [
-        f"**Full finetuning, {model}**, tokens per second over {OVER[first.over]}: {first.times(first.bf16)} with "
-        f"this package in bf16, **{first.times(first.mxfp8)} with MXFP8 experts**, in {first.memory:.0%} of the "
-        f"memory. Measured on {HOW[0]} between GPUs.",
-        f"**Expert parallelism, three GPT-MoEs**, over {OVER[exchanged[0].over]}: {_spread(exchanged, 'bf16')} in "
-        f"bf16, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts** ({uses} of the 3; the third stays in bf16 "
-        f"by default). Measured on {HOW[1]} over NVLink.",
-        f"**LoRA, {model}**, over {OVER[lora.over]}: {split}, in {lora.memory:.0%} of the memory. Measured on one "
-        f"H200 with the whole model, no exchange. On the same GPU: {', '.join(large)}."]
-    return "\n".join(textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-                     for bullet in bullets)
+        f"**Full finetuning of {model}**, over {OVER[first.over]}: {first.times(first.bf16)} the tokens per second "
+        f"{here}, **{first.times(first.mxfp8)} with MXFP8 experts**, in {first.memory:.0%} of the memory. One H200 as "
+        "one of 8 ranks; the exchange between GPUs is not included.",
+        f"**Expert parallelism on 4 x H200, with the exchange**, over {OVER[exchanged[0].over]}: "
+        f"{_spread(exchanged, 'bf16')} {here}, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. GPT-MoEs of "
+        f"three shapes, of which {sum(1 for one in exchanged if not one.mxfp8)} stays in bf16 by default.",
+        f"**LoRA of {model}**, over {OVER[lora.over]}: {split}**{lora.times(lora.mxfp8)} with MXFP8 experts**, in "
+        f"{lora.memory:.0%} of the memory{apart}. One H200 with the whole model, no exchange. On the same GPU, "
+        f"{', '.join(large)}."]
+    lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+             for bullet in bullets]
+    both = f"Where both were measured, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to the speed in bf16."
+    return "\n".join([*lines, "", both])
 
 
 # ---- the picture --------------------------------------------------------------------------------------------------
@@ -181,10 +183,20 @@ def plot(groups: dict[str, list[Gain]], pyplot) -> None:
 # ---- what was measured ----------------------------------------------------------------------------------------------
 
 
-def models_table(found: Iterable[dict], from_files: Iterable[dict]) -> str:
+def hardware_lines(machines: Iterable[str]) -> list[list[str]]:
+    """What hardware full finetuning and LoRA were measured on. `machines`: of the result files of trainings."""
+    counts = {gpu: sorted({int(one.split(" x ")[0]) for one in machines if gpu in one}) for gpu in ("H200", "H100")}
+    trained = {gpu: f"✔ {', '.join(map(str, of))} GPU{'s of one host' * (len(of) > 1)}" for gpu, of in counts.items()
+               if of}
+    return [["H200", trained["H200"], "✔ 1 GPU"], ["H100", trained.get("H100", "no: only one rank's experts"), "no"],
+            ["Blackwell; several hosts", "no: kernels compile and never ran; no network was measured", "no"]]
+
+
+def models_table(machines: Iterable[str], found: Iterable[dict], from_files: Iterable[dict]) -> str:
     """Lines for hardware, and one for each model with its speed over DeepSpeed's own way and MXFP8 experts.
 
     Args:
+        machines: of the result files of trainings.
         found: prepared results of whole_model.py.
         from_files: rows of from_files.py.
     """
@@ -196,7 +208,7 @@ def models_table(found: Iterable[dict], from_files: Iterable[dict]) -> str:
             values += [row["over_deepspeed"]] if "over_deepspeed" in row else []
     lines = [[model, *("; ".join(f"✔ {where}{_range(values)}" for where, values in of.get(kind, {}).items()) or "no"
                        for kind in (FULL, LORA))] for model, of in cells.items()]
-    return show.markdown([*HARDWARE, *lines], ["hardware or model", "full finetuning", "LoRA"])
+    return show.markdown([*hardware_lines(machines), *lines], ["hardware or model", "full finetuning", "LoRA"])
 
 
 def _where(case: dict) -> str:
