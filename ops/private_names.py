@@ -182,7 +182,9 @@ NAMES = tuple(Row(*row) for row in (
     ("FP8 experts", _ENGINE, "_cast_module_mixed_precision"),
     ("from_pretrained", "transformers:PreTrainedModel",
      "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, ...)"),
-    ("from_pretrained", "transformers.modeling_utils:LoadStateDictConfig", ".dtype .weight_mapping"),
+    ("from_pretrained", "transformers.modeling_utils:LoadStateDictConfig",
+     ".dtype .ignore_mismatched_sizes .weight_mapping"),
+    ("from_pretrained", "transformers.modeling_utils:LoadStateDictInfo", ".conversion_errors .mismatched_keys"),
     ("from_pretrained", "transformers.core_model_loading",
      "WeightConverter rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
      "meta_state_dict, ...)"),

@@ -22,9 +22,11 @@ from .shards import Shards
 # How the names of a quantised weight's parts end, in place of the weight's own name.
 PARTS = ("_scale_inv", "_blocks", "_scales")
 # By the name of a stacked parameter of experts in the model, and by part (PARTS, and "" for the weight itself): the
-# names of its tensors. A tensor has all experts, or it is that of a single expert, whose number is {} in the name. Two
-# names are those of gate and up.
+# names of its tensors. A tensor has all experts, or a single one, with NUMBER in place of the expert's number. Two
+# names are gate's and up's.
 Sources = dict[str, dict[str, list[str]]]
+NUMBER = "<number>"
+AXES = {"": 2, "_scale_inv": 2, "_blocks": 3, "_scales": 2}  # of one expert's tensors
 
 
 def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: list,
@@ -38,7 +40,8 @@ def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: lis
         base_prefix: the model's base_model_prefix.
 
     Raises:
-        RuntimeError: a converter does more than to stack experts and to put gate above up.
+        RuntimeError: a converter does more than to stack experts and to put gate above up, or two series of tensors
+            become the same weights.
     """
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -55,8 +58,11 @@ def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: lis
             continue
         found.add(name)
         place = 0 if pattern is None else _place(pattern, converters, parameter)
-        form = name if pattern is None else re.sub(r"(.*\.)\d+(\..*)", r"\1{}\2", name)
-        sources.setdefault(parameter, {}).setdefault(part, {})[place] = form
+        form = name if pattern is None else re.sub(r"(.*\.)\d+(\..*)", rf"\1{NUMBER}\2", name)
+        same = sources.setdefault(parameter, {}).setdefault(part, {}).setdefault(place, form)
+        if same != form:
+            raise RuntimeError(f"{name} would become {parameter}, as {same} does: the checkpoint has tensors of two "
+                               "models")
     return found, {parameter: {part: [forms[place] for place in sorted(forms)] for part, forms in parts.items()}
                    for parameter, parts in sources.items()}
 
@@ -69,7 +75,7 @@ def _place(pattern: str, converters: list, parameter: str) -> int:
     done = [type(operation).__name__ for operation in converter.operations]
     plain = [one for one in done if not one.endswith("Dequantize")]
     if plain not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or len(weights) > 2:
-        raise RuntimeError(f"{parameter} is made of a checkpoint's tensors by {', '.join(plain)}, which is not "
+        raise RuntimeError(f"{parameter} is made of a checkpoint's tensors by {', '.join(done)}, which is not "
                            "supported for experts that are read in 8 bits: use transformers' from_pretrained")
     return weights.index(pattern)
 
@@ -104,27 +110,36 @@ class ExpertTensors:
             RuntimeError, TypeError, ValueError: a tensor is missing, or has another form. The error names it.
         """
         forms = self._forms[stack]
-        names = [form.format(expert) if "{}" in form else f"{form}[{expert}]"
+        names = [form.replace(NUMBER, str(expert)) if NUMBER in form else f"{form}[{expert}]"
                  for form in forms.get("", forms.get("_blocks", ()))]
         if not names:
             raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}")
+        rows, columns = self._shapes[stack]
         if "_blocks" in forms:
             made = self._of_mxfp4(stack, names[0], expert)
-        elif "_scale_inv" in forms:
-            made = self._of_block_fp8(names, self._read(stack, "", expert), self._read(stack, "_scale_inv", expert))
-        else:
-            made = self._of_high_precision(stack, names, self._read(stack, "", expert))
-        if tuple(made.shape) != self._shapes[stack]:
-            raise RuntimeError(f"{' above '.join(names)} has shape {tuple(made.shape)}; the model's config asks for "
-                               f"{self._shapes[stack]}")
-        return made
+            _check_shape(names[0], made, (rows, columns))
+            return made
+        weights, shape = self._read(stack, "", expert), (rows // len(names), columns)
+        if self._transposed and "_scale_inv" not in forms:
+            shape = shape[::-1]
+        for name, weight in zip(names, weights, strict=True):
+            _check_shape(name, weight, shape)
+        if "_scale_inv" in forms:
+            return self._of_block_fp8(names, weights, self._read(stack, "_scale_inv", expert))
+        return self._of_high_precision(stack, names, weights)
 
     def _read(self, stack: str, part: str, expert: int) -> list[torch.Tensor]:
         forms = self._forms[stack].get(part)
         if forms is None:
             raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}{part}")
-        return [self._shards.read(form.format(expert)) if "{}" in form else self._shards.read(form, expert)
-                for form in forms]
+        tensors = []
+        for form in forms:
+            name = form.replace(NUMBER, str(expert))
+            tensor = self._shards.read(name, None if NUMBER in form else expert)
+            if tensor.dim() != AXES[part]:
+                raise RuntimeError(f"{name} has shape {tuple(tensor.shape)} for an expert, expected {AXES[part]} axes")
+            tensors.append(tensor)
+        return tensors
 
     def _of_mxfp4(self, stack: str, name: str, expert: int) -> MXTensor:
         parts = [self._read(stack, part, expert)[0].to(self._to["device"]) for part in ("_blocks", "_scales")]
@@ -138,6 +153,9 @@ class ExpertTensors:
             parts = zip(names, weights, factors, strict=True)
             return above([from_block_fp8(*part, self._rounding) for part in parts], self._rounding)
         # transformers writes weights of single experts with the scales of a stack, if it has quantised them itself
+        for name, weight in zip(names, weights, strict=True):
+            if weight.dtype != weights[0].dtype:
+                raise TypeError(f"{name} has dtype {weight.dtype}, and {names[0]} has {weights[0].dtype}")
         whole = torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
         return gate_above_up(" above ".join(names), whole, factors[0], self._rounding)
 
@@ -153,3 +171,8 @@ class ExpertTensors:
             weights = [gate_then_up(weight, dim=0) for weight in weights]
         stacks = [weight.unsqueeze(0).contiguous() for weight in weights]
         return casts.quantize_weights(stacks, TILE, self._scaling_mode)[0]
+
+
+def _check_shape(name: str, weight: torch.Tensor, expected: tuple[int, int]) -> None:
+    if tuple(weight.shape) != expected:
+        raise RuntimeError(f"{name} has shape {tuple(weight.shape)}; the model's config asks for {expected}")

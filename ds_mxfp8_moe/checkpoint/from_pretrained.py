@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,12 +19,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import MoELayerSpec
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from torch import nn
 
 from ..compute.block_fp8 import Rounding
 from ..compute.mx import MXTensor
-from ..config import ConfigError, parse
+from ..config import ConfigError, parse, read_ds_config, shown
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.held_experts import STACKS, HeldExperts, holds_experts, read_before, say_rounding
 from ..layers.patches import lent, patched
@@ -47,9 +47,11 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
         kwargs: for its `from_pretrained`, among them `config`, the model's own.
 
     Raises:
-        ConfigError: the config does not allow experts in MXFP8 alone, or AutoEP finds no experts in the model.
-        RuntimeError: a file is missing or cut short, or a tensor is missing or has another form. Raised on every rank,
-            with the name of the tensor or the file.
+        ConfigError: the config does not allow experts in MXFP8 alone, or does not fit the model, in which AutoEP may
+            find no experts.
+        RuntimeError: a file is missing or cut short, a tensor lies in two files, or one of the experts' tensors is
+            missing or has another form. Raised on every rank, with the name of the tensor or the file. A missing
+            tensor of another layer is no error: transformers fills it with new values and says so.
     """
     if gone := missing("from_pretrained") or missing("frozen_experts"):
         raise ConfigError(f"from_pretrained does not work with these releases: {gone}")
@@ -58,7 +60,8 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
     try:
         model = loader.load(name_or_path, model_class, kwargs)
     except Exception as raised:
-        failure, error = f"{type(raised).__name__}: {raised}", raised
+        error = _with_name(raised, name_or_path)
+        failure = f"{type(error).__name__}: {error}"
     failure = failure_in_world(failure, "from_pretrained")
     if error is not None:
         raise error
@@ -66,6 +69,16 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
         raise RuntimeError(f"the model was not loaded: {failure}")
     say_rounding(loader.rounding)
     return model
+
+
+def _with_name(error: Exception, name_or_path: str | os.PathLike) -> Exception:
+    """The error. In place of Python's own, which name nothing, one that names the checkpoint."""
+    if isinstance(error, (RuntimeError, ValueError, OSError, ImportError)):
+        return error
+    named = RuntimeError(f"transformers cannot read {name_or_path}: its config.json or an argument of from_pretrained "
+                         f"has another form than expected ({type(error).__name__}: {error})")
+    named.__cause__ = error
+    return named
 
 
 class _Loader:
@@ -76,9 +89,12 @@ class _Loader:
     """
 
     def __init__(self, ds_config: dict | str | os.PathLike):
-        section = parse(ds_config)
-        given = ds_config if isinstance(ds_config, dict) else load_ds_config(os.fspath(ds_config))
+        given = read_ds_config(ds_config)
+        section = parse(given)
         self.expert_parallel = given.get("expert_parallel", {})
+        if not isinstance(self.expert_parallel, dict):
+            raise ConfigError(f'"expert_parallel" is {shown(self.expert_parallel)}, expected an object, for example '
+                              '{"enabled": true, "autoep_size": 2}')
         if not section.enabled or not self.expert_parallel.get("enabled"):
             raise ConfigError('from_pretrained holds experts in MXFP8, which engines with "mxfp8_moe": {"enabled": '
                               'true} and "expert_parallel": {"enabled": true, "autoep_size": ...} compute: write both '
@@ -87,10 +103,13 @@ class _Loader:
             raise ConfigError('from_pretrained holds experts in MXFP8 alone, which "recipe": "bf16" and '
                               '"frozen_experts": "keep" do not compute: leave these keys out, or use transformers\' '
                               "from_pretrained")
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        self.ep_size = self.expert_parallel.get("autoep_size", 1)
+        if type(self.ep_size) is not int or self.ep_size < 1:
+            raise ConfigError(f'"autoep_size" in "expert_parallel" is {shown(self.ep_size)}, expected how many ranks '
+                              "share the experts of a layer: an integer, at least 1")
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             deepspeed.init_distributed()
         self.scaling_mode, self.rounding = section.scaling_mode, Rounding()
-        self.ep_size = self.expert_parallel.get("autoep_size", 1)
         self.ep_rank = dist.get_rank() % self.ep_size if dist.is_initialized() else 0
 
     def load(self, name_or_path: str | os.PathLike, model_class: Any, kwargs: dict) -> nn.Module:
@@ -99,13 +118,21 @@ class _Loader:
         from transformers.integrations import deepspeed as zero3
         from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
+        from .shards import check_index  # safetensors comes with transformers
+
         if "LOCAL_RANK" in os.environ:  # as DeepSpeed does later
             get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         device = torch.device(get_accelerator().current_device_name())
         placed = {} if device.type == "cpu" or "device_map" in kwargs else {"device_map": {"": device}}
+        folder = name_or_path if os.path.isdir(name_or_path) else None  # else the hub's client checks names of files
+        if folder is not None:
+            variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
+            index = Path(folder, kwargs.get("subfolder") or "", f"model.safetensors.index{variant}.json")
+            if index.is_file() and not index.with_name(f"model{variant}.safetensors").exists():  # which comes first
+                check_index(index)
         with ExitStack() as stack:
             stack.enter_context(patched(transformers.PreTrainedModel, "_load_pretrained_model",
-                                        partial(self._load_weights, device)))
+                                        partial(self._load_weights, device, folder)))
             # Experts are all that is in MXFP4, so transformers reads the rest as in a model in bf16.
             stack.enter_context(patched(Mxfp4HfQuantizer, "validate_environment", _dequantizing))
             # The engine partitions what there is to partition. transformers would make experts in bf16 for that.
@@ -116,37 +143,56 @@ class _Loader:
             del model.hf_device_map
         return model
 
-    def _load_weights(self, device: torch.device, plain: Any, model: nn.Module, state_dict: dict | None,
-                      checkpoint_files: Sequence[str] | None, load_config: Any, *args, **kwargs) -> tuple:
-        """transformers' loading of a model that it has built, without the experts; then these."""
-        from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    def _load_weights(self, device: torch.device, folder: str | os.PathLike | None, plain: Any, model: nn.Module,
+                      state_dict: dict | None, checkpoint_files: Sequence[str] | None, load_config: Any, *args,
+                      **kwargs) -> tuple:
+        """transformers' loading of a model that it has built, without the experts; then these.
 
-        from .expert_tensors import ExpertTensors, expert_sources  # safetensors comes with transformers
+        `folder`: of a local checkpoint.
+        """
+        from .expert_tensors import ExpertTensors, expert_sources
         from .shards import Shards
 
         if holds_experts(model):  # an adapter
             return plain(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if state_dict is not None or not checkpoint_files or not checkpoint_files[0].endswith(".safetensors"):
-            raise ConfigError("from_pretrained reads experts from safetensors files, which this checkpoint has not: "
-                              "use transformers' from_pretrained")
-        with added_preset(model):
-            specs = AutoEP(model, parse_autoep_config(self.expert_parallel)).ep_parser()
+            given = "a state_dict" if state_dict is not None else ", ".join(map(str, checkpoint_files or ["no files"]))
+            raise ConfigError("from_pretrained reads experts from safetensors files, and was given "
+                              f"{shown(given)}: use transformers' from_pretrained")
+        specs = self._find_experts(model)
         if not specs:
             raise ConfigError(f"AutoEP finds no experts in a {type(model).__name__}: use transformers' "
                               "from_pretrained")
-        shards = Shards(checkpoint_files)
+        shards = Shards(checkpoint_files, folder)
         names = [f"{spec.moe_module_name}.{spec.experts_name}.{stack}" for spec in specs for stack in STACKS]
         read_here, sources = expert_sources(list(shards.file_of), names, load_config.weight_mapping or [],
                                             model.base_model_prefix)
         held = [_hold(model.get_submodule(spec.moe_module_name), spec, load_config.dtype, device) for spec in specs]
         with shards.slices(name for name in shards.file_of if name not in read_here) as others:
             result = plain(model, others, None, load_config, *args, **kwargs)
+        _check_loaded(result[0], load_config, {f"{spec.moe_module_name}.{spec.experts_name}": experts for
+                                               spec, experts in zip(specs, held, strict=True)})
         for spec, experts in zip(specs, held, strict=True):
             tensors = ExpertTensors(shards, sources, spec, experts.is_transposed, load_config.dtype, device,
                                     self.scaling_mode, self.rounding)
             first, weights = self._read(spec, tensors.tiles, load_config.dtype, device)
             experts.weights_of = partial(read_before, weights, first)
         return result
+
+    def _find_experts(self, model: nn.Module) -> list[MoELayerSpec]:
+        from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+        try:
+            with added_preset(model):
+                specs = AutoEP(model, parse_autoep_config(self.expert_parallel)).ep_parser()
+        except Exception as error:  # of other types for each wrong key
+            raise ConfigError(f'"expert_parallel" does not fit a {type(model).__name__}: {type(error).__name__}: '
+                              f"{error}") from error
+        for spec in specs:
+            if spec.num_experts % self.ep_size:
+                raise ConfigError(f'"autoep_size" in "expert_parallel" is {self.ep_size}, which does not divide the '
+                                  f"{spec.num_experts} experts of {spec.moe_module_name}")
+        return specs
 
     def _read(self, spec: MoELayerSpec, tiles_of: Callable[[str, int], MXTensor], dtype: torch.dtype,
               device: torch.device) -> tuple[int, FrozenWeights]:
@@ -161,7 +207,26 @@ class _Loader:
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise RuntimeError(f"out of memory at expert {at} of {spec.moe_module_name}.{spec.experts_name}: "
                                f"{error}") from error
+        except (TypeError, ValueError) as error:  # which name the tensor
+            raise RuntimeError(str(error)) from error
         return first, weights
+
+
+def _check_loaded(info: Any, load_config: Any, held: dict[str, HeldExperts]) -> None:
+    """Raises RuntimeError: tensors do not fit the model, or a bias of the experts is missing.
+
+    transformers names the former in its log alone. The latter would stay uninitialised, since transformers does not
+    know HeldExperts. Zeros are no substitute: these experts are frozen, so training cannot make up for them.
+    """
+    problems = {f"{name}.{one}": "is in no file of the checkpoint, or has another shape there"
+                for name, experts in held.items() for one, p in experts.named_parameters() if p.is_meta}
+    if not load_config.ignore_mismatched_sizes:
+        problems |= {name: f"has shape {tuple(found)}; the model's config asks for {tuple(expected)}"
+                     for name, found, expected in info.mismatched_keys}
+    problems |= {name: f"cannot be made of the checkpoint's tensors: {str(text).strip().splitlines()[-1]}"
+                 for name, text in info.conversion_errors.items()}
+    if problems:
+        raise RuntimeError("; ".join(f"{name} {problem}" for name, problem in sorted(problems.items())[:10]))
 
 
 def _dequantizing(plain: Any, quantizer: Any, *args, **kwargs) -> None:

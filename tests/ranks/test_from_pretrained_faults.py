@@ -9,10 +9,11 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from autoep_models import batch, ds_config
-from frozen_checkpoints import rewrite, write
+from frozen_checkpoints import change_config, rewrite, write
+from safetensors.torch import load_file, save_file
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import from_pretrained
+from ds_mxfp8_moe import ConfigError, from_pretrained
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
 from ds_mxfp8_moe.layers.patches import patched
 
@@ -82,6 +83,92 @@ def test_a_broken_checkpoint_is_an_error_on_every_rank(ranks2, tmp_path, kind, f
     for rank, error in enumerate(ranks2.run(refused, tmp_path, ds_config(MXFP8))):
         assert re.search(said, error), error
         assert fault in (shard_missing, shard_cut_short) or (rank == 1) == ("rank 1" not in error)
+
+
+def tensor_in_two_files(directory):
+    other = next(file for file in sorted(directory.glob("*.safetensors")) if file != shard_of(directory, NAME))
+    save_file({**load_file(other), NAME: torch.ones(128, 128)}, other, metadata={"format": "pt"})
+
+
+def file_elsewhere(directory):
+    change_index(directory, lambda files: files | {NAME: "../elsewhere.safetensors"})
+
+
+def no_index(directory):
+    change_index(directory, lambda files: None)
+
+
+def change_index(directory, change):
+    path = directory / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": change(json.loads(path.read_text())["weight_map"])}))
+
+
+def changed(change, name):
+    """Puts what `change` returns in the place of a tensor."""
+
+    def fault(directory):
+        rewrite(directory, lambda one, tensor: {one: change(tensor).contiguous() if one == name else tensor})
+
+    return fault
+
+
+def two_series(directory):
+    stray = NAME.replace("experts.", "experts{0.__class__}.")
+    rewrite(directory, lambda name, tensor: {name: tensor, stray: tensor.clone()} if name == NAME else {name: tensor})
+
+
+def rows_from_gate_to_up(directory):
+    """So that gate above up has the right shape."""
+    other = NAME.replace("up_proj", "gate_proj")
+    rewrite(directory, lambda name, tensor: {name: torch.cat([tensor, tensor[:64]]) if name == NAME else
+                                             tensor[:64].contiguous() if name == other else tensor})
+
+
+BIAS = "model.layers.1.mlp.experts.down_proj_bias"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("family, kind, fault, said", [
+    ("gpt_oss", "bf16", without(BIAS), f"{BIAS} is in no file of the checkpoint"),
+    ("gpt_oss", "mxfp4", without(BIAS), f"{BIAS} is in no file of the checkpoint"),
+    ("qwen3_moe", "bf16", tensor_in_two_files, f"{NAME} is in two files of the checkpoint, .*and .*remove the one"),
+    ("qwen3_moe", "bf16", file_elsewhere, r"the file .*/../elsewhere.safetensors, which lies outside of its folder"),
+    ("qwen3_moe", "bf16", no_index, "index.json is no index of a checkpoint,.*weight_map: Input should be an object"),
+    ("qwen3_moe", "bf16", changed(lambda x: x[None], NAME), rf"{NAME} has shape \(1, 128, 128\) for an expert, exp"),
+    ("qwen3_moe", "float", changed(lambda x: x.flatten()[0], NAME), rf"{NAME} has shape \(\) for an expert, exp"),
+    ("qwen3_moe", "bf16", changed(lambda x: x[:8], NORM), rf"{NORM} has shape \(8,\); the model's config asks for"),
+    ("gpt_oss", "bf16", changed(lambda x: x[:4], BIAS), rf"^{BIAS} has shape \(4, 128\); the model's config[^;]+$"),
+    ("qwen3_moe", "bf16", changed(lambda x: x.double(), NAME), f"^{NAME} has dtype torch.float64 and no scales in t"),
+    ("qwen3_moe", "bf16", two_series, r"experts\{0.__class__\}.5.up_proj.weight would become .*tensors of two models"),
+    ("qwen3_moe", "bf16", rows_from_gate_to_up, r"gate_proj.weight has shape \(64, 128\); the model's config asks"),
+])
+def test_a_damaged_checkpoint_is_an_error_that_names_the_tensor(tmp_path, family, kind, fault, said):
+    write(tmp_path, family, kind)
+    fault(tmp_path)
+    assert re.search(said, error := refused(tmp_path, ds_config(MXFP8, ep_size=1))), error
+
+
+def test_a_config_in_another_form_is_an_error_that_names_it(tmp_path):
+    write(tmp_path, "qwen3_moe", "bf16")
+    change_config(tmp_path, num_experts="eight")
+    assert "config.json" in refused(tmp_path, ds_config(MXFP8, ep_size=1))
+
+
+@pytest.mark.parametrize("section, said", [
+    *(({"enabled": True, "autoep_size": size}, '"autoep_size" in "expert_parallel" is .*an integer, at least 1')
+      for size in (0, -1, "2", 2.5, True, None)),
+    (True, '"expert_parallel" is true, expected an object'), ([], r'"expert_parallel" is \[\], expected an object')])
+def test_a_wrong_section_of_autoep_is_a_config_error(section, said):
+    with pytest.raises(ConfigError, match=said):
+        from_pretrained("not read", ds_config(MXFP8) | {"expert_parallel": section})
+
+
+def test_a_section_of_autoep_that_does_not_fit_the_model_is_a_config_error(tmp_path):
+    write(tmp_path, "qwen3_moe", "bf16")
+    for key, value, said in (("autoep_size", 3, "is 3, which does not divide the 8 experts of model.layers.0.mlp"),
+                             ("moe_layer_pattern", "(", '"expert_parallel" does not fit a Qwen3MoeForCausalLM: ')):
+        with pytest.raises(ConfigError, match=said):
+            from_pretrained(tmp_path, ds_config(MXFP8, 0, 1, {key: value}))
 
 
 def out_of_memory(directory, config):
