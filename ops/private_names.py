@@ -106,6 +106,7 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "deepspeed.moe.utils",
      "is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"),
     ("import", "deepspeed.ops.op_builder.builder", "CUDAOpBuilder"),
+    ("import", "deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"),
     ("import", "deepspeed.runtime.config_utils", "DeepSpeedConfigModel"),
     ("import", "deepspeed.runtime.engine", "DeepSpeedEngine"),
     ("import", "deepspeed.runtime.pipe.engine", "PipelineEngine"),
@@ -275,10 +276,14 @@ NAMES = tuple(Row(*row) for row in (
     ("exporting", "peft.tuners.lora.layer:Linear", "get_delta_weight(self, adapter)"),
 
     ("loading", _ENGINE,
-     "load_checkpoint load_module_state_dict(self, checkpoint, ...) "
+     "load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
+     "load_module_only, ...) load_module_state_dict(self, checkpoint, ...) "
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
-     "destroy zero_optimization_partition_weights .checkpoint_engine .has_moe_layers"),
-    ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine", "load(self, path, ...)"),
+     "_copy_recovery_script(self, save_path) destroy load_universal_checkpoint use_node_local_storage "
+     "zero_nvme_offload_optimizer zero_optimization_partition_weights .checkpoint_engine .has_moe_layers .local_rank "
+     ".seq_dp_world_size"),
+    ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",
+     "load(self, path, ...) makedirs(self, path, exist_ok) save(self, state_dict, path)"),
 
     ("advice on speed", _ENGINE, ".basic_optimizer"),
     ("advice on speed", "transformers:PreTrainedConfig", "_attn_implementation"),

@@ -6,6 +6,7 @@
 - In ZeRO-1 and 2, what was trained before and is frozen now ends in a KeyError. Here it is loaded.
 - In ZeRO-3, DeepSpeed refuses to save frozen experts, as with LoRA. Here what is trained is saved without them.
 - Frozen experts that are held in MXFP8 are in no checkpoint. They stay as the model was loaded.
+- A save that fails, and one that is killed, leave the earlier checkpoint whole: engine_checkpoints.py.
 """
 
 import inspect
@@ -22,6 +23,7 @@ from ..layers.found import trains_experts
 from ..layers.frozen_experts import frozen_layers
 from ..layers.patches import lent, wrap
 from ..transport.deadline import tell_peers_on_error
+from .engine_checkpoints import keep_checkpoints_whole
 
 
 def hook_checkpoints(engine: DeepSpeedEngine) -> None:
@@ -39,6 +41,8 @@ def hook_checkpoints(engine: DeepSpeedEngine) -> None:
         wrap(engine, "load_checkpoint", partial(_without_moe_layers, engine), until=engine)
     else:
         wrap(engine, "load_module_state_dict", partial(_with_own_frozen, engine), until=engine)
+    if engine.checkpoint_engine is not None:
+        keep_checkpoints_whole(engine)
 
 
 @tell_peers_on_error  # only some ranks read this file

@@ -10,6 +10,7 @@ from ..compute import casts
 from ..compute.mx import MXTensor
 from ..ops.mx_format import TILE
 
+ODD = -0x61C8864680B583EB  # an odd number without a pattern: 2^64 divided by the golden ratio, as int64
 REFUSED = ("is frozen, and held in MXFP8 alone, so it cannot be trained: freeze fewer experts before the engine is "
            'made, or write "frozen_experts": "keep" in the mxfp8_moe section, which keeps them in the model\'s dtype')
 
@@ -82,6 +83,18 @@ class FrozenWeights(nn.Module):
         yield casts.dequantize(up, self.dtype)[:, :ffn_size].contiguous()
         yield casts.dequantize(down, self.dtype)
         yield casts.dequantize(up, self.dtype)[:, ffn_size:].contiguous()
+
+    def checksums(self) -> list[int]:
+        """For each expert a number that depends on all of its bytes and their places. The same on every device."""
+        buffers = [buffer.flatten(1) for buffer in self.buffers()]
+        places = torch.arange(1, max(buffer.shape[1] for buffer in buffers) + 1, device=self.up_data.device)
+        factors = places * ODD  # modulo 2^64, as all sums here
+        sums = torch.zeros(len(self.up_data), dtype=torch.int64, device=factors.device)
+        for expert in range(len(sums)):
+            for buffer in buffers:
+                values = buffer[expert].to(torch.int64)
+                sums[expert] = sums[expert] * ODD + (values * factors[:len(values)]).sum()
+        return sums.tolist()
 
     def bytes_held(self) -> tuple[int, int]:
         """The bytes of these weights in `dtype`, and as they are held."""

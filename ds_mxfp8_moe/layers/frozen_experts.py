@@ -48,6 +48,13 @@ def frozen_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
             if isinstance(module, AutoEPMoELayer) and frozen_of(module.experts) is not None}
 
 
+def checksums_of_frozen(model: nn.Module) -> dict[str, dict[str, int]]:
+    """For each layer with FrozenWeights, a checksum of each expert on this rank, by its number in the layer."""
+    return {name: {str(layer.ep_rank * layer.num_local_experts + i): checksum
+                   for i, checksum in enumerate(frozen_of(layer.experts).checksums())}
+            for name, layer in frozen_layers(model).items()}
+
+
 def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
     """Whether frozen experts of AutoEP's layers are to be held in MXFP8.
 

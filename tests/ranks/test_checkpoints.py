@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import BF16, DEFAULT, PLAIN, Layout, make_engine, owners, parameters, train_steps
+from models import BF16, DEFAULT, PLAIN, Layout, make_engine, owners, state, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 
@@ -31,24 +31,6 @@ LAYOUTS = {
     "two-ep-sizes": Layout(ep_size=(1, 2), zero=1, config=ADAM),
 }
 OTHER_WEIGHTS = 99  # the seed of an engine that is to load a checkpoint
-
-
-def state(engine) -> dict[str, torch.Tensor]:
-    """Weights, and all tensors and numbers of this rank's optimizer: masters, moments, step counts."""
-    found = {f"weight {name}": p for name, p in parameters(engine).items()}
-
-    def walk(place, value):
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{place}.{key}", inner)
-        elif isinstance(value, (list, tuple)):
-            for i, inner in enumerate(value):
-                walk(f"{place}.{i}", inner)
-        elif isinstance(value, (torch.Tensor, int, float)):
-            found[f"optimizer{place}"] = torch.as_tensor(value).detach().clone()
-
-    walk("", engine.optimizer.state_dict())
-    return found
 
 
 def session(layout, section, load=None, save=None, first=0):

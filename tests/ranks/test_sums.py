@@ -8,9 +8,10 @@ import pytest
 import torch
 from autoep_models import autoep_layers, batch
 from autoep_models import engine as autoep_engine
+from models import state
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
-from test_checkpoints import ADAM, state
+from test_checkpoints import ADAM
 from test_expert_ffn import RECIPES, formula
 from test_steps import alone, equal, launches_are, programs
 from test_zero import check_equal, coalesced, each_backward, no_sync

@@ -9,10 +9,10 @@ import pytest
 import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from models import DEFAULT, Layout, Net, batch, ds_config, make_engine, mse, parameters, train_steps
+from models import DEFAULT, Layout, Net, batch, ds_config, make_engine, mse, parameters, state, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
-from test_checkpoints import ADAM, OFFLOAD, state
+from test_checkpoints import ADAM, OFFLOAD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

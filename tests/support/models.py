@@ -270,6 +270,24 @@ def parameters(engine) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
+def state(engine) -> dict[str, torch.Tensor]:
+    """Weights, and all tensors and numbers of this rank's optimizer: masters, moments, step counts."""
+    found = {f"weight {name}": p for name, p in parameters(engine).items()}
+
+    def walk(place, value):
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{place}.{key}", inner)
+        elif isinstance(value, (list, tuple)):
+            for i, inner in enumerate(value):
+                walk(f"{place}.{i}", inner)
+        elif isinstance(value, (torch.Tensor, int, float)):
+            found[f"optimizer{place}"] = torch.as_tensor(value).detach().clone()
+
+    walk("", engine.optimizer.state_dict())
+    return found
+
+
 def owners(engine) -> dict[str, list[int]]:
     """For each parameter the ranks that hold a copy of it."""
     shared = sorted(dist.get_all_ranks_from_group(groups._get_data_parallel_group()))

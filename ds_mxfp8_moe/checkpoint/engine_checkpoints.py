@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""engine.save_checkpoint and load_checkpoint: each is whole or without effect, on all ranks alike.
+
+Saving: DeepSpeed writes into a folder beside. A rank that cannot write notes the reason and goes on to DeepSpeed's
+barriers. Then all ranks agree. If the files of all ranks are on the disk, the manifest is written and the folder takes
+its place (manifest.py). Otherwise every rank raises the same error, and what was there is untouched.
+
+Loading: the files of a checkpoint that has a manifest are compared with it before the first tensor is copied. The
+ranks share them. An error of any rank is an error of every rank.
+"""
+
+import inspect
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.overrides import TorchFunctionMode
+
+from ..layers.frozen_experts import checksums_of_frozen
+from ..layers.patches import patched, wrap
+from ..layers.say import print_on_rank_0
+from ..transport.deadline import PeerFailure, answers_of_all, deadline_for, failure_in_world, tell_peers
+from .manifest import (
+    MANIFEST,
+    Place,
+    describe,
+    discard,
+    find_damage,
+    latest_tag,
+    put_in_place,
+    read_manifest,
+    recover,
+    unlisted,
+    write_manifest,
+)
+
+PROBE_BYTES = 2**20
+UNTOUCHED = "What was there before is untouched"
+UNCHANGED = "Nothing was copied: the engine is as before"
+MIXED = ("Some tensors were copied before that, so the engine's state is mixed. Do not train on it: load another "
+         "checkpoint, or start again")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or loaded. Every rank raises it, with the same text."""
+
+
+def keep_checkpoints_whole(engine: DeepSpeedEngine) -> None:
+    """Applies the above to an engine, until it is destroyed. A second call changes nothing."""
+    kind = type(engine.checkpoint_engine)
+    if issubclass(kind, TorchCheckpointEngine):
+        wrap(engine, "save_checkpoint", partial(_save_checkpoint, engine), until=engine)
+    elif engine.checkpoint_engine is not None:
+        print_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {kind.__name__} writes checkpoints as DeepSpeed does: in "
+                        "place, and without the manifest by which damaged files are found")
+    wrap(engine, "load_checkpoint", partial(_load_checkpoint, engine), until=engine)
+
+
+def _owner(engine: DeepSpeedEngine) -> int:
+    """The rank that renames this rank's folders: rank 0, or the first of the node if each node has its own folders.
+
+    Launchers number the ranks of a node in a row.
+    """
+    return engine.global_rank - engine.local_rank if engine.use_node_local_storage() else 0
+
+
+# ---------------------------------------------------------------- saving
+
+
+class _Written:
+    """The files that this rank writes into a folder, and the first error, by which DeepSpeed must not be left."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.paths = folder, []
+        self.failure: str | None = None
+
+    def attempt(self, path: str | os.PathLike, action: Callable, *args, **kwargs) -> Any:
+        """Calls `action`, which writes or reads `path`. After an error it does nothing any more."""
+        if self.failure is None:
+            try:
+                return action(*args, **kwargs)
+            except Exception as error:
+                self.failure = f"{os.fspath(path)}: {_reason(path, error)}"
+        return None
+
+    def save(self, plain: Callable, state_dict: Any, path: str) -> None:
+        self.paths.append(os.path.relpath(path, self.folder))
+        self.attempt(path, plain, state_dict, path)
+
+    def make_folder(self, plain: Callable, path: str, exist_ok: bool = False) -> None:
+        self.attempt(path, plain, path, exist_ok=exist_ok)
+
+    def copy_scripts(self, plain: Callable, save_path: str) -> None:
+        self.attempt(self.folder, plain, str(self.folder))  # put_in_place moves them to save_path
+
+    def described(self) -> dict[str, dict[str, int]]:
+        return self.attempt(self.folder, describe, self.folder, self.paths) or {}
+
+
+def _reason(path: str | os.PathLike, error: Exception) -> str:
+    """Why a file could not be written. torch hides the answer of the system, so this asks it again, by writing on."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, OSError) and os.path.isfile(path):
+        try:
+            with open(path, "ab") as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as answer:
+            return f"{answer.strerror} ({text})"
+    return text
+
+
+def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = given.arguments
+    if not arguments["save_dir"]:
+        return plain(*args, **kwargs)  # raises DeepSpeed's error
+    tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
+    place, owns = Place(Path(arguments["save_dir"]), tag), engine.global_rank == _owner(engine)
+    manifest = {"tag": tag, "step": engine.global_steps, "save_latest": bool(arguments["save_latest"]),
+                "world_size": dist.get_world_size(), "dp_world_size": engine.seq_dp_world_size,
+                "zero_stage": engine.zero_optimization_stage()}
+    arguments.update(tag=place.part.name, save_latest=False)
+    where, written = f"save_checkpoint, tag {tag!r}", _Written(place.part)
+    try:
+        if owns:  # the others wait in DeepSpeed's first barrier
+            written.attempt(place.save_dir, recover, place.save_dir, remove_parts=True)
+        with (patched(engine.checkpoint_engine, "save", written.save),
+              patched(engine.checkpoint_engine, "makedirs", written.make_folder),
+              patched(engine, "_copy_recovery_script", written.copy_scripts),
+              deadline_for(dist.get_world_group(), engine.device, where)):
+            result = plain(*given.args, **given.kwargs)
+        mine = _owner(engine), tag, written.described(), checksums_of_frozen(engine.module), written.failure
+    except BaseException as error:
+        if isinstance(error, Exception):
+            tell_peers(error)
+        shutil.rmtree(place.part, ignore_errors=True)
+        raise
+    try:  # from here on, the owner may have put the folder in place
+        answers = answers_of_all(dist.get_world_group(), mine, where)
+        failure = _disagreement(answers)
+        if failure is not None:
+            shutil.rmtree(place.part, ignore_errors=True)
+        else:
+            if owns:
+                failure = _commit(place, manifest, answers, engine.global_rank)
+            failure = failure_in_world(failure, where)
+    except BaseException:
+        if owns:
+            recover(place.save_dir, remove_parts=True)
+        raise
+    if failure is not None:
+        raise CheckpointError(f"save_checkpoint to {place.final} failed: {failure}. {UNTOUCHED}")
+    return result
+
+
+def _disagreement(answers: list) -> str | None:
+    """Why a checkpoint is not whole, from the answers of all ranks."""
+    tags = [answer[1] for answer in answers]
+    if len(set(tags)) > 1:
+        return f"the ranks were given different tags: {tags}. Give all ranks the same"
+    return next((f"rank {rank}: {answer[-1]}" for rank, answer in enumerate(answers) if answer[-1]), None)
+
+
+def _commit(place: Place, manifest: dict, answers: list, rank: int) -> str | None:
+    """Writes the manifest and puts the checkpoint in place. Returns why it could not."""
+    try:
+        files, frozen = _joined(place.part, answers, rank)
+        write_manifest(place.part, {**manifest, "files": files, "frozen_experts": frozen})
+        put_in_place(place)
+    except Exception as error:
+        discard(place)
+        return f"rank {rank}: {type(error).__name__}: {error}"
+    return None
+
+
+def _joined(folder: Path, answers: list, rank: int) -> tuple[dict, dict]:
+    """The files in the folder of this rank, and the checksums of all frozen experts."""
+    files: dict = {}
+    frozen: dict = {}
+    for writer, (owner, _, described, checksums, _) in enumerate(answers):
+        for layer, experts in checksums.items():
+            frozen.setdefault(layer, {}).update(experts)
+        for name, file in described.items() if owner == rank else ():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != file["bytes"]:
+                raise RuntimeError(f"rank {writer} has written {path}, which rank {rank} does not see: save_dir must "
+                                   'be one folder for all ranks, or write "checkpoint": {"use_node_local_storage": '
+                                   "true} in the DeepSpeed config")
+            if name in files:  # two ranks have written it: whose it is was open until now
+                file = describe(folder, [name])[name]
+            files[name] = {**file, "rank": writer}
+    for name, file in describe(folder, unlisted(folder, files)).items():
+        files[name] = {**file, "rank": rank}
+    return files, frozen
+
+
+# ---------------------------------------------------------------- loading
+
+
+class _Loading:
+    """One load_checkpoint on one rank.
+
+    Attributes:
+        copied: whether a tensor may have been copied.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, arguments: dict):
+        self.engine, self.arguments, self.copied = engine, arguments, False
+        self.folder = Path(arguments["load_dir"])
+
+    def find(self) -> tuple[str | None, dict | None]:
+        """The tag and the manifest of the checkpoint. None: there is none."""
+        tag = self.arguments["tag"]
+        if tag is None:
+            tag = latest_tag(self.folder, self.engine.load_universal_checkpoint())
+        if tag is None:
+            return None, None
+        tag = str(tag)
+        if not tag or not (self.folder / tag).is_dir():
+            found = sorted(path.name for path in self.folder.glob("[!.]*/"))
+            raise FileNotFoundError(f"{self.folder} has no folder for the tag {tag!r}. It has {found}")
+        return tag, read_manifest(self.folder / tag)
+
+    def check(self, tag: str, manifest: dict) -> None:
+        """Raises if this rank must not load the checkpoint."""
+        engine, folder = self.engine, self.folder / tag
+        for layer, experts in checksums_of_frozen(engine.module).items():
+            listed = manifest.get("frozen_experts", {}).get(layer, {})
+            if any(listed.get(expert, own) != own for expert, own in experts.items()):
+                raise RuntimeError(
+                    f"the frozen experts of {layer} are not those of the run that saved {folder}. They are held in "
+                    "MXFP8, which no checkpoint contains: this run has loaded another base model, or quantizes it "
+                    "differently (scaling_mode). Start from the same one. If the difference is meant, delete "
+                    f'"frozen_experts" from {folder / MANIFEST}')
+        needs_same = (engine.zero_optimization() and self.arguments["load_optimizer_states"]
+                      and not self.arguments["load_module_only"] and not engine.zero_nvme_offload_optimizer())
+        if needs_same and manifest["dp_world_size"] != engine.seq_dp_world_size:
+            raise RuntimeError(
+                f"{folder} was saved by {manifest['dp_world_size']} data-parallel ranks, and this run has "
+                f"{engine.seq_dp_world_size}, to which ZeRO's optimizer states do not fit: pass "
+                "load_optimizer_states=False, or convert it to a universal checkpoint")
+        mine = {name: file for name, file in manifest["files"].items()
+                if file["rank"] % dist.get_world_size() == engine.global_rank}
+        if damage := find_damage(folder, mine):
+            raise RuntimeError(f"{damage}. Load an earlier checkpoint (tag= of load_checkpoint), or copy it again")
+
+    def load_module(self, plain: Callable, checkpoint: dict, *args, **kwargs) -> None:
+        """Loads the module's tensors. What does not fit is found before any is copied, on any rank."""
+        given = inspect.signature(plain).bind(checkpoint, *args, **kwargs).arguments
+        can_try = not (self.engine.zero_optimization_partition_weights() or given.get("custom_load_fn")
+                       or isinstance(self.engine.module, PipelineModule))
+        try:
+            if can_try:
+                with _CopyingNothing():
+                    plain(checkpoint, *args, **kwargs)
+        except Exception as error:
+            self.agree(error)
+        self.agree()
+        self.copied = True
+        plain(checkpoint, *args, **kwargs)
+
+    def agree(self, error: Exception | None = None, seen: tuple = ()) -> None:
+        """Raises CheckpointError on every rank if any rank has an error, or if what they see differs. Collective."""
+        failure = error and f"{type(error).__name__}: {error}"
+        answers = answers_of_all(dist.get_world_group(), (failure, self.copied, seen), "load_checkpoint")
+        text = next((f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers) if text), None)
+        if text is None and any(answer[2] != answers[0][2] for answer in answers):
+            text = f"the ranks find different checkpoints (tag, step): {[answer[2] for answer in answers]}"
+        if text is not None:
+            state = MIXED if any(copied for _, copied, _ in answers) else UNCHANGED
+            raise CheckpointError(f"load_checkpoint from {self.folder} failed: {text}. {state}") from error
+
+
+class _CopyingNothing(TorchFunctionMode):
+    """Inside the context, Tensor.copy_ copies nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
+
+
+def _load_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    loading = _Loading(engine, given.arguments)
+    try:
+        if engine.global_rank == _owner(engine):
+            recover(loading.folder, remove_parts=False)
+    except Exception as error:
+        loading.agree(error)
+    loading.agree()  # the others read only now
+    tag = manifest = None
+    try:
+        tag, manifest = loading.find()
+        if manifest is not None:
+            loading.check(tag, manifest)
+    except Exception as error:
+        loading.agree(error)
+    loading.agree(seen=(tag, manifest and manifest["step"]))
+    try:
+        with (patched(engine, "load_module_state_dict", loading.load_module),
+              deadline_for(dist.get_world_group(), engine.device, "load_checkpoint")):
+            loading.copied = engine.load_universal_checkpoint()
+            result = plain(*args, **kwargs)
+    except (PeerFailure, CheckpointError):
+        raise
+    except Exception as error:
+        loading.agree(error)
+    loading.agree()
+    return result
