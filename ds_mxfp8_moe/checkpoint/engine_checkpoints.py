@@ -34,11 +34,11 @@ from .manifest import (
     describe,
     discard,
     find_damage,
-    latest_tag,
+    find_unlisted,
     put_in_place,
+    read_latest,
     read_manifest,
     recover,
-    unlisted,
     write_manifest,
 )
 
@@ -76,7 +76,7 @@ def _owner(engine: DeepSpeedEngine) -> int:
 
 
 class _Written:
-    """The files that this rank writes into a folder, and the first error, by which DeepSpeed must not be left."""
+    """Notes the files that this rank writes, and its first error, so that the rank goes on to DeepSpeed's barriers."""
 
     def __init__(self, folder: Path):
         self.folder, self.paths = folder, []
@@ -101,12 +101,12 @@ class _Written:
     def copy_scripts(self, plain: Callable, save_path: str) -> None:
         self.attempt(self.folder, plain, str(self.folder))  # put_in_place moves them to save_path
 
-    def described(self) -> dict[str, dict[str, int]]:
+    def describe(self) -> dict[str, dict[str, int]]:
         return self.attempt(self.folder, describe, self.folder, self.paths) or {}
 
 
 def _reason(path: str | os.PathLike, error: Exception) -> str:
-    """Why a file could not be written. torch hides the answer of the system, so this asks it again, by writing on."""
+    """Why a file could not be written. torch's writer loses the system's error: writing more brings it back."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, OSError) and os.path.isfile(path):
         try:
@@ -140,7 +140,7 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) 
               patched(engine, "_copy_recovery_script", written.copy_scripts),
               deadline_for(dist.get_world_group(), engine.device, where)):
             result = plain(*given.args, **given.kwargs)
-        mine = _owner(engine), tag, written.described(), checksums_of_frozen(engine.module), written.failure
+        mine = _owner(engine), tag, written.describe(), checksums_of_frozen(engine.module), written.failure
     except BaseException as error:
         if isinstance(error, Exception):
             tell_peers(error)
@@ -148,7 +148,7 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) 
         raise
     try:  # from here on, the owner may have put the folder in place
         answers = answers_of_all(dist.get_world_group(), mine, where)
-        failure = _disagreement(answers)
+        failure = _find_disagreement(answers)
         if failure is not None:
             shutil.rmtree(place.part, ignore_errors=True)
         else:
@@ -164,7 +164,7 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) 
     return result
 
 
-def _disagreement(answers: list) -> str | None:
+def _find_disagreement(answers: list) -> str | None:
     """Why a checkpoint is not whole, from the answers of all ranks."""
     tags = [answer[1] for answer in answers]
     if len(set(tags)) > 1:
@@ -175,7 +175,7 @@ def _disagreement(answers: list) -> str | None:
 def _commit(place: Place, manifest: dict, answers: list, rank: int) -> str | None:
     """Writes the manifest and puts the checkpoint in place. Returns why it could not."""
     try:
-        files, frozen = _joined(place.part, answers, rank)
+        files, frozen = _join(place.part, answers, rank)
         write_manifest(place.part, {**manifest, "files": files, "frozen_experts": frozen})
         put_in_place(place)
     except Exception as error:
@@ -184,7 +184,7 @@ def _commit(place: Place, manifest: dict, answers: list, rank: int) -> str | Non
     return None
 
 
-def _joined(folder: Path, answers: list, rank: int) -> tuple[dict, dict]:
+def _join(folder: Path, answers: list, rank: int) -> tuple[dict, dict]:
     """The files in the folder of this rank, and the checksums of all frozen experts."""
     files: dict = {}
     frozen: dict = {}
@@ -200,7 +200,7 @@ def _joined(folder: Path, answers: list, rank: int) -> tuple[dict, dict]:
             if name in files:  # two ranks have written it: whose it is was open until now
                 file = describe(folder, [name])[name]
             files[name] = {**file, "rank": writer}
-    for name, file in describe(folder, unlisted(folder, files)).items():
+    for name, file in describe(folder, find_unlisted(folder, files)).items():
         files[name] = {**file, "rank": rank}
     return files, frozen
 
@@ -223,7 +223,7 @@ class _Loading:
         """The tag and the manifest of the checkpoint. None: there is none."""
         tag = self.arguments["tag"]
         if tag is None:
-            tag = latest_tag(self.folder, self.engine.load_universal_checkpoint())
+            tag = read_latest(self.folder, self.engine.load_universal_checkpoint())
         if tag is None:
             return None, None
         tag = str(tag)
@@ -262,7 +262,7 @@ class _Loading:
                        or isinstance(self.engine.module, PipelineModule))
         try:
             if can_try:
-                with _CopyingNothing():
+                with _DryRun():
                     plain(checkpoint, *args, **kwargs)
         except Exception as error:
             self.agree(error)
@@ -282,8 +282,8 @@ class _Loading:
             raise CheckpointError(f"load_checkpoint from {self.folder} failed: {text}. {state}") from error
 
 
-class _CopyingNothing(TorchFunctionMode):
-    """Inside the context, Tensor.copy_ copies nothing."""
+class _DryRun(TorchFunctionMode):
+    """Inside the context, Tensor.copy_ copies nothing, so that load_state_dict only checks names and shapes."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))

@@ -94,7 +94,7 @@ def describe(folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
         return dict(zip(names, threads.map(one, names), strict=True))
 
 
-def unlisted(folder: Path, listed: dict) -> list[str]:
+def find_unlisted(folder: Path, listed: dict) -> list[str]:
     """Names of the files below a folder that `listed` lacks, without recovery scripts."""
     scripts = set(folder.glob(SCRIPTS))
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()
@@ -139,8 +139,8 @@ def read_manifest(folder: Path) -> dict | None:
     raise ValueError(f'{path} has no "files"')
 
 
-def latest_tag(save_dir: Path, universal: bool = False) -> str | None:
-    """The tag that a folder's newest checkpoint has, as DeepSpeed notes it. None: it notes none."""
+def read_latest(save_dir: Path, universal: bool = False) -> str | None:
+    """The tag in DeepSpeed's file `latest`. None: there is no such file."""
     path = save_dir / (f"{LATEST}_universal" if universal else LATEST)
     return path.read_text().strip() if path.is_file() else None
 
@@ -178,18 +178,18 @@ def recover(save_dir: Path, remove_parts: bool) -> None:
 
     `remove_parts`: also of checkpoints that are not whole. A reader leaves these: another process may be writing them.
     """
-    for place in _unfinished(save_dir, PART):
+    for place in _find_unfinished(save_dir, PART):
         if (place.part / MANIFEST).exists():
             put_in_place(place)
         elif remove_parts:
             shutil.rmtree(place.part)
-    for place in _unfinished(save_dir, REPLACED):
+    for place in _find_unfinished(save_dir, REPLACED):
         _finish(place)
     if (path := save_dir / NEXT_LATEST).exists():
         _move_latest(path)
 
 
-def _unfinished(save_dir: Path, ending: str) -> Iterator[Place]:
+def _find_unfinished(save_dir: Path, ending: str) -> Iterator[Place]:
     for path in filter(Path.is_dir, sorted(save_dir.glob(f".*{ending}"))):
         yield Place(save_dir, unquote(path.name[1:].removesuffix(ending)))
 

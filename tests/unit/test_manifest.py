@@ -52,7 +52,7 @@ def written(folder, step: int, save_latest: bool = True) -> None:
 
 def state_of(save_dir, tag: str) -> tuple:
     manifest = of.read_manifest(save_dir / tag)
-    return (manifest["step"], of.find_damage(save_dir / tag, manifest["files"]), of.latest_tag(save_dir),
+    return (manifest["step"], of.find_damage(save_dir / tag, manifest["files"]), of.read_latest(save_dir),
             (save_dir / "zero_to_fp32.py").read_text(), [path.name for path in save_dir.glob(".*")])
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_whole_is_removed_by_a_save_and_left_by_a_load(tmp_path):
     written(place.part, 2)
     (place.part / of.MANIFEST).unlink()
     of.recover(tmp_path, remove_parts=False)
-    assert place.part.exists() and of.latest_tag(tmp_path) is None
+    assert place.part.exists() and of.read_latest(tmp_path) is None
     of.recover(tmp_path, remove_parts=True)
     assert state_of(tmp_path, "t")[:2] == (1, None) and not place.part.exists()
 
