@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens with an engine whose config has the section "mxfp8_moe": `attach`. `convert` does it by hand."""
 
+from dataclasses import astuple
+
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -17,8 +19,9 @@ from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.device import has_kernels
 from ..ops.op_builder import replay
 from ..transport.deadline import answers_of_all
+from ..transport.releases import Code, check_same_code, own_code
 from .advice import about_enabled, about_expert_parallel, about_keys, about_speed
-from .convert import ConversionReport, convert_layers
+from .convert import ConversionReport, LayerReport, convert_layers
 from .hooks import engine_of, hook_engine, model_of
 from .self_check import check, kinds_of, line_about, worst
 
@@ -34,7 +37,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
 
     Raises:
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
-        RuntimeError: another rank could not convert its layers.
+        RuntimeError: ranks run different code, raised on every rank. Or another rank could not convert its layers.
     """
     report = _converted(engine, config)
     if config.enabled:
@@ -162,6 +165,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
     """The report about the layers of all ranks. The stages of a pipeline hold different ones. One all-gather.
 
     Raises:
+        RuntimeError: ranks run different code. Raised on every rank.
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
         Exception: `failure`, of this rank. Or a RuntimeError about that of another.
     """
@@ -169,9 +173,12 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
         if failure:
             raise failure
         return report
-    mine = config.model_dump_json(), report.layers, failure and f"{type(failure).__name__}: {failure}"
+    # Plain types, which ranks with different code can read.
+    mine = (tuple(own_code()), config.model_dump_json(), [astuple(layer) for layer in report.layers],
+            failure and f"{type(failure).__name__}: {failure}")
     answers = answers_of_all(dist.get_world_group(), mine, "the engine's start (all ranks enable ds_mxfp8_moe)")
-    sections, layers_of_ranks, failures = zip(*answers, strict=True)
+    check_same_code(range(len(answers)), [Code(*answer[0]) for answer in answers])
+    _, sections, layers_of_ranks, failures = zip(*answers, strict=True)
     if len(set(sections)) > 1:
         different = [rank for rank, section in enumerate(sections) if section != sections[0]]
         raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
@@ -180,7 +187,7 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
         raise failure
     if failed := next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), None):
         raise RuntimeError(f"the layers could not be converted on {failed}")
-    held = [{layer.name: layer for layer in layers} for layers in layers_of_ranks]
+    held = [{layer.name: layer for layer in (LayerReport(*one) for one in layers)} for layers in layers_of_ranks]
     first = []
     for name in dict.fromkeys(name for layers in held for name in layers):
         by_rank = {rank: layers[name] for rank, layers in enumerate(held) if name in layers}

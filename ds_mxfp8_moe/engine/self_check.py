@@ -48,6 +48,7 @@ from ..layers.patches import lent, patched
 from ..transport import Transport
 from ..transport.collective import Collective
 from ..transport.local import Local
+from ..transport.releases import digest_of_sources
 
 # What runs twice, by the module in which its callers look it up.
 OPERATIONS = {
@@ -193,11 +194,7 @@ def _folder() -> Path:
 
 def _digest(kind: Kind, device: torch.device) -> str:
     """Of all that a verdict depends on: the kind, the chip and the releases, and the package's own code."""
-    package = Path(__file__).parents[1]
-    code = hashlib.sha256()
-    for path in sorted({*package.rglob("*.py"), *package.glob("ops/**/*.py")}):  # ops is a link in a checkout
-        code.update(path.read_bytes())
-    facts = {**releases(device), "deepspeed": deepspeed.__version__, "kind": repr(kind), "code": code.hexdigest()}
+    facts = {**releases(device), "deepspeed": deepspeed.__version__, "kind": repr(kind), "code": digest_of_sources()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

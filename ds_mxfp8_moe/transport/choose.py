@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from .hops import Hops
 from .local import Local
 from .nvlink import NVLink
 from .peer_memory import NoStaging, PeerMemory
+from .releases import check_same_code, own_code
 
 MOST_RANKS = 8  # in a group that exchanges over NVLink
 # In a group that takes two hops by default. With more, a model (examples/benchmarks/results/scale.md) sees little
@@ -107,7 +109,8 @@ def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Trans
 
     Raises:
         ConfigError: `capacity_factor` is given, and the group takes two hops. Raised on every rank of the group.
-        RuntimeError: nvlink is requested and not possible. Raised on every rank of the group.
+        RuntimeError: ranks run different code, or nvlink is requested and not possible. Raised on every rank of the
+            group.
         ValueError: ranks of the group ask for different things. Raised on every rank of the group.
         PeerFailure: a rank of the group did not come to the first choice.
     """
@@ -170,9 +173,9 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     """The verdict on a group. After each step all ranks exchange their answers, so that all of them start the next
     step, or none."""
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
-    answers = answers_of_all(group, (asked, _place()), where)
-    _check_alike(name, ranks, [one for one, _ in answers])
-    places = [place for _, place in answers]
+    codes, all_asked, places = zip(*answers_of_all(group, (own_code(), asked, _place()), where), strict=True)
+    check_same_code(ranks, codes)
+    _check_alike(name, ranks, all_asked)
     nodes = [place.host for place in places]
     if asked.node_size is not None:
         nodes = [rank // asked.node_size for rank in ranks]
@@ -190,7 +193,7 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     return Verdict("collective", obstacles)
 
 
-def _check_alike(name: str, ranks: list, asked: list) -> None:
+def _check_alike(name: str, ranks: list, asked: Sequence[Asked]) -> None:
     """Raises ValueError if a rank asks for something else than the first one."""
     for rank, one in zip(ranks, asked, strict=True):
         for key, given, first in zip(fields(Asked), astuple(one), astuple(asked[0]), strict=True):

@@ -24,6 +24,7 @@ from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, cho
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.local import Local
+from ds_mxfp8_moe.transport.releases import own_code
 
 GOOD = "its ranks share a host, and their GPUs reach each other's memory"
 
@@ -165,7 +166,8 @@ TWO_HOPS = {"transport": "hierarchical"}
 def decided(monkeypatch, hosts: list, keys: dict, nvlink: bool = False, device: str = "cpu") -> Verdict:
     """The verdict on four ranks, of which rank i runs on hosts[i]. `nvlink`: it is possible between all of them."""
     asked = Asked(**keys)
-    monkeypatch.setattr(module, "answers_of_all", lambda *_: [(asked, Place(host, "", gpus())) for host in hosts])
+    monkeypatch.setattr(module, "answers_of_all", lambda *_: [(own_code(), asked, Place(host, "", gpus()))
+                                                              for host in hosts])
     monkeypatch.setattr(module, "ranks_of", lambda group: [0, 1, 2, 3])
     monkeypatch.setattr(module, "_place", lambda: None)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)

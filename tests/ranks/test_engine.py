@@ -41,6 +41,7 @@ from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
 from ds_mxfp8_moe.transport.deadline import answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from ds_mxfp8_moe.transport.releases import own_code
 
 MXFP8 = {"enabled": True}
 
@@ -321,6 +322,18 @@ OTHER = {"enabled": True, "recipe": "bf16"}
 def test_sections_that_differ_between_ranks_raise_on_every_rank(ranks2, front, other):
     for message in ranks2.run(differing, front, [MXFP8, other]):
         assert message.startswith('the section "mxfp8_moe" on ranks [1] differs from rank 0\'s')
+
+
+def other_sources() -> str:
+    code = own_code()._replace(digest="0" * 64) if dist.get_rank() == 1 else own_code()
+    with mock.patch("ds_mxfp8_moe.engine.attach.own_code", lambda: code), pytest.raises(RuntimeError) as error:
+        made_by("initialize", MXFP8)
+    return str(error.value)
+
+
+def test_ranks_with_different_code_raise_at_the_start(ranks2):
+    first, second = ranks2.run(other_sources)
+    assert first == second and "rank 1: ds_mxfp8_moe" in first and "(sources 00000000 in" in first
 
 
 def settled_before_steps(front):
