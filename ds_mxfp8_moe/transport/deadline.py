@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import deepspeed.comm as dist
@@ -50,7 +50,7 @@ class PeerFailure(RuntimeError):
     """An exchange failed because of a peer. Its process group cannot be used again.
 
     One exception: if ranks are in different calls, and the counts of a plan over the transports `collective` or
-    `hierarchical` tell so, the group can go on.
+    `hierarchical` tell so, or the comparison in `ep`, the group can go on.
 
     Attributes:
         missing: global ranks of the group that did not come to the exchange, as far as this rank could learn.
@@ -136,6 +136,15 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
         comm.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
     if x.device.type == "cpu":
         _FINISHED[group] = where
+
+
+def all_gather(x: torch.Tensor, group: Any, where: str) -> torch.Tensor:
+    """The vectors [N] of all ranks, in rank order: [W, N]. Raises PeerFailure as `all_to_all` does."""
+    comm, ranks = dist if dist.is_initialized() else torch.distributed, torch.distributed.get_world_size(group)
+    out = x.new_empty(ranks * x.shape[0])
+    with deadline_for(group, x.device, where):
+        comm.all_gather_into_tensor(out, x, group=group)
+    return out.view(ranks, -1)
 
 
 def answers_of_all(group: Any, answer: Any, where: str) -> list:
@@ -236,7 +245,7 @@ def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callabl
 def check_same_calls(group: Any, signatures: list, where: str) -> None:
     """Raises PeerFailure if a rank, in rank order, has another signature. All ranks must know all signatures."""
     if len(set(signatures)) > 1:
-        ranks, me = ranks_of(group), dist.get_rank(group=group)
+        ranks, me = ranks_of(group), torch.distributed.get_rank(group)
         others = tuple(rank for rank, one in zip(ranks, signatures, strict=True) if one != signatures[me])
         raise PeerFailure(f"ranks are in different calls: rank {ranks[me]} is in {where}, and ranks {list(others)} "
                           f"are in another. {SAME_CALLS}", others)
@@ -263,11 +272,13 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     waited = f"{time.monotonic() - start:.1f} s"
     until = " until the deadline" if time.monotonic() >= start + seconds else ""
     mine = f"{where}{until}, for {waited}"
-    notes = _ask(lambda store: _notes(store, group, me, ranks, mine))
-    if notes is None:
+    notes = Notes({me: mine}, {})
+    finished = _ask(lambda store: _notes(store, group, me, ranks, notes))
+    waits, raised = dict(notes.waits), dict(notes.raised)  # of a thread that may still run
+    if not finished and len(waits) + len(raised) < 2:
         return PeerFailure(f"rank {me} lost its connection to the store in {where}, after {waited}. Rank 0 or its "
-                           "launcher keeps the store, so rank 0 has probably died. Look at its log")
-    waits, raised = notes
+                           "launcher keeps the store, so rank 0 has died, or waited for another rank and gave up "
+                           "earlier. Its log says which")
     missing = tuple(rank for rank in ranks if rank not in waits)
     peers = f"ranks {list(missing)}"
     if len(missing) < 2:
@@ -313,19 +324,29 @@ def _a_peer_gave_up(store: Any, group: Any) -> bool:
     return any(store.check([_wait_key(group, rank)]) for rank in ranks_of(group))
 
 
-def _notes(store: Any, group: Any, me: int, ranks: list, mine: str) -> tuple:
-    """Writes this rank's note. Returns what the ranks write within GRACE_SECONDS: rank -> text, notes and errors."""
-    store.set(_wait_key(group, me), mine)
-    waits, raised = {me: mine}, {}
+class Notes(NamedTuple):
+    """What ranks of a group have written into the store: where they waited, and the errors that they raised."""
+
+    waits: dict[int, str]
+    raised: dict[int, str]
+
+
+def _notes(store: Any, group: Any, me: int, ranks: list, notes: Notes) -> bool:
+    """Writes this rank's note, and adds to `notes` what the others write within GRACE_SECONDS.
+
+    The store may go away meanwhile, with rank 0. What was read until then stays in `notes`. So that the others can
+    read all notes, rank 0 stays for GRACE_SECONDS in any case.
+    """
+    store.set(_wait_key(group, me), notes.waits[me])
     end = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < end and set(ranks) - set(waits):  # a rank that raised may have gone on, and come late
+    while time.monotonic() < end and (me == 0 or set(ranks) - set(notes.waits)):
         time.sleep(0.05)
         for rank in ranks:
-            if rank not in waits and store.check([_wait_key(group, rank)]):
-                waits[rank] = store.get(_wait_key(group, rank)).decode()
-            elif rank not in raised and (text := _raised_by(store, rank)):
-                raised[rank] = text
-    return waits, raised
+            if rank not in notes.waits and store.check([_wait_key(group, rank)]):
+                notes.waits[rank] = store.get(_wait_key(group, rank)).decode()
+            elif rank not in notes.raised and (text := _raised_by(store, rank)):
+                notes.raised[rank] = text  # this rank may have gone on, and come late
+    return True
 
 
 def _raised_by(store: Any, rank: int) -> str | None:

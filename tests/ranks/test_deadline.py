@@ -22,7 +22,14 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import PeerFailure, _raised_key, naming_evaluation, set_deadline, wait_for_device
+from ds_mxfp8_moe.transport.deadline import (
+    PeerFailure,
+    _raised_key,
+    naming_evaluation,
+    peer_failure,
+    set_deadline,
+    wait_for_device,
+)
 
 PLAIN, MX = Wire(False), Wire(True)
 
@@ -211,6 +218,46 @@ def test_a_rank_that_never_comes_is_named(ranks3):
         assert "rank 1 did not come" in text
 
 
+class StoreOfRank0:
+    """Holds the note of rank 0, and goes away with it once this note has been read."""
+
+    gone = False
+
+    def set(self, key, text):
+        self.lives()
+
+    def check(self, keys):
+        self.lives()
+        return keys[0].endswith("/0") and "waited" in keys[0]
+
+    def get(self, key):
+        self.gone = True
+        return b"'counts' of moe until the deadline, for 6.0 s"
+
+    def lives(self):
+        if self.gone:
+            raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+
+class Group:
+    group_name = "a group"
+
+
+@pytest.mark.parametrize("ended_before", [False, True])
+def test_what_was_read_survives_the_store(monkeypatch, ended_before):
+    store = StoreOfRank0()
+    store.gone = ended_before
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(deadline, "ranks_of", lambda group: [0, 1, 2])
+    failure = peer_failure(Group(), "'counts' of moe", time.monotonic() - 6, 6)
+    if ended_before:
+        assert "rank 0 has died, or waited for another rank and gave up earlier" in str(failure)
+    else:
+        assert failure.missing == (2, ) and "rank 1 waited for rank 2 in 'counts'" in str(failure)
+        assert "rank 0 waited as well, in 'counts' of moe until the deadline" in str(failure)
+
+
 def never() -> bool:
     return False
 
@@ -263,7 +310,7 @@ def test_a_killed_rank_is_named(ranks3, rank):
     for text in errors.values():
         assert "PeerFailure: rank" in text and "'counts' of moe" in text
         if rank == 0:  # it kept the store
-            assert "rank 0 has probably died" in text
+            assert "so rank 0 has died, or waited for another rank" in text
         else:
             assert "lost its connection to rank 1 in" in text and "in evaluation mode" not in text
             assert "rank 1 did not come; it probably died after 'expert ids' of moe, the last exchange with it" in text
