@@ -31,6 +31,7 @@ from weakref import WeakValueDictionary
 import deepspeed.comm as dist
 import torch
 
+from .compute.arguments import check_int
 from .config import MXFP8MoEConfig
 from .ops.triton_kernels.library import operator
 from .transport import nvshmem
@@ -327,6 +328,11 @@ def _checked(most_ranks: int, group: Any, rank: int, world_size: int, dp_size: i
                            f"under a launcher that starts 2 to {most_ranks} ranks")
     group = dist.get_world_group() if group is None else group
     ranks = dist.get_world_size(group=group)
+    for name, value in (("rank", rank), ("world_size", world_size), ("dp_size", dp_size),
+                        ("max_num_tokens", max_num_tokens), ("num_experts", num_experts),
+                        ("experts_per_token", experts_per_token), ("hidden_dim", hidden_dim),
+                        ("hidden_dim_bytes", hidden_dim_bytes), ("hidden_dim_scale_bytes", hidden_dim_scale_bytes)):
+        check_int(f"AllToAll: {name}", value, 0)
     own_rank, most_scale_bytes = dist.get_rank(group=group), min(hidden_dim_bytes, 2048)
     checks = [
         ("the number of ranks of the group", ranks, 2 <= ranks <= most_ranks, f"2 to {most_ranks}"),

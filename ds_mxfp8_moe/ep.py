@@ -8,79 +8,151 @@
 forward and hp in backward. Between the MXFP8 steps, tokens (forward) and gradients (backward) are MXTensors. Put no
 arithmetic between the last GEMM, unpermute and a2a_combine: in backward it would dequantise the gradient.
 
-Data and scales travel as one uint8 message. The host never waits for a GPU here: the caller passes the splits as lists
-of ints. Under torch.compile each function breaks the graph and runs eagerly, with the same bits.
+Data and scales travel as one uint8 message. The caller passes the splits as lists of ints. Ranks compare splits,
+widths and formats before they exchange rows, since a backend would fill rows that nobody sent with what lay in memory.
+On CPUs they compare every exchange. On GPUs, where the host has to wait for the comparison, they compare the first
+CHECKED exchanges of a group, and after those the host never waits. Under torch.compile each function breaks the graph
+and runs eagerly, with the same bits.
 
 T: rows of this rank, R: rows that arrive, D: columns, E: local experts, P: rows sorted by expert with their padding.
 """
+
+import zlib
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .compute.arguments import check_int, check_tensor, described
 from .compute.casts import quantize
 from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
-from .transport.deadline import all_to_all, tell_peers_on_error
+from .transport.deadline import (
+    PeerFailure,
+    all_gather,
+    all_to_all,
+    check_same_calls,
+    ranks_of,
+    tell_peers_on_error,
+)
 
 __all__ = ["a2a_combine_hp_fwd_mxfp8_bwd", "a2a_dispatch_mxfp8_fwd_hp_bwd", "generate_permute_indices",
            "permute_mxfp8_fwd_hp_bwd", "unpermute_hp_fwd_mxfp8_bwd"]
 
-HP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 GRAPH_BREAK = "collectives with data-dependent sizes run eagerly"
+CHECKED = 8  # exchanges of a group on GPUs that ranks compare: the first forwards and backwards
+
+# How many exchanges of each group on GPUs were compared. Keyed weakly, so that an entry goes with its process group.
+_COMPARED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _hp(x: torch.Tensor) -> torch.Tensor:
     return x.dequantize() if isinstance(x, MXTensor) else x
 
 
-def _group(group_name) -> dist.ProcessGroup:
+def _group(name: str, group_name: Any) -> dist.ProcessGroup:
     """The process group with this name. None means all ranks. A group is returned as it is."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     if group_name is None:
         return dist.group.WORLD
-    return group_name if isinstance(group_name, dist.ProcessGroup) else _resolve_process_group(group_name)
+    if isinstance(group_name, dist.ProcessGroup):
+        return group_name
+    if not isinstance(group_name, str):
+        raise TypeError(f"{name}: group_name is {described(group_name)}; expected the name of a process group with "
+                        "this rank, the group itself, or None")
+    try:
+        return _resolve_process_group(group_name)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{name}: group_name is {group_name!r}, and no process group has this name") from error
 
 
 def check_rows(name: str, x: torch.Tensor) -> None:
-    """Raises a TypeError unless x is a plain 2-D tensor that an exchange can send."""
-    if x.dim() != 2 or x.dtype not in HP_DTYPES or isinstance(x, MXTensor):
-        raise TypeError(f"{name}: expected a plain 2-D tensor of bfloat16, float16 or float32, got "
-                        f"{type(x).__name__} of {x.dtype} and shape {tuple(x.shape)}")
+    """Raises a TypeError or ValueError unless x is a plain 2-D tensor that an exchange can send."""
+    expected = "a plain 2-D tensor of bfloat16, float16 or float32"
+    check_tensor(name, x, expected, ndim=2)
+    if isinstance(x, MXTensor) or x.is_meta:
+        raise TypeError(f"{name} is {described(x)}; expected {expected}")
 
 
-def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str) -> None:
-    """Raises a ValueError unless num_tokens_per_expert are integers [size].
+def check_counts(name: str, counts: torch.Tensor, size: int, meaning: str, rows: torch.Tensor) -> None:
+    """Raises a TypeError or ValueError unless num_tokens_per_expert are integers [size] for these rows.
 
     Their values are checked only on the CPU: on a GPU the host would have to wait for them.
     """
-    if counts.shape != (size, ) or counts.dtype not in INTEGERS:
-        raise ValueError(f"{name}: num_tokens_per_expert must be a tensor of integers [{size}], {meaning}; got "
-                         f"{counts.dtype} {list(counts.shape)}")
-    if counts.device.type == "cpu" and (counts < 0).any():
-        raise ValueError(f"{name}: num_tokens_per_expert is {counts.tolist()}; expected 0 or more rows each")
+    name = f"{name}: num_tokens_per_expert"
+    expected = f"a tensor of integers [{size}], {meaning}"
+    check_tensor(name, counts, expected, INTEGERS, ndim=1)
+    if counts.shape[0] != size or counts.device != rows.device:
+        raise ValueError(f"{name} is {described(counts)}; expected {expected}, on {rows.device}")
+    if counts.device.type == "cpu" and ((counts < 0) | (counts > rows.shape[0])).any():
+        raise ValueError(f"{name} is {counts.tolist()}; expected 0 or more rows each, of {rows.shape[0]} rows")
 
 
-def _check_splits(name: str, x: torch.Tensor, output_splits, input_splits, group) -> None:
-    """Raises an error unless both lists fit the group and the rows."""
-    check_rows(name, x)
-    for label, rows in (("output_splits", output_splits), ("input_splits", input_splits)):
-        if len(rows) != group.size() or min(rows) < 0:
-            raise ValueError(f"{name}: {label} is {list(rows)}; expected a count of rows, 0 or more, for each of "
-                             f"the {group.size()} ranks of the group")
+def _splits(name: str, splits: Any, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """A list of splits as ints. Raises a TypeError or ValueError unless it fits the group."""
+    expected = f"a list of ints: a count of rows, 0 or more, for each of the {group.size()} ranks of the group"
+    if not isinstance(splits, Sequence) or not all(isinstance(rows, Integral) for rows in splits):
+        raise TypeError(f"{name} is {described(splits)}; expected {expected}")
+    if len(splits) != group.size() or min(splits) < 0:
+        raise ValueError(f"{name} is {list(splits)}; expected {expected}")
+    return tuple(map(int, splits))
+
+
+def _checked_splits(name: str, x: torch.Tensor, output_splits: Any, input_splits: Any,
+                    group: dist.ProcessGroup) -> tuple:
+    """Both lists of splits. Raises an error unless they fit the group and the rows."""
+    check_rows(f"{name}: input", x)
+    output_splits = _splits(f"{name}: output_splits", output_splits, group)
+    input_splits = _splits(f"{name}: input_splits", input_splits, group)
     if sum(input_splits) != x.shape[0]:
         raise ValueError(f"{name}: input_splits {list(input_splits)} sum to {sum(input_splits)}, but the input has "
                          f"{x.shape[0]} rows")
+    return output_splits, input_splits
 
 
-def _exchange(x: torch.Tensor, output_splits, input_splits, group, phase: str, cast: tuple | None) -> torch.Tensor:
+def _check_same_exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group: dist.ProcessGroup,
+                         phase: str, formats: str) -> None:
+    """Raises a PeerFailure on every rank of the group if their exchanges do not fit together.
+
+    Args:
+        formats: a text, not data. It describes how rows travel in both directions.
+    """
+    if x.device.type != "cpu":
+        compared = _COMPARED.get(group, 0)
+        if compared == CHECKED:
+            return
+        _COMPARED[group] = compared + 1
+    W, where = group.size(), f"{phase} of rows [., {x.shape[1]}] of {x.dtype}, {formats}"
+    mine = torch.tensor([zlib.crc32(where.encode()), *output_splits, *input_splits], device=x.device)
+    of_all = all_gather(mine, group, phase).cpu()
+    check_same_calls(group, of_all[:, 0].tolist(), where)
+    expected_WW, sent_WW = of_all[:, 1:1 + W], of_all[:, 1 + W:]
+    wrong = (expected_WW.t() != sent_WW).nonzero().tolist()
+    if wrong:
+        sender, receiver = wrong[0]
+        one, other = (f"rank {ranks_of(group)[place]}" for place in wrong[0])
+        sent, expected = sent_WW[sender].tolist(), expected_WW[receiver].tolist()
+        raise PeerFailure(f"{one} sends {sent[receiver]} rows to {other} in {phase}, and {other} expects "
+                          f"{expected[sender]}: the input_splits of {one} are {sent}, the output_splits of {other} "
+                          f"are {expected}")
+
+
+def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group: dist.ProcessGroup, phase: str,
+              cast: tuple | None, cast_back: tuple | None) -> torch.Tensor:
     """Sends rows to each rank and returns the rows that arrive.
 
     `cast`: the block size and scaling mode in which rows are quantised. Data and scales then travel as one uint8
-    message, since gloo has no float8, and one collective is faster than two. None sends rows as they are.
+    message, since gloo has no float8, and one collective is faster than two. None sends rows as they are. `cast_back`:
+    that of the exchange in the other direction, which the ranks compare.
     """
+    formats = f"{_format(cast)}, and {_format(cast_back)} on the way back"
+    _check_same_exchange(x, output_splits, input_splits, group, phase, formats)
     message, mx = x.contiguous(), None
     if cast is not None:
         mx = quantize(x, *cast)
@@ -91,6 +163,10 @@ def _exchange(x: torch.Tensor, output_splits, input_splits, group, phase: str, c
         return arrived
     data, scale = arrived.split([mx.shape[1], mx.scale.shape[1]], dim=1)
     return mx.with_parts(data.contiguous().view(torch.float8_e4m3fn), scale.contiguous().view(torch.float8_e8m0fnu))
+
+
+def _format(cast: tuple | None) -> str:
+    return "unquantised" if cast is None else f"MXFP8 in blocks of {cast[0]} ({cast[1]})"
 
 
 def gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
@@ -126,11 +202,27 @@ def generate_permute_indices(tokens_per_expert_group: torch.Tensor, experts_per_
         permuted_indices, int32 [P]: the arrived row at each place, -1 for padding.
         m_sizes, int32 [E]: padded rows of each expert.
         m_offsets, int32 [E]: where each expert's rows end.
+
+    Raises:
+        TypeError, ValueError: for bad arguments. Values of the counts are checked only on the CPU.
     """
+    name = "generate_permute_indices"
+    for label, value, least in (("experts_per_rank", experts_per_rank, 1), ("num_ranks", num_ranks, 1),
+                                ("max_len", max_len, 0), ("alignment", alignment, 1)):
+        check_int(f"{name}: {label}", value, least)
+    size = experts_per_rank * num_ranks
+    expected = f"integers [{size}], 0 or more, for {num_ranks} ranks x {experts_per_rank} experts"
+    check_tensor(f"{name}: tokens_per_expert_group", tokens_per_expert_group, expected, INTEGERS, ndim=1)
+    on_cpu = tokens_per_expert_group.device.type == "cpu"
+    if tokens_per_expert_group.shape[0] != size or on_cpu and (tokens_per_expert_group < 0).any():
+        raise ValueError(f"{name}: tokens_per_expert_group is {described(tokens_per_expert_group)}; expected "
+                         f"{expected}")
     sizes_RE = tokens_per_expert_group.long().view(num_ranks, experts_per_rank)
     sizes_E = sizes_RE.sum(0)
     padded_E = ((sizes_E + alignment - 1) // alignment * alignment).clamp_min(alignment)
     ends_E = padded_E.cumsum(0)
+    if on_cpu and ends_E[-1] > max_len:
+        raise ValueError(f"{name}: max_len is {max_len}; the padded groups have {int(ends_E[-1])} rows")
 
     # The rows of a rank for an expert lie together, where they arrive and in the layout.
     arrived_ends = sizes_RE.reshape(-1).cumsum(0)
@@ -147,9 +239,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, output_splits, input_splits, group, phase, cast, cast_bwd):
-        # Copies: the caller may reuse its lists for the next exchange.
-        ctx.back = (tuple(input_splits), tuple(output_splits), group, f"backward of {phase}", cast_bwd)
-        return _exchange(x, output_splits, input_splits, group, phase, cast)
+        ctx.back = (input_splits, output_splits, group, f"backward of {phase}", cast_bwd, cast)
+        return _exchange(x, output_splits, input_splits, group, phase, cast, cast_bwd)
 
     @staticmethod
     @once_differentiable
@@ -205,11 +296,13 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
 
     Raises:
         TypeError, ValueError: for bad arguments, before any collective.
+        PeerFailure: splits, widths or formats of the ranks do not fit together. Raised on every rank, before any row
+            is sent. On GPUs, in the first CHECKED exchanges of the group.
     """
-    group = _group(group_name)
-    _check_splits("a2a_dispatch", input, output_splits, input_splits, group)
-    check_quantizable(input, block_size, scaling_mode)
-    return _AllToAll.apply(input, output_splits, input_splits, group, "a2a_dispatch", (block_size, scaling_mode), None)
+    group = _group("a2a_dispatch", group_name)
+    splits = _checked_splits("a2a_dispatch", input, output_splits, input_splits, group)
+    check_quantizable(input, block_size, scaling_mode, "a2a_dispatch: input")
+    return _AllToAll.apply(input, *splits, group, "a2a_dispatch", (block_size, str(scaling_mode)), None)
 
 
 @torch.compiler.disable(reason=GRAPH_BREAK)
@@ -238,13 +331,17 @@ def permute_mxfp8_fwd_hp_bwd(mx_tensor: MXTensor, num_tokens_per_expert: torch.T
     Raises:
         TypeError, ValueError: rows or counts have the wrong type or shape, or counts on the CPU exceed the rows.
     """
-    if mx_tensor.dim() != 2 or use_mxfp8 and not isinstance(mx_tensor, MXTensor):
-        raise TypeError(f"permute: expected a 2-D MXTensor, got {type(mx_tensor).__name__} of shape "
-                        f"{tuple(mx_tensor.shape)}; plain rows need use_mxfp8=False")
+    check_tensor("permute: mx_tensor", mx_tensor, "a 2-D MXTensor; plain rows need use_mxfp8=False", ndim=2)
+    if use_mxfp8 and not isinstance(mx_tensor, MXTensor):
+        raise TypeError(f"permute: mx_tensor is {described(mx_tensor)}; expected a 2-D MXTensor; plain rows need "
+                        "use_mxfp8=False")
     if isinstance(mx_tensor, MXTensor) and mx_tensor.tiled:
-        raise TypeError(f"permute: the rows of {mx_tensor} share scales; expected one of mx.quantize")
+        raise TypeError(f"permute: mx_tensor is {mx_tensor}, whose rows share scales; expected one of mx.quantize")
+    for label, value in (("ep_degree", ep_degree), ("num_local_experts", num_local_experts),
+                         ("group_size_multiple_of", group_size_multiple_of)):
+        check_int(f"permute: {label}", value, 1)
     check_counts("permute", num_tokens_per_expert, ep_degree * num_local_experts,
-                 f"one for each of {ep_degree} ranks x {num_local_experts} local experts, rank-major")
+                 f"one for each of {ep_degree} ranks x {num_local_experts} local experts, rank-major", mx_tensor)
     num_rows, columns = mx_tensor.shape
     if num_tokens_per_expert.device.type == "cpu" and num_tokens_per_expert.sum() > num_rows:
         raise ValueError(f"permute: num_tokens_per_expert {num_tokens_per_expert.tolist()} sum to "
@@ -274,14 +371,19 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
         [R, N] of input's dtype.
 
     Raises:
-        ValueError: rows, indices and shape do not fit together. The values of indices are checked only on the CPU.
+        TypeError, ValueError: rows, indices and shape do not fit together. The values of indices are checked only on
+            the CPU.
     """
+    check_rows("unpermute: input", input)
+    expected = "an int32 or int64 index for each row of the input, on its device"
+    check_tensor("unpermute: permuted_indices", permuted_indices, expected, (torch.int32, torch.int64), ndim=1)
+    if permuted_indices.shape != input.shape[:1] or permuted_indices.device != input.device:
+        raise ValueError(f"unpermute: permuted_indices is {described(permuted_indices)}, and the input "
+                         f"{described(input)}; expected {expected}")
+    if not isinstance(padded_shape, Sequence) or not padded_shape:
+        raise TypeError(f"unpermute: padded_shape is {described(padded_shape)}; expected the torch.Size from permute")
+    check_int("unpermute: padded_shape[0]", padded_shape[0], 1)
     num_rows = padded_shape[0] - 1
-    if (input.dim() != 2 or isinstance(input, MXTensor) or permuted_indices.shape != input.shape[:1]
-            or permuted_indices.dtype not in (torch.int32, torch.int64) or permuted_indices.device != input.device):
-        raise ValueError(f"unpermute: expected plain rows [P, N] and an int32 or int64 index for each of them on "
-                         f"the same device, got {type(input).__name__} {tuple(input.shape)} on {input.device} and "
-                         f"{tuple(permuted_indices.shape)} of {permuted_indices.dtype} on {permuted_indices.device}")
     if input.device.type == "cpu" and (permuted_indices >= num_rows).any():
         raise ValueError(f"unpermute: permuted_indices go up to {int(permuted_indices.max())}, and by padded_shape "
                          f"{tuple(padded_shape)} there are {num_rows} rows; expected both from the same permute")
@@ -308,10 +410,11 @@ def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], 
 
     Raises:
         TypeError, ValueError: for bad arguments, before any collective.
+        PeerFailure: as in a2a_dispatch.
     """
-    group = _group(group_name)
-    _check_splits("a2a_combine", input, output_splits, input_splits, group)
+    group = _group("a2a_combine", group_name)
+    splits = _checked_splits("a2a_combine", input, output_splits, input_splits, group)
     if mxfp8_bwd:
-        check_quantizable(input, block_size, scaling_mode)
-    cast_bwd = (block_size, scaling_mode) if mxfp8_bwd else None
-    return _AllToAll.apply(input, output_splits, input_splits, group, "a2a_combine", None, cast_bwd)
+        check_quantizable(input, block_size, scaling_mode, "a2a_combine: input")
+    cast_bwd = (block_size, str(scaling_mode)) if mxfp8_bwd else None
+    return _AllToAll.apply(input, *splits, group, "a2a_combine", None, cast_bwd)

@@ -8,12 +8,15 @@ The module's forward takes rows sorted by expert and the number of rows of each 
 the style it sees only the experts of its rank: their rows as an MXTensor with padded groups, and their weights.
 """
 
+import zlib
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .compute.arguments import check_int, check_one_of
 from .compute.mx import BLOCK_SIZES, SCALING_MODES, ScaleCalculationMode, check_quantizable
 from .ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -23,7 +26,7 @@ from .ep import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from .transport.deadline import all_to_all, tell_peers_on_error
+from .transport.deadline import all_to_all, check_same_calls, tell_peers_on_error
 
 __all__ = ["MXFP8ExpertParallel"]
 
@@ -43,17 +46,18 @@ class MXFP8ExpertParallel(ParallelStyle):
         mxfp8_bwd: True sends the gradient of combine in MXFP8. False sends it unquantised.
 
     Raises:
-        ValueError: the block size, scaling mode or multiple is not valid. The module's forward raises it, before any
-            collective, for rows or counts that do not fit. The values of counts are checked only on the CPU.
+        TypeError, ValueError: the block size, scaling mode or multiple is not valid. The module's forward raises them,
+            before any collective, for rows or counts that do not fit. The values of counts are checked only on the
+            CPU.
+        PeerFailure: raised by the module's forward on every rank whose width, dtype or formats differ from another's.
     """
 
     def __init__(self, group_size_multiple_of: int = 32, block_size: int = 32,
                  scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL, mxfp8_bwd: bool = True):
         super().__init__()
-        if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES or group_size_multiple_of < 1:
-            raise ValueError(f"MXFP8ExpertParallel: block_size {block_size!r}, scaling_mode {scaling_mode!r} and "
-                             f"group_size_multiple_of {group_size_multiple_of!r} were given; expected one of "
-                             f"{BLOCK_SIZES}, one of {SCALING_MODES}, and 1 or more")
+        check_one_of("MXFP8ExpertParallel: block_size", block_size, BLOCK_SIZES)
+        check_one_of("MXFP8ExpertParallel: scaling_mode", scaling_mode, SCALING_MODES)
+        check_int("MXFP8ExpertParallel: group_size_multiple_of", group_size_multiple_of, 1)
         self.group_size_multiple_of = group_size_multiple_of
         self.cast = {"block_size": block_size, "scaling_mode": scaling_mode}
         self.mxfp8_bwd = mxfp8_bwd
@@ -93,9 +97,9 @@ class MXFP8ExpertParallel(ParallelStyle):
     @tell_peers_on_error
     def _check_call(self, x_TD: torch.Tensor, counts: torch.Tensor, num_experts: int) -> None:
         """Raises an error before the other ranks wait for this one in a collective."""
-        check_rows("MXFP8ExpertParallel", x_TD)
-        check_quantizable(x_TD, **self.cast)
-        check_counts("MXFP8ExpertParallel", counts, num_experts, "the rows of each expert")
+        check_rows("MXFP8ExpertParallel: input", x_TD)
+        check_quantizable(x_TD, **self.cast, name="MXFP8ExpertParallel: input")
+        check_counts("MXFP8ExpertParallel", counts, num_experts, "the rows of each expert", x_TD)
         if counts.device.type == "cpu" and counts.sum() != x_TD.shape[0]:
             raise ValueError(f"MXFP8ExpertParallel: num_tokens_per_expert {counts.tolist()} sum to "
                              f"{int(counts.sum())}, but the input has {x_TD.shape[0]} rows")
@@ -110,7 +114,8 @@ class MXFP8ExpertParallel(ParallelStyle):
              device_mesh: DeviceMesh) -> torch.Tensor:
         """Dispatch, the module's own forward, combine."""
         group, ranks = device_mesh.get_group(), device_mesh.size()
-        output_splits, input_splits, arriving = self._exchange_counts(num_tokens_per_expert, group, ranks)
+        rows = f"rows [., {x_TD.shape[1]}] of {x_TD.dtype}, {self.cast}, mxfp8_bwd={bool(self.mxfp8_bwd)}"
+        output_splits, input_splits, arriving = self._exchange_counts(num_tokens_per_expert, group, ranks, rows)
         mx_RD = a2a_dispatch_mxfp8_fwd_hp_bwd(x_TD, output_splits, input_splits, group.group_name, **self.cast)
         shape, rows_PD, indices_P, sizes_E, _ = permute_mxfp8_fwd_hp_bwd(
             mx_RD, arriving, ranks, arriving.shape[0] // ranks, group_size_multiple_of=self.group_size_multiple_of)
@@ -121,16 +126,21 @@ class MXFP8ExpertParallel(ParallelStyle):
     @staticmethod
     @torch.compiler.disable(reason="reads the splits on the host")
     @torch.no_grad()
-    def _exchange_counts(counts: torch.Tensor, group, ranks: int) -> tuple:
+    def _exchange_counts(counts: torch.Tensor, group, ranks: int, rows: str) -> tuple:
         """Exchanges the counts of rows. Here the host waits for the GPU, once a call.
+
+        Args:
+            rows: a text, not data. It describes the rows: everything about them that must be equal on all ranks.
 
         Returns:
             output_splits and input_splits, lists of ints.
             The rows that arrive from each rank for each local expert: int [ranks * local experts], rank-major.
         """
-        counts = counts.long()  # ranks may have been given different integer dtypes
-        arriving = torch.empty_like(counts)
-        ones = (1, ) * ranks
-        all_to_all(arriving.view(ranks, -1), counts.contiguous().view(ranks, -1), ones, ones, group, "counts")
-        splits = torch.stack([arriving, counts]).view(2, ranks, -1).sum(2).tolist()
-        return *splits, arriving
+        counts_WE = counts.long().view(ranks, -1)  # ranks may have been given different integer dtypes
+        signature_W = counts_WE.new_full((ranks, 1), zlib.crc32(rows.encode()))
+        arriving, ones = counts_WE.new_empty(ranks, counts_WE.shape[1] + 1), (1, ) * ranks
+        all_to_all(arriving, torch.cat([signature_W, counts_WE], dim=1), ones, ones, group, "counts")
+        arriving_WE = arriving[:, 1:]
+        signatures, *splits = torch.stack([arriving[:, 0], arriving_WE.sum(1), counts_WE.sum(1)]).tolist()
+        check_same_calls(group, signatures, f"MXFP8ExpertParallel with {rows}")
+        return *splits, arriving_WE.reshape(-1)

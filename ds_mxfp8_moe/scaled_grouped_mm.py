@@ -26,6 +26,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .compute import casts
+from .compute.arguments import HP_DTYPES, check_one_of, check_tensor
 from .compute.grouped_gemm import (
     grouped_mm,
     grouped_mm_wgrad,
@@ -33,8 +34,9 @@ from .compute.grouped_gemm import (
     multiplies_mxfp8,
     rescales_rows,
 )
-from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
+from .compute.mx import SCALING_MODES, MXTensor, ScaleCalculationMode, check_quantizable
 from .ep import gather_rows
+from .ops.mx_format import MXParts
 from .transport import ROW_ALIGNMENT
 
 __all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"]
@@ -45,6 +47,9 @@ class KernelPreference(StrEnum):
 
     AUTO = "auto"
     EMULATED = "emulated"
+
+
+PREFERENCES = tuple(preference.value for preference in KernelPreference)
 
 
 def _exact_dtype(result_dtype: torch.dtype) -> torch.dtype:
@@ -158,7 +163,8 @@ class _ScaledGroupedMM(torch.autograd.Function):
     def backward(ctx, grad_MN):
         a, b_EKN, ends_E, *scale = ctx.saved_tensors
         if ctx.mx is not None:
-            a = MXTensor(a, scale[0], *ctx.mx)
+            block_size, dtype = ctx.mx
+            a = MXTensor.of(MXParts(a, scale[0], block_size), dtype)
         return *_gradients(ctx.options, grad_MN, a, b_EKN, ends_E, ctx.a_dtype, *ctx.needs_input_grad[:2]), None, None
 
 
@@ -190,7 +196,7 @@ def _traced_backward(grad_MN: torch.Tensor, a_MK: torch.Tensor, scale: torch.Ten
                      needs_b: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of A and B_t, contiguous. One that is not needed is empty."""
     options = _Options(out_dtype, block_size, scaling_mode, wgrad_with_hp, emulated)
-    a = a_MK if scale is None else MXTensor(a_MK, scale, block_size, a_dtype)
+    a = a_MK if scale is None else MXTensor.of(MXParts(a_MK, scale, block_size), a_dtype)
     grads = _gradients(options, grad_MN, a, b_EKN, ends_E, a_dtype, needs_a, needs_b)
     return tuple(like.new_empty(0, dtype=dtype) if grad is None else grad.contiguous()
                  for grad, like, dtype in zip(grads, (grad_MN, b_EKN), (a_dtype, b_EKN.dtype), strict=True))
@@ -226,14 +232,21 @@ def _eager(*args) -> torch.Tensor:
     return _ScaledGroupedMM.apply(*args)
 
 
-def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode) -> None:
-    check_quantizable(A, block_size, scaling_mode)
-    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if A.dim() != 2 or B_t.dim() != 3 or A.shape[1] != B_t.shape[1]:
+def _check(A, B_t, offs, bias, out_dtype, block_size, scaling_mode, kernel_preference) -> None:
+    dtypes = "bfloat16, float16 or float32"
+    check_tensor("A", A, f"a tensor [M, K] of {dtypes}", ndim=2)
+    check_tensor("B_t", B_t, f"a plain tensor [E, K, N] of {dtypes}", ndim=3)
+    if isinstance(B_t, MXTensor):
+        raise TypeError(f"B_t is {B_t}; expected a plain tensor [E, K, N] of {dtypes}")
+    if bias is not None:
+        check_tensor("bias", bias, f"[N] or [E, N] of {dtypes}")
+    check_one_of("kernel_preference", kernel_preference, PREFERENCES)
+    check_one_of("scale_calculation_mode", scaling_mode, SCALING_MODES)
+    check_quantizable(A, block_size, scaling_mode, "A")
+    if out_dtype not in HP_DTYPES:
+        raise TypeError(f"out_dtype must be {dtypes}, got {out_dtype}")
+    if A.shape[1] != B_t.shape[1]:
         raise ValueError(f"expected A [M, K] and B_t [E, K, N], got {tuple(A.shape)} and {tuple(B_t.shape)}")
-    if not B_t.dtype.is_floating_point or isinstance(B_t, MXTensor):
-        raise TypeError(f"expected a plain floating-point B_t, got a {type(B_t).__name__} of {B_t.dtype}")
     if B_t.numel() == 0 or B_t.shape[1] % 32 or B_t.shape[2] % 32:
         raise ValueError(f"B_t must hold at least one weight [K, N], and K and N must be multiples of 32 above 0; got "
                          f"{tuple(B_t.shape)}")
@@ -290,7 +303,7 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
     """
     if block_size is None:
         block_size = A.block_size if isinstance(A, MXTensor) else 32
-    _check(A, B_t, offs, bias, out_dtype, block_size, scale_calculation_mode)
+    _check(A, B_t, offs, bias, out_dtype, block_size, scale_calculation_mode, kernel_preference)
     how = (out_dtype, block_size, ScaleCalculationMode(scale_calculation_mode).value, wgrad_with_hp,
            KernelPreference(kernel_preference) is KernelPreference.EMULATED)
     if torch.compiler.is_compiling() and not isinstance(A, MXTensor):

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from ..ops.device import has_kernels
+from ..ops.mx_format import MXParts
 from ..ops.op_builder import replay
 from .mx import MXTensor
 
@@ -90,5 +91,8 @@ def taken_apart(values: Iterable[torch.Tensor | None]) -> tuple[list[torch.Tenso
 
 def put_together(tensors: list[torch.Tensor], kinds: tuple) -> list[torch.Tensor | None]:
     """The inverse of `taken_apart`. It removes what it takes from the front of `tensors`."""
-    return [None if kind is None else MXTensor(tensors.pop(0), tensors.pop(0), *kind) if kind else tensors.pop(0)
-            for kind in kinds]
+    return [None if kind is None else _mx_tensor(tensors, *kind) if kind else tensors.pop(0) for kind in kinds]
+
+
+def _mx_tensor(tensors: list[torch.Tensor], block_size: int, dtype: torch.dtype, tiled: bool) -> MXTensor:
+    return MXTensor.of(MXParts(tensors.pop(0), tensors.pop(0), block_size, tiled), dtype)

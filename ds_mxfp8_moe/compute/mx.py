@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..ops.mx_format import BLOCK_SIZES, E4M3_MAX, NAN_DATA_BYTE, NAN_SCALE_BYTE, TILE, MXParts
+from .arguments import HP_DTYPES, check_one_of, check_tensor, described
 
 aten = torch.ops.aten
 
@@ -38,6 +39,9 @@ SCALING_MODES = tuple(mode.value for mode in ScaleCalculationMode)
 
 class MXTensor(torch.Tensor):
     """A tensor in MXFP8. It looks like a tensor of `orig_dtype`, and stores e4m3 data and E8M0 scales.
+
+    MXTensor(qdata, scale, ...) and loading one from a file raise a TypeError or ValueError for parts that do not
+    belong together: kernels compute addresses from the shape of the data, and would read past the scales.
 
     Attributes:
         qdata: float8_e4m3fn, the tensor's own shape [..., R, K].
@@ -61,18 +65,27 @@ class MXTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, qdata, scale, block_size: int = 32, orig_dtype: torch.dtype = torch.bfloat16,
                 tiled: bool = False):
+        _check_parts(qdata, scale, block_size, orig_dtype, tiled)
+        return cls.of(MXParts(qdata, _as_bytes(scale), block_size, tiled), orig_dtype)
+
+    @classmethod
+    def of(cls, parts: MXParts, dtype: torch.dtype) -> "MXTensor":
+        """An MXTensor of what a kernel returned, unchecked. It looks like a tensor of `dtype`."""
+        qdata, scale_bytes, block_size, tiled = parts
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, strides=qdata.stride(),
-                                                   storage_offset=qdata.storage_offset(), dtype=orig_dtype,
+                                                   storage_offset=qdata.storage_offset(), dtype=dtype,
                                                    device=qdata.device, requires_grad=False)
-        self.qdata = qdata
-        self.scale_bytes = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
-        self.block_size, self.orig_dtype, self.tiled = block_size, orig_dtype, tiled
+        self.qdata, self.scale_bytes = qdata, scale_bytes
+        self.block_size, self.orig_dtype, self.tiled = block_size, dtype, tiled
         return self
 
-    @staticmethod
-    def of(parts: MXParts, dtype: torch.dtype) -> "MXTensor":
-        """An MXTensor of what a kernel returned. It looks like a tensor of `dtype`."""
-        return MXTensor(parts.qdata, parts.scale_bytes, parts.block_size, dtype, parts.tiled)
+    def __setstate__(self, state):
+        # torch.load makes a tensor from a file's sizes, and then calls this with the attributes in the file.
+        vars(self).update(state)
+        _check_parts(self.qdata, self.scale_bytes, self.block_size, self.orig_dtype, self.tiled)
+        if (self.shape, self.dtype, self.device) != (self.qdata.shape, self.orig_dtype, self.qdata.device):
+            raise ValueError(f"an MXTensor in this file says that it is {tuple(self.shape)} of {self.dtype} on "
+                             f"{self.device}, but its qdata is {described(self.qdata)}")
 
     @property
     def parts(self) -> MXParts:
@@ -90,8 +103,8 @@ class MXTensor(torch.Tensor):
         return dequantize(self, output_dtype)
 
     def with_parts(self, qdata, scale) -> "MXTensor":
-        """An MXTensor of other data and scales, with this one's block size, dtype and tiling."""
-        return MXTensor(qdata, scale, self.block_size, self.orig_dtype, self.tiled)
+        """An MXTensor of other data and scales, unchecked, with this one's block size, dtype and tiling."""
+        return MXTensor.of(MXParts(qdata, _as_bytes(scale), self.block_size, self.tiled), self.orig_dtype)
 
     def __repr__(self):
         return (f"MXTensor(shape={tuple(self.shape)}, dtype={self.orig_dtype}, block_size={self.block_size}, "
@@ -102,7 +115,8 @@ class MXTensor(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, parts, meta, outer_size, outer_stride):
-        return cls(parts["qdata"], parts["scale_bytes"], *meta)
+        block_size, dtype, tiled = meta
+        return cls.of(MXParts(parts["qdata"], parts["scale_bytes"], block_size, tiled), dtype)
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata, expected_type=None):
         # A compiled backward that was traced with plain gradients needs a plain one.
@@ -126,6 +140,29 @@ class MXTensor(torch.Tensor):
             return dequantize(x) if isinstance(x, MXTensor) else x  # autograd has already run at this level
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _as_bytes(scale: torch.Tensor) -> torch.Tensor:
+    return scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
+
+
+def _check_parts(qdata, scale, block_size, orig_dtype, tiled) -> None:
+    """Raises a TypeError or ValueError unless these are the parts of an MXTensor."""
+    check_tensor("MXTensor: qdata", qdata, "a tensor of float8_e4m3fn", (torch.float8_e4m3fn, ))
+    check_tensor("MXTensor: scale", scale, "a tensor of float8_e8m0fnu, or of its bytes in uint8",
+                 (torch.float8_e8m0fnu, torch.uint8))
+    check_one_of("MXTensor: tiled", tiled, (False, True))
+    check_one_of("MXTensor: block_size", block_size, (TILE, ) if tiled else BLOCK_SIZES)
+    check_one_of("MXTensor: orig_dtype", orig_dtype, HP_DTYPES)
+    shape, least = qdata.shape, 2 if tiled else 1
+    if len(shape) < least or shape[-1] % 32 and not tiled:
+        raise ValueError(f"MXTensor: qdata has shape {tuple(shape)}; expected {least} axes or more, and a last axis "
+                         "that is a multiple of 32")
+    expected = (*shape[:-least], *(-(-size // block_size) for size in shape[-least:]))
+    if tuple(scale.shape) != expected or scale.device != qdata.device:
+        raise ValueError(f"MXTensor: qdata of shape {tuple(shape)} on {qdata.device} in "
+                         f"{'tiles' if tiled else 'blocks'} of {block_size} has scales of shape {expected} there; got "
+                         f"{described(scale)}")
 
 
 class _Dequantize(torch.autograd.Function):
@@ -202,10 +239,11 @@ def _accumulate(func, args, kwargs):
 def _to_copy(func, args, kwargs):
     mx, kwargs = args[0], dict(kwargs)
     dtype = kwargs.pop("dtype", None) or mx.orig_dtype
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype not in HP_DTYPES:
         return NotImplemented
     kwargs.pop("memory_format", None)
-    return MXTensor(func(mx.qdata, **kwargs), func(mx.scale, **kwargs), mx.block_size, dtype, mx.tiled)
+    parts = MXParts(func(mx.qdata, **kwargs), func(mx.scale_bytes, **kwargs), mx.block_size, mx.tiled)
+    return MXTensor.of(parts, dtype)
 
 
 _ROW_OPS = {
@@ -224,15 +262,14 @@ _ROW_OPS = {
 }
 
 
-def check_quantizable(x: torch.Tensor, block_size: int, scaling_mode: str) -> None:
-    """Raises the TypeError or ValueError that `quantize` would."""
-    if block_size not in BLOCK_SIZES or scaling_mode not in SCALING_MODES:
-        raise ValueError(f"block_size {block_size!r} and scaling_mode {scaling_mode!r} were given; supported are "
-                         f"block sizes {BLOCK_SIZES} and scaling modes {SCALING_MODES}")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"cannot quantise a tensor of {x.dtype}; expected bfloat16, float16 or float32")
+def check_quantizable(x: torch.Tensor, block_size: int, scaling_mode: str, name: str = "x") -> None:
+    """Raises the TypeError or ValueError that `quantize` would. `name`: of x, for errors."""
+    check_one_of("block_size", block_size, BLOCK_SIZES)
+    check_one_of("scaling_mode", scaling_mode, SCALING_MODES)
+    if not isinstance(x, torch.Tensor) or x.dtype not in HP_DTYPES or x.layout != torch.strided:
+        raise TypeError(f"{name} is {described(x)}; expected a dense tensor of bfloat16, float16 or float32")
     if x.dim() == 0 or x.shape[-1] % 32:
-        raise ValueError(f"cannot quantise shape {tuple(x.shape)}: the last axis must be a multiple of 32; pad it "
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a last axis that is a multiple of 32: pad it "
                          "with zeros")
 
 
@@ -286,7 +323,7 @@ def quantize(x: torch.Tensor, block_size: int = 32, scaling_mode: str = "rceil")
     blocks = _pad_to(x.detach().float(), (block_size, )).unflatten(-1, (-1, block_size))
     data, scale = _quantize_blocks(blocks, (-1, ), scaling_mode)
     data = data.flatten(-2)[..., :size].contiguous()
-    return MXTensor(data.view(torch.float8_e4m3fn), scale.squeeze(-1).view(torch.float8_e8m0fnu), block_size, x.dtype)
+    return MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale.squeeze(-1), block_size), x.dtype)
 
 
 def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
@@ -298,8 +335,8 @@ def quantize_tiles(w: torch.Tensor, scaling_mode: str = "rceil") -> MXTensor:
     tiles = _pad_to(w.detach().float(), (TILE, TILE)).unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE))
     data, scale = _quantize_blocks(tiles, (-3, -1), scaling_mode)
     data = data.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous()
-    scale = scale.squeeze(-1).squeeze(-2)
-    return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), TILE, w.dtype, tiled=True)
+    parts = MXParts(data.view(torch.float8_e4m3fn), scale.squeeze(-1).squeeze(-2), TILE, tiled=True)
+    return MXTensor.of(parts, w.dtype)
 
 
 def transpose_tiles(w: MXTensor) -> MXTensor:
@@ -329,7 +366,7 @@ def transpose_rescale(mx: MXTensor, block_size: int | None = None, scaling_mode:
     """
     values = dequantize(mx, torch.float32).transpose(-1, -2)
     out = quantize(values, block_size or mx.block_size, scaling_mode)
-    return MXTensor(out.qdata, out.scale, out.block_size, mx.orig_dtype)
+    return MXTensor.of(out.parts, mx.orig_dtype)
 
 
 def parts_of(x: torch.Tensor) -> torch.Tensor | MXParts:

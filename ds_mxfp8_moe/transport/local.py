@@ -15,6 +15,7 @@ from ..compute import casts
 from ..compute.mx import MXTensor
 from ..compute.routing import count
 from ..ops.device import has_kernels
+from ..ops.mx_format import MXParts
 from . import ROW_ALIGNMENT, Transport, Wire, padded, with_zero_row
 
 
@@ -98,12 +99,12 @@ class Local(Transport):
                 x_TH.detach(), weight_TK, plan.slot_TK, plan.source_P, wire.block_size if wire.mxfp8 else 0,
                 wire.scaling_mode)
             if wire.mxfp8:
-                x_PH = MXTensor(x_PH, scale_BP.t(), wire.block_size, x_TH.dtype)
+                x_PH = MXTensor.of(MXParts(x_PH, scale_BP.t(), wire.block_size), x_TH.dtype)
             return x_PH, weight_P
         if wire.mxfp8:
             mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)
             data, scale = (self._expanded(plan, part.view(torch.uint8)) for part in (mx_TH.qdata, mx_TH.scale_bytes))
-            x_PH = MXTensor(data.view(torch.float8_e4m3fn), scale, wire.block_size, x_TH.dtype)
+            x_PH = MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale, wire.block_size), x_TH.dtype)
         else:
             x_PH = self._expanded(plan, x_TH)
         if weight_TK is None:

@@ -23,6 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..compute.mx import MXTensor
+from ..ops.mx_format import MXParts
 from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, padded, room_for
 from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense
@@ -278,7 +279,7 @@ class NVLink(Transport):
                                   group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
                                   local_experts=plan.group_ends_E.shape[0], **wanted),
                      self._sms_alone, memory.stream())
-        return MXTensor(out_PH, scale, block, x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
+        return MXTensor.of(MXParts(out_PH, scale, block), x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
 
     def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:

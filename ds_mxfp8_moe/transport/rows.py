@@ -15,6 +15,7 @@ import torch
 from ..compute import casts
 from ..compute.mx import MXTensor
 from ..ops.device import has_kernels
+from ..ops.mx_format import MXParts
 from . import Wire, padded, room_for, with_zero_row
 
 PLAIN = Wire(mxfp8=False)
@@ -136,7 +137,7 @@ def _split(message: torch.Tensor, sizes: tuple) -> tuple:
 
 
 def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype) -> MXTensor:
-    return MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), wire.block_size, dtype)
+    return MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale, wire.block_size), dtype)
 
 
 def pack(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None, row_S: torch.Tensor, slot_WN: torch.Tensor,

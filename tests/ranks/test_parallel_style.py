@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_mxfp8_moe.compute.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.parallel_style import MXFP8ExpertParallel
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm as mxfp8_mm
-from ds_mxfp8_moe.transport.deadline import absence
+from ds_mxfp8_moe.transport.deadline import PeerFailure, absence
 
 EXPERTS, D, HIDDEN = 8, 128, 96
 BARS = {"y": 23, "dx": 22.5, "w1": 22.5, "w2": 22.5, "w3": 22.5}  # SwiGLU: three products, each two casts
@@ -189,6 +189,24 @@ def test_state_dict_keeps_its_keys(ranks2):
     assert ranks2.run(state_dict_round_trip) == [([True] * 3, ["w1", "w2", "w3"])] * 2
 
 
+def disagreements() -> list:
+    """Rank 1 gives rows of another width, then another dtype, then has another style: what this rank raises."""
+    odd, texts = dist.get_rank() == 1, []
+    counts = torch.tensor([4] + [0] * (EXPERTS - 1))
+    for rows, style in (((4, D // 2), {}), ((4, D), {}), ((4, D), {"mxfp8_bwd": False})):
+        experts = expert_parallel(**(style if odd else {}))
+        x = torch.ones(rows if odd else (4, D), dtype=torch.bfloat16 if style or not odd else torch.float16)
+        with pytest.raises(PeerFailure) as caught:
+            experts(x, counts)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_ranks_that_disagree_raise_on_every_rank(ranks2):
+    for rank, texts in enumerate(ranks2.run(disagreements)):
+        assert all(f"rank {rank} is in MXFP8ExpertParallel with rows [., " in text for text in texts), texts
+
+
 def bad_use() -> list:
     """Rank 0 alone makes each mistake: nothing may wait for the other one. The ones that are not told."""
     mesh = init_device_mesh("cpu", (2, ), mesh_dim_names=("ep", ))
@@ -205,7 +223,7 @@ def bad_use() -> list:
         "integers [8]": lambda: experts(torch.zeros(4, D), torch.tensor([4, 0])),
         "sum to 4, but the input has 5 rows": lambda: experts(torch.zeros(5, D), counts),
         "multiple of 32": lambda: experts(torch.zeros(4, D - 8), counts),
-        "block_size 64": lambda: MXFP8ExpertParallel(block_size=64),
+        "block_size is 64": lambda: MXFP8ExpertParallel(block_size=64),
     }
     missed = []
     for text, call in calls.items():

@@ -11,6 +11,8 @@ takes the same when m <= 1.75, because then amax / scale = m * 256 <= 448, and t
 
 import copy
 import io
+import pickle
+import re
 
 import pytest
 import torch
@@ -222,8 +224,11 @@ def test_empty_tensors(shape):
     (TypeError, "int64", lambda: quantize(torch.zeros(2, 32, dtype=torch.int64))),
     (ValueError, "multiple of 32", lambda: quantize(torch.zeros(2, 48))),
     (ValueError, "multiple of 32", lambda: quantize(torch.tensor(1.0))),
-    (ValueError, "block sizes", lambda: quantize(torch.zeros(2, 64), 64)),
-    (ValueError, "scaling modes", lambda: quantize(torch.zeros(2, 64), 32, "ceil")),
+    (TypeError, r"x is \[1.0\], of type list", lambda: quantize([1.0])),
+    (TypeError, "in torch.sparse_coo", lambda: quantize(torch.zeros(2, 64).to_sparse())),
+    (ValueError, "block_size is 64; expected one of 32, 128", lambda: quantize(torch.zeros(2, 64), 64)),
+    (ValueError, "block_size is 32.0", lambda: quantize(torch.zeros(2, 64), 32.0)),
+    (ValueError, "scaling_mode is 'ceil'", lambda: quantize(torch.zeros(2, 64), 32, "ceil")),
     (ValueError, "multiple of 32", lambda: quantize_tiles(torch.zeros(64, 48))),
     (ValueError, "two axes", lambda: quantize_tiles(torch.zeros(64))),
     (ValueError, "multiple of 32", lambda: transpose_rescale(quantize(torch.zeros(48, 64)))),
@@ -335,6 +340,56 @@ def test_deepcopy_and_save(mx):
     for other in (copy.deepcopy(mx), torch.load(buffer, weights_only=True)):
         assert type(other) is MXTensor and same_bytes(other, mx) and other.dtype == BF16
         assert other.qdata.data_ptr() != mx.qdata.data_ptr()
+
+
+DATA, SCALES = torch.ones(8, 64).to(torch.float8_e4m3fn), torch.full((8, 2), 127, dtype=torch.uint8)
+# Parts that do not belong together, and the argument that the error names.
+NOT_PARTS = {
+    "one scale": ("scales of shape (8, 2)", (DATA, SCALES[:1, :1])),
+    "one scale for each row": ("scales of shape (8, 2)", (DATA, SCALES[:, :1])),
+    "scales of half the rows": ("scales of shape (8, 2)", (DATA, SCALES[:4])),
+    "scales of blocks of 32": ("scales of shape (8, 1)", (DATA, SCALES, 128)),
+    "scales along the other axis": ("scales of shape (8, 2)", (DATA, SCALES.t())),
+    "scales of rows for tiles": ("scales of shape (1, 1)", (DATA, SCALES, 128, BF16, True)),
+    "scales elsewhere": ("there; got", (DATA, SCALES.to("meta"))),
+    "plain scales": ("MXTensor: scale is", (DATA, torch.ones(8, 2))),
+    "bytes as data": ("MXTensor: qdata is", (DATA.view(torch.uint8), SCALES)),
+    "e5m2": ("MXTensor: qdata is", (DATA.to(torch.float8_e5m2), SCALES)),
+    "no tensor": ("MXTensor: qdata is None", (None, SCALES)),
+    "half a block": ("multiple of 32", (DATA[:, :48], SCALES)),
+    "a single value": ("expected 1 axes", (DATA[0, 0], SCALES[0, 0])),
+    "other blocks": ("MXTensor: block_size is 64", (DATA, SCALES[:, :1], 64)),
+    "tiles of 32": ("MXTensor: block_size is 32", (DATA, SCALES, 32, BF16, True)),
+    "another dtype": ("MXTensor: orig_dtype is torch.float64", (DATA, SCALES, 32, torch.float64)),
+    "tiled is no bool": ("MXTensor: tiled is 0", (DATA, SCALES, 32, BF16, 0)),
+}
+
+
+def saved(parts: tuple) -> io.BytesIO:
+    """A file that holds an MXTensor with these attributes, as torch.save writes it."""
+    mx, buffer = MXTensor(DATA, SCALES), io.BytesIO()
+    names = "qdata", "scale_bytes", "block_size", "orig_dtype", "tiled"
+    for name, value in zip(names, parts, strict=False):
+        setattr(mx, name, value)
+    torch.save(mx, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("name", NOT_PARTS)
+def test_parts_that_do_not_belong_together_are_refused(name):
+    """By the constructor, and by torch.load, for which the package puts the type on torch's list of safe ones."""
+    text, parts = NOT_PARTS[name]
+    for make in (lambda: MXTensor(*parts), lambda: torch.load(saved(parts), weights_only=True),
+                 lambda: torch.load(saved(parts), weights_only=False)):
+        with pytest.raises((TypeError, ValueError, pickle.UnpicklingError), match=re.escape(text)):
+            make()
+
+
+@pytest.mark.parametrize("parts", [(DATA[:4], SCALES[:4]), (DATA, SCALES, 32, F32)])
+def test_a_file_whose_tensor_looks_otherwise_than_its_data_is_refused(parts):
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=r"says that it is \(8, 64\) of torch.bfloat16"):
+        torch.load(saved(parts), weights_only=True)
 
 
 class GivesMX(torch.autograd.Function):
